@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check docs bench soak fuzz sanitize zoo gpu wheels clean help
+.PHONY: run test check docs bench sparse soak fuzz sanitize zoo gpu wheels clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -13,6 +13,7 @@ run: $(STAMP) ## make the environment, then run the demo
 test: $(STAMP) ## make the environment, then run every check and test (WORKERS=2)
 	@scripts/install-browser
 	@scripts/check
+	@$(VENV)/bin/python -m tests.rig.building
 	@# Passive: the threads of one worker would spin on the cores that another needs.
 	@OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
@@ -25,6 +26,15 @@ docs: $(STAMP) ## these pages and the reference of the Python interface, in buil
 
 bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
 	@$(VENV)/bin/python benchmarks/disk.py $(if $(SIZE),--size $(SIZE))
+
+sparse: $(STAMP) ## measure reads by units, into docs/: experts in memory groups (root), rows, routes; 42 GiB of disk
+	@test -e benchmarks/results/routes-128-prose.jsonl || $(VENV)/bin/python benchmarks/recorded_routes.py --experts 128
+	@$(VENV)/bin/python benchmarks/replay.py --docs docs/sparse.md
+	@$(VENV)/bin/python benchmarks/rows.py --json benchmarks/results/rows.json --docs docs/benchmarks.md
+	@for model in olmoe qwen3-30b; do \
+		$(VENV)/bin/python benchmarks/experts.py --model $$model --json benchmarks/results/experts-$$model.json \
+			--docs docs/benchmarks.md || exit 1; \
+	done
 
 soak: $(STAMP) ## random problems, plans and orders, many times as many as in the tests, and all cases (TIMES=50)
 	@PENSTOCK_SOAK=$(or $(TIMES),50) $(VENV)/bin/python -m pytest -n $(WORKERS) -m random --timeout=0

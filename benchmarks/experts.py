@@ -1,321 +1,357 @@
 """Tokens of a mixture of experts whose weights are several times the memory, by penstock and by others.
 
-Each way runs in a process of its own in a memory group of a share of the weights, one token a round, in an
-order that rotates. All compute the same layers with the same weights for the same routes; the routes are an
-input, so that they can be drawn: uniformly, or by a law of Zipf with favourites of each layer that drift.
-`before` is penstock reading every stack of experts whole.
+This is the method:
+
+- Each way runs in a process of its own, one token a round, in an order that rotates. All compute the same
+  layers with the same weights for the same routes, and their outputs are compared to the bit.
+- Each but `memory` has a memory group of a bare process and a share of the weights, page cache included;
+  penstock's budget is that share without what a process takes beside weights. `least` has the smallest
+  budget that there is, in a group of that and the same overhead. `before` is penstock as it was without reads
+  by units: the same plan, but every stack of experts is read whole.
+- mmap maps a file of its own, `mmap-random` another with MADV_RANDOM; accelerate offloads to disk. The page
+  cache has none of the files when the first token begins. The first tokens, which fill caches, do not count.
+- `disk` reads experts drawn at random from the file, past the page cache, in pieces and with as many readers
+  as penstock has, just before and just after penstock's own token, as many bytes as that last missed. What
+  penstock could reach is the time to read the bytes that it missed at this rate, and then to compute what
+  `memory` computes, in the same round.
+- With room for all weights, `full` runs beside `memory` alone, at the end.
+- Times are compared within a round, as a virtual machine's speed changes by several times within minutes.
+
+Linux only; groups need root. Peer: `pip install 'penstock[bench]'`.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
 import json
 import mmap
 import os
+import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
+from random import Random
 from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import penstock
-from benchmarks.machine import advise, describe_machine, drop_cache, read_disk_bytes, read_memory
-from benchmarks.ways import Way, started
+from benchmarks import machine
+from benchmarks.experts_table import BEGIN, render
+from benchmarks.mixture import ROUTINGS, SHAPES, Model, Shape, draw, write_weights
+from benchmarks.reader import read_pieces
+from benchmarks.table import write_between
+from benchmarks.ways import Way, answer, in_turn, scratch, started
 from penstock.runtime.files.artifact_files import read_payload, replace_payload
+from penstock.runtime.sparse.units import FEW, PIECE
+from penstock.schedule.facts.errors import SourceError
 
-WAYS = ("memory", "before", "units", "mmap", "mmap-random", "accelerate")
+OURS = ("before", "units", "least", "full")
+WAYS = ("memory", "before", "units", "least", "mmap", "mmap-random", "accelerate")
 _MADV_RANDOM = 1
 _OVERHEAD = 192 << 20
-"""Bytes of the group that are left for the interpreter's own growth, activations and inputs."""
+"""Bytes of a group that are left for the interpreter's own growth, activations and inputs."""
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model: those of an expert, and of how many `experts` a token asks for `asked`."""
-
-    layers: int
-    width: int
-    inner: int
-    experts: int
-    asked: int
-    words: int = 50304
-
-
-SHAPES = {
-    "olmoe": Shape(6, 2048, 1024, 64, 8),
-    "qwen3-30b": Shape(5, 2048, 768, 128, 8, 151936),
-    "tiny": Shape(3, 256, 256, 16, 2, 4096),
-}
-
-
-class Experts(nn.Module):
-    """Experts as transformers holds and calls them: two stacks, and products of the rows sorted by expert."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(shape.experts, 2 * shape.inner, shape.width))
-        self.down = nn.Parameter(torch.empty(shape.experts, shape.width, shape.inner))
-
-    def forward(self, x: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
-        chosen = route.reshape(-1)
-        order = torch.argsort(chosen)
-        rows = x[order // route.shape[1]]
-        counts = torch.histc(chosen.float(), self.gate_up.shape[0], 0, self.gate_up.shape[0] - 1)
-        ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = torch._grouped_mm(rows, self.gate_up.transpose(-2, -1), ends).chunk(2, -1)
-        out = torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(-2, -1), ends)
-        back = torch.empty_like(order).index_put_((order,), torch.arange(order.shape[0]))
-        mixed: torch.Tensor = out[back].view(*route.shape, -1).mean(1)
-        return mixed
-
-
-class Layer(nn.Module):
-    """A dense part as large as attention, and experts."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.mix = nn.ModuleList(nn.Linear(shape.width, shape.width, bias=False) for _ in range(4))
-        self.norms = nn.ModuleList(nn.RMSNorm(shape.width) for _ in range(2))
-        self.experts = Experts(shape)
-
-    def forward(self, x: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
-        seen = self.norms[0](x)
-        for one in self.mix:
-            seen = one(seen)
-        x = x + seen
-        out: torch.Tensor = x + self.experts(self.norms[1](x), route)
-        return out
-
-
-class Model(nn.Module):
-    """A table of words, layers, and a head."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.words = nn.Embedding(shape.words, shape.width)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.head = nn.Linear(shape.width, shape.words, bias=False)
-
-    def forward(self, tokens: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens)
-        for layer, route in zip(self.layers, routes, strict=True):
-            x = layer(x, route)
-        logits: torch.Tensor = self.head(x)
-        return logits
+_LEAST_READ = 64 << 20
+"""Bytes. Less is not read to learn the rate of a disk."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """What one process does; `tokens` bounds how often it is asked to."""
 
     way: str
     model: str
-    budget: int
+    layers: int
+    routing: str
+    tokens: int
     folder: str
+    budget: int = 0
 
     @property
     def shape(self) -> Shape:
-        return SHAPES[self.model]
+        return replace(SHAPES[self.model], layers=self.layers)
 
     @property
     def artifact(self) -> Path:
-        return Path(self.folder) / f"{'before' if self.way == 'before' else 'units'}.penstock"
+        return Path(self.folder) / f"{'units' if self.way == 'full' else self.way}.penstock"
 
     @property
     def weights(self) -> Path:
-        """A file of its own for each way: what one process has mapped stays in the page cache."""
-        shared = self.way in ("before", "units", "memory")
-        return Path(self.folder) / f"{'units' if shared else self.way}.safetensors"
+        """A file of its own for each way that might find what another has left in the page cache."""
+        own = "units" if self.way in ("memory", "full", "disk") else self.way
+        return Path(self.folder) / f"{own}.safetensors"
+
+    @property
+    def offloaded(self) -> Path:
+        return Path(self.folder) / "offloaded"
 
 
-def write_weights(shape: Shape, path: Path) -> int:
-    """Write random weights whose products keep their size; returns their bytes."""
-    with torch.device("meta"):
-        model = Model(shape)
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(1 << 22, generator=generator).to(torch.bfloat16)
-    values: dict[str, torch.Tensor] = {}
-    for number, (name, one) in enumerate(model.named_parameters()):
-        if one.dim() == 1:
-            values[name] = torch.ones(one.shape, dtype=torch.bfloat16)
-            continue
-        rolled = noise.roll(7919 * number) * one.shape[-1] ** -0.5
-        times = -(-one.numel() // len(rolled))
-        values[name] = rolled.repeat(times)[: one.numel()].view(one.shape)
-    save_file(values, path)
-    return sum(value.nbytes for value in values.values())
-
-
-def prepare(jobs: list[Job]) -> int:
+def prepare(ways: Sequence[str], job: Job) -> int:
     """Write the files of every way; returns the bytes of the weights."""
-    shape, folder = jobs[0].shape, Path(jobs[0].folder)
-    first = folder / "units.safetensors"
-    nbytes = write_weights(shape, first)
-    for job in jobs:
-        if not job.weights.exists():
-            os.system(f"cp {first} {job.weights}")
-    with torch.device("meta"):
-        model = Model(shape).to(torch.bfloat16).eval()
-    tokens, routes = torch.zeros(1, dtype=torch.int64), draw(shape, "uniform", 1)[0]
-    values = load_file(first)
-    model.load_state_dict(values, assign=True)
-    exported = torch.export.export(model, (tokens, routes))
-    for name in ("units", "before"):
-        penstock.compile(exported, folder / f"{name}.penstock", weights=[first], pack=False)
-    before = read_payload(folder / "before.penstock")
-    steps = [tuple(replace(step, sparse=()) for step in trace.steps) for trace in before.traces]
-    traces = tuple(replace(one, steps=own) for one, own in zip(before.traces, steps, strict=True))
-    replace_payload(folder / "before.penstock", replace(before, traces=traces))
+    nbytes = write_weights(job.shape, job.weights)
+    for way in {*ways} - {"accelerate"}:
+        own = replace(job, way=way).weights
+        if not own.exists():
+            shutil.copyfile(job.weights, own)
+    model = mapped(job)
+    if "accelerate" in ways:
+        from accelerate.utils import offload_state_dict
+
+        offload_state_dict(job.offloaded, model.state_dict())
+    route = draw(job.shape, "uniform", 1)[0]
+    exported = torch.export.export(model, (torch.zeros(1, dtype=torch.int64), route))
+    for way in {"units", *ways} & {"units", "before", "least"}:
+        artifact = replace(job, way=way).artifact
+        penstock.compile(exported, artifact, weights=[replace(job, way=way).weights], pack=False)
+        if way == "before":
+            payload = read_payload(artifact)
+            steps = [tuple(replace(step, sparse=()) for step in trace.steps) for trace in payload.traces]
+            traces = tuple(replace(one, steps=own) for one, own in zip(payload.traces, steps, strict=True))
+            replace_payload(artifact, replace(payload, traces=traces))
     return nbytes
 
 
-def draw(shape: Shape, routing: str, tokens: int) -> list[torch.Tensor]:
-    """The routes of each token, (layers, 1, asked): by Zipf, each layer has favourites, which drift."""
-    generator = torch.Generator().manual_seed(1)
-    rank = torch.arange(1, shape.experts + 1, dtype=torch.float64)
-    weight = torch.ones_like(rank) if routing == "uniform" else 1 / rank
-    orders = [torch.randperm(shape.experts, generator=generator) for _ in range(shape.layers)]
-    found = []
-    for token in range(tokens):
-        if token % 32 == 31:  # two experts of each layer change places
-            for order in orders:
-                pair = torch.randperm(shape.experts, generator=generator)[:2]
-                order[pair] = order[pair.flip(0)]
-        picked = [order[torch.multinomial(weight, shape.asked, generator=generator)] for order in orders]
-        found.append(torch.stack(picked).unsqueeze(1))
-    return found
-
-
-def load(job: Job) -> Any:
-    """The model of a way, with the values of its file."""
-    if job.way in ("before", "units"):
-        return penstock.open(job.artifact).load(job.budget)
+def mapped(job: Job) -> Model:
+    """The model with the weights of its file, which are mapped."""
     with torch.device("meta"):
         model = Model(job.shape).to(torch.bfloat16).eval()
-    values = load_file(job.weights)  # mapped
-    if job.way == "memory":
-        values = {name: value.clone() for name, value in values.items()}
-    if job.way == "mmap-random":
-        for value in values.values():
-            start = value.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-            advise(start, value.data_ptr() + value.nbytes - start, _MADV_RANDOM)
-    model.load_state_dict(values, assign=True)
-    if job.way == "accelerate":
-        from accelerate import disk_offload
-
-        disk_offload(model, Path(job.folder) / "offloaded", execution_device=torch.device("cpu"))
+    model.load_state_dict(load_file(job.weights), assign=True)
     return model
 
 
-def serve(job: Job) -> None:
-    """The process of one way: loads at once, then runs a token for each line, and answers in JSON."""
+def load(job: Job) -> Any:
+    """The model of a way."""
+    if job.way in OURS:
+        return penstock.open(job.artifact).load(job.budget or "100%")
+    if job.way == "accelerate":
+        from accelerate import disk_offload
+
+        with torch.device("meta"):
+            model = Model(job.shape).to(torch.bfloat16).eval()
+        return disk_offload(model, job.offloaded, execution_device=torch.device("cpu"))
+    model = mapped(job)
+    if job.way == "memory":
+        model.load_state_dict(
+            {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+        )
+        machine.drop_cache([job.weights], unmap=True)  # or penstock would read its file from the page cache
+    if job.way == "mmap-random":
+        for value in model.state_dict().values():
+            start = value.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            machine.advise(start, value.data_ptr() + value.nbytes - start, _MADV_RANDOM)
+    return model
+
+
+def stepping(job: Job) -> Callable[[str], dict[str, Any]]:
+    """What a process does for each line: a token, or for `disk` a read of as many bytes as the line says."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    penstock.Payload  # noqa: B018 - its libraries count as bare, as those of the others do
-    bare = read_memory().anonymous
+    if job.way == "disk":
+        return partial(read_bare, job, Random(0))
+    bare = machine.read_memory()
     model = load(job)
-    print(json.dumps({"bare": bare}), flush=True)
-    routes: dict[str, Iterator[torch.Tensor]] = {}
-    for line in sys.stdin:
-        routing = line.strip()
-        drawn = routes.setdefault(routing, iter(draw(job.shape, routing, 4096)))
-        token, route = torch.tensor([len(routing) * 37 % job.shape.words]), next(drawn)
-        read, start, spent = read_disk_bytes(), time.perf_counter(), time.process_time()
+    drawn = iter(draw(job.shape, job.routing, job.tokens))
+    token = torch.tensor([len(job.routing) * 37 % job.shape.words])
+    machine.forget_peak()
+
+    def step(_: str) -> dict[str, Any]:
+        route = next(drawn)
+        read, start, spent = machine.read_disk_bytes(), time.perf_counter(), time.process_time()
         with torch.no_grad():
             result = model(token, route)
-        answer = {
-            "seconds": time.perf_counter() - start,
-            "processor": time.process_time() - spent,
-            "read": read_disk_bytes() - read,
-            "moved": model.stats.bytes_moved if job.way in ("before", "units") else 0,
+        seconds, processor = time.perf_counter() - start, time.process_time() - spent
+        memory = machine.read_memory()
+        return {
+            "seconds": seconds,
+            "processor": processor,
+            "read": machine.read_disk_bytes() - read,
+            "moved": model.stats.bytes_moved if job.way in OURS else 0,
             "digest": hashlib.sha256(result.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
-            "anonymous": read_memory().anonymous - bare,
+            "anonymous": memory.anonymous - bare.anonymous,
+            "peak": memory.peak - bare.total,
         }
-        print(json.dumps(answer), flush=True)
+
+    return step
 
 
-def rows(ways: dict[str, Way], skip: int) -> Iterator[str]:
-    """The rows of a table; the first tokens fill caches."""
-    known = next((way for name, way in ways.items() if name == "units"), None)
-    for name, way in ways.items():
-        if way.failure:
-            yield f"| {name} | {way.failure} | | | | |"
-            continue
-        rest = way.steps[skip:]
-        seconds = [step["seconds"] for step in rest]
-        read = sum(step["read"] for step in rest) / len(rest)
-        moved = (way.steps[-1]["moved"] - way.steps[skip - 1]["moved"]) / len(rest)
-        equal = known and [s["digest"] for s in known.steps] == [s["digest"] for s in way.steps]
-        yield (
-            f"| {name} | {median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f}) "
-            f"| {median(step['processor'] for step in rest):.3f} | {read / 2**20:.0f} | {moved / 2**20:.0f} "
-            f"| {max(step['anonymous'] for step in rest) / 2**20:.0f} | {'equal' if equal else 'different'} |"
+def read_bare(job: Job, random: Random, line: str) -> dict[str, Any]:
+    """Read whole experts, wherever they are in the file, until as many bytes are read as the line says."""
+    with job.weights.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        first = file.tell()
+    stacks = [one for name, one in header.items() if ".experts." in name]
+    pieces: list[tuple[int, int]] = []
+    nbytes = 0
+    while nbytes < int(line):
+        stack = random.choice(stacks)
+        start, stop = stack["data_offsets"]
+        unit = (stop - start) // stack["shape"][0]
+        place = (first + start + random.randrange(stack["shape"][0]) * unit) // mmap.PAGESIZE * mmap.PAGESIZE
+        pieces += [(place + at, min(PIECE, unit - at)) for at in range(0, unit, PIECE)]
+        nbytes += unit
+    return {"seconds": read_pieces(job.weights, pieces, threads=FEW), "read": nbytes}
+
+
+def drop_files(job: Job) -> None:
+    """Drop the files of all ways from the page cache: penstock plans for what it finds there."""
+    machine.drop_cache([*Path(job.folder).glob("*.safetensors"), *job.offloaded.glob("*.dat")])
+
+
+def measure(jobs: Sequence[Job], limits: dict[str, int], rounds: int) -> dict[str, Any]:
+    """Every way with the steps that it took in its rounds, those of `disk` twice as many."""
+    drop_files(jobs[0])
+    with started(__file__, jobs, limits) as ways:
+        disk, others = ways.get("disk"), {name: way for name, way in ways.items() if name != "disk"}
+        for number in range(rounds):
+            for name in in_turn(others, number):
+                with _between(disk, ways[name]) if name == "units" and disk else contextlib.nullcontext():
+                    ways[name].step("token")
+    return {
+        name: {"failure": way.failure, "bare": way.bare, "steps": way.steps} for name, way in ways.items()
+    }
+
+
+@contextlib.contextmanager
+def _between(disk: Way, way: Way) -> Any:
+    """Let the bare disk be read just before and just after a way's token."""
+    nbytes = max(_LEAST_READ, way.steps[-1]["read"] if way.steps else 0)
+    disk.step(str(nbytes))
+    yield
+    disk.step(str(nbytes))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured: `tokens` of each routing behind `warm_up` others."""
+
+    model: str
+    layers: int
+    share: float
+    tokens: int
+    warm_up: int
+    routings: tuple[str, ...]
+    ways: tuple[str, ...]
+    group: bool
+
+    @property
+    def shape(self) -> Shape:
+        return replace(SHAPES[self.model], layers=self.layers)
+
+
+def run(options: Options, folder: Path) -> dict[str, Any]:
+    """Measure all routings, then all weights in memory; everything, as JSON can hold it."""
+    rounds = options.warm_up + options.tokens
+    first = Job("units", options.model, options.layers, "", rounds, str(folder))
+    nbytes = prepare(options.ways, first)
+    drop_files(first)
+    program = penstock.open(first.artifact)
+    share = int(nbytes * options.share)
+    budgets = dict.fromkeys(("before", "units"), share - _OVERHEAD * options.group)
+    budgets["least"] = program.floor_bytes
+    jobs = [replace(first, way=way, budget=budgets.get(way, 0)) for way in options.ways]
+    limits = {job.way: share for job in jobs if options.group and job.way != "memory"}
+    if "least" in limits:
+        limits["least"] = budgets["least"] + _OVERHEAD
+    whole = [penstock.open(job.artifact) for job in jobs if job.way == "before"]
+    result: dict[str, Any] = {
+        "machine": machine.describe_machine(),
+        "options": asdict(options),
+        "weights": nbytes,
+        "asked": options.layers * options.shape.asked * 3 * options.shape.inner * options.shape.width * 2,
+        "floors": [program.floor_bytes, *(one.floor_bytes for one in whole)],
+        "budgets": {job.way: job.budget for job in jobs},
+        "plans": {job.way: str(penstock.open(job.artifact).plan(job.budget)) for job in jobs if job.budget},
+        "tables": {},
+    }
+    for routing in options.routings:
+        typer.echo(f"{options.model}, {routing}: {rounds} rounds", err=True)
+        routed = [replace(job, routing=routing) for job in jobs]
+        if "units" in options.ways:
+            routed.append(replace(routed[0], way="disk", budget=0))
+        result["tables"][routing] = measure(routed, limits | {"disk": share} if limits else {}, rounds)
+    alone = [replace(first, way=way, routing=options.routings[0]) for way in ("memory", "full")]
+    result["full"] = measure(alone, {}, rounds)
+    return result
+
+
+def check(options: Options) -> int:
+    """The bytes of the files of a run. Raises typer.BadParameter for what cannot be measured here."""
+    unknown = {*options.ways} - {*WAYS} | {*options.routings} - {*ROUTINGS}
+    if unknown:
+        raise typer.BadParameter(
+            f"{', '.join(sorted(unknown))}: choose among {', '.join((*WAYS, *ROUTINGS))}"
         )
+    if options.model not in SHAPES:
+        raise typer.BadParameter(f"--model {options.model} is none of {', '.join(SHAPES)}")
+    try:
+        for routing in options.routings:
+            draw(options.shape, routing, options.warm_up + options.tokens)
+    except (SourceError, ValueError) as error:
+        raise typer.BadParameter(f"{error}; benchmarks/recorded_routes.py records routes") from None
+    with torch.device("meta"):
+        nbytes = sum(one.numel() * 2 for one in Model(options.shape).parameters())
+    there = machine.read_available_memory()
+    need = int(nbytes * max(2.1, 1.1 + options.share * len(options.ways)))
+    if need > there:
+        raise typer.BadParameter(f"this needs {need >> 20} MiB of memory and there are {there >> 20}")
+    copies = 1 + len({*options.ways} - {"memory", "units"})
+    return int(1.01 * copies * nbytes) + (16 << 20)
 
 
 def main(
     *,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "olmoe",
-    layers: Annotated[int, typer.Option(help="0: as many as the model has here.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="0: as many as the model has here.")] = 0,
     share: Annotated[float, typer.Option(help="Of the weights, for the memory group.")] = 0.25,
     tokens: Annotated[int, typer.Option(min=2, help="Measured, for each routing.")] = 24,
     warm_up: Annotated[int, typer.Option(min=1, help="Tokens before those.")] = 24,
-    routings: Annotated[str, typer.Option(help="Some of zipf, uniform.")] = "zipf,uniform",
-    ways: Annotated[str, typer.Option(help=f"Some of {', '.join(WAYS)}.")] = ",".join(WAYS[1:]),
-    group: Annotated[bool, typer.Option(help="Run in a memory group.")] = True,
-    folder: Annotated[str, typer.Option(help="For the weights; a temporary one by default.")] = "",
-    serve_job: Annotated[str, typer.Option("--serve", hidden=True)] = "",
+    routings: Annotated[str, typer.Option(help="Some of the routings.")] = ",".join(ROUTINGS),
+    ways: Annotated[str, typer.Option(help="Some of the ways.")] = ",".join(WAYS),
+    group: Annotated[bool, typer.Option(help="Run in memory groups.")] = True,
+    folder: Annotated[Path | None, typer.Option(help="For the weights; a temporary one by default.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Write the tables into this document.")] = None,
+    rendered: Annotated[
+        Path | None, typer.Option("--render", help="Measure nothing: take this JSON.")
+    ] = None,
+    serve: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure tokens of a mixture of experts.
 
-    Example: python benchmarks/experts.py --model tiny --tokens 8 --ways units,mmap
+    Example: python benchmarks/experts.py --model tiny --no-group --tokens 8 --ways memory,units,mmap
     """
-    if serve_job:
-        serve(Job(**json.loads(serve_job)))
+    if serve:
+        penstock.Payload  # noqa: B018 - its libraries count as bare, as those of the others do
+        answer(partial(stepping, Job(**json.loads(serve))))
         return
-    if layers:
-        SHAPES[model] = replace(SHAPES[model], layers=layers)
-    machine = describe_machine()
-    with tempfile.TemporaryDirectory(dir=folder or None) as place:
-        jobs = [Job(way, model, 0, place) for way in ways.split(",")]
-        nbytes = prepare(jobs)
-        limit = int(nbytes * share) if group else None
-        budget = int(nbytes * share) - _OVERHEAD if group else int(nbytes * share)
-        jobs = [dataclasses.replace(job, budget=budget) for job in jobs]
-        typer.echo(
-            f"{model}: {nbytes / 2**20:.0f} MiB of weights, a share of {share}; {machine['cpu']}, "
-            f"{machine['cores']} cores, {machine['date']}"
+    if rendered is not None:
+        result = json.loads(rendered.read_text(encoding="utf-8"))
+    else:
+        options = Options(
+            model,
+            layers or SHAPES.get(model, SHAPES["tiny"]).layers,
+            share=share,
+            tokens=tokens,
+            warm_up=warm_up,
+            routings=tuple(routings.split(",")),
+            ways=tuple(ways.split(",")),
+            group=group,
         )
-        for job in jobs:
-            if job.way in ("before", "units"):
-                plan = penstock.open(job.artifact).plan(budget)
-                typer.echo(
-                    f"{job.way}: floor {penstock.open(job.artifact).floor_bytes / 2**20:.0f} MiB, {plan}"
-                )
-        for routing in routings.split(","):
-            for job in jobs:
-                drop_cache([job.weights])
-            with started(__file__, jobs, limit) as running:
-                for number in range(warm_up + tokens):
-                    names = [*running]
-                    for name in names[number % len(names) :] + names[: number % len(names)]:
-                        running[name].step(routing)
-                typer.echo(f"\n### {routing}\n")
-                typer.echo(
-                    "| way | seconds a token | of a processor | MiB read | MiB moved | MiB held | result |"
-                )
-                typer.echo("|---|---|---|---|---|---|---|")
-                typer.echo("\n".join(rows(running, warm_up)))
+        with scratch(check(options), folder) as place:
+            result = run(options, place)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if docs is not None:
+        write_between(docs, render(result), BEGIN.format(model=result["options"]["model"]))
+    typer.echo(render(result))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import penstock
 from benchmarks.cases import load_weights, make_inputs, make_meta_module, write_weights
 from benchmarks.flux import make_flux_inputs, make_meta_flux
 from benchmarks.machine import describe_machine
+from penstock.runtime.device.opening import open_accelerator
 from penstock.runtime.program import Program
 from penstock.schedule.facts.sizes import format_size, parse_size
 
@@ -65,22 +66,22 @@ class Machine:
 
     def finish(self) -> None:
         if not self.simulated:
-            torch.cuda.synchronize(self.where)
+            torch.accelerator.synchronize(self.where)
 
     def held(self) -> int:
         """Bytes of the device that are taken by any process, by the driver's count."""
         if self.simulated:
             return 0
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.where)
-        return total - free
+        torch.accelerator.empty_cache()
+        free, total = torch.accelerator.get_memory_info(self.where)
+        return int(total - free)
 
     def taken(self, before: int) -> int:
         """Bytes that the driver has given out since it was asked `before`; what is freed is kept by torch."""
         if self.simulated:
             return 0
-        free, total = torch.cuda.mem_get_info(self.where)
-        return total - free - before
+        free, total = torch.accelerator.get_memory_info(self.where)
+        return int(total - free - before)
 
     @contextmanager
     def graph(self, call: Callable[[], object]) -> Iterator[Callable[[], object]]:
@@ -216,7 +217,7 @@ class Cell:
 
     def _graphed(self, budget: int) -> dict[str, Any]:
         """The results of a pass as one CUDA graph, whose output must also be the resident model's."""
-        if self.machine.simulated:
+        if self.machine.where.type != "cuda":
             return {}
         plan = self.program.plan(budget, device=self.machine.name, wrap="barrier")
         with self.program.load(plan=plan, device=self.machine.name) as module:
@@ -261,7 +262,7 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 def main(
     *,
-    device: Annotated[str, typer.Option(help="cuda, cuda:1, or sim:NAME to try the script.")] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, xpu, or sim:NAME to try the script.")] = "cuda",
     sizes: Annotated[str, typer.Option(help="Bytes of weights, separated by ','.")] = "2GiB,8GiB",
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
@@ -280,7 +281,7 @@ def main(
                 continue
             with_peers = time.perf_counter() - began < LIMIT_SECONDS / 2
             rows += measure(machine, call, parse_size(size), rounds, with_peers=with_peers)
-    name = device if machine.simulated else torch.cuda.get_device_name(machine.where)
+    name = device if machine.simulated else open_accelerator(device).product
     rate = format_size(int(rows[0]["link_bytes_per_s"]))
     typer.echo(f"{name}, torch {torch.__version__}; copies at {rate} a second\n")
     typer.echo(render(rows))

@@ -30,7 +30,7 @@ from benchmarks.pipeline_parts import list_parts
 from benchmarks.pipeline_table import BEST, REST, WHOLE, Image, Turn, render
 from benchmarks.table import write_between
 from penstock.models.preflight import Model
-from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
+from penstock.runtime.memory_split import WORKSPACE, MemorySplit
 from penstock.schedule.clock.event_graph import simulate
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.hardware import find_hardware, with_times
@@ -50,7 +50,7 @@ def plan_turn(model: Model, calls: int, cap: int, hardware: Hardware) -> Turn:
     """Plan a component within a cap on all memory; BudgetError where it does not fit."""
     payload = model.payload
     trace = with_times(payload.traces[0], hardware)
-    split = MemorySplit(cap, model.activations, CUDA_WORKSPACE)
+    split = MemorySplit(cap, model.activations, WORKSPACE)
     budget = min(split.budget(model.floor_bytes), model.weight_bytes)
     problem = Problem(payload.storages, (trace,), model.arena, hardware=hardware)
     plan = make_plan(problem, budget, names=payload.storage_names())

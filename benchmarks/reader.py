@@ -10,12 +10,12 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ _TRIES = 3
 _POPULATE_READ = 22  # MADV_POPULATE_READ, which the mmap module does not name
 _TOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 
+_Item = TypeVar("_Item")
 Fetch = Callable[[int, int], object]
 """A function that brings the block at an offset; it also gets the number of its thread."""
 
@@ -51,33 +52,8 @@ class Reader:
 
     def read(self, path: Path, nbytes: int) -> float:
         """Seconds to read the first `nbytes` of the file; raises OSError."""
-        offsets = iter(range(0, nbytes, self.block))
-        lock = threading.Lock()
-        failures: list[OSError] = []
-
-        def work(number: int) -> None:
-            while True:
-                with lock:
-                    offset = next(offsets, None)
-                if offset is None:
-                    return
-                try:
-                    fetch(number, offset)
-                except OSError as error:
-                    failures.append(error)
-                    return
-
         with self._open(path) as fetch:
-            workers = [threading.Thread(target=work, args=(number,)) for number in range(self.threads)]
-            start = time.perf_counter()
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            seconds = time.perf_counter() - start
-        if failures:
-            raise failures[0]
-        return seconds
+            return _share(self.threads, range(0, nbytes, self.block), fetch)
 
     @contextmanager
     def _open(self, path: Path) -> Iterator[Fetch]:
@@ -102,6 +78,60 @@ class Reader:
                 for _ in range(self.threads)
             ]
             yield lambda number, offset: os.preadv(descriptor, [buffers[number]], offset)
+
+
+def read_pieces(path: Path, pieces: Iterable[tuple[int, int]], *, threads: int) -> float:
+    """Seconds in which threads read pieces of the file, (offset, bytes), past the page cache.
+
+    Offsets and bytes are multiples of a page. Raises OSError.
+    """
+    pieces = list(pieces)
+    largest = max(nbytes for _, nbytes in pieces)
+    with ExitStack() as stack:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        stack.callback(os.close, descriptor)
+        buffers = [
+            memoryview(stack.enter_context(closing(mmap.mmap(-1, largest, flags=_TOUCHED))))
+            for _ in range(threads)
+        ]
+        for buffer in buffers:
+            stack.callback(buffer.release)
+
+        def fetch(number: int, piece: tuple[int, int]) -> None:
+            with buffers[number][: piece[1]] as part:
+                os.preadv(descriptor, [part], piece[0])
+
+        return _share(threads, pieces, fetch)
+
+
+def _share(threads: int, items: Iterable[_Item], fetch: Callable[[int, _Item], object]) -> float:
+    """Seconds in which threads, each with its number, fetch one item after another; raises OSError."""
+    left = iter(items)
+    lock = threading.Lock()
+    failures: list[OSError] = []
+
+    def work(number: int) -> None:
+        while True:
+            with lock:
+                item = next(left, None)
+            if item is None:
+                return
+            try:
+                fetch(number, item)
+            except OSError as error:
+                failures.append(error)
+                return
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = time.perf_counter() - start
+    if failures:
+        raise failures[0]
+    return seconds
 
 
 def list_ways(path: Path) -> list[Way]:

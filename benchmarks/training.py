@@ -19,9 +19,9 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import penstock
 from benchmarks.machine import describe_machine, drop_cache, forget_peak, read_disk_bytes, read_memory
-from benchmarks.ways import Way, started
+from benchmarks.ways import Way, answer, in_turn, scratch, started
 
 WAYS = (
     "plain",
@@ -228,18 +228,17 @@ def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return engine
 
 
-def serve(job: Job) -> None:
-    """The process of one way: loads at once, then runs a step for each line of input, and answers in JSON."""
+def stepping(job: Job) -> Callable[[str], dict[str, Any]]:
+    """What a process does for each line, which is the state of the page cache: one step of training."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    penstock.Payload  # noqa: B018 - its libraries count as bare, as those of the others do
     tokens, bare = batch(job), read_memory().anonymous
     model = load(job)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-4)
     engine = offloaded(model, optimizer) if job.way == "deepspeed" else None
-    print(json.dumps({"bare": bare}), flush=True)
-    for line in sys.stdin:
-        if line.strip() == "cold":
+
+    def step(state: str) -> dict[str, Any]:
+        if state == "cold":
             drop_cache(job.files, unmap=not job.streams)
         forget_peak()
         optimizer.zero_grad()
@@ -264,15 +263,17 @@ def serve(job: Job) -> None:
         digest = hashlib.sha256()
         for name in sorted(gradients):
             digest.update(gradients[name].numpy().tobytes())
-        answer = {
+        memory = read_memory()
+        return {
             "seconds": seconds,
             "read": read_disk_bytes() - read,
             "gradients": f"{len(gradients)} of {len(trained)}",
             "digest": digest.hexdigest(),
-            "anonymous": read_memory().anonymous - bare,
-            "peak": read_memory().peak,
+            "anonymous": memory.anonymous - bare,
+            "peak": memory.peak,
         }
-        print(json.dumps(answer), flush=True)
+
+    return step
 
 
 def rows(ways: dict[str, Way], expected: str) -> Iterator[str]:
@@ -312,15 +313,19 @@ def main(
     Example: python benchmarks/training.py --layers 24 --states cold
     """
     if serve_job:
-        serve(Job(**json.loads(serve_job)))
+        penstock.Payload  # noqa: B018 - its libraries count as bare, as those of the others do
+        answer(partial(stepping, Job(**json.loads(serve_job))))
         return
     machine = describe_machine()
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Job("plain", layers, width, tokens, budget, folder)
+    with torch.device("meta"):
+        whole = sum(one.nbytes for one in Decoder(layers, width).parameters())
+    with scratch(int(1.01 * whole * (len(ways.split(",")) + 2))) as folder:
+        plain = Job("plain", layers, width, tokens, budget, str(folder))
         jobs = [dataclasses.replace(plain, way=way) for way in ways.split(",")]
         nbytes, compiled = prepare(jobs)
         plan = penstock.open(jobs[0].artifact).plan(budget)
         with contextlib.closing(Way(__file__, plain, None)) as alone:
+            alone.load()
             alone.step("warm")
         typer.echo(
             f"{nbytes / 2**20:.0f} MiB of frozen weights in {layers} layers, {tokens} tokens; "
@@ -329,11 +334,10 @@ def main(
             f"lower bound {plan.lower_bound_seconds or 0:.3f} s; compiling took {compiled:.1f} s of a core."
         )
         for state in states.split(","):
-            limit = nbytes // 2 if state == "cgroup" else None
-            with started(__file__, jobs, limit) as running:
+            limits = dict.fromkeys(ways.split(","), nbytes // 2) if state == "cgroup" else {}
+            with started(__file__, jobs, limits) as running:
                 for number in range(rounds + 1):
-                    names = [*running]
-                    for name in names[number % len(names) :] + names[: number % len(names)]:
+                    for name in in_turn(running, number):
                         running[name].step("cold" if state != "warm" else "warm")
                 typer.echo(f"\n### {state}\n")
                 typer.echo(

@@ -1,18 +1,32 @@
-"""Ways to do the same work, each in a process that answers line by line, in a memory group or not."""
+"""Ways to do the same work, each in a process that answers line by line, in a memory group or not.
+
+A script starts itself once for each way. That process says how much memory it takes before it has loaded
+anything, loads when it is told to, and then takes one step for each line that it is sent.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import typer
+
+from benchmarks.machine import read_memory
 from penstock.demo.cgroup import MemoryGroup, make_group
+from penstock.schedule.facts.sizes import format_size
+
+_SCRATCH = "penstock-ways-"
 
 
 class Job(Protocol):
@@ -23,11 +37,22 @@ class Job(Protocol):
         """The name of the way."""
 
 
-class Way:
-    """The process of one way: `script --serve JOB`, in a control group if there is one.
+def answer(load: Callable[[], Callable[[str], dict[str, Any]]]) -> None:
+    """Be the process of a way: `load` returns what answers a line with facts that JSON can hold."""
+    print(json.dumps({"bare": read_memory().anonymous}), flush=True)
+    if not sys.stdin.readline():
+        return
+    step = load()
+    print(json.dumps({}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(step(line.strip())), flush=True)
 
-    It answers with a line of JSON once it has loaded, which has the bytes of a bare process as `bare`, and
-    with one for each line that it is sent.
+
+class Way:
+    """The process of one way: `script --serve JOB`, in a control group if there is one, not yet loaded.
+
+    `bare` has its anonymous bytes before it loads, `steps` what it has answered since, and `failure` what
+    it said before it ended too early; then it takes no more steps. Close it.
     """
 
     def __init__(self, script: str, job: Any, group: Path | None) -> None:
@@ -36,56 +61,122 @@ class Way:
             command = ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *command]
         self.steps: list[dict[str, Any]] = []
         self.failure = ""
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             env=os.environ | {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE"},
         )
-        loaded = self._answer()
-        self.bare = int(loaded["bare"]) if loaded else 0
+        said = self._read()
+        self.bare = int(said["bare"]) if said else 0
+
+    def load(self) -> None:
+        """Have it load its weights."""
+        self._ask("load")
 
     def step(self, how: str) -> None:
+        """Have it take one step, and note what it answers."""
+        said = self._ask(how)
+        if said is not None:
+            self.steps.append(said)
+
+    def _ask(self, line: str) -> dict[str, Any] | None:
         if self.failure:
-            return
+            return None
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin
-            self._process.stdin.write(f"{how}\n")
+            self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
-        answer = self._answer()
-        if answer is not None:
-            self.steps.append(answer)
+        return self._read()
 
-    def _answer(self) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, Any] | None:
         assert self._process.stdout
         for line in self._process.stdout:
             if line.startswith("{"):  # and not what a library says
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        assert self._process.stderr
-        status, said = self._process.wait(), self._process.stderr.read().strip().splitlines()
-        self.failure = "was killed" if status == -9 else (said or [f"ended with status {status}"])[-1][:100]
+                said: dict[str, Any] = json.loads(line)
+                return said
+        status = self._process.wait()
+        self._errors.seek(0)
+        last = self._errors.read().strip().splitlines()
+        self.failure = "was killed" if status == -9 else (last or [f"ended with status {status}"])[-1][:100]
         return None
 
     def close(self) -> None:
+        """Let the process end, and wait until it has."""
         assert self._process.stdin
+        assert self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
 
 
 @contextlib.contextmanager
-def started(script: str, jobs: Sequence[Job], limit: int | None) -> Iterator[dict[str, Way]]:
-    """The processes of all ways, each in a control group of `limit` bytes beside a bare process."""
+def started(script: str, jobs: Sequence[Job], limits: Mapping[str, int]) -> Iterator[dict[str, Way]]:
+    """The processes of all ways, loaded one after another.
+
+    A way that `limits` has bytes for runs in a control group of these and a bare process, page cache
+    included. Raises typer.BadParameter where no group can be made.
+    """
     with contextlib.ExitStack() as stack:
+        bare = 0
+        if limits:
+            with contextlib.closing(Way(script, jobs[0], None)) as alone:
+                bare = alone.bare
         ways = {}
         for job in jobs:
             group: MemoryGroup | None = None
-            if limit is not None:
-                with contextlib.closing(Way(script, job, None)) as bare:
-                    group = stack.enter_context(make_group(bare.bare + limit))
+            if job.way in limits:
+                group = stack.enter_context(make_group(bare + limits[job.way]))
+                if group is None:
+                    raise typer.BadParameter("no memory group can be made here: run as root, or without")
             folder = group.folder if group else None
             ways[job.way] = stack.enter_context(contextlib.closing(Way(script, job, folder)))
+            ways[job.way].load()
         yield ways
+
+
+def in_turn(ways: Mapping[str, Way], number: int) -> list[str]:
+    """The names of the ways in the order of a round, which begins with another one each time."""
+    names = list(ways)
+    return names[number % len(names) :] + names[: number % len(names)]
+
+
+@contextlib.contextmanager
+def scratch(nbytes: int, base: Path | None = None) -> Iterator[Path]:
+    """A new folder in `base` for `nbytes` bytes of files, which are removed at the end.
+
+    SIGTERM ends the process as an interrupt does, and so removes them, too. What a run that was killed
+    otherwise has left is removed by the next. Raises typer.BadParameter where the disk has too little room.
+    """
+    base = Path(tempfile.gettempdir() if base is None else base)
+    for left in base.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError), _locked(left):  # the lock of a run that goes on is taken
+            shutil.rmtree(left)
+    free = shutil.disk_usage(base).free
+    if free < nbytes:
+        raise typer.BadParameter(
+            f"this writes {format_size(nbytes)} and there are {format_size(free)} at {base}: give another "
+            "--folder, or fewer layers or ways"
+        )
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=base) as folder, _locked(Path(folder)):
+            yield Path(folder)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The lock of a folder, which ends with the process; raises OSError where another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

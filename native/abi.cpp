@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -114,13 +115,50 @@ ps_status ps_wait(ps_engine *engine) {
 void ps_stats(const ps_engine *engine, ps_statistics *statistics) { *statistics = engine->engine.statistics(); }
 
 int32_t ps_memory(const ps_engine *engine, void **starts, void **stops, int32_t size) {
-    const auto memory = engine->engine.arena().memory();
+    auto memory = engine->engine.arena().memory();
+    if (const penstock::Pool *const pool = engine->engine.pool()) memory.push_back(&pool->memory());
     const auto count = static_cast<int32_t>(memory.size());
     for (int32_t k = 0; k < count && k < size; ++k) {
         starts[k] = memory[k]->at(0);
         stops[k] = memory[k]->at(memory[k]->nbytes());
     }
     return count;
+}
+
+void *ps_units_storage(const ps_engine *engine, int32_t storage) {
+    const auto count = static_cast<int32_t>(engine->engine.plan().storages.size());
+    const penstock::Pool *const pool = engine->engine.pool();
+    return !pool || storage < 0 || storage >= count ? nullptr : pool->address(storage);
+}
+
+ps_status ps_units_ask(ps_engine *engine, int32_t graph, int32_t step, const int64_t *units, int64_t count, int64_t *ends,
+                       int64_t *parts) {
+    return guarded(engine->error, [&] {
+        const std::vector<int64_t> found = engine->engine.units().ask(graph, step, {units, count});
+        std::copy(found.begin(), found.end(), ends);
+        *parts = static_cast<int64_t>(found.size());
+        return true;
+    });
+}
+
+ps_status ps_units_hold(ps_engine *engine, int32_t graph, int32_t step, const int64_t *units, int64_t count, int32_t alone) {
+    return guarded(engine->error, [&] { return engine->engine.units().hold(graph, step, {units, count}, alone); });
+}
+
+ps_status ps_units_release(ps_engine *engine, int32_t graph, int32_t step, const int64_t *units, int64_t count) {
+    return guarded(engine->error, [&] { return engine->engine.units().release(graph, step, {units, count}), true; });
+}
+
+void ps_units_stats(const ps_engine *engine, ps_statistics *statistics) {
+    const penstock::Pool *const pool = engine->engine.pool();
+    *statistics = pool ? pool->statistics() : ps_statistics{};
+}
+
+int64_t ps_units_changes(const ps_engine *engine, ps_change *changes, int64_t size) {
+    const penstock::Pool *const pool = engine->engine.pool();
+    const std::vector<ps_change> found = pool ? pool->changes() : std::vector<ps_change>();
+    std::copy_n(found.begin(), std::min(size, static_cast<int64_t>(found.size())), changes);
+    return static_cast<int64_t>(found.size());
 }
 
 const char *ps_error(const ps_engine *engine) { return engine->error.c_str(); }

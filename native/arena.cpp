@@ -139,7 +139,7 @@ Arena::Arena(const Plan &plan, const Source &source, const ps_options &options, 
       poison_(options.poison),
       memory_(nbytes),
       // Between two neighbours of a contiguous arena a third may lie: nothing is read along.
-      files_(plan, plan.contiguous ? 0 : PAGE) {}
+      files_(plan.storages, plan.layout, plan.places, plan.contiguous ? 0 : PAGE) {}
 
 char *Arena::address(int storage) const {
     const int64_t place = plan_.places[storage];
@@ -223,10 +223,15 @@ static void refuse_without_room(int64_t nbytes) {
 }
 
 std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const ps_options &options) {
-    const int64_t whole = plan.arena_bytes + plan.outside_bytes;  // what stays outside of the arena comes later
+    if (options.debug && plan.arena_bytes && !plan.contiguous)
+        throw Failure(PS_PLAN, "the native engine cannot make reads of dropped weights fault in a paged arena: leave "
+                               "debug=True out, or plan with arena='contiguous'");
+    const int64_t units = plan.pool ? plan.pool->nbytes : 0;
+    const int64_t beside = plan.outside_bytes + units;  // what stays outside of the arena comes later, and so do units
+    const int64_t whole = plan.arena_bytes + beside;
     if (plan.mapped && !plan.contiguous && source.maps() && supports_populate()) {
         // What is mapped can always be taken back; private granules and what is outside cannot.
-        if (plan.outside_bytes) refuse_without_room(plan.outside_bytes);
+        if (beside) refuse_without_room(beside);
         const bool adapts = source.direct() && plan.granule % HUGE_PAGE == 0 && supports_move();
         if (adapts && has_room(whole, available_bytes())) return std::make_unique<AdaptiveArena>(plan, source, options);
         return std::make_unique<MappedArena>(plan, source, options);

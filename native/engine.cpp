@@ -54,7 +54,8 @@ Engine::Engine(const char *payload, const char *plan, const char *folder, const 
     : options_(options),
       plan_(read_plan(payload, plan)),
       source_(plan_, folder, options),
-      arena_(open_arena(plan_, source_, options_)) {
+      arena_(open_arena(plan_, source_, options_)),
+      pool_(plan_.pool ? std::make_unique<Pool>(plan_, source_, options_) : nullptr) {
     if (options.readers < 1) throw Failure(PS_STREAM, "expected one reader or more: somebody has to read weights");
     restart(plan_.methods.front());
     try {
@@ -74,9 +75,15 @@ void Engine::stop() {
     }
     work_.notify_all();
     arrived_.notify_all();
+    if (pool_) pool_->stop();
     std::lock_guard<std::mutex> guard(stopping_);
     for (std::thread &one : readers_) one.join();
     readers_.clear();
+}
+
+Pool &Engine::units() const {
+    if (!pool_) throw Failure(PS_PLAN, "the plan has no pool: nothing of it is read by units");
+    return *pool_;
 }
 
 ps_statistics Engine::statistics() const {
@@ -102,6 +109,7 @@ const Method &Engine::method(int graph) const {
 bool Engine::begin(int graph) {
     const Method &next = method(graph);
     check();
+    if (pool_) pool_->begin();
     if (!is_clear_for(next)) {
         if (next.continues)
             throw Failure(PS_STREAM, "the values that a call has kept for its backward are not in memory any more, "
@@ -365,6 +373,7 @@ void Engine::check() {
 }
 
 bool Engine::wait() {
+    if (pool_ && pool_->waits()) return pool_->wait();
     if (!waited_) return true;
     return wait_for(waited_);
 }

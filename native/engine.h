@@ -9,6 +9,7 @@
 
 #include "arena.h"
 #include "failure.h"
+#include "pool.h"
 
 namespace penstock {
 
@@ -36,6 +37,10 @@ class Engine {
     char *address(int storage) const { return arena_->address(storage); }
     Arena &arena() const { return *arena_; }
     ps_statistics statistics() const;
+
+    // The memory of what is read by units. Raises PS_PLAN where the plan has no pool.
+    Pool &units() const;
+    Pool *pool() const { return pool_.get(); }
 
   private:
     // Which piece is issued next, and how far the pass is. A piece is `ahead` when it is for the pass after the one
@@ -84,6 +89,7 @@ class Engine {
     const Plan plan_;
     const Source source_;
     const std::unique_ptr<Arena> arena_;
+    const std::unique_ptr<Pool> pool_;  // null where nothing is read by units
 
     mutable std::mutex lock_;
     std::mutex stopping_;  // one thread at a time joins the readers

@@ -304,15 +304,15 @@ void Source::read_plainly(const Open &file, int fd, int64_t offset, char *addres
     }
 }
 
-FileRanges::FileRanges(const Plan &plan, int64_t gap) {
+FileRanges::FileRanges(const std::vector<Storage> &storages, const std::vector<int64_t> &layout,
+                       const std::vector<int64_t> &places, int64_t gap) {
     std::vector<FileRange> all;
-    for (size_t s = 0; s < plan.storages.size(); ++s) {
-        if (plan.places[s] < 0) continue;
-        for (const Extent &one : plan.storages[s].extents) {
-            const int64_t start = plan.layout[s] + one.storage_offset;
+    for (size_t s = 0; s < storages.size(); ++s) {
+        if (places[s] < 0) continue;
+        for (const Extent &one : storages[s].extents) {
+            const int64_t start = layout[s] + one.storage_offset;
             if (one.nbytes)
-                all.push_back({{start, start + one.nbytes}, one.file, one.file_offset,
-                               plan.places[s] + one.storage_offset});
+                all.push_back({{start, start + one.nbytes}, one.file, one.file_offset, places[s] + one.storage_offset});
         }
     }
     std::sort(all.begin(), all.end(), [](const FileRange &a, const FileRange &b) { return a.range < b.range; });

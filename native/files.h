@@ -123,7 +123,9 @@ struct FileRange {
 // most `gap` bytes apart, are one range: what lies between is read along.
 class FileRanges {
   public:
-    FileRanges(const Plan &plan, int64_t gap);
+    // Storage s begins at layout offset `layout[s]` and at byte `places[s]` of the memory, or has no place if that is negative.
+    FileRanges(const std::vector<Storage> &storages, const std::vector<int64_t> &layout,
+               const std::vector<int64_t> &places, int64_t gap);
 
     template <typename Use>
     void within(Range range, Use use) const {

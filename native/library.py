@@ -17,7 +17,7 @@ from typing import NoReturn
 from penstock.schedule.facts.errors import PayloadError, PenstockError, PlanError, SourceError, StreamError
 
 WAITING = 5
-_VERSION = 4
+_VERSION = 5
 _ERRORS: dict[int, type[PenstockError]] = {1: PayloadError, 2: PlanError, 3: SourceError, 4: StreamError}
 _ERROR_BYTES = 4096
 
@@ -50,6 +50,7 @@ class Options(ctypes.Structure):
         ("buffered", c_int32),
         ("drop_early", c_int32),
         ("poison", c_int32),
+        ("debug", c_int32),
         ("patience_ms", c_int32),
         ("read", c_void_p),
         ("context", c_void_p),
@@ -70,6 +71,18 @@ class Statistics(ctypes.Structure):
             *("bytes_moved", "bytes_read", "misses", "stall_ns"),
             *("held_bytes", "peak_bytes", "bytes_written"),
         )
+    )
+
+
+class Change(ctypes.Structure):
+    """`ps_change`: what was done with a unit of a storage, and the granules that were read for it."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("storage", c_int32),
+        ("unit", c_int64),
+        ("first", c_int64),
+        ("stop", c_int64),
     )
 
 
@@ -120,6 +133,7 @@ def refuse(status: int, text: bytes) -> NoReturn:
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     engine, step, places = c_void_p, c_int32, POINTER(c_void_p)
+    units = (engine, c_int32, step, c_void_p, c_int64)
     signatures: dict[str, tuple[object, ...]] = {
         "ps_open": (c_char_p, c_char_p, c_char_p, POINTER(Options), POINTER(c_void_p), c_char_p, c_size_t),
         "ps_probed": (engine, c_int32, POINTER(c_int32), c_int32),
@@ -128,13 +142,20 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
         **dict.fromkeys(("ps_abort", "ps_wait", "ps_check"), (engine,)),
         **dict.fromkeys(("ps_fill", "ps_fill_ready"), (engine, c_int64, c_int64, POINTER(c_int64))),
         "ps_drop": (engine, c_int64, c_int64),
+        "ps_units_ask": (*units, c_void_p, POINTER(c_int64)),
+        "ps_units_hold": (*units, c_int32),
+        "ps_units_release": units,
         "ps_memory": (engine, places, places, c_int32),
     }
     for name, arguments in signatures.items():
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, c_int
-    found.ps_storage.argtypes, found.ps_storage.restype = (engine, c_int32), c_void_p
-    found.ps_stats.argtypes, found.ps_stats.restype = (engine, POINTER(Statistics)), None
+    for name in ("ps_storage", "ps_units_storage"):
+        getattr(found, name).argtypes, getattr(found, name).restype = (engine, c_int32), c_void_p
+    for name in ("ps_stats", "ps_units_stats"):
+        getattr(found, name).argtypes, getattr(found, name).restype = (engine, POINTER(Statistics)), None
+    changes = found.ps_units_changes
+    changes.argtypes, changes.restype = (engine, POINTER(Change), c_int64), c_int64
     found.ps_error.argtypes, found.ps_error.restype = (engine,), c_char_p
     found.ps_guard.argtypes, found.ps_guard.restype = (c_void_p, c_int64), c_int32
     found.ps_guard_hit.argtypes, found.ps_guard_hit.restype = (c_int32,), c_int32

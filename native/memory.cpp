@@ -87,8 +87,10 @@ bool supports_populate() {
 bool supports_move() {
     Reservation pages(2 * PAGE);
     pages.map_anonymous(0, 2 * PAGE);
-    return mremap(pages.at(0), PAGE, PAGE, MOVE, pages.at(PAGE)) == pages.at(PAGE);
+    return move_pages(pages.at(0), pages.at(PAGE), PAGE);
 }
+
+bool move_pages(char *from, char *to, int64_t nbytes) { return mremap(from, nbytes, nbytes, MOVE, to) == to; }
 
 void FreshMemory::take(char *address, int64_t nbytes) {
     const bool huge = slow_ < PATIENCE;
@@ -113,7 +115,7 @@ char *FreeGranules::take(char *address) {
 }
 
 void FreeGranules::move(char *from, char *to) const {
-    if (mremap(from, granule_, granule_, MOVE, to) != to)
+    if (!move_pages(from, to, granule_))
         throw Failure(PS_STREAM, "the system did not move " + std::to_string(granule_) +
                                      " bytes of memory for weights (" + std::strerror(errno) +
                                      "): raise its limit on mappings (vm.max_map_count) or lower the budget");

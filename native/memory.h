@@ -54,6 +54,9 @@ bool is_cached(char *address, int64_t nbytes = PAGE);
 bool supports_populate();
 bool supports_move();
 
+// Moves private pages, while their place stays and is empty; false where the system refuses (errno says why).
+bool move_pages(char *from, char *to, int64_t nbytes);
+
 // Of the processor, that this thread has taken.
 double thread_seconds();
 

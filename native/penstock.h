@@ -20,7 +20,7 @@ extern "C" {
 #define PS_API __attribute__((visibility("default")))
 
 /* What a binding was written for. ps_version returns that of the library. */
-#define PS_VERSION 4
+#define PS_VERSION 5
 PS_API int32_t ps_version(void);
 
 typedef enum ps_status {
@@ -66,6 +66,7 @@ typedef struct ps_options {
     int32_t buffered;      /* not 0: read through the page cache */
     int32_t drop_early;    /* not 0: drop bytes when their step ends, not when their room is needed */
     int32_t poison;        /* not 0: fill what is dropped with 0xFF, which is NaN in every floating-point format */
+    int32_t debug;         /* not 0: a read of a unit that is not there ends the process; not with a paged arena */
     int32_t patience_ms;   /* how long a call waits before it returns PS_WAITING; 0 waits for ever */
     ps_read read;          /* NULL: the engine opens the payload's files, reads them itself, and may map them */
     void *context;         /* what `read` and `log` are given */
@@ -112,10 +113,24 @@ PS_API ps_status ps_probe(ps_engine *engine, int32_t graph, int32_t call);
  * several at once. On an error `error`, of `size` bytes, has the sentence. */
 PS_API ps_status ps_fetch(const ps_engine *engine, int32_t storage, void *address, char *error, size_t size);
 
+/* Reads by units, of a plan with a pool (docs/payload.md, "Units"), inside ps_begin and ps_end. A step that reads so asks
+ * for all units that its call names, ascending, each once, which are cut into parts that fit into the pool: part k ends before `ends[k]` of them;
+ * there is room for `count` ends, and `parts` becomes their number. For each part in turn, ps_units_hold has its units in
+ * memory until ps_units_release; `alone` is not 0 where there is no other. Kernels read them at their places in the
+ * storage's tensor, whose first byte is at ps_units_storage: NULL for one that is not in the pool. */
+PS_API void *ps_units_storage(const ps_engine *engine, int32_t storage);
+PS_API ps_status ps_units_ask(ps_engine *engine, int32_t graph, int32_t step, const int64_t *units, int64_t count,
+                              int64_t *ends, int64_t *parts);
+PS_API ps_status ps_units_hold(ps_engine *engine, int32_t graph, int32_t step, const int64_t *units, int64_t count,
+                               int32_t alone);
+PS_API ps_status ps_units_release(ps_engine *engine, int32_t graph, int32_t step, const int64_t *units, int64_t count);
+
 /* Goes on waiting after PS_WAITING. */
 PS_API ps_status ps_wait(ps_engine *engine);
 
+/* Those of the arena, and those of the pool. */
 PS_API void ps_stats(const ps_engine *engine, ps_statistics *statistics);
+PS_API void ps_units_stats(const ps_engine *engine, ps_statistics *statistics);
 
 /* The address ranges, `starts[k]` to `stops[k]`, of which the engine's weights take pages; returns their number, of
  * which at most `size` are written. */
@@ -145,6 +160,16 @@ PS_API ps_status ps_check(ps_engine *engine);
 PS_API int32_t ps_guard(const void *memory, int64_t nbytes);
 PS_API int32_t ps_guard_hit(int32_t guard);
 PS_API void ps_unguard(int32_t guard);
+
+/* What the last ps_units_hold has decided, for tests of decisions: units that it dropped, brought, and brought ahead of
+ * need, in this order, the last two with the granules that were read for them, from `first` to the one before `stop`.
+ * Returns their number, of which at most `size` are written. */
+typedef enum ps_changed { PS_DROPPED = 0, PS_BROUGHT = 1, PS_AHEAD = 2 } ps_changed;
+typedef struct ps_change {
+    int32_t kind, storage;
+    int64_t unit, first, stop;
+} ps_change;
+PS_API int64_t ps_units_changes(const ps_engine *engine, ps_change *changes, int64_t size);
 
 #ifdef __cplusplus
 }

@@ -322,6 +322,7 @@ Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
         for (const Json &one : payload.at("storages")) plan.storages.push_back(read_storage(one, plan.files));
         plan.barrier = json.at("wrap") == "barrier";
         read_arena(plan, json);
+        if (json.contains("pool") && !json.at("pool").is_null()) plan.pool = read_pool(json, plan.storages);
         place_produced(plan);
         for (const Json &schedule : json.at("schedules")) {
             const bool own = schedule.contains("boundary") && !schedule.at("boundary").is_null();

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "ranges.h"
+#include "units.h"
 
 namespace penstock {
 
@@ -74,6 +76,7 @@ struct Plan {
     Ranges segments, resident;
     bool keeps = false, spills = false;  // whether steps write to the arena, and whether something leaves it
     std::vector<Method> methods;
+    std::optional<PoolPlan> pool;
 
     const Method *method(int graph) const;
 

@@ -60,6 +60,12 @@ class CompiledCalls:
         """Run a pass, including what it reads before its first probe call and behind its last one."""
         return run()
 
+    def read_by_units(
+        self, graph: int, read: int, operator: Callable[..., Any], arguments: Sequence[Any]
+    ) -> Any:
+        """Call an operator as the method's read number `read` by units; here, all of its weight is there."""
+        return operator(*arguments)
+
 
 NOTHING_STREAMS = CompiledCalls()
 """The probes of compiled code whose weights all stay: they return at once."""

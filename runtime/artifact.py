@@ -186,7 +186,9 @@ def _compile(
     programs = annotated.programs if found is None else with_small_values(annotated, found)
     below = "64KiB" if resident_below is None else resident_below
     smallest = parse_size(below, name="resident_below") if below else 0
-    return inductor.lower(annotated.payload, programs, options=options, resident_below=smallest)
+    return inductor.lower(
+        annotated.payload, programs, options=options, resident_below=smallest, by_units=True
+    )
 
 
 def _open(weights: Paths, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:

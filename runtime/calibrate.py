@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from penstock.runtime.arrival import Arrival, Leaving, WeightFiles, leaving
-from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.accelerator import AcceleratorDevice
+from penstock.runtime.device.opening import accelerators, open_accelerator
+from penstock.runtime.device.protocol import aligned_bytes
 from penstock.runtime.measurements import (
     Machine,
     Measurement,
@@ -32,11 +35,13 @@ from penstock.runtime.system.trials import Trials, repeat
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware, Weight
 
-_MATRIX, _CUDA_MATRIX = 1024, 4096
+_MATRIX, _DEVICE_MATRIX = 1024, 4096
 _BUFFER = 32 << 20  # a load may measure, and may take at most 64 MiB beside its budget
-_CUDA_BUFFER = 256 << 20  # several times what a processor's cache holds
+_DEVICE_BUFFER = 256 << 20  # several times what a processor's cache holds
 _LATENCY_NS = 50_000  # to wake a reader and to notify the caller, most of it in Python
 _COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/facts/hardware.py)
+
+_Result = TypeVar("_Result")
 
 THIS_CPU = "auto"
 """The name of the hardware of this machine's CPU with measured figures."""
@@ -86,34 +91,33 @@ def with_leaving(hardware: Hardware, found: Leaving | None) -> Hardware:
     )
 
 
-def measure_cuda(device: str, weights: Sequence[Weight], files: WeightFiles | None) -> Hardware:
-    """A CUDA device, with the rates of copies to it from page-locked memory and of reads from `files`.
+def measure_accelerator(device: str, weights: Sequence[Weight], files: WeightFiles | None) -> Hardware:
+    """An accelerator, with the rates of copies to it from page-locked memory and of reads from `files`.
 
-    Raises StreamError if there is no such device.
+    What was measured once on a device of its kind and memory is remembered. Raises StreamError if there is no
+    such device.
     """
-    opened = CudaDevice.of(device)
-    where, dtype = opened.torch_device, common_dtype(weights)
-    machine = replace(this_machine(), processor=opened.product)
+    opened = open_accelerator(device)
+    dtype, machine = common_dtype(weights), replace(this_machine(), processor=opened.product)
     try:
-        products = measured(Subject("products", machine, dtype), lambda: _cuda_products(where, dtype))
-        memory = measured(Subject("memory", machine), lambda: _cuda_memory(where))
-        copies = _cuda_copies(opened, machine)
+        timing = partial(_giving_back, partial(_device_products, opened, dtype))
+        products = measured(Subject("products", machine, dtype), timing)
+        timing = partial(_giving_back, partial(_device_memory, opened))
+        memory = measured(Subject("memory", machine), timing)
+        copies = _device_copies(opened, machine)
     finally:
         opened.close()
-        torch.cuda.empty_cache()  # the buffers of the measurement must not take memory from the weights
     disk = files.disk() if files else None
     said = [one.subject.title for one in (copies, disk) if one]
     return Hardware(
-        name=str(where),
+        name=opened.name,
         flops_per_s=products.median,
         memory_bytes_per_s=memory.median,
         link_bytes_per_s=copies.median,
         link_latency_ns=_COPY_LATENCY_NS,
-        memory_nbytes=torch.cuda.mem_get_info(where)[1],
+        memory_nbytes=opened.memory_info[1],
         disk_bytes_per_s=disk.median if disk else None,
-        note=noted(
-            f"measured on {torch.cuda.get_device_name(where)}", said, (products, memory, copies, disk)
-        ),
+        note=noted(f"measured on {opened.model}", said, (products, memory, copies, disk)),
     )
 
 
@@ -127,9 +131,9 @@ def compute_rates(dtype: str) -> tuple[Measurement, Measurement]:
 
 
 def machines_here() -> tuple[Machine, ...]:
-    """The CPU, and every CUDA device that this process sees."""
+    """The CPU, and every accelerator that this process sees."""
     cpu = this_machine()
-    products = [CudaDevice(index).product for index in range(torch.cuda.device_count())]
+    products = [open_accelerator(name).product for name in accelerators()]
     return (cpu, *(replace(cpu, processor=product) for product in dict.fromkeys(products)))
 
 
@@ -141,8 +145,8 @@ def measure_again() -> None:
     for dtype in dict.fromkeys(("float32", "bfloat16", *known)):
         compute_rates(dtype)
     leaving()
-    for index in range(torch.cuda.device_count()):
-        measure_cuda(f"cuda:{index}", (), None)
+    for name in accelerators():
+        measure_accelerator(name, (), None)
 
 
 def common_dtype(weights: Sequence[Weight]) -> str:
@@ -166,33 +170,48 @@ def _memory() -> Trials:
     return repeat(buffer.sum, _BUFFER, threads=torch.get_num_threads())
 
 
-def _on_cuda(where: torch.device, work: Callable[[], object], amount: float) -> Trials:
+def _on_device(device: AcceleratorDevice, work: Callable[[], object], amount: float) -> Trials:
     def finish() -> None:
         work()
-        torch.cuda.synchronize(where)
+        torch.accelerator.synchronize(device.torch_device)
 
     return repeat(finish, amount)
 
 
-def _cuda_products(where: torch.device, dtype: str) -> Trials:
-    matrix = torch.ones(_CUDA_MATRIX, _CUDA_MATRIX, dtype=getattr(torch, dtype), device=where)
-    return _on_cuda(where, lambda: torch.mm(matrix, matrix), 2 * _CUDA_MATRIX**3)
+def _giving_back(measure: Callable[[], _Result]) -> _Result:
+    """Measure, and give the device's memory back, which the buffers must not take from the weights."""
+    try:
+        return measure()
+    finally:
+        torch.accelerator.empty_cache()
 
 
-def _cuda_memory(where: torch.device) -> Trials:
-    buffer = torch.zeros(_CUDA_BUFFER, dtype=torch.uint8, device=where)
-    return _on_cuda(where, buffer.sum, _CUDA_BUFFER)
+def _device_products(device: AcceleratorDevice, dtype: str) -> Trials:
+    shape = (_DEVICE_MATRIX, _DEVICE_MATRIX)
+    matrix = torch.ones(shape, dtype=getattr(torch, dtype), device=device.torch_device)
+    return _on_device(device, lambda: torch.mm(matrix, matrix), 2 * _DEVICE_MATRIX**3)
 
 
-def _cuda_copies(device: CudaDevice, machine: Machine) -> Measurement:
+def _device_memory(device: AcceleratorDevice) -> Trials:
+    """Bytes a second that copies within the device read and write."""
+    both = torch.zeros(2, _DEVICE_BUFFER // 2, dtype=torch.uint8, device=device.torch_device)
+    return _on_device(device, lambda: both[1].copy_(both[0]), _DEVICE_BUFFER)
+
+
+def _device_copies(device: AcceleratorDevice, machine: Machine) -> Measurement:
     """Bytes a second of copies from page-locked memory, or from ordinary memory if the system locks none."""
     for kind in ("page-locked", "ordinary"):
         if found := recall(Subject("copies", machine, kind)):
             return found
+    trials, kind = _giving_back(partial(_time_copies, device))
+    return record(Subject("copies", machine, kind), trials)
+
+
+def _time_copies(device: AcceleratorDevice) -> tuple[Trials, str]:
     try:
-        host, kind = device.allocate_host(_CUDA_BUFFER), "page-locked"
+        host, kind = device.allocate_host(_DEVICE_BUFFER), "page-locked"
     except StreamError:
-        host, kind = CudaDevice.of(device.name, page_lock=False).allocate_host(_CUDA_BUFFER), "ordinary"
-    buffer = torch.zeros(_CUDA_BUFFER, dtype=torch.uint8, device=device.torch_device)
+        host, kind = aligned_bytes(_DEVICE_BUFFER), "ordinary"
+    buffer = torch.zeros(_DEVICE_BUFFER, dtype=torch.uint8, device=device.torch_device)
     copy = partial(buffer.copy_, host, non_blocking=True)
-    return record(Subject("copies", machine, kind), _on_cuda(device.torch_device, copy, _CUDA_BUFFER))
+    return _on_device(device, copy, _DEVICE_BUFFER), kind

@@ -9,15 +9,16 @@ the plan or loads it, until figures are measured again or the page cache holds a
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
 from penstock.runtime.arrival import Arrival, WeightFiles, leaving
-from penstock.runtime.calibrate import THIS_CPU, measure_cpu, measure_cuda, with_leaving
-from penstock.runtime.device.opening import device_kind, hardware_of
+from penstock.runtime.calibrate import THIS_CPU, measure_accelerator, measure_cpu, with_leaving
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
 from penstock.runtime.measurements import noted
 from penstock.runtime.memory_split import fits_host
 from penstock.runtime.remembered import remembered_plan
@@ -34,11 +35,19 @@ from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.ladder import ladder
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
-from penstock.schedule.planner import Floor, check_floor, floor, make_plan
+from penstock.schedule.planner import RUNGS, SMALL, Floor, check_floor, floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
-from penstock.schedule.sparse.division import divide, pass_ns, smallest_pool, units_layout, without_units
+from penstock.schedule.sparse.division import (
+    NEARLY,
+    Division,
+    divide,
+    smallest_pool,
+    units_layout,
+    whole,
+    without_units,
+)
 from penstock.schedule.sparse.replay import expectation
-from penstock.schedule.sparse.routes import Routes, profile_of
+from penstock.schedule.sparse.routes import Routes, profile_of, served_profile
 from penstock.schedule.verify.proof import verify_plan
 
 MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
@@ -48,6 +57,9 @@ _MOST_GRANULES = 20_000
 _REPLAYED = 12
 """The number of pools for which recorded routes are replayed."""
 
+_DEVICE_ALIGNMENT = 512
+"""As CUDA's allocator of torch aligns all memory, and so the weights of a model that is resident."""
+
 _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/files/pack.py)
 
 
@@ -56,6 +68,7 @@ class PlanRequest:
     """What a caller asks of a plan. Sizes are in bytes; `Program.plan` documents every field.
 
     Without `by_units`, everything is read whole: units are brought by calls that penstock itself makes.
+    Without `tiles`, no product is computed by tiles, whose bits are certified in Python.
     """
 
     budget: int
@@ -68,6 +81,7 @@ class PlanRequest:
     host_memory: int | None = None
     spill: str | None = None
     by_units: bool = True
+    tiles: bool = True
     routes: Routes | None = None
 
 
@@ -76,12 +90,16 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
 
     If the caller gives hardware or times, the plan is always made anew.
     """
-    problem = _problem(folder, payload, request)
-    make = partial(_make, payload, problem, request)
     if request.hardware != "auto" or request.traces or request.routes:
-        return make()
+        return decide(folder, payload, request)
     key = replace(request, keep=tuple(sorted(request.keep)))
-    return remembered_plan(folder, payload, key, problem, budget=request.budget, make=make)
+
+    def plan_of(problem: Problem, budget: int) -> Plan:
+        make = partial(_make, payload, problem, budget)
+        asked = replace(key, budget=budget)
+        return remembered_plan(folder, payload, asked, problem, budget=budget, make=make)
+
+    return _best(folder, payload, request, plan_of)
 
 
 def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
@@ -100,7 +118,7 @@ def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> P
 
 def decide(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     """Make the plan for a request, and verify it. Raises BudgetError for a budget below the floor."""
-    return _make(payload, _problem(folder, payload, request), request)
+    return _best(folder, payload, request, partial(_make, payload))
 
 
 def find_ladder(folder: Path, payload: Payload) -> tuple[Plan, ...]:
@@ -112,7 +130,8 @@ def find_ladder(folder: Path, payload: Payload) -> tuple[Plan, ...]:
     highest = sum(storage.nbytes for storage in payload.storages)
 
     def make(budget: int) -> Plan:
-        return decide(folder, payload, PlanRequest(budget, arena=unmapped_arena(payload, budget)))
+        arena = unmapped_arena(payload, budget)
+        return decide(folder, payload, PlanRequest(budget, arena=arena, tiles=False))
 
     return ladder(make, max(1, lowest), max(1, highest))
 
@@ -124,7 +143,7 @@ def unmapped_arena(payload: Payload, budget: int) -> str:
 
 
 def _unmapped_floors(payload: Payload) -> dict[str, Floor]:
-    floors = find_floors(payload, "cpu", None, frozenset())
+    floors = find_floors(payload, "cpu", None, frozenset(), tiles=False)
     return {kind: one for kind, one in floors.items() if kind != "mapped"}
 
 
@@ -140,24 +159,33 @@ class _Asked:
     pool: Pool | None = None
 
     @classmethod
-    def ways(cls, payload: Payload, keep: frozenset[int], device: str) -> tuple[_Asked, ...]:
-        """The ways to read: whole; and by units, and by units and tiles, where there are such reads."""
-        ways = {False, *(read.tiles for read in _sparse(payload.traces))}
-        others = (cls._by_units(payload, keep, device, tiles=tiles) for tiles in sorted(ways))
+    def ways(
+        cls, payload: Payload, keep: frozenset[int], device: str, *, tiles: bool = True
+    ) -> tuple[_Asked, ...]:
+        """The ways to read: whole; and by units, with `tiles` or none, and dense reads by units or not."""
+        reads = _sparse(payload.traces)
+        dense = {True, *(not one.dense for one in reads)}
+        others = (
+            cls._by_units(payload, keep, device, tiles=by_tiles, dense=by_rounds)
+            for by_rounds in sorted(dense, reverse=True)
+            for by_tiles in sorted({False, *(one.tiles and tiles for one in reads)})
+        )
         return cls(payload, keep), *(one for one in others if one is not None)
 
     @classmethod
-    def _by_units(cls, payload: Payload, keep: frozenset[int], device: str, *, tiles: bool) -> _Asked | None:
+    def _by_units(
+        cls, payload: Payload, keep: frozenset[int], device: str, *, tiles: bool, dense: bool
+    ) -> _Asked | None:
         """The facts for the smallest pool; None where nothing is worth reading by units, or can be."""
-        if device_kind(device) != "cpu" or payload.lowering != "eager":
+        if device_kind(device) != "cpu" or payload.lowering not in ("eager", "inductor"):
             return None
         traces = trusted(payload.traces)
         doubted = _sparse(payload.traces) - _sparse(traces)
-        whole = keep | {read.storage for read in doubted if tiles or not read.tiles}
-        layout = units_layout(payload.storages, traces, granule=PAGE, keep=whole, tiles=tiles)
+        others = keep | {read.storage for read in doubted if tiles or not read.tiles}
+        layout = units_layout(payload.storages, traces, granule=PAGE, keep=others, tiles=tiles, dense=dense)
         if layout is None:
             return None
-        pool = smallest_pool(traces, layout, PAGE, tiles=tiles)
+        pool = smallest_pool(traces, layout, PAGE, tiles=tiles, dense=dense)
         return cls(reduced(payload, pool), keep, pool)
 
     def demand(self, arena: Arena) -> Demand:
@@ -178,41 +206,85 @@ def reduced(payload: Payload, pool: Pool | None) -> Payload:
     return replace(payload, traces=tuple(without_units(trace, pool) for trace in payload.traces))
 
 
-def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
-    """The problem to plan: what is read whole or by units, whichever is faster within the budget."""
+def _best(
+    folder: Path, payload: Payload, request: PlanRequest, plan_of: Callable[[Problem, int], Plan]
+) -> Plan:
+    """The plan that reads whole or by units, whichever is fastest, or that of a lower rung if that is faster.
+
+    `plan_of` plans a problem within a budget.
+    """
     kept = kept_storages(payload, request.keep)
-    ways = _Asked.ways(payload, kept, request.device) if request.by_units else (_Asked(payload, kept),)
-    if len(ways) == 1 or request.budget >= sum(storage.nbytes for storage in payload.storages):
-        return _problem_of(folder, ways[0], request)
-    found: list[tuple[int, Problem]] = []
+    ways: tuple[_Asked, ...] = (_Asked(payload, kept),)
+    if request.by_units:
+        ways = _Asked.ways(payload, kept, request.device, tiles=request.tiles)
+    total = sum(storage.nbytes for storage in payload.storages)
+    if len(ways) == 1 or request.budget >= total:
+        return plan_of(_problem_of(folder, ways[0], request), request.budget)
+    problems: list[Problem] = []
     refused: list[BudgetError] = []
     for asked in ways:
         try:
-            problem = _problem_of(folder, asked, request)
-            found.append(_divided(problem, request, payload.storage_names()))
+            problems.append(_problem_of(folder, asked, request))
+            check_floor(problems[-1], request.budget, payload.storage_names())
         except BudgetError as error:
             refused.append(error)
-    if not found:
+    if len(refused) == len(ways):
         raise min(refused, key=lambda error: error.floor_bytes or 0)
-    return min(found, key=lambda one: one[0])[1]
+    names = payload.storage_names()
+    found = _fastest(_divisions(problems, request, names), request.budget, plan_of)
+    reads = sum(len(step.reads) for trace in payload.traces for step in trace.steps)
+    rungs = [total * number // RUNGS for number in range(RUNGS, 0, -1)] if reads <= SMALL else []
+    for rung in (one for one in rungs if one < request.budget):
+        divided = _divisions(problems, replace(request, budget=rung), names)
+        if min((one.ns for one, _ in divided), default=found.predicted_ns) >= found.predicted_ns:
+            break
+        lower = _fastest(divided, rung, plan_of)
+        if lower.predicted_ns < found.predicted_ns:
+            found = replace(lower, budget=request.budget)
+    return found
 
 
-def _divided(problem: Problem, request: PlanRequest, names: Sequence[str]) -> tuple[int, Problem]:
-    """About the nanoseconds of a pass, and the problem with the best division of its budget."""
-    budget = request.budget
+def _fastest(
+    divided: Sequence[tuple[Division, Problem]], budget: int, plan_of: Callable[[Problem, int], Plan]
+) -> Plan:
+    """The plan of the fastest way to read; of ways that are about as fast, the one that moves fewest bytes.
+
+    A way is planned unless another plan is known to be faster.
+    """
+    plans: list[tuple[int, Plan]] = []  # with the bytes that a pass of each method moves
+    for division, problem in sorted(divided, key=lambda one: one[0].ns):
+        if not plans or division.ns <= NEARLY * min(plan.predicted_ns for _, plan in plans):
+            plan = plan_of(problem, budget)
+            plans.append((plan.streamed_bytes + division.missed, plan))
+    enough = NEARLY * min(plan.predicted_ns for _, plan in plans)
+    return min((one for one in plans if one[1].predicted_ns <= enough), key=lambda one: one[0])[1]
+
+
+def _divisions(
+    problems: Sequence[Problem], request: PlanRequest, names: Sequence[str]
+) -> list[tuple[Division, Problem]]:
+    """The best divisions of the budget for each problem whose floor it reaches, with their problems."""
+    found = []
+    for problem in problems:
+        with suppress(BudgetError):
+            check_floor(problem, request.budget, names)
+            divided = _divided(problem, request, names)
+            found += [(one, replace(problem, pool=one.pool)) for one in divided]
+    return found
+
+
+def _divided(problem: Problem, request: PlanRequest, names: Sequence[str]) -> list[Division]:
+    """The best divisions of the budget."""
     if problem.pool is None:
-        room = budget - problem.outside_bytes
-        traces = problem.traces
-        return sum(pass_ns(problem.storages, one, problem.hardware, room) for one in traces), problem
+        return [whole(problem, request.budget - problem.outside_bytes)]
     least = floor(problem).upper_bytes - problem.outside_bytes
-    nbytes = budget - (problem.outside_bytes - problem.pool.nbytes)
+    nbytes = request.budget - (problem.outside_bytes - problem.pool.nbytes)
     if request.routes is None:
-        found, ns = divide(problem, nbytes, least)
-    else:
-        profile = profile_of(request.routes, problem.storages, problem.traces, names)
-        expect = expectation(profile, [trace.graph for trace in problem.traces])
-        found, ns = divide(problem, nbytes, least, expect, _REPLAYED)
-    return ns, replace(problem, pool=found)
+        return divide(problem, nbytes, least)
+    recorded = profile_of(request.routes, problem.storages, problem.traces, names)
+    profile = served_profile(recorded, problem.traces, problem.pool, names)
+    expect = expectation(profile, [trace.graph for trace in problem.traces])
+    return divide(problem, nbytes, least, expect, _REPLAYED)
 
 
 def _problem_of(folder: Path, asked: _Asked, request: PlanRequest) -> Problem:
@@ -254,8 +326,8 @@ def _corrected(
     return tuple(corrected), hardware
 
 
-def _make(payload: Payload, problem: Problem, request: PlanRequest) -> Plan:
-    plan = make_plan(problem, request.budget, names=payload.storage_names())
+def _make(payload: Payload, problem: Problem, budget: int) -> Plan:
+    plan = make_plan(problem, budget, names=payload.storage_names())
     verify_plan(payload.storages, payload.traces, plan)
     return plan
 
@@ -272,11 +344,25 @@ def cpu_arenas(payload: Payload) -> dict[str, Arena]:
             arenas["mapped"] = mapped
     if supports_move() and not writes:
         arenas["pooled"] = _pooled_arena(payload, granule)
-    large = [e for s in storages if s.nbytes >= _SMALL for e in s.extents]
-    unit = PAGE if all(e.file_offset % PAGE == 0 for e in large) else 64
-    arenas["contiguous"] = packed_arena(storages, traces, kind="contiguous", granule=unit, alignment=unit)
+    arenas["contiguous"] = _contiguous_arena(payload, 64)
     arenas["paged"] = packed_arena(storages, traces, kind="paged", granule=PAGE, alignment=64)
     return arenas
+
+
+def _device_arenas(payload: Payload) -> dict[str, Arena]:
+    """The one arena of a device: an allocation, no mapped file, in which weights lie as its allocator aligns.
+
+    Libraries choose kernels by the alignment of what they are given, so that another gives other bits.
+    """
+    aligned = tuple(replace(storage, phase=0) for storage in payload.storages)
+    return {"contiguous": _contiguous_arena(replace(payload, storages=aligned), _DEVICE_ALIGNMENT)}
+
+
+def _contiguous_arena(payload: Payload, unit: int) -> Arena:
+    """An arena of units of so many bytes, or of pages where all large weights begin at pages of files."""
+    large = [e for s in payload.storages if s.nbytes >= _SMALL for e in s.extents]
+    unit = PAGE if all(e.file_offset % PAGE == 0 for e in large) else unit
+    return packed_arena(payload.storages, payload.traces, kind="contiguous", granule=unit, alignment=unit)
 
 
 def _pooled_arena(payload: Payload, granule: int) -> Arena:
@@ -297,10 +383,15 @@ def _granule(weight_bytes: int) -> int:
     return granule
 
 
-def find_floors(payload: Payload, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
-    """The floor of each arena that the device allows, the preferred one first, or of `arena` alone."""
+def find_floors(
+    payload: Payload, device: str, arena: str | None, keep: frozenset[int], *, tiles: bool = True
+) -> dict[str, Floor]:
+    """The floor of each arena that the device allows, the preferred one first, or of `arena` alone.
+
+    Without `tiles`, no product is computed by tiles.
+    """
     floors: dict[str, Floor] = {}
-    for asked in _Asked.ways(payload, keep, device):
+    for asked in _Asked.ways(payload, keep, device, tiles=tiles):
         for name, one in _allowed(asked.payload, device, arena).items():
             found = asked.floor(one)
             if name not in floors or found.upper_bytes < floors[name].upper_bytes:
@@ -310,11 +401,7 @@ def find_floors(payload: Payload, device: str, arena: str | None, keep: frozense
 
 def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Arena]:
     """The arenas that a device allows, the preferred one first, or `arena` alone."""
-    if device_kind(device) == "cpu":
-        arenas = cpu_arenas(payload)
-    else:  # a device's arena is one allocation, not a mapped file; libraries align what they copy there
-        aligned = tuple(replace(storage, phase=0) for storage in payload.storages)
-        arenas = {"contiguous": cpu_arenas(replace(payload, storages=aligned))["contiguous"]}
+    arenas = cpu_arenas(payload) if device_kind(device) == "cpu" else _device_arenas(payload)
     if arena is None:
         return arenas
     if arena not in arenas:
@@ -341,8 +428,8 @@ def _choose(folder: Path, asked: _Asked, request: PlanRequest) -> tuple[Arena, H
     if given:
         return arenas[name], given
     files = WeightFiles(payload.files, folder) if payload.files else None
-    if kind == "cuda":
-        return arenas[name], measure_cuda(request.device, payload.weights, files)
+    if kind == ACCELERATOR:
+        return arenas[name], measure_accelerator(request.device, payload.weights, files)
     if files is None:
         return arenas[name], measure_cpu(payload.weights, None, "there is no weight file to read")
     if kind == "sim":  # the link from its host is taken to be as fast as its disk

@@ -19,14 +19,16 @@ import torch
 
 from penstock.native.library import File, Options, Spill, library
 from penstock.passes.lowering import compiled, eager
+from penstock.passes.sparse.operators import sparse_calls
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.calibrate import THIS_CPU
-from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.opening import device_kind, open_device
+from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.rates import READERS
@@ -38,11 +40,14 @@ from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
+from penstock.runtime.sparse.base import PooledUnits
+from penstock.runtime.sparse.native import NativeUnits
 from penstock.runtime.sparse.trial import check_trusted
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream.interface import MemoryUse
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.passes import LoadedWeights, Resources
+from penstock.runtime.stream.probe_calls import HostClock
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.runtime.training.module import TrainingModule
@@ -87,10 +92,6 @@ class LoadOptions:
         if device_kind(self.device) != "cpu" and self.engine == "native":
             raise StreamError(
                 f"the native engine streams on a CPU, not on {self.device}: leave engine='auto'"
-            )
-        if self.debug and self.engine == "native":
-            raise StreamError(
-                "the native engine cannot make reads of dropped weights fault: leave debug=True out"
             )
 
 
@@ -177,22 +178,20 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         memory: WeightArena | NativeStreamer | None = None
         streamer: ArenaStreamer | NativeStreamer | None = None
         team: ParkedTeam | None = None
-        if plan.arena_bytes:
-            at_once = options.debug or options.poison
-            if options.native:
-                how = _native_options(source, options, drop_early=at_once)
-                memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
-                opened.callback(streamer.free)
-            else:
-                memory = open_arena(plan, storages, source, debug=options.debug, poison=options.poison)
-                opened.callback(memory.close)
-                streamer = ArenaStreamer(
-                    plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
-                )
-                opened.callback(streamer.close)
-        units = None
-        if plan.pool is not None:
-            units = _load_units(plan, payload, source, options)
+        at_once = options.debug or options.poison
+        if options.native and (plan.arena_bytes or plan.pool):
+            how = _native_options(source, options, drop_early=at_once)
+            memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
+            opened.callback(streamer.free)
+        elif plan.arena_bytes:
+            memory = open_arena(plan, storages, source, debug=options.debug, poison=options.poison)
+            opened.callback(memory.close)
+            streamer = ArenaStreamer(
+                plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
+            )
+            opened.callback(streamer.close)
+        units = _load_units(plan, payload, source, streamer, debug=options.debug) if plan.pool else None
+        if units is not None:
             opened.callback(units.close)
         if plan.arena_bytes or units:
             team = ParkedTeam()
@@ -218,16 +217,25 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
     )
 
 
-def _load_units(plan: Plan, payload: Payload, source: Source, options: LoadOptions) -> LoadedUnits:
-    """The pool of a plan, for a program whose calls bring units."""
-    if payload.lowering != "eager":
+def _load_units(
+    plan: Plan,
+    payload: Payload,
+    source: Source,
+    streamer: ArenaStreamer | NativeStreamer | None,
+    *,
+    debug: bool,
+) -> PooledUnits:
+    """The pool of a plan, in the engine that streams. Raises an error if calls cannot bring units."""
+    if payload.lowering not in ("eager", "inductor"):
         raise StreamError(
             f"the plan reads weights by units, and a program of lowering {payload.lowering!r} cannot: make a "
             "plan for it"
         )
     check_trusted(plan)
     names = payload.storage_names()
-    return LoadedUnits(plan, payload.storages, source, names=names, debug=options.debug)
+    if isinstance(streamer, NativeStreamer):
+        return NativeUnits(streamer, plan, names)
+    return LoadedUnits(plan, payload.storages, source, names=names, debug=debug)
 
 
 def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:
@@ -241,6 +249,7 @@ def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -
         buffered=source.mode == "buffered",
         drop_early=drop_early,
         poison=options.poison,
+        debug=options.debug,
         opened=(File * len(files))(*files),
         spill=pointer(spill) if spill else None,
     )
@@ -266,14 +275,14 @@ def _arena_usage(
     memory: WeightArena | NativeStreamer | None,
     outside: int,
     readers: int,
-    units: LoadedUnits | None,
+    units: PooledUnits | None,
 ) -> MemoryUse:
     """Returns what a CPU holds: `outside` bytes, units and the arena; a mapped one is the page cache's."""
     held, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
     maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
     mapped = held if maps else 0
     if units is not None:
-        held, peak = held + units.residency.held_bytes, peak + units.residency.peak_bytes
+        held, peak = held + units.held_bytes, peak + units.peak_bytes
     return MemoryUse(outside + held, outside + peak, readers, mapped_bytes=mapped)
 
 
@@ -315,13 +324,16 @@ def _load_on_device(
             if isinstance(device, SimDevice):  # which is told what the kernels read
                 streamer = SimStreamer(streamer, device, weights, plan.traces)
         tensors = {weight.fqn: weights.tensor(weight.parts[0]) for weight in payload.tensors}
-        closers = (device.close, weights.close, source.close)
+        order = PassOrder(device)
+        closers = (order.close, device.close, weights.close, device.trim, source.close)
         opened.pop_all()
     return LoadedWeights(
         plan=plan,
         tensors=tensors,
         resources=Resources(streamer, closers, lambda: device.in_reader),
         usage=partial(_device_usage, device, weights),
+        order=order,
+        clock=EventClock(device) if isinstance(device, AcceleratorDevice) else HostClock(),
     )
 
 
@@ -336,7 +348,7 @@ def _device_usage(device: Device, weights: DeviceWeights) -> MemoryUse:
 
 def _outgrown(device: Device, usage: Callable[[], MemoryUse], split: Callable[[], MemorySplit]) -> str:
     """The part of the device's memory that was too small, in words."""
-    if not isinstance(device, CudaDevice):
+    if not isinstance(device, AcceleratorDevice):
         return f"beside {split()}"
     return split().outgrown(device.allocated - usage().held_bytes, device.held_by_others)
 
@@ -365,12 +377,10 @@ def _compiled_methods(package: compiled.LoadedPackage, weights: LoadedWeights) -
     orders = {order.graph: order for order in payload.probes}
     methods: dict[str, LoadedMethod] = {}
     for method in payload.methods:
+        trace, order = payload.trace_for(method.graph), orders[method.graph]
         loaded = compiled.CompiledMethod(package, weights.tensors, method)
         weights.resources.close_first(loaded.close)
-        methods[method.name] = LoadedMethod(
-            payload.trace_for(method.graph),
-            weights.probed(method.graph),
-            loaded,
-            order=orders[method.graph],
-        )
+        by_units = sparse_calls(trace, order.units, weights.units) if weights.units else {}
+        probed = weights.probed(method.graph)
+        methods[method.name] = LoadedMethod(trace, probed, loaded, order=order, by_units=by_units)
     return methods

@@ -15,8 +15,8 @@ from penstock.schedule.plan import Plan
 Reserve: TypeAlias = int | str | Callable[[int], int]
 """Memory that a caller keeps for itself: bytes, `2GB`, or bytes as a function of the context length."""
 
-CUDA_WORKSPACE = 128 << 20
-"""Bytes of a CUDA device that are left for libraries (matrix products) and for the allocator's rounding."""
+WORKSPACE = 128 << 20
+"""Bytes of an accelerator that are left for libraries (matrix products) and for the allocator's rounding."""
 
 LEAST_HOST_BYTES = 16 << 10
 """Two blocks of a disk for each of two halves, through which resident weights pass when they are loaded."""

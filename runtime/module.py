@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ import torch
 from penstock.passes.lowering.compiled import CompiledMethod
 from penstock.passes.lowering.eager import EagerMethod
 from penstock.passes.probes import CompiledCalls
+from penstock.runtime.device.accelerator import out_of_memory
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sparse.recorder import Recorder
 from penstock.runtime.stream.interface import Stats
@@ -31,7 +32,8 @@ class LoadedMethod:
     """A method of a loaded program, with probes at the steps `probed`, where its plan acts.
 
     `probe_all` makes the program with probes at every step. It is None for compiled code, which always has
-    all probes; `order` then has the code's probe calls that enclose each step.
+    all probes; `order` then has the code's probe calls that enclose each step, and `by_units` by number the
+    reads that a pool serves.
     """
 
     trace: Trace
@@ -39,6 +41,7 @@ class LoadedMethod:
     program: MethodProgram
     probe_all: Callable[[], MethodProgram] | None = None
     order: ProbeOrder | None = None
+    by_units: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
 
 
 class StreamedModule(torch.nn.Module):
@@ -67,7 +70,7 @@ class StreamedModule(torch.nn.Module):
         self._sightings = sightings
         self._gate = Gate("a streamed module", "load the program")
         self._calls = {
-            name: probe_calls(method.order, method.probed, weights.streamer)
+            name: probe_calls(method.order, method.probed, weights.streamer, method.by_units)
             for name, method in methods.items()
             if method.order
         }
@@ -96,7 +99,9 @@ class StreamedModule(torch.nn.Module):
             try:
                 with self._sightings.watching(graph, leaves) if self._sightings else nullcontext():
                     output = self._weights.run(graph, calls or self._weights.streamer, run)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
                 raise StreamError(
                     f"the device is out of memory in a pass: {self._weights.out_of_memory()}; lower the "
                     "budget, or give device_memory= and a larger reserve="
@@ -143,9 +148,15 @@ class StreamedModule(torch.nn.Module):
             timed = loaded.probe_all() if loaded.probe_all else loaded.program
             leaves = _checked(timed, args, kwargs)
             stopwatch = Stopwatch(
-                self._weights.streamer, loaded.probed, steps, lambda: self._weights.unit_wait_ns
+                self._weights.streamer,
+                loaded.probed,
+                steps,
+                clock=self._weights.clock,
+                waited_ns=lambda: self._weights.unit_wait_ns,
             )
-            calls = ProbeCalls(loaded.order, range(steps), stopwatch) if loaded.order else None
+            calls = None
+            if loaded.order is not None:
+                calls = ProbeCalls(loaded.order, range(steps), stopwatch, loaded.by_units)
             run = _running(timed, leaves, calls)
             self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
             self._passes += 1
@@ -159,8 +170,8 @@ class StreamedModule(torch.nn.Module):
         """
         if self._weights.units is None:
             raise StreamError(
-                "there are no routes to record, as this plan reads every weight whole: load an eager "
-                "artifact, whose model looks up rows or experts of weights of 1 MiB or more, on a CPU, "
+                "there are no routes to record, as this plan reads every weight whole: load an "
+                "artifact whose model looks up rows or experts of weights of 1 MiB or more, on a CPU, "
                 "within a budget smaller than all weights"
             )
         return Recorder(self._weights.units)

@@ -23,8 +23,7 @@ from penstock.runtime.choice import (
     find_plan,
     find_plan_to_load,
 )
-from penstock.runtime.device.cuda import CudaDevice
-from penstock.runtime.device.opening import device_kind
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
 from penstock.runtime.files.artifact_files import read_artifact, replace_payload
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.safetensors_file import read_header
@@ -33,7 +32,7 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import (
-    CUDA_WORKSPACE,
+    WORKSPACE,
     MemorySplit,
     Reserve,
     parse_host_memory,
@@ -243,19 +242,19 @@ class Program:
     ) -> StreamedModule:
         """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
-        `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed bytes of a
-        contiguous arena with NaN. `device_memory` is a cap on all memory of the device, in place of a budget;
-        the bytes that it leaves for weights are logged (`split_memory`). `host_memory` is a cap on the
-        weights that the host of a device holds, by default 80 % of the available memory; other weights are
-        read from the files in every pass. `activations` says what a program that is trained keeps for its
-        backward: "keep" everything, all but cheap values ("cut"), or what goes from layer to layer
-        ("layers"); of these, "auto" is the one that is predicted to be fastest within `device_memory`, and
-        "keep" with a budget, which is of weights only. `spill` is the folder for what leaves memory in
-        training, by default the system's for temporary files. `page_lock=False` uses ordinary memory if the
-        system refuses to lock memory. `engine` is what executes the plan on a CPU: "native" is the library in
-        C++, "python" the streamer in Python, which run the same plans; "auto" is "native" where it was built,
-        and "python" with `debug`. `digest` is what the artifact must have, to the last byte, which is read
-        first (`Program.digest`). Close the module, or use it as a context manager.
+        `debug` makes a read of a unit that is not there fault, and one of a dropped granule of a paged arena;
+        `poison` overwrites freed bytes of a contiguous arena with NaN. `device_memory` is a cap on all memory
+        of the device, in place of a budget; the bytes that it leaves for weights are logged (`split_memory`).
+        `host_memory` is a cap on the weights that the host of a device holds, by default 80 % of the
+        available memory; other weights are read from the files in every pass. `activations` says what a
+        program that is trained keeps for its backward: "keep" everything, all but cheap values ("cut"), or
+        what goes from layer to layer ("layers"); of these, "auto" is the one that is predicted to be fastest
+        within `device_memory`, and "keep" with a budget, which is of weights only. `spill` is the folder for
+        what leaves memory in training, by default the system's for temporary files. `page_lock=False` uses
+        ordinary memory if the system refuses to lock memory. `engine` executes the plan on a CPU: "native"
+        is the library in C++, "python" the streamer in Python, which run the same plans; "auto" is "native"
+        where it was built, and "python" with `debug`. `digest` is what the artifact must have, to the last
+        byte, which is read first (`Program.digest`). Close the module, or use it as a context manager.
         """
         if digest is not None:
             self.verify(strict=True, digest=digest)
@@ -349,19 +348,17 @@ class Program:
         """Returns the division of all memory that a device may hold (bytes or `12GB`).
 
         Activations are taken from it first, with what a forward keeps for its backward; what is trained, with
-        gradients and two moments of AdamW; on CUDA, the memory of libraries and of other processes;
+        gradients and two moments of AdamW; on an accelerator, the memory of libraries and of other processes;
         and then `reserve`, which is bytes, or a function of `context_length` (for a KV cache outside the
         program). The rest is left for weights.
         """
-        others = 0
-        if device_kind(device) == "cuda":
-            others = CudaDevice.of(device).held_by_others
+        accelerator = open_accelerator(device) if device_kind(device) == ACCELERATOR else None
         return MemorySplit(
             total=parse_size(device_memory, name="device_memory"),
             activations=self.activation_bytes,
-            workspace=CUDA_WORKSPACE if device_kind(device) == "cuda" else 0,
+            workspace=WORKSPACE if accelerator else 0,
             reserved=reserved_bytes(reserve, context_length),
-            others=others,
+            others=accelerator.held_by_others if accelerator else 0,
             trained=self.trained_bytes,
         )
 
@@ -434,7 +431,7 @@ def _check_modes(
             "load(plan=plan) or load(device_memory='12GB')"
         )
     if device_kind(given.device) == "cpu" and given.host_memory is not None:
-        raise BudgetError("a CPU has no host behind it: host_memory= is for cuda and sim")
+        raise BudgetError("a CPU has no host behind it: host_memory= is for accelerators and sim")
     if plan is not None and (given.keep or given.arena or given.host_memory is not None):
         raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
 

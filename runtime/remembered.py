@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from penstock._version import __version__
@@ -56,7 +57,8 @@ def remembered_plan(
     if digest is None:
         return make()
     methods = [method.name for method in payload.methods]  # of a training program, those of one rung
-    asked = repr((digest, methods, request, problem.arena, problem.hardware.name, __version__))
+    units = problem.pool and replace(problem.pool, expected_ns=(), worst_ns=())
+    asked = repr((digest, methods, request, problem.arena, units, problem.hardware.name, __version__))
     path = user_cache() / PLANS / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
     known, nearness = _read(path, payload, budget)
     if known is not None and (known.hardware, known.traces) == (problem.hardware, problem.traces):

@@ -43,7 +43,7 @@ s with copies two steps ahead, which the average asks for, and 0.433 s with copi
 (python benchmarks/depth.py).
 """
 
-_SMALL = 32
+SMALL = 32
 """The most reads of a problem that is planned on lower rungs.
 
 In larger problems a larger budget seldom gives a slower plan, and each rung takes long to plan.
@@ -158,9 +158,9 @@ def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     return divided(timed, traces) if timed else None
 
 
-def _place_of(pool: Pool | None) -> tuple[object, ...] | None:
+def _place_of(pool: Pool | None) -> Pool | None:
     """What decisions depend on of a pool: all but its times."""
-    return None if pool is None else (pool.nbytes, pool.granule, pool.layout)
+    return None if pool is None else replace(pool, expected_ns=(), worst_ns=())
 
 
 def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
@@ -263,7 +263,7 @@ def _tiers(problem: Problem, pieces: Pieces, cap: int) -> tuple[Tier, ...]:
 def _rungs_below(pieces: Pieces, cap: int) -> list[int]:
     """The rungs below `cap`, in bytes of arena, the largest first; none for a large problem."""
     demand = pieces.demand
-    if sum(len(step.reads) for trace in demand.traces for step in trace.steps) > _SMALL:
+    if sum(len(step.reads) for trace in demand.traces for step in trace.steps) > SMALL:
         return []
     lowest = _floor(pieces).upper_bytes - demand.outside_bytes
     rungs = {lowest + (demand.streamed_bytes - lowest) * number // RUNGS for number in range(RUNGS)}

@@ -50,7 +50,8 @@ def granules_of(pool: Pool, read: SparseRead, number: int) -> frozenset[int]:
 def served(step: Step, pool: Pool | None) -> list[SparseRead]:
     """The reads of a step that a pool serves."""
     some = [one for one in step.sparse if pool and pool.layout[one.view.storage] >= 0]
-    return [one for one in some if not one.tiles or (pool and pool.tiles)]
+    some = [one for one in some if not one.tiles or (pool and pool.tiles)]
+    return [one for one in some if one.tiles or one.asked < (*one.view.shape, 0)[0] or (pool and pool.dense)]
 
 
 def arena_reads(step: Step, pool: Pool | None) -> tuple[int, ...]:

@@ -7,6 +7,8 @@
 
 namespace penstock {
 
+class Units;
+
 // What the probe calls of compiled code reach on the thread of this object, as long as it exists.
 class Probes {
   public:
@@ -17,6 +19,9 @@ class Probes {
     // Call 2 p is the acquire of probe p, and 2 p + 1 its release. What it raises is kept in `failure`, because torch
     // hands on only that something was.
     virtual void probe(int32_t call) = 0;
+
+    // The memory of what the pass reads by units; null where it reads everything whole.
+    virtual Units *units() { return nullptr; }
 
     static Probes *current();
 

@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "../failure.h"
+#include "by_units.h"
 
 namespace penstock {
 
@@ -163,6 +164,7 @@ class ParkedTeam {
 
 Package::Package(std::string_view bytes, const std::string &method) {
     register_operators();
+    register_by_units();
     const c10::InferenceMode guard;
     loader_ = load_package(bytes, method);
     team_ = ParkedTeam::shared();

@@ -14,7 +14,7 @@ using executorch::runtime::Program;
 
 namespace {
 
-constexpr int OLDEST = 6, NEWEST = 9;  // versions of payloads
+constexpr int OLDEST = 6, NEWEST = 10;  // versions of payloads
 constexpr int64_t ALIGNMENT = 64;      // an address modulo this is a storage's phase
 constexpr const char *CODE = "penstock.program.";
 
@@ -142,6 +142,9 @@ LoadedProgram::LoadedProgram(const NamedDataMap &map, ProgramKey key, int64_t bu
     const Json &plan =
         find_plan(payload, budget < 0 ? INT64_MAX : budget, "the program", "export it again");
     plan_budget_ = plan.at("budget");
+    if (!plan.value("pool", Json()).is_null())
+        throw Failure(PS_PLAN, "the plan of " + std::to_string(plan_budget_) + " bytes of the program has a pool, and nothing "
+                               "here brings the units that a call asks for: export it again");
     catalog_.emplace(payload, plan);
     torch_ = payload.at("torch");
     if (!payload.at("program").is_null()) machine_ = payload.at("program").value("machine", "");

@@ -28,9 +28,6 @@ const Json &find_plan(const Json &payload, int64_t budget, const std::string &pr
     if (!best)
         throw Failure(PS_PLAN, "the budget of " + std::to_string(budget) + " bytes is below the lowest plan of " + program +
                                    ", which takes " + std::to_string(budget_of(lowest)) + ": give at least that");
-    if (best->contains("pool") && !best->at("pool").is_null())
-        throw Failure(PS_PLAN, "the plan of " + std::to_string(budget_of(best)) + " bytes of " + program +
-                                   " has a pool, into which only Python brings the units that a call asks for: " + advice);
     return *best;
 }
 

@@ -13,6 +13,7 @@
 
 #include "../aoti/package.h"
 #include "pass.h"
+#include "reads.h"
 #include "sizes.h"
 
 namespace penstock {
@@ -45,6 +46,7 @@ struct StreamedProgram::State {
     std::vector<at::Tensor> buffers;  // of storages outside of the arena
     std::unique_ptr<ps_engine, EngineCloser> engine;
     std::unique_ptr<Package> package;  // destroyed before what it reads
+    std::map<int64_t, PooledRead> reads;  // by units, by their numbers
     std::vector<at::Tensor> inputs, outputs;
 
     explicit State(const volatile std::sig_atomic_t &flag) : interrupted(flag) {}
@@ -136,6 +138,7 @@ StreamedProgram::StreamedProgram(const Artifact &artifact, const Json &plan, con
                                "run it with penstock run");
     state_->signature = code.at("signature"), state_->names = code.at("outputs");
     state_->open(artifact, plan, options);
+    state_->reads = pooled_reads(payload, plan, state_->method.at("graph"), state_->engine.get());
     state_->read_outside(payload.at("storages"), plan, options.readers);
     state_->package = std::make_unique<Package>(artifact.program_file("compiled.pt2"), name);
     state_->bind_weights(payload);
@@ -176,7 +179,7 @@ void StreamedProgram::bind(const std::vector<NamedTensor> &inputs) {
 double StreamedProgram::run() {
     State &state = *state_;
     const c10::InferenceMode guard;
-    Pass pass(state.engine.get(), state.method.at("graph"), state.interrupted);
+    Pass pass(state.engine.get(), state.method.at("graph"), state.reads, state.interrupted);
     const auto began = std::chrono::steady_clock::now();
     const Silence silence;
     try {
@@ -203,8 +206,11 @@ std::vector<NamedTensor> StreamedProgram::outputs() const {
 }
 
 ps_statistics StreamedProgram::statistics() const {
-    ps_statistics found;
+    ps_statistics found, units;
     ps_stats(state_->engine.get(), &found);
+    ps_units_stats(state_->engine.get(), &units);
+    found.bytes_moved += units.bytes_moved, found.bytes_read += units.bytes_read, found.stall_ns += units.stall_ns;
+    found.held_bytes += units.held_bytes, found.peak_bytes += units.peak_bytes;
     return found;
 }
 

@@ -24,6 +24,7 @@ from penstock.passes.building.placement import AskedDevices, Placement, home_of,
 from penstock.passes.building.quick import quick
 from penstock.passes.building.refusals import caller, check_inputs, refuse_scripted, remedy, sentence, where
 from penstock.passes.graph.grouped import groups_of_any_dtype
+from penstock.passes.graph.retarget import is_accelerator
 from penstock.passes.pipeline import declare
 from penstock.passes.weights.subclasses import each_part, has_parts
 from penstock.passes.weights.values import with_values
@@ -202,8 +203,8 @@ class Built:
         return self._deferred.values(value)
 
     def _input(self, value: torch.Tensor) -> torch.Tensor:
-        """The fake tensor for an example input, on the first parameter's device unless it is on a GPU."""
-        device = value.device if value.device.type == "cuda" else self._home
+        """The fake tensor for an example input, on the first parameter's device or its own accelerator."""
+        device = value.device if is_accelerator(value.device) else self._home
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 

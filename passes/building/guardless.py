@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from penstock.passes.graph.retarget import indexed
+from penstock.passes.graph.retarget import device_named, indexed, is_accelerator
 
 _aten = torch.ops.aten
 
@@ -63,9 +63,8 @@ def capable() -> Iterator[None]:
 
 
 def _with_index(value: Any) -> Any:
-    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cuda"):
-        return indexed(torch.device(value))
-    return value
+    device = device_named(value)
+    return indexed(device) if device and is_accelerator(device) else value
 
 
 def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.passes.building.refusals import caller
-from penstock.passes.graph.retarget import indexed
+from penstock.passes.graph.retarget import device_named, indexed, is_accelerator
 from penstock.schedule.facts.errors import PassError
 
 Placement: TypeAlias = str | torch.device | Mapping[str, str | torch.device] | None
@@ -44,7 +44,7 @@ class AskedDevices(TorchFunctionMode):
             sources = {self.of(a) for a in args if isinstance(a, torch.Tensor)} - {CPU}
             asked = sources.pop() if len(sources) == 1 else None
         else:
-            args = tuple(CPU if _is_device(a) and func is not torch.tensor else a for a in args)
+            args = tuple(CPU if device_named(a) and func is not torch.tensor else a for a in args)
             if func is torch.Tensor.cuda:
                 return self._place(args[0], asked)
             result = func(*args, **{name: CPU if name == "device" else v for name, v in given.items()})
@@ -70,7 +70,7 @@ class OnCpu(TorchFunctionMode):
     ) -> Any:
         given = dict(kwargs or {})
         asked = _asked_for(func, args, given)
-        if asked is not None and asked.type == "cuda":
+        if asked is not None and is_accelerator(asked):
             raise PassError(
                 f"the constructor asks for {asked}{caller()}, and values that a GPU's generator draws cannot "
                 "be promised: build it on the CPU and move what is materialised, or use fake_export"
@@ -85,16 +85,9 @@ def _asked_for(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     if kwargs.get("device") is not None:
         return indexed(torch.device(kwargs["device"]))
     if func is torch.Tensor.to:
-        found = [a for a in args[1:] if _is_device(a)]
-        return indexed(torch.device(found[0])) if found else None
+        found = [device for device in map(device_named, args[1:]) if device]
+        return indexed(found[0]) if found else None
     return None
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device) or (isinstance(value, str) and value.split(":")[0] in _TYPES)
-
-
-_TYPES = ("cpu", "cuda", "meta")
 
 
 def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[str, torch.device]:
@@ -143,6 +136,6 @@ def _device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise PassError(f"there is no device {name!r}: give cpu, cuda or cuda:1") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type != "cpu" and not is_accelerator(device):
         raise PassError(f"a program is not placed on {str(device)!r}: give cpu, cuda or cuda:1")
     return indexed(device)

@@ -110,6 +110,21 @@ def indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
+def device_named(value: object) -> torch.device | None:
+    """Returns the device that an argument of a call names or is, and None where it is neither."""
+    if isinstance(value, str):
+        try:
+            return torch.device(value)
+        except RuntimeError:
+            return None
+    return value if isinstance(value, torch.device) else None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Tells whether a device is one that a program may be placed on besides the CPU."""
+    return device.type not in ("cpu", "meta")
+
+
 def nested_modules(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
     """Returns the module itself, then the bodies of its control flow, however deep."""
     return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]

@@ -47,12 +47,14 @@ class ObservedStep:
     """The storages that are read between two neighbouring probe calls, `opens` and `closes`.
 
     Call 2 p is the acquire of probe p, and 2 p + 1 its release. `label` names the first kernel that reads.
+    `by_units` are the numbers of the reads by units among them, of storages that nothing else there reads.
     """
 
     reads: tuple[int, ...]
     opens: int
     closes: int
     label: str
+    by_units: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
     `storages` maps the FQNs of the weights that stream to their storages. `number` is the program's graph
     number, which its probes must carry. Raises PassError for a wrapper that cannot be followed.
     """
-    probes, operators = _extern_calls(extern_nodes, number)
+    probes, operators, by_units = _extern_calls(extern_nodes, number)
     fqns = {int(index): json.loads(f'"{name}"') for index, name in _FQN.findall(source)}
     walk = _Walk()
     for raw in _between(source, *_CPP_BODY):
@@ -82,7 +84,8 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
         elif (found := _PROXY.search(line)) and int(found[1]) in probes:
             walk.call(probes[int(found[1])], nested=raw[:5].startswith("     "))
         else:
-            walk.line(line, operators.get(int(found[1])) if found else None)
+            position = int(found[1]) if found else -1
+            walk.line(line, operators.get(position), by_units.get(position))
     steps = walk.finish()
     return Observation(tuple(steps), tuple(walk.calls), tuple(fqns.values()))
 
@@ -117,19 +120,22 @@ def _between(source: str, begin: str, end: str) -> Sequence[str]:
     return source[start:stop].splitlines()[1:]
 
 
-def _extern_calls(extern_nodes: str, number: int) -> tuple[dict[int, int], dict[int, str]]:
-    """The probe calls, and the other operators, by their positions in the list of extern nodes."""
-    calls, operators = {}, {}
+def _extern_calls(extern_nodes: str, number: int) -> tuple[dict[int, int], dict[int, str], dict[int, int]]:
+    """Probe calls, other operators, and numbers of reads by units, by their positions in the list."""
+    calls, operators, by_units = {}, {}, {}
     for position, entry in enumerate(json.loads(extern_nodes)["nodes"] if extern_nodes else ()):
         target = entry["node"]["target"]
         if target.startswith("penstock::"):
             values = {given["name"]: given["arg"].get("as_int") for given in entry["node"]["inputs"]}
             if values["graph"] != number:
                 raise PassError(f"a probe of graph {values['graph']} is in the program of graph {number}")
+        if target.startswith(("penstock::acquire", "penstock::release")):
             calls[position] = 2 * values["step"] + target.startswith("penstock::release")
         else:
             operators[position] = target
-    return calls, operators
+        if target.startswith("penstock::by_units"):
+            by_units[position] = values["read"]
+    return calls, operators, by_units
 
 
 @dataclass
@@ -140,6 +146,8 @@ class _Walk:
     calls: list[int] = field(default_factory=list)
     steps: list[ObservedStep] = field(default_factory=list)
     reads: set[int] = field(default_factory=set)
+    by_units: dict[int, set[int]] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
     label: str = ""
 
     def call(self, call: int, *, nested: bool) -> None:
@@ -151,8 +159,11 @@ class _Walk:
         self._close(call)
         self.calls.append(call)
 
-    def line(self, line: str, operator: str | None = None) -> None:
-        """Follow a line that is no probe call; `operator` is the one called through the proxy executor."""
+    def line(self, line: str, operator: str | None = None, read: int | None = None) -> None:
+        """Follow a line that is no probe call.
+
+        `operator` is the one called through the proxy executor, and `read` its number if it reads by units.
+        """
         if not line or _ONLY_METADATA.match(line):
             return
         touched = self._touched(line)
@@ -165,6 +176,10 @@ class _Walk:
         else:
             self.label = self.label or _called(line)
             self.reads |= touched
+            if read is None:
+                self.whole |= touched
+            else:
+                self.by_units[read] = touched
             if _may_alias(line, operator):
                 for name in _results(line):
                     self.names.setdefault(name, set()).update(touched)
@@ -177,8 +192,13 @@ class _Walk:
     def _close(self, call: int) -> None:
         if self.reads:
             opens = self.calls[-1] if self.calls else AT_EDGE
-            self.steps.append(ObservedStep(tuple(sorted(self.reads)), opens, call, self.label))
-        self.reads, self.label = set(), ""
+            self.steps.append(ObservedStep(tuple(sorted(self.reads)), opens, call, self.label, self._alone()))
+        self.reads, self.label, self.by_units, self.whole = set(), "", {}, set()
+
+    def _alone(self) -> tuple[int, ...]:
+        """The read by units since the last probe, if there is one, and no other read of its storage."""
+        alone = len(self.by_units) == 1
+        return tuple(read for read, of in self.by_units.items() if alone and not of & self.whole)
 
     def _touched(self, line: str) -> set[int]:
         found: set[int] = set()

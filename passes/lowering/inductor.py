@@ -35,12 +35,13 @@ from penstock.passes.lowering.hollow import example_arguments, without_values
 from penstock.passes.lowering.post_grad import GraphPass, PlacedProbes, ProbePass
 from penstock.passes.lowering.written_buffers import INLINED, OldValues, options_for
 from penstock.passes.pipeline import Pipeline, declare
+from penstock.passes.sparse.operators import numbered_reads, with_operators
 from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.passes.weights.lifted import Weights
 from penstock.passes.weights.values import has_values
 from penstock.schedule.facts.errors import PassError, PenstockError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import Method, Step, Storage, Trace, Weight, Work
+from penstock.schedule.facts.model import Method, SparseRead, Step, Storage, Trace, Weight, Work
 from penstock.schedule.facts.parts import read_together
 from penstock.schedule.payload.codec import Payload, ProbeOrder
 
@@ -77,13 +78,15 @@ class Compiled:
 
     `payload` has the facts of the annotated programs, and in the end those of the compiled ones. `emitted`
     has the emitted files by method. `bound` are the FQNs of the weights that the compiled code asks for when
-    it is loaded. Storages of less than `resident_below` bytes get no probes.
+    it is loaded. Storages of less than `resident_below` bytes get no probes. With `by_units`, the code can do
+    the reads by units that the traces have.
     """
 
     payload: Payload
     programs: Mapping[str, ExportedProgram]
     options: Mapping[str, Any]
     resident_below: int
+    by_units: bool = False
     emitted: Mapping[str, Emitted] = field(default_factory=dict)
     bound: frozenset[str] = frozenset()
 
@@ -94,6 +97,10 @@ class Compiled:
         last = self.emitted[self.payload.methods[-1].name]
         metadata: Mapping[str, str] = json.loads(last.read(".wrapper_metadata.json") or "{}")
         return re.sub(r"\s+", " ", " ".join(metadata.get(key, "") for key in keys)).strip()
+
+    def reads_by_units(self, graph: int) -> list[tuple[str, SparseRead]]:
+        """The reads of a method that its code can do by units, in the order of their numbers, by node."""
+        return numbered_reads(self.payload.trace_for(graph), self.payload.storages) if self.by_units else []
 
     @property
     def streamed(self) -> dict[str, int]:
@@ -108,15 +115,17 @@ def lower(
     *,
     options: Mapping[str, Any] | None = None,
     resident_below: int = 0,
+    by_units: bool = False,
 ) -> Compiled:
     """Compiles every method; the result's payload has the observed traces and the kinds of inlined storages.
 
     `options` are options of Inductor, as `torch.compile` takes them. Storages of less than `resident_below`
-    bytes get no probes and stay in memory. Raises PassError for options that defeat streaming, and for a
-    program that Inductor cannot compile or whose code cannot be followed.
+    bytes get no probes and stay in memory. With `by_units`, operators that can read by units remain calls,
+    which whoever runs the code must know (`passes/sparse/operators.py`). Raises PassError for options that
+    defeat streaming, and for a program that Inductor cannot compile or whose code cannot be followed.
     """
     check_options(options or {})
-    return Pipeline(PASSES)(Compiled(payload, programs, dict(options or {}), resident_below))
+    return Pipeline(PASSES)(Compiled(payload, programs, dict(options or {}), resident_below, by_units))
 
 
 @declare(ensures=("small storages",))
@@ -143,7 +152,8 @@ def observe_code(compiled: Compiled) -> Compiled:
         emitted = compiled.emitted[method.name]
         source, nodes = emitted.read(".wrapper.cpp"), emitted.read(".wrapper.json")
         observation = observe_cpp(source, nodes, streamed, method.graph)
-        trace, order = observed(payload.trace_for(method.graph), observation, emitted.placed)
+        reads = compiled.reads_by_units(method.graph)
+        trace, order = observed(payload.trace_for(method.graph), observation, emitted.placed, reads)
         traces.append(read_together(trace, payload.weights))
         orders.append(order)
         bound |= set(observation.bound)
@@ -196,7 +206,9 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
         **FIXED,
         "post_grad_custom_post_pass": probes,
     }
-    files = _run_inductor(without_values(exported, weights), method.name, patches)
+    hollow = without_values(exported, weights)
+    reads = compiled.reads_by_units(method.graph)
+    files = _run_inductor(with_operators(hollow, method.graph, reads), method.name, patches)
     return Emitted(files, probes.placed or PlacedProbes((), Work()))
 
 
@@ -232,11 +244,17 @@ def _of_contiguous(module: Any) -> Any:
     return module
 
 
-def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) -> tuple[Trace, ProbeOrder]:
+def observed(
+    modelled: Trace,
+    observation: Observation,
+    placed: PlacedProbes,
+    by_units: Sequence[tuple[str, SparseRead]] = (),
+) -> tuple[Trace, ProbeOrder]:
     """The trace of a compiled method, and its probe calls: each observed step has the work of its probes.
 
-    Where Inductor reads a weight once more, the work of that read is not counted, as it is not known. Raises
-    PassError if some of the probes that were placed are not called.
+    `by_units` are the numbered reads by units, with the modelled steps' names. Where Inductor reads a weight
+    once more, the work of that read is not counted, as it is not known. Raises PassError if some of the
+    probes that were placed are not called.
     """
     expected = {2 * probe + end for probe in range(len(placed.steps)) for end in (0, 1)}
     if set(observation.calls) != expected:
@@ -256,15 +274,23 @@ def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) ->
         if k < len(names) and not names[k]:
             names[k] = one.name
     tail = sum_of(leads[-1], reads[-1], placed.tail)
-    steps = tuple(
+    steps = [
         Step(name or f"{step.label}_{k}", step.reads, 0, 0, lead, read)
         for k, (step, name, lead, read) in enumerate(
             zip(observation.steps, names, leads, reads, strict=False)
         )
-    )
-    trace = with_times(replace(modelled, steps=steps, tail_work=tail), PRESET_CPU)
+    ]
+    units = [-1] * len(by_units)
+    works = {step.name: step.read_work for step in modelled.steps}
+    for k, seen in enumerate(observation.steps):
+        for number in seen.by_units:
+            name, read = by_units[number]
+            if read.storage in seen.reads:
+                units[number] = k
+                steps[k] = replace(steps[k], sparse=(read,), read_work=works[name])
+    trace = with_times(replace(modelled, steps=tuple(steps), tail_work=tail), PRESET_CPU)
     opens, closes = (tuple(getattr(step, end) for step in observation.steps) for end in ("opens", "closes"))
-    return trace, ProbeOrder(modelled.graph, opens, closes)
+    return trace, ProbeOrder(modelled.graph, opens, closes, tuple(units))
 
 
 @declare(requires=("order of reads",), ensures=("inlined storages",))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
 from penstock.passes.graph.propagation import storages_of
@@ -115,8 +116,7 @@ def sparse_reads(
         owner = held.get(memory)
         if owner is None or storages[weights.storage_of(owner.name)].kind != "streamable":
             continue
-        others = [one for one in node.all_input_nodes if one is not weight]
-        if any(memory in storages_of(one.meta.get("val")) for one in others):
+        if _reads_twice(node, memory):
             continue
         view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
         if view is not None and _is_index(contract, index.meta["val"]):
@@ -144,8 +144,9 @@ def _by_tiles(
     found: dict[str, SparseRead] = {}
     for node in linears(graph):
         weight: fx.Node = node.args[1]  # type: ignore[assignment]
-        owner = held.get(storages_of(weight.meta["val"])[0])
-        if owner is None:
+        memory = storages_of(weight.meta["val"])[0]
+        owner = held.get(memory)
+        if owner is None or _reads_twice(node, memory):
             continue
         storage = storages[weights.storage_of(owner.name)]
         if storage.kind != "streamable" or storage.nbytes < TILED:
@@ -175,6 +176,12 @@ def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:
         if node.target is torch.ops.aten.index_select.default and node.args[1] != 0:
             continue
         yield node, contract
+
+
+def _reads_twice(node: fx.Node, memory: int) -> bool:
+    """Tells whether more than one argument of a node is of a storage, so that it is read whole as well."""
+    given = (one for one in tree_leaves(node.args) if isinstance(one, fx.Node))
+    return sum(memory in storages_of(one.meta.get("val")) for one in given) > 1
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -75,7 +75,9 @@ def with_common_units(traces: Sequence[Trace]) -> tuple[Trace, ...]:
         view = shared.get(read.storage)
         if view is None or (flat(read.view) if read.slices > 1 else read.view) != flat(view):
             return read
-        return replace(read, view=view, asked=min(read.asked, view.shape[0]), slices=view.shape[1])
+        count = view.shape[0]
+        asked = count if read.tiles else min(read.asked, count)
+        return replace(read, view=view, asked=asked, slices=view.shape[1])
 
     return tuple(
         replace(

@@ -106,7 +106,7 @@ class DiskedDevice(ABC):
         self._disks.append(DiskStream(source))
         return self._disks[-1]
 
-    def read(self, disk: DiskStream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+    def read(self, disk: DiskStream, target: torch.Tensor, reads: Sequence[FileRead], label: object) -> None:
         disk.read(target, reads)
 
     def record(self, stream: Any) -> Any:
@@ -125,6 +125,16 @@ class DiskedDevice(ABC):
 
     def synchronize(self, event: Any) -> None:
         event.synchronize()
+
+    def free_host(self, memory: torch.Tensor) -> None:
+        del memory  # ordinary memory goes with its last tensor
+
+    def trim(self) -> None:
+        return
+
+    @property
+    def capturing(self) -> bool:
+        return False
 
     @property
     def in_reader(self) -> bool:

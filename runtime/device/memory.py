@@ -9,7 +9,7 @@ import torch
 
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.device.host import HostRange, HostWeights
-from penstock.runtime.device.protocol import Device, Move, aligned_bytes
+from penstock.runtime.device.protocol import Device, Move
 from penstock.runtime.device.resident import Load, load_resident
 from penstock.runtime.files.ranges import FileRanges
 from penstock.runtime.files.source import Source
@@ -38,10 +38,11 @@ class DeviceWeights:
         places = plan.addresses if plan.arena_bytes else (-1,) * len(storages)
         self._by_start = sorted((layout[s], s) for s, place in enumerate(places) if place >= 0)
         placed = with_places(storages, plan, len(source.files))  # what is produced is in no file
+        self._moves_of: dict[Range, list[Move]] = {}
         self._pieces = FileRanges.of(placed, layout, places)
         self.host = HostWeights(plan, storages, device)
         self.disk = device.open_disk(source)
-        load_resident(device, self.disk, self._loading_memory(), list(self._staying()))
+        self._load_resident(device)
         device.read(self.disk, self.host.slab, self.host.fill_slab(), "the load of the host's weights")
         device.synchronize(device.record(self.disk))
 
@@ -53,6 +54,7 @@ class DeviceWeights:
     def close(self) -> None:
         """Give arena, slab and ring back. What is outside the arena stays: a call may have returned it."""
         self.arena.untyped_storage().resize_(0)
+        self._moves_of.clear()
         self.host.close()
 
     def check_held(self, items: Iterable[Range]) -> None:
@@ -66,6 +68,13 @@ class DeviceWeights:
 
     def moves(self, item: Range, staged: Sequence[HostRange] = ()) -> list[Move]:
         """Returns the copies that bring a layout range from the host, as few as the addresses allow."""
+        if staged:
+            return self._moves(item, staged)
+        if item not in self._moves_of:  # a plan copies the same ranges again and again
+            self._moves_of[item] = self._moves(item, ())
+        return self._moves_of[item]
+
+    def _moves(self, item: Range, staged: Sequence[HostRange]) -> list[Move]:
         return [
             Move(part.memory, part.offset, piece.address + part.start - piece.start, part.stop - part.start)
             for placed in (*self.host.held(item), *staged)
@@ -111,8 +120,14 @@ class DeviceWeights:
         for item in merged(self._plan.resident) if self._plan.arena_bytes else ():
             yield from ((self.arena, piece) for piece in self._pieces.within(item.start, item.stop))
 
-    def _loading_memory(self) -> torch.Tensor:
-        """Returns the slab or the ring, which are still empty, or more memory if the host may hold it."""
+    def _load_resident(self, device: Device) -> None:
+        """Load what stays through the slab or the ring, which are empty yet, or through more host memory."""
+        staying = list(self._staying())
         largest = max(self.host.slab, self.host.ring, key=lambda memory: memory.numel())
         free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else _LOADING
-        return aligned_bytes(min(free, _LOADING), 4096) if free > largest.numel() else largest
+        if free <= largest.numel() or not staying:
+            load_resident(device, self.disk, largest, staying)
+            return
+        memory = device.allocate_host(min(free, _LOADING))
+        load_resident(device, self.disk, memory, staying)
+        device.free_host(memory)

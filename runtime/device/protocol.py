@@ -6,7 +6,7 @@ does nothing, and a copy runs at any time between the moment it is enqueued and 
 moment something waits for it. The disk behind the host is a stream too, on which reads run at the same
 time, each after the waits enqueued before it. No kernel or copy can wait for a disk, so the host does.
 
-cuda.py and sim/device.py implement it, and in the tests a CPU that copies on threads of its own.
+accelerator.py and sim/device.py implement it, and in the tests a CPU that copies on threads of its own.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def aligned_bytes(nbytes: int, alignment: int = 64) -> torch.Tensor:
 
 
 class Device(Protocol):
-    """Memory and streams. Every method is called on the thread that calls the program."""
+    """Memory and streams. Every method is called on the thread that calls the program.
+
+    The text of a label is for messages, and made only for them.
+    """
 
     @property
     def name(self) -> str:
@@ -76,6 +79,12 @@ class Device(Protocol):
         `once` promises that bytes which a copy has read are not read again before a disk has written them.
         """
 
+    def free_host(self, memory: torch.Tensor) -> None:
+        """Take back memory of `allocate_host` that nothing reads any more, before the device is closed."""
+
+    def trim(self) -> None:
+        """Give memory of the device that was freed back to the system, for others to take."""
+
     def open_stream(self, name: str) -> Stream:
         """Opens a stream."""
 
@@ -85,13 +94,13 @@ class Device(Protocol):
     def open_disk(self, source: Source) -> Stream:
         """Opens a stream of reads of the files of `source`, which must stay open as long as the device."""
 
-    def read(self, disk: Stream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+    def read(self, disk: Stream, target: torch.Tensor, reads: Sequence[FileRead], label: object) -> None:
         """Enqueue reads into host memory `target`; it never blocks."""
 
-    def copy(self, stream: Stream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy(self, stream: Stream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         """Enqueue one transfer from host memory to device memory `target`; it never blocks."""
 
-    def copy_out(self, stream: Stream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy_out(self, stream: Stream, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         """Enqueue one transfer the other way, from device memory `source` to host memory; it never blocks.
 
         Each move goes from its `target`, in device memory, to its `start`.
@@ -114,6 +123,13 @@ class Device(Protocol):
 
     def synchronize(self, event: Event) -> None:
         """Wait for the event on the host. Raises what its stream raised."""
+
+    def finish(self) -> None:
+        """Wait for all streams of the device, also for those that others opened."""
+
+    @property
+    def capturing(self) -> bool:
+        """Tells whether what is enqueued now is captured, to be replayed later, and not run."""
 
     @property
     def in_reader(self) -> bool:

@@ -41,6 +41,22 @@ class _Pass:
         return self.ended[step] if self.entry is None else self.entry
 
 
+@dataclass(frozen=True)
+class _Label:
+    """A transfer in words, for messages: for a step, on demand where that is None, or out before its end."""
+
+    weights: DeviceWeights
+    item: Range
+    step: int | None
+    out: bool = False
+
+    def __str__(self) -> str:
+        what = f"layout bytes {self.item.start} to {self.item.stop} ({self.weights.name_of(self.item)})"
+        if self.out:
+            return f"the copy of {what} out before the end of step {self.step}"
+        return f"the transfer of {what} " + ("on demand" if self.step is None else f"for step {self.step}")
+
+
 class DeviceStreamer(StreamEngine):
     """Streams the weights of one plan into `weights.arena`.
 
@@ -51,6 +67,7 @@ class DeviceStreamer(StreamEngine):
     _this: _Pass
     _next: _Pass
     _arrived: Event | None  # behind the last copy enqueued in this pass
+    _restarted: bool  # whether this pass, or the next if none runs, starts from the resident ranges
 
     def __init__(
         self,
@@ -69,34 +86,26 @@ class DeviceStreamer(StreamEngine):
         weights.check_held(Range(piece.start, piece.stop) for piece in steady if piece.out)
         self._staging = Staging(device, weights.disk, self._copies, weights.host)
         self._closed = False
-        self._lost: Exception | None = None
         self._before = self._this = _Pass()
         self._start_over(plan.schedules[0].graph)
 
     def abort(self) -> None:
         """Forget everything but the resident ranges; the next pass starts from the boundary again.
 
-        This does not wait: the copies of the next pass run behind all that is enqueued.
+        It starts behind all that is enqueued. Nothing is enqueued before, which a pass that fails while it is
+        captured would make a part of the capture.
         """
-        if self._closed or self._lost is not None:
-            return
-        try:
-            self._start_over(self._position.method.graph)
-        except PenstockError:
-            raise
-        except Exception as error:  # the pass has failed because the device has
-            self._lost = error
+        self._running = True
 
     def close(self) -> None:
-        """Wait for what is on its way, also if it fails. A second call does nothing."""
+        """Wait for the copies on their way, also if they fail. A second call does nothing.
+
+        The kernels are not waited for: they may be on any stream (pass_order.py).
+        """
         if not self._closed:
             self._closed = True
-            for stream in (self._copies, self._device.current_stream()):
-                with suppress(Exception):
-                    self._device.synchronize(self._device.record(stream))
-            for event in self._last_read():
-                with suppress(Exception):
-                    self._device.synchronize(event)
+            with suppress(Exception):
+                self._device.synchronize(self._device.record(self._copies))
 
     @property
     def in_reader(self) -> bool:
@@ -108,10 +117,6 @@ class DeviceStreamer(StreamEngine):
     def _check(self) -> None:
         if self._closed:
             raise StreamError("the streamed module is closed: load the program again")
-        if self._lost is not None:
-            raise StreamError(
-                f"{self._device.name} is lost ({self._lost}): close the module and load it again"
-            ) from self._lost
 
     def _start(self, method: MethodTable) -> None:
         self._enter(method)
@@ -149,7 +154,9 @@ class DeviceStreamer(StreamEngine):
 
     def _finish(self, method: MethodTable) -> None:
         self._position.ended = method.steps
-        self._running = False
+        # What a captured pass loads before it is not loaded until its caller replays it.
+        self._running = self._restarted and self._device.capturing
+        self._restarted = False
         barrier = self._plan.wrap == "barrier"
         self._issue(lambda: barrier)
         if barrier and self._arrived is not None:
@@ -165,8 +172,16 @@ class DeviceStreamer(StreamEngine):
         return (expected or not self._ring_bytes) and super()._can_follow(graph)
 
     def _start_over(self, graph: int) -> None:
-        for event in self._last_read():  # passes before may have run on another stream than the next
-            self._device.wait(self._copies, event)
+        try:
+            self._restart(graph)
+        except PenstockError:
+            raise
+        except Exception as error:  # nothing has been copied or computed: it is the device itself
+            raise StreamError(
+                f"{self._device.name} is lost ({error}): close the module and load it again"
+            ) from error
+
+    def _restart(self, graph: int) -> None:
         self._position = self._position_before(graph, resident_loaded=True, piece=self._ring_bytes)
         queues = [self.methods[graph].ahead]
         while queues[-1].graph != graph:
@@ -175,11 +190,7 @@ class DeviceStreamer(StreamEngine):
         self._this = _Pass(entry=self._device.record(self._device.current_stream()))
         self._next = _Pass()
         self._forget_pass()
-
-    def _last_read(self) -> list[Event]:
-        """Returns the event behind the last step whose kernels were enqueued, if there is one."""
-        passes = (self._this, self._before)
-        return [event for one in passes for event in list(one.ended.values())[-1:]][:1]
+        self._restarted = True
 
     # What is enqueued.
 
@@ -197,9 +208,9 @@ class DeviceStreamer(StreamEngine):
                 return
             self._device.wait(self._copies, self._freed(piece))
             if piece.out:
-                self._copy_out(item, f"before the end of step {piece.step}")
+                self._copy_out(item, piece.step)
             else:
-                self._copy(item, f"for step {piece.step}", slot)
+                self._copy(item, piece.step, slot)
             reading = self._next if position.ahead else self._this
             self._arrived = reading.arrived[piece.mark] = self._device.record(self._copies)
             if slot is not None:
@@ -231,18 +242,16 @@ class DeviceStreamer(StreamEngine):
         before = self.methods[self.methods[position.queue.graph].before]
         return passed.end_of(piece.after + before.steps)
 
-    def _copy(self, item: Range, label: str, slot: StagedRead | None = None) -> None:
+    def _copy(self, item: Range, step: int | None, slot: StagedRead | None = None) -> None:
         weights = self._weights
         moves = weights.moves(item, slot.placed if slot else ())
-        label = f"the transfer of layout bytes {item.start} to {item.stop} ({weights.name_of(item)}) {label}"
-        self._device.copy(self._copies, weights.arena, moves, label)
+        self._device.copy(self._copies, weights.arena, moves, _Label(weights, item, step))
         self.counters.bytes_moved += sum(move.nbytes for move in moves)
 
-    def _copy_out(self, item: Range, label: str) -> None:
+    def _copy_out(self, item: Range, step: int) -> None:
         weights = self._weights
         moves = weights.moves(item)
-        label = f"the copy of layout bytes {item.start} to {item.stop} ({weights.name_of(item)}) out {label}"
-        self._device.copy_out(self._copies, weights.arena, moves, label)
+        self._device.copy_out(self._copies, weights.arena, moves, _Label(weights, item, step, out=True))
         self.counters.bytes_written += sum(move.nbytes for move in moves)
 
     def _overwrite(self, items: Sequence[Range]) -> None:
@@ -261,7 +270,7 @@ class DeviceStreamer(StreamEngine):
             slot = self._staging.slot_of(item)
             if slot is not None:
                 self._has_read(slot, lambda: True)
-            self._copy(item, "on demand", slot)
+            self._copy(item, None, slot)
             if slot is not None:
                 self._staging.copied(slot, self._device.record(self._copies))
         self._device.wait(stream, self._device.record(self._copies))

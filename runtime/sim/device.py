@@ -126,6 +126,12 @@ class SimDevice:
             self._read_once.add(memory.data_ptr())
         return memory
 
+    def free_host(self, memory: torch.Tensor) -> None:
+        self._names.pop(memory.data_ptr(), None)
+
+    def trim(self) -> None:
+        pass
+
     def _named(self, memory: torch.Tensor, name: str) -> torch.Tensor:
         taken = set(self._names.values())
         self._names[memory.data_ptr()] = name if name not in taken else f"{name} ({len(taken)})"
@@ -146,7 +152,7 @@ class SimDevice:
         self._streams += lanes
         return SimDisk(lanes, source.read_into)
 
-    def read(self, disk: SimDisk, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+    def read(self, disk: SimDisk, target: torch.Tensor, reads: Sequence[FileRead], label: object) -> None:
         lane = disk.lanes[disk.count % len(disk.lanes)]
         disk.count += 1
         self._operation(lane)
@@ -161,7 +167,7 @@ class SimDevice:
 
         self._enqueue(lane, run)
 
-    def copy(self, stream: SimStream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy(self, stream: SimStream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         self._operation(stream)
         for move in moves:
             once = move.source.data_ptr() in self._read_once
@@ -182,7 +188,7 @@ class SimDevice:
 
         self._enqueue(stream, run)
 
-    def copy_out(self, stream: SimStream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy_out(self, stream: SimStream, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         self._operation(stream)
         for move in moves:
             self._access(stream, source, move.target, move.nbytes, label, writes=False)
@@ -229,21 +235,31 @@ class SimDevice:
             self._run(event)
 
     def query(self, event: SimEvent) -> bool:
-        reached = all(stream.done >= position for stream, position in event.reached)
-        return reached and all(map(self.query, event.after))
+        if any(stream.done < position for stream, position in event.reached):
+            return False
+        done = all(map(self.query, event.after))
+        event.after = () if done else event.after
+        return done
 
     def synchronize(self, event: SimEvent) -> None:
         self.detector.join(HOST, event.known)
         self._run(event)
+
+    def finish(self) -> None:
+        for stream in self._streams:
+            while stream.waiting:
+                self._step(stream)
+
+    @property
+    def capturing(self) -> bool:
+        return False
 
     @property
     def in_reader(self) -> bool:
         return False  # The device has no threads of its own: all work runs on the caller's thread.
 
     def close(self) -> None:
-        for stream in self._streams:
-            while stream.waiting:
-                self._step(stream)
+        self.finish()
         self._held.clear()
 
     # The accesses of the program's kernels, reported by the module that runs on this device.
@@ -273,7 +289,7 @@ class SimDevice:
         self.detector.tick(stream.name)
 
     def _access(
-        self, stream: SimStream, memory: torch.Tensor, start: int, nbytes: int, label: str, *, writes: bool
+        self, stream: SimStream, memory: torch.Tensor, start: int, nbytes: int, label: object, *, writes: bool
     ) -> None:
         name = self._names.get(memory.data_ptr(), "memory of another device")
         if start < 0 or start + nbytes > memory.numel():
@@ -311,3 +327,4 @@ class SimDevice:
                 self._step(stream)
             if stream.error is not None:
                 raise stream.error
+        event.after = ()  # events in a long row would ask one another again and again

@@ -32,7 +32,7 @@ class Access:
     thread: str
     stamp: int
     writes: bool
-    label: str
+    label: object
 
     def __str__(self) -> str:
         return f"{self.label}, which {'writes' if self.writes else 'reads'} on {self.thread}"
@@ -66,7 +66,7 @@ class RaceDetector:
         for other, stamp in known.items():
             clock[other] = max(clock.get(other, 0), stamp)
 
-    def access(self, memory: str, start: int, stop: int, thread: str, label: str, *, writes: bool) -> None:
+    def access(self, memory: str, start: int, stop: int, thread: str, label: object, *, writes: bool) -> None:
         """Note that the thread's newest operation touches these bytes. Raises RaceError for a race."""
         clock = self._clocks.setdefault(thread, {})
         now = Access(memory, start, stop, thread, clock.get(thread, 0), writes, label)

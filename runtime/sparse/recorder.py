@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.system.atomic import replace_file
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.payload.routes import MOST_BYTES, routes_from_bytes, routes_to_bytes
@@ -20,7 +20,7 @@ class Recorder:
     other policies would have moved for these calls.
     """
 
-    def __init__(self, units: LoadedUnits) -> None:
+    def __init__(self, units: PooledUnits) -> None:
         self._units = units
         self._reads = tuple(units.routed)
         self._numbers = {(one.graph, one.step): number for number, one in enumerate(self._reads)}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from penstock.passes.sparse.contracts import CONTRACTS, Contract
+from penstock.passes.sparse.operators import find_operator
 from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.passes.sparse.tiles import LINEAR
 from penstock.passes.weights.values import same_bytes
@@ -86,16 +87,19 @@ def reads_units_only(read: SparseRead) -> bool:
     Each operator is tried once a process for each dtype, geometry of units, and number of threads. Of large
     units the longest dimensions are halved, which leaves them in the same order in memory.
     """
+    if read.operator not in CONTRACTS:
+        return False
+    call = find_operator(read.operator)
+    if call is None:
+        _log.warning("%s is defined nowhere in this process: its weights are read whole", read.operator)
+        return False
     view = _shortened(replace(read.view, storage=0, offset=read.view.offset % PAGE), read.slices)
-    return _tried(read.operator, view, read.slices, torch.get_num_threads())
+    return _tried(read.operator, call, view, read.slices, torch.get_num_threads())
 
 
 @functools.cache
-def _tried(operator: str, view: Part, slices: int, threads: int) -> bool:
-    contract = CONTRACTS.get(operator)
-    call = _operator(operator)
-    if contract is None or call is None:
-        return False
+def _tried(operator: str, call: torch._ops.OpOverload, view: Part, slices: int, threads: int) -> bool:
+    contract = CONTRACTS[operator]
     read = SparseRead(view, operator, 0, 0, slices)
     try:
         passed = _passes(contract, call, read)
@@ -121,13 +125,6 @@ def _shortened(view: Part, slices: int) -> Part:
             stride[dimension], step = step, step * shape[dimension]
         view = replace(view, shape=tuple(shape), stride=tuple(stride))
     return view
-
-
-def _operator(name: str) -> torch._ops.OpOverload | None:
-    namespace, _, rest = name.partition(".")
-    packet = getattr(getattr(torch.ops, namespace, None), rest.partition(".")[0], None)
-    found = getattr(packet, rest.rpartition(".")[2], None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -> bool:

@@ -13,15 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from math import prod
-from typing import Any, Protocol
 
-import torch
-
-from penstock.runtime.arena.base import tensor_at
 from penstock.runtime.files.ranges import FileRanges
 from penstock.runtime.files.source import Source
-from penstock.runtime.sparse.certified import repeats_bits
+from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.stream.interface import Counters
 from penstock.runtime.system.memory import (
     HUGE_PAGE,
@@ -39,11 +34,10 @@ from penstock.runtime.system.memory import (
 )
 from penstock.runtime.system.threads import WorkerPool
 from penstock.schedule.facts.errors import PlanError, StreamError
-from penstock.schedule.facts.model import Range, SparseRead, Storage
+from penstock.schedule.facts.model import Range, Storage
 from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged, subtract
 from penstock.schedule.sparse.residency import Residency, Unit
-from penstock.schedule.sparse.routes import routed_reads
 
 FEW, MANY = 4, 16
 """Readers of up to `_SOME` pieces, and of more: a disk answers many small reads as fast as few."""
@@ -57,21 +51,10 @@ _MOVED = 256 << 10
 """Bytes. Memory moves to the next unit in runs of this size or more, as fresh memory is slower to fill."""
 
 
-class RecordsRoutes(Protocol):
-    """Who is told what calls ask for."""
-
-    def begin(self) -> None:
-        """Begin a call."""
-
-    def ask(self, graph: int, step: int, units: Sequence[int]) -> None:
-        """Note what a step of the call asks for."""
-
-
-class LoadedUnits:
+class LoadedUnits(PooledUnits):
     """The pool of a plan: address space for its storages, the units in it, and the readers that bring them.
 
-    One call at a time runs; `recorder` is told what it asks for. With `debug`, a read of a unit that is not
-    in memory kills the process. `names` are those of the storages.
+    With `debug`, a read of a unit that is not in memory kills the process.
     """
 
     def __init__(
@@ -83,18 +66,15 @@ class LoadedUnits:
         names: Sequence[str],
         debug: bool = False,
     ) -> None:
-        if plan.pool is None:
-            raise PlanError("the plan has no pool: nothing of it is read by units")
-        if plan.pool.granule % PAGE:
+        super().__init__(plan, names)
+        if self.pool.granule % PAGE:
             raise PlanError(
-                f"the pool has granules of {plan.pool.granule} bytes, and this system pages of {PAGE}: "
+                f"the pool has granules of {self.pool.granule} bytes, and this system pages of {PAGE}: "
                 "make a plan on this machine"
             )
-        self.pool, self._source, self._debug = plan.pool, source, debug
+        self._source, self._debug = source, debug
         self.residency = Residency(self.pool, plan.traces)
-        self.counters = Counters()
-        self.routed = routed_reads(plan.traces, self.pool.layout, names)
-        self.recorder: RecordsRoutes | None = None
+        self._counters = Counters()
         self._reads = {
             (trace.graph, k): one
             for trace in plan.traces
@@ -127,9 +107,10 @@ class LoadedUnits:
         self._memory.map_anonymous(0, self._memory.nbytes)
         for s, place in enumerate(self.pool.layout):
             if place >= 0:
-                stride = self._read_of[s].unit_stride if s in self._read_of else 1
-                # A huge page is given back as a whole only where units begin and end at huge pages.
-                whole = stride % HUGE_PAGE == 0 and (place + self._read_of[s].view.offset) % HUGE_PAGE == 0
+                read = self._read_of.get(s)
+                edges = (place + read.unit(0)[0], read.unit_stride, read.unit_nbytes) if read else (1,)
+                # Huge pages take what they count for, and leave as a whole, if units begin and end at them.
+                whole = not any(one % HUGE_PAGE for one in edges)
                 start = place // self.pool.granule * self.pool.granule
                 nbytes = round_up(place + storages[s].nbytes, self.pool.granule) - start
                 advice = MADV_HUGEPAGE if whole else MADV_NOHUGEPAGE
@@ -139,44 +120,18 @@ class LoadedUnits:
 
     # What a program calls.
 
-    def tensor(self, read: SparseRead) -> torch.Tensor:
-        """Returns the tensor of a read, of which only the units have content that `hold` holds."""
-        with torch.inference_mode(False):
-            return tensor_at(self._memory.address + self.pool.layout[read.storage], read.view)
-
     def begin(self) -> None:
-        """Begin a pass; what a pass before has left unclear is dropped."""
         if self._unclear:
             self._start_over()
         self.residency.begin()
-        if self.recorder is not None:
-            self.recorder.begin()
+        super().begin()
 
-    def ask(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
-        """Note all units that a step's read asks for, ascending, and cut them into parts that fit."""
-        if self.recorder is not None:
-            self.recorder.ask(graph, step, units)
+    def _parts(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
         self.residency.ask(graph, step, units)
         return self.residency.parts(self._reads[graph, step].storage, units)
 
-    def certify(self, read: SparseRead, parts: Sequence[Sequence[int]], arguments: Sequence[Any]) -> None:
-        """Return if a product in these parts has the bits of the whole. Raises StreamError if it has not."""
-        given, bias = arguments[0], len(arguments) > 2 and arguments[2] is not None
-        rows = given.numel() // given.shape[-1] if given.numel() else 0
-        edges = [*(part[0] for part in parts), read.count]
-        if rows and not repeats_bits(read, edges, rows, bias=bias):
-            raise StreamError(
-                f"a product of {rows} rows with a weight of {prod(read.view.shape)} elements cannot be "
-                "computed by tiles with the bits of the whole: give a budget that holds this weight, or "
-                "fewer rows"
-            )
-
     @contextmanager
     def hold(self, graph: int, step: int, units: Sequence[int], *, alone: bool) -> Iterator[None]:
-        """Have the units of one part in memory; `alone` tells that there is no other part.
-
-        Raises SourceError where a unit cannot be read; the next call reads it again.
-        """
         if self._closed:
             raise StreamError("the weights' memory has been closed; load the program again")
         storage = self._reads[graph, step].storage
@@ -196,15 +151,32 @@ class LoadedUnits:
             self.residency.release(graph, step, units)
 
     @property
+    def counters(self) -> Counters:
+        return self._counters
+
+    @property
+    def held_bytes(self) -> int:
+        return self.residency.held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.residency.peak_bytes
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        return self._memory.address, self._memory.address + self._memory.nbytes
+
+    @property
     def in_reader(self) -> bool:
-        """Tells whether the caller is one of the readers, which cannot wait for themselves."""
         return self._workers.includes_caller
 
     def close(self) -> None:
-        """Wait for the readers, and give all memory back. It may be called again."""
         self._closed = True
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._memory.close()
+
+    def _address(self, storage: int) -> int:
+        return self._memory.address + self.pool.layout[storage]
 
     # Bytes.
 
@@ -247,7 +219,7 @@ class LoadedUnits:
             return
         began = time.perf_counter_ns()
         wait(wanted)
-        self.counters.stall_ns += time.perf_counter_ns() - began
+        self._counters.stall_ns += time.perf_counter_ns() - began
         for future in wanted:
             self._settle(future)
 
@@ -262,8 +234,8 @@ class LoadedUnits:
             raise error
         self._coming = {unit: one for unit, one in self._coming.items() if one is not future}
         self._edges = {edge: one for edge, one in self._edges.items() if one is not future}
-        self.counters.bytes_moved += future.result()
-        self.counters.bytes_read += future.result()
+        self._counters.bytes_moved += future.result()
+        self._counters.bytes_read += future.result()
 
     def _drop(self, units: Sequence[Unit]) -> None:
         for future in {self._coming[unit] for unit in units if unit in self._coming}:

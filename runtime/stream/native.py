@@ -38,23 +38,23 @@ class NativeStreamer:
         assert found is not None  # or nothing could have been opened
         self._library = found
         self._probed = {s.graph: self._probed_steps(s.graph) for s in plan.schedules}
-        self._last = Statistics()
+        self._last = {name: Statistics() for name in ("ps_stats", "ps_units_stats")}
 
     @property
     def counters(self) -> Counters:
         """What was done so far."""
-        now = self._statistics()
+        now = self.statistics("ps_stats")
         return Counters(now.bytes_moved, now.bytes_read, now.misses, now.stall_ns, now.bytes_written)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the layout that are filled or being filled, and not dropped."""
-        return int(self._statistics().held_bytes)
+        return int(self.statistics("ps_stats").held_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """The most that `held_bytes` has been."""
-        return int(self._statistics().peak_bytes)
+        return int(self.statistics("ps_stats").peak_bytes)
 
     def probed(self, graph: int) -> tuple[int, ...]:
         """Returns the steps of a method at which the plan acts, ascending."""
@@ -94,19 +94,40 @@ class NativeStreamer:
 
     def free(self) -> None:
         """Give the arena and the files back, once nothing reads the arena any more."""
-        self._statistics()
+        for name in self._last:
+            self.statistics(name)
         engine, self._engine = self._engine, None
         if engine is not None:
             self._library.ps_close(engine)
 
-    def _statistics(self) -> Statistics:
-        """Returns the engine's counters; those of its end once it is freed.
+    # For what else the engine does (`sparse/native.py`).
 
-        In a forked child the engine's lock may be held for ever, by a thread that is not there.
+    def call(self, function: str, *arguments: object) -> None:
+        """Call a function of the library on the engine, and wait until it is done. Raises its error."""
+        self._done(getattr(self._library, function)(self._open(), *arguments))
+
+    def address_of_units(self, storage: int) -> int:
+        """The address of the first byte of a storage whose units are in the pool."""
+        address = self._library.ps_units_storage(self._open(), storage)
+        if not address:
+            raise StreamError(f"storage {storage} is not in the pool")
+        return int(address)
+
+    def memory(self) -> list[tuple[int, int]]:
+        """The address ranges of which weights take pages: the arena's, then the pool's."""
+        starts, stops = (ctypes.c_void_p * 3)(), (ctypes.c_void_p * 3)()
+        count = self._library.ps_memory(self._open(), starts, stops, 3)
+        return [(starts[k] or 0, stops[k] or 0) for k in range(count)]
+
+    def statistics(self, function: str) -> Statistics:
+        """Returns counters, the arena's by `ps_stats` or the pool's by `ps_units_stats`.
+
+        They are those of the engine's end once it is freed. In a forked child the engine's lock may be held
+        for ever, by a thread that is not there.
         """
         if self._engine is not None and os.getpid() == self._owner:
-            self._library.ps_stats(self._engine, ctypes.byref(self._last))
-        return self._last
+            getattr(self._library, function)(self._engine, ctypes.byref(self._last[function]))
+        return self._last[function]
 
     def _open(self) -> ctypes.c_void_p:
         if self._engine is None:

@@ -6,15 +6,17 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from penstock.passes.probes import Probes, streaming
-from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.device.pass_order import PassOrder
+from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.stream.interface import Counters, MemoryUse, Stats, Streamer, sum_of
+from penstock.runtime.stream.probe_calls import Clock, HostClock
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
@@ -61,7 +63,8 @@ class LoadedWeights:
     The streamer waits for the weights that stream whole, and `units` for those that are read by units; `wait`
     returns when all others are in memory.
     `out_of_memory` says which part of a device's memory was too small. `team` sleeps while readers bring much
-    of what a pass takes; what is mapped from the page cache needs none of them.
+    of what a pass takes; what is mapped from the page cache needs none of them. `order` is that of the passes
+    on a device, and `clock` times what they call.
     """
 
     plan: Plan
@@ -70,7 +73,9 @@ class LoadedWeights:
     usage: Callable[[], MemoryUse]
     wait: Callable[[], None] = lambda: None
     team: ParkedTeam | None = None
-    units: LoadedUnits | None = None
+    units: PooledUnits | None = None
+    order: PassOrder | None = None
+    clock: Clock = field(default_factory=HostClock)
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
 
     def __post_init__(self) -> None:
@@ -99,7 +104,7 @@ class LoadedWeights:
     def run(self, graph: int, probes: Probes | None, run: Callable[[], Any]) -> Any:
         """Run one pass of method `graph`, whose probes call `probes`, and return what `run` returns."""
         streamer = self.streamer
-        with streaming(probes):
+        with streaming(probes), self.order.turn() if self.order else nullcontext():
             if streamer is None and self.units is None:
                 return run()
             before = self.counters
@@ -143,7 +148,15 @@ class LoadedWeights:
         )
 
     def close(self) -> None:
-        """Stop the readers and give all memory back. It may be called again."""
+        """Stop the readers and give all memory back. It may be called again.
+
+        Where a pass was captured, its replays may still read and write all memory, which is therefore given
+        back only when the weights are collected.
+        """
+        if self.order is not None and self.order.captured:
+            self.resources.closed = True
+            self.order.close()
+            return
         self.resources.close()
         self._finalizer.detach()
 

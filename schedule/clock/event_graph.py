@@ -10,10 +10,11 @@ Linearity, 1992, chapters 2 and 3.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.schedule.clock.units import UnitCopies, unit_edges
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware, Schedule, Trace, Wrap
 
@@ -40,13 +41,15 @@ class PassTimes:
     A read starts when the lead of its step has ended and its spans have arrived. It takes the time of its
     step, and longer where the end of the step waits for copies out. `transfers` are those for the reads of
     this pass, some of which start during the pass before. `stages` are the reads of the disk for these
-    transfers, in order.
+    transfers, in order. `units` are the copies of units that the pass asked for, within the time of whose
+    steps it waited for them.
     """
 
     call_start: int
     reads: tuple[tuple[int, int], ...]
     transfers: tuple[tuple[int, int], ...]
     stages: tuple[tuple[int, int], ...] = ()
+    units: tuple[tuple[int, int], ...] = ()
 
 
 def build_graph(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> networkx.DiGraph:
@@ -98,12 +101,19 @@ def steady_period_ns(trace: Trace, schedule: Schedule, hardware: Hardware, wrap:
 
 
 def simulate(
-    trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap, passes: int
+    trace: Trace,
+    schedule: Schedule,
+    hardware: Hardware,
+    wrap: Wrap,
+    passes: int,
+    *,
+    units: Sequence[UnitCopies] = (),
 ) -> tuple[PassTimes, ...]:
     """The times at which every read and transfer of the first `passes` passes starts and ends.
 
     At time 0 the first call begins, and only the resident ranges are on the device. Transfers that a steady
-    pass has in flight when its call begins start at time 0, too.
+    pass has in flight when its call begins start at time 0, too. `units` are the copies of units of the first
+    passes; later ones have none.
 
     Raises:
         PlanError: transfers and steps wait for each other within one pass.
@@ -111,32 +121,56 @@ def simulate(
     edges = list(_edges(trace, schedule, hardware, wrap))
     steps, transfers = trace.steps, schedule.transfers
     call, count = len(steps) + len(transfers), _count(trace, schedule)
-    order = _topological_order(edges, count, schedule.graph)
-    incoming: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
-    for source, target, weight, height in edges:
-        incoming[target].append((source, weight, height))
+    alone = _System(edges, count, schedule.graph)
     copy_ns = [hardware.moving_ns(t) for t in transfers]
     disk_ns = [hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule)]
     least = [0] * len(steps) + [hardware.link_fill_ns + ns for ns in copy_ns] + [0] + disk_ns
+    lines = _lines(schedule, hardware)
+    line = next((one for one in lines if any(transfers[i].direction == "in" for i in one)), [])
     before: list[int] | None = None
-    result = []
-    for _ in range(passes):
-        now = [0] * count
-        for node in order:
+    result: list[PassTimes] = []
+    last: UnitCopies = ()
+    for own in (*units[:passes], *[()] * (passes - len(units))):
+        system = alone
+        if own or last:
+            added = unit_edges((trace, schedule, hardware), line, (last, own), count)
+            system = _System([*edges, *added], count + len(own), schedule.graph)
+        now = system.next([*least, *(copy.ns for copy in own)], before)
+        reads = _reads(trace, schedule, now)
+        spans = [
+            tuple((end - ns, end) for end, ns in zip(ends, taken, strict=True))
+            for ends, taken in (
+                (now[len(steps) : call], copy_ns),
+                (now[call + 1 : count], disk_ns),
+                (now[count:], [copy.ns for copy in own]),
+            )
+        ]
+        result.append(PassTimes(now[call], reads, *spans))
+        before, last = now, own
+    return tuple(result)
+
+
+class _System:
+    """The events of a pass in an order in which they can happen, and what each of them waits for."""
+
+    def __init__(self, edges: list[Edge], count: int, graph: int) -> None:
+        self._order = _topological_order(edges, count, graph)
+        self._incoming: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+        for source, target, weight, height in edges:
+            self._incoming[target].append((source, weight, height))
+
+    def next(self, least: Sequence[int], before: Sequence[int] | None) -> list[int]:
+        """The times of a pass from those of the pass before, or `least` where there was none."""
+        now = [0] * len(self._order)
+        for node in self._order:
             times = [least[node]] if before is None else []
-            for source, weight, height in incoming[node]:
+            for source, weight, height in self._incoming[node]:
                 if height == 0:
                     times.append(now[source] + weight)
                 elif before is not None:
                     times.append(before[source] + weight)
             now[node] = max(times)
-        reads = _reads(trace, schedule, now)
-        copies = zip(now[len(steps) : call], copy_ns, strict=True)
-        stages = zip(now[call + 1 :], disk_ns, strict=True)
-        spans = [tuple((end - ns, end) for end, ns in some) for some in (copies, stages)]
-        result.append(PassTimes(now[call], reads, *spans))
-        before = now
-    return tuple(result)
+        return now
 
 
 def _reads(trace: Trace, schedule: Schedule, now: list[int]) -> tuple[tuple[int, int], ...]:

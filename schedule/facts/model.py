@@ -401,7 +401,10 @@ class Decisions:
 
     @property
     def lower_bound_ns(self) -> int | None:
-        """Nanoseconds that no plan can beat, summed over the methods; None if the bound of one is missing."""
+        """Nanoseconds that no plan can beat, summed over the methods; None if the bound of one is missing.
+
+        If there is a pool, no plan with that pool can, whatever its calls ask for.
+        """
         bounds = [s.lower_bound_ns for s in self.schedules if s.lower_bound_ns is not None]
         return sum(bounds) if len(bounds) == len(self.schedules) else None
 

@@ -52,10 +52,13 @@ def storages_together(weights: Sequence[Weight]) -> dict[int, tuple[int, ...]]:
 def read_together(trace: Trace, weights: Sequence[Weight]) -> Trace:
     """The trace in which a step that reads one part of a weight reads all parts that any step reads.
 
-    All parts of a weight are then on the device during the same steps, and leave it together.
+    All parts of a weight are then on the device during the same steps, and leave it together. A part that any
+    step reads by units is by itself: brought whole with another part, it would take what units save.
     """
     together = storages_together(weights)
-    read = {s for step in trace.steps for s in step.reads}
+    by_units = {one.storage for step in trace.steps for one in step.sparse}
+    together = {s: (s,) if s in by_units else group for s, group in together.items()}
+    read = {s for step in trace.steps for s in step.reads} - by_units
     steps = tuple(
         replace(step, reads=tuple(sorted(_closed(step.reads, together, read)))) for step in trace.steps
     )
@@ -63,4 +66,4 @@ def read_together(trace: Trace, weights: Sequence[Weight]) -> Trace:
 
 
 def _closed(reads: Iterable[int], together: Mapping[int, Sequence[int]], read: set[int]) -> set[int]:
-    return {other for s in reads for other in together.get(s, (s,)) if other in read}
+    return {*reads, *(other for s in reads for other in together.get(s, (s,)) if other in read)}

@@ -56,6 +56,11 @@ class SparseRead:
         """Equal for two reads of a storage that mean the same bytes by the same number of a unit."""
         return self.count, self.view.offset, self.unit_stride, self.unit_nbytes
 
+    @property
+    def dense(self) -> bool:
+        """Tells whether calls of the exported sizes may ask for all units, though not as tiles."""
+        return not self.tiles and self.asked >= self.count
+
     def unit(self, number: int) -> tuple[int, int]:
         """The bytes of a unit: start and stop, counted from the start of the storage."""
         start = self.view.offset + number * self.unit_stride
@@ -68,7 +73,7 @@ class Pool:
 
     `layout[s]` is where storage s begins in the address space of the pool, in bytes, or -1 if its units are
     not in it. All reads of a storage that it serves have the same units; reads by tiles are served only with
-    `tiles`. Memory is taken and given back in granules of
+    `tiles`, and dense ones only with `dense`. Memory is taken and given back in granules of
     `granule` bytes, counted from offset 0; what two units share is counted once.
 
     `expected_ns[i]` are the nanoseconds that a pass of the plan's trace number i is expected to wait for
@@ -83,10 +88,12 @@ class Pool:
     expected_ns: tuple[int, ...] = ()
     worst_ns: tuple[int, ...] = ()
     tiles: bool = False
+    dense: bool = True
 
     def has(self, read: SparseRead) -> bool:
         """Tells whether the pool serves a read."""
-        return self.layout[read.storage] >= 0 and (self.tiles or not read.tiles)
+        served = self.layout[read.storage] >= 0
+        return served and (self.tiles or not read.tiles) and (self.dense or not read.dense)
 
     @property
     def storages(self) -> tuple[int, ...]:

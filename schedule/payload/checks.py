@@ -104,6 +104,10 @@ def _version(payload: Payload) -> Iterator[str]:
     sparse = any(step.sparse for trace in traced for step in trace.steps)
     if payload.version < 9 and (sparse or any(plan.pool for plan in payload.plans)):
         yield f"$.version: expected 9 of a payload with reads by units, got {payload.version}"
+    if payload.version < 10 and any(order.units for order in payload.probes):
+        yield f"$.version: expected 10 of compiled code that reads by units, got {payload.version}"
+    if payload.version < 10 and any(plan.pool and not plan.pool.dense for plan in payload.plans):
+        yield f"$.version: expected 10 of a pool that leaves dense reads out, got {payload.version}"
     if payload.version < 8:
         for what in sorted(set(_of_version_8(payload))):
             yield f"$.version: expected 8 of a payload with {what}, got {payload.version}"
@@ -154,6 +158,28 @@ def _probes(payload: Payload) -> Iterator[str]:
                 )
             elif any(call < -1 for call in calls) or len(set(calls)) < len(calls):
                 yield f"{path}.{name}: expected different calls, each -1 or more, got {list(calls)}"
+    yield from _units(payload)
+
+
+def _units(payload: Payload) -> Iterator[str]:
+    """Compiled code has a read by units, with a number, for each step of which the trace says so."""
+    if payload.lowering != "inductor":
+        for i, order in enumerate(payload.probes):
+            if order.units:
+                yield f"$.probes[{i}].units: expected none, as $.lowering is {payload.lowering!r}"
+        return
+    orders = {order.graph: (str(i), order.units) for i, order in enumerate(payload.probes)}
+    for j, trace in enumerate(payload.traces):
+        sparse = [k for k, step in enumerate(trace.steps) if step.sparse]
+        place, units = orders.get(trace.graph, ("of its graph", ()))
+        if sorted(k for k in units if k != -1) != sparse:
+            yield (
+                f"$.probes[{place}].units: expected once each of the steps {sparse} of $.traces[{j}] that "
+                f"read by units, and -1 otherwise, got {list(units)}"
+            )
+        for k in sparse:
+            if len(trace.steps[k].sparse) > 1:
+                yield f"$.traces[{j}].steps[{k}].sparse: expected one read by units a step of compiled code"
 
 
 def _files(payload: Payload) -> Iterator[str]:

@@ -23,7 +23,7 @@ from penstock.schedule.verify.proof import verify_plan
 if TYPE_CHECKING:
     import networkx
 
-VERSIONS = (5, 6, 7, 8, 9)
+VERSIONS = (5, 6, 7, 8, 9, 10)
 """The versions that are read; the last one is written."""
 
 Lowering = Literal["none", "eager", "inductor", "executorch"]
@@ -47,13 +47,15 @@ class ProbeOrder:
     """The probe calls that enclose each step of method number `graph`, in the code that a compiler emitted.
 
     Step k runs between the calls `opens[k]` and `closes[k]`. Call 2 p is the acquire of probe p, and 2 p + 1
-    its release; -1 is the beginning of the pass in `opens`, and its end in `closes`.
+    its release; -1 is the beginning of the pass in `opens`, and its end in `closes`. Of the reads that the
+    code could do by units, `units[r]` is the step of number r; -1 if its weight has to be there as a whole.
     """
 
     __pydantic_config__: ClassVar = STRICT
     graph: int
     opens: tuple[int, ...]
     closes: tuple[int, ...]
+    units: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -183,7 +183,7 @@ def _best(plan: Decisions) -> str:
     if plan.ratio is None:
         return "How much faster streaming could be is not known: the solver found no bound in time."
     if plan.ratio < 1.00005:
-        return "This is the best streaming possible."
+        return f"This is the best streaming possible{' with this pool' if plan.pool is not None else ''}."
     faster = plan.ratio * 100 - 100
     if plan.pool is not None:
         bound = format_time(plan.lower_bound_ns or 0)

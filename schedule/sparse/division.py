@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from penstock.schedule.facts.model import Hardware, Pool, SparseRead, Storage, Trace
+from penstock.schedule.facts.model import Hardware, Pool, Range, SparseRead, Storage, Trace
 from penstock.schedule.facts.problem import Problem
+from penstock.schedule.space.spans import merged
 
 LEAST = 1 << 20
 """Bytes. A storage that is smaller is read whole: that takes a disk no longer than some reads of units."""
@@ -24,8 +25,8 @@ LEAST_UNIT = 256
 _PLACES = 2 << 20
 """Storages begin at such multiples in a pool, as huge pages do."""
 
-_NEARLY = 1.05
-"""Divisions that take at most so many times as long as the fastest one are about as fast."""
+NEARLY = 1.05
+"""Divisions, and plans, that take at most so many times as long as the fastest one are about as fast."""
 
 _READERS = 4
 """Reads of units that are on their way at once."""
@@ -38,16 +39,17 @@ def units_layout(
     granule: int,
     keep: Collection[int] = (),
     tiles: bool = False,
+    dense: bool = True,
 ) -> tuple[int, ...] | None:
     """The places in a pool of the storages that are worth reading by units; None if there are none.
 
-    Without `tiles`, reads by tiles do not count. A storage of which methods read different units has no
-    place. Each place agrees with the first file offset of its storage modulo `granule` where the phases
-    allow, so that whole granules can be read directly.
+    Without `tiles`, reads by tiles do not count, and without `dense`, those of all units do not. A storage of
+    which methods read different units has no place. Each place agrees with the first file offset of its
+    storage modulo `granule` where the phases allow, so that whole granules can be read directly.
     """
     named: dict[int, set[tuple[int, int, int, int]]] = {}
     reads = (one for trace in traces for step in trace.steps for one in step.sparse)
-    for one in (one for one in reads if tiles or not one.tiles):
+    for one in (one for one in reads if (tiles or not one.tiles) and (dense or not one.dense)):
         named.setdefault(one.storage, set()).add(one.units)
     layout, end = [-1] * len(storages), 0
     for s in sorted(named.keys() - set(keep)):
@@ -77,10 +79,15 @@ def served_reads(trace: Trace, pool: Pool) -> Iterator[SparseRead]:
 
 
 def smallest_pool(
-    traces: Sequence[Trace], layout: tuple[int, ...], granule: int, *, tiles: bool = False
+    traces: Sequence[Trace],
+    layout: tuple[int, ...],
+    granule: int,
+    *,
+    tiles: bool = False,
+    dense: bool = True,
 ) -> Pool:
     """The pool that holds one unit, whichever it is."""
-    pool = Pool(0, granule, layout, tiles=tiles)
+    pool = Pool(0, granule, layout, tiles=tiles, dense=dense)
     most = max(_widest(pool, one) for trace in traces for one in served_reads(trace, pool))
     return replace(pool, nbytes=most)
 
@@ -94,16 +101,23 @@ def _widest(pool: Pool, read: SparseRead) -> int:
 
 @dataclass(frozen=True)
 class Table:
-    """What is read of one storage by units: bytes of a unit and of all, and how many one pass asks for."""
+    """What is read of one storage by units: bytes of a unit and of all, and how many one pass asks for.
+
+    `cut` of those are asked for by reads that do not fit into the pool.
+    """
 
     unit_nbytes: int
     nbytes: int
     count: int
     asked: int
+    cut: int = 0
 
     def missed(self, held: int) -> float:
-        """Units that a pass misses where `held` bytes are in a pool and all are asked for equally often."""
-        return self.asked * (1 - min(1.0, held / self.nbytes))
+        """Units that a pass misses where `held` bytes are in a pool and all are asked for equally often.
+
+        A read that does not fit finds none: each of its rounds takes the whole pool.
+        """
+        return self.cut + (self.asked - self.cut) * (1 - min(1.0, held / self.nbytes))
 
 
 def tables_of(trace: Trace, pool: Pool) -> list[Table]:
@@ -113,8 +127,12 @@ def tables_of(trace: Trace, pool: Pool) -> list[Table]:
         taken = _widest(pool, read)
         nbytes = min(taken, max(read.unit_stride, 1)) * read.count + taken
         before = found.get(read.storage)
-        asked = read.asked + (before.asked if before else 0)
-        found[read.storage] = Table(taken, nbytes, read.count, asked)
+        fits = read.asked * taken <= pool.nbytes
+        found[read.storage] = Table(
+            *(taken, nbytes, read.count),
+            asked=read.asked + (before.asked if before else 0),
+            cut=(0 if fits else read.asked) + (before.cut if before else 0),
+        )
     return sorted(found.values(), key=lambda table: -table.asked / table.count)
 
 
@@ -163,10 +181,27 @@ def timed_pool(
     )
 
 
+class Division(NamedTuple):
+    """How a budget is divided: a pool, with its times; None if everything is read whole.
+
+    No plan takes less than `ns` nanoseconds, summed over a pass of each method, of which the units are as
+    expected; `missed` are the bytes of these units.
+    """
+
+    ns: int
+    pool: Pool | None
+    missed: int
+
+
+def whole(problem: Problem, room: int) -> Division:
+    """All bytes for the arena, which has `room` of them."""
+    return Division(sum(pass_ns(problem, trace, room) for trace in problem.traces), None, 0)
+
+
 def divide(
     problem: Problem, nbytes: int, least: int, expect: Expectation | None = None, divisions: int = 64
-) -> tuple[Pool, int]:
-    """The best division of `nbytes`, and its time in nanoseconds, summed over a pass of each method.
+) -> list[Division]:
+    """The best division of `nbytes`, and the one beside whose pool all the rest just fits, if there is one.
 
     The traces of the problem are those of what is read whole, for which an arena has at least `least` bytes,
     and its pool is the smallest. `divisions` sizes of the pool are compared, by what calls are expected to
@@ -182,12 +217,23 @@ def divide(
         smallest.nbytes + (largest - smallest.nbytes) * k // divisions // smallest.granule * smallest.granule
         for k in range(divisions + 1)
     }
+    rest = min(largest, (nbytes - problem.streamed_bytes) // smallest.granule * smallest.granule)
+    if rest >= smallest.nbytes:
+        sizes.add(rest)
     pools = [replace(smallest, nbytes=size) for size in sorted(sizes)]
     found = [_weighed(problem, pool, nbytes - pool.nbytes, expect(pool)) for pool in pools]
-    enough = _NEARLY * min(one.ns for one in found)
+    enough = NEARLY * min(one.ns for one in found)
     # Of those that copy as little, the largest pool keeps most where calls do not ask for all units alike.
     best = min((one for one in found if one.ns <= enough), key=lambda one: (one.copied, -one.pool.nbytes))
-    return timed_pool(best.pool, problem.traces, problem.hardware, best.missed), best.ns
+    chosen = [one for one in found if one is best or one.pool.nbytes == rest]
+    return [
+        Division(
+            one.ns,
+            timed_pool(one.pool, problem.traces, problem.hardware, one.missed),
+            sum(some.nbytes for some in one.missed),
+        )
+        for one in chosen
+    ]
 
 
 class _Weighed(NamedTuple):
@@ -203,17 +249,38 @@ def _weighed(problem: Problem, pool: Pool, room: int, found: Sequence[Missed]) -
     """The division in which `room` bytes are left for the arena."""
     ns = copied = 0
     for trace, some in zip(problem.traces, found, strict=True):
-        ns += pass_ns(problem.storages, trace, problem.hardware, room) + some.ns(problem.hardware)
-        copied += max(0, _read_bytes(problem.storages, trace) - max(0, room)) + some.nbytes
+        ns += pass_ns(problem, trace, room) + some.ns(problem.hardware)
+        copied += _copied_bytes(problem, trace, room) + some.nbytes
     return _Weighed(ns, copied, pool, found)
 
 
-def _read_bytes(storages: Sequence[Storage], trace: Trace) -> int:
-    read = {s for step in trace.steps for s in step.reads if storages[s].kind == "streamable"}
-    return sum(storages[s].nbytes for s in read)
+def pass_ns(problem: Problem, trace: Trace, room: int) -> int:
+    """Nanoseconds of a pass of a method of which `room` bytes stay: those of compute, or of copies.
+
+    No plan takes less.
+    """
+    copied = _copied_bytes(problem, trace, room)
+    return max(trace.compute_ns, problem.hardware.copy_ns(copied) if copied else 0)
 
 
-def pass_ns(storages: Sequence[Storage], trace: Trace, hardware: Hardware, room: int) -> int:
-    """Nanoseconds of a pass of a method of which `room` bytes stay: those of compute, or of copies."""
-    copied = _read_bytes(storages, trace) - max(0, room)
-    return max(trace.compute_ns, hardware.copy_ns(copied) if copied > 0 else 0)
+def _copied_bytes(problem: Problem, trace: Trace, room: int) -> int:
+    """The least bytes that a pass copies where an arena has `room` bytes.
+
+    Granules stay and come as a whole, unless everything that is read whole fits, and none are needed.
+    """
+    if room >= problem.streamed_bytes:
+        return 0
+    read = {s for step in trace.steps for s in step.reads if problem.storages[s].kind == "streamable"}
+    arena = problem.arena
+    if arena.kind == "contiguous":
+        return max(0, sum(problem.storages[s].nbytes for s in read) - max(0, room))
+    places = (Range(arena.layout[s], arena.layout[s] + problem.storages[s].nbytes) for s in read)
+    granules = merged(
+        Range(one.start // arena.granule * arena.granule, -(-one.stop // arena.granule) * arena.granule)
+        for one in places
+    )
+    found = (min(a.stop, b.stop) - max(a.start, b.start) for a in granules for b in arena.segments)
+    nbytes = sum(one for one in found if one > 0)
+    cut = sum(one.nbytes for one in granules) - nbytes  # by which some are smaller
+    stays = min(room, (room + cut) // arena.granule * arena.granule)
+    return max(0, nbytes - max(0, stays))

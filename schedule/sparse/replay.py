@@ -15,8 +15,8 @@ from penstock.schedule.space.spans import merged
 from penstock.schedule.sparse.division import Expectation, Missed
 from penstock.schedule.sparse.optimum import Round, least_missed
 from penstock.schedule.sparse.policies import LeastFrequent, LeastRecent
-from penstock.schedule.sparse.residency import Residency, Unit
-from penstock.schedule.sparse.routes import Profile
+from penstock.schedule.sparse.residency import Change, Residency, Unit
+from penstock.schedule.sparse.routes import Ask, Profile
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def replay(profile: Profile, pool: Pool) -> Replay:
             "the routes were recorded of other tables than this plan reads by units: record them with a plan "
             "that keeps the same weights, on the same kind of machine"
         )
-    driven = _Driven(profile, pool)
+    driven = Driven(profile, pool)
     reads = [list(rounds) for rounds in driven.reads()]
     least, exact = least_missed([one for rounds in reads for one in rounds], pool, profile.storages)
     return Replay(
@@ -80,7 +80,7 @@ def replay(profile: Profile, pool: Pool) -> Replay:
 
 def replay_own(profile: Profile, pool: Pool) -> Moved:
     """What the calls of a profile move through a pool that is empty at first, by penstock's own policy."""
-    return _Driven(profile, pool).moved(Residency(pool, profile.traces), ahead=True)
+    return Driven(profile, pool).moved(Residency(pool, profile.traces), ahead=True)
 
 
 def expectation(profile: Profile, graphs: Sequence[int]) -> Expectation:
@@ -90,7 +90,7 @@ def expectation(profile: Profile, graphs: Sequence[int]) -> Expectation:
     """
 
     def expect(pool: Pool) -> list[Missed]:
-        driven = _Driven(profile, pool)
+        driven = Driven(profile, pool)
         found: dict[int, list[Moved]] = {graph: [] for graph in graphs}
         calls = driven.moves(Residency(pool, profile.traces), ahead=True)
         for call, moved in zip(profile.routes.calls, calls, strict=True):
@@ -106,7 +106,7 @@ def _average(moves: Sequence[Moved]) -> Missed:
     return Missed(sum(one.units for one in moves) / calls, sum(one.nbytes for one in moves) // calls)
 
 
-class _Driven:
+class Driven:
     """The calls of a profile, as they drive the policy of a pool."""
 
     def __init__(self, profile: Profile, pool: Pool) -> None:
@@ -116,7 +116,10 @@ class _Driven:
 
     def asked(self) -> Moved:
         """What all reads ask for."""
-        asks = [ask for call in self._profile.routes.calls for ask in call]
+        return self.asked_by([ask for call in self._profile.routes.calls for ask in call])
+
+    def asked_by(self, asks: Sequence[Ask]) -> Moved:
+        """What some reads ask for."""
         nbytes = sum(self._nbytes((self._reads[a.read].storage, n) for n in a.units) for a in asks)
         return Moved(sum(len(ask.units) for ask in asks), nbytes)
 
@@ -136,8 +139,14 @@ class _Driven:
 
     def moves(self, residency: Residency, *, ahead: bool) -> Iterator[Moved]:
         """Yields what is moved for each call."""
+        for call in self.changes(residency, ahead=ahead):
+            moved = [self.moved_by(change, [*change.bring, *change.ahead]) for _, _, change in call]
+            yield Moved(sum(one.units for one in moved), sum(one.nbytes for one in moved))
+
+    def changes(self, residency: Residency, *, ahead: bool) -> Iterator[list[tuple[Ask, list[int], Change]]]:
+        """Yields what happens before each part of each read of a call, as the policy says."""
         for call in self._profile.routes.calls:
-            units = nbytes = 0
+            found = []
             residency.begin()
             for ask in call:
                 at = self._profile.routes.reads[ask.read]
@@ -146,16 +155,28 @@ class _Driven:
                 for part in parts or [[]]:
                     change = residency.acquire(at.graph, at.step, part, alone=ahead and len(parts) < 2)
                     residency.release(at.graph, at.step, part)
-                    units += len(change.bring) + len(change.ahead)
-                    nbytes += sum(self._bytes_in(unit, own).nbytes for unit, own in change.granules.items())
-            yield Moved(units, nbytes)
+                    found.append((ask, part, change))
+            yield found
+
+    def moved_by(self, change: Change, units: Sequence[Unit]) -> Moved:
+        """What is read for some of the units that a change brings."""
+        places = (self._bytes_in(unit, change.granules[unit]) for unit in units)
+        return Moved(len(units), sum(place.nbytes for place in places))
+
+    def read(self, ask: Ask) -> tuple[int, int]:
+        """The step that asks, and the storage of which it asks for units."""
+        return self._profile.routes.reads[ask.read].step, self._reads[ask.read].storage
+
+    def granules(self, unit: Unit) -> tuple[int, int]:
+        """The granules of a unit: the first, and one behind the last."""
+        return self._pool.granules(self._read_of[unit[0]], unit[1])
 
     def _nbytes(self, units: Iterable[Unit]) -> int:
         """The bytes that are read to bring units at once; where two share a granule it is read once."""
         return sum(place.nbytes for place in merged(map(self._place, units)))
 
     def _place(self, unit: Unit) -> Range:
-        return self._bytes_in(unit, self._pool.granules(self._read_of[unit[0]], unit[1]))
+        return self._bytes_in(unit, self.granules(unit))
 
     def _bytes_in(self, unit: Unit, granules: tuple[int, int]) -> Range:
         """The bytes in granules of a unit, of which there may be none."""

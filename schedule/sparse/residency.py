@@ -4,9 +4,10 @@ Every read of a weight by units is a *turn*. When room is needed, the unit leave
 for last: one whose weight is read in t turns, L turns lie between two reads of it, and each of these reads
 asks for the unit with probability p, is expected after t + L * (1 / p - 1) turns. If the p were known, and
 independent, this would be the expectation of the key by which Belady's optimal policy chooses (A study of
-replacement algorithms, 1966). p is estimated from what was asked for: half of it by a moving average that
-forgets quickly, half by one that forgets slowly. Units that the turn in progress is known to need leave last.
-With a unit leaves what is always asked for together with it: half of an expert is of no use.
+replacement algorithms, 1966). p is estimated from what was asked for: an eighth of it by a moving average
+that hardly looks beyond the last turn, since a text often asks again at once, and the rest by one that
+forgets slowly. Units that the turn in progress is known to need leave last. With a unit leaves what is always
+asked for together with it: half of an expert is of no use.
 
 The decisions depend on nothing but the order of calls, so a recorded order can be replayed.
 """
@@ -20,8 +21,24 @@ import numpy as np
 
 from penstock.schedule.facts.model import Pool, SparseRead, Trace
 
-QUICK, SLOW = 0.5 ** (1 / 8), 0.5 ** (1 / 128)
-"""By how much a turn's weight in the two averages shrinks with each later turn: half-lives of 8 and 128."""
+QUICK, SLOW = 0.5, 0.5 ** (1 / 32)
+"""By how much a turn's weight in the two averages shrinks with each later turn: half-lives of 1 and 32."""
+
+_FORGOTTEN = 2048
+"""The turns after which a turn's weight is that of so many: it is below 2 ** -64 then, and adds nothing."""
+
+
+def _powers(base: float) -> np.ndarray:
+    """The powers of a number as products, which have the same bits everywhere; those of libraries differ.
+
+    The native engine computes the same keys, so that it makes the same decisions.
+    """
+    factors = np.full(_FORGOTTEN + 1, base)
+    factors[0] = 1.0
+    return np.multiply.accumulate(factors)
+
+
+_QUICK, _SLOW = _powers(QUICK), _powers(SLOW)
 
 Unit = tuple[int, int]
 """A storage, and the number of one of its units."""
@@ -105,9 +122,9 @@ class Residency:
             self._soon[self._index(read.storage, numbers)] = True
         table, wanted = self._tables.index(one.read.storage), self._asked(graph, step, numbers)
         self._turns[table] += 1
-        passed = self._turns[table] - self._seen[wanted]
-        self._quick[wanted] = self._quick[wanted] * QUICK**passed + 1 - QUICK
-        self._slow[wanted] = self._slow[wanted] * SLOW**passed + 1 - SLOW
+        passed = np.minimum(self._turns[table] - self._seen[wanted], _FORGOTTEN)
+        self._quick[wanted] = self._quick[wanted] * _QUICK[passed] + 1 - QUICK
+        self._slow[wanted] = self._slow[wanted] * _SLOW[passed] + 1 - SLOW
         self._seen[wanted] = self._turns[table]
 
     def acquire(self, graph: int, step: int, numbers: Sequence[int], *, alone: bool = True) -> Change:
@@ -207,8 +224,8 @@ class Residency:
         smaller one, if what leaves together has the same bytes everywhere and both hold what a turn asks for.
         """
         table = self._table[some]
-        passed = self._turns[table] - self._seen[some]
-        chance = (self._quick[some] * QUICK**passed + self._slow[some] * SLOW**passed) / 2
+        passed = np.minimum(self._turns[table] - self._seen[some], _FORGOTTEN)
+        chance = (self._quick[some] * _QUICK[passed] + 7 * (self._slow[some] * _SLOW[passed])) / 8
         between = int(until.max(initial=1))
         key = until[table] + between * (1 / np.maximum(chance, 1e-12) - 1)
         return np.where(self._soon[some], 0.0, key)

@@ -6,7 +6,7 @@ A recorded trace of routes tells what any policy and any size of pool would have
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -78,6 +78,13 @@ def routed_reads(
     traces: Sequence[Trace], layout: Sequence[int], names: Sequence[str]
 ) -> dict[RoutedRead, SparseRead]:
     """The reads that a pool of that layout serves; `names` are those of the storages."""
+    # Every call asks for all tiles.
+    return _reads_of(traces, lambda read: layout[read.storage] >= 0 and not read.tiles, names)
+
+
+def _reads_of(
+    traces: Sequence[Trace], served: Callable[[SparseRead], bool], names: Sequence[str]
+) -> dict[RoutedRead, SparseRead]:
     return {
         RoutedRead(
             *(trace.method, trace.graph, k, step.name),
@@ -88,7 +95,7 @@ def routed_reads(
         for trace in traces
         for k, step in enumerate(trace.steps)
         for read in step.sparse
-        if layout[read.storage] >= 0 and not read.tiles  # which every call asks for
+        if served(read)
     }
 
 
@@ -114,6 +121,35 @@ def profile_of(
             )
     found = {(one.graph, one.step): known[one] for one in routes.reads}
     return Profile(routes, tuple(storages), tuple(_with_reads(trace, found) for trace in traces))
+
+
+def served_profile(profile: Profile, traces: Sequence[Trace], pool: Pool, names: Sequence[str]) -> Profile:
+    """The profile with all that a pool serves of the traces of a plan, and with nothing else.
+
+    Tiles, which are not recorded, are added to each call, since every call asks for all of them. A call of
+    which nothing was recorded has none: nobody knows what it was a call of.
+
+    Raises PayloadError if the pool serves reads of which nothing is known.
+    """
+    served = _reads_of(traces, pool.has, names)
+    unknown = [one for one, read in served.items() if not read.tiles and one not in profile.routes.reads]
+    if unknown:
+        raise PayloadError(
+            f"the plan reads units of {unknown[0].weight!r} in step {unknown[0].name}, of which the routes "
+            "tell nothing: record routes with a plan that keeps the same weights, on the same kind of machine"
+        )
+    reads = tuple(served)
+    numbers = {one: number for number, one in enumerate(reads)}
+    tiles = [(one, Ask(numbers[one], tuple(range(one.count)))) for one, read in served.items() if read.tiles]
+    calls: list[Route] = []
+    for call in profile.routes.calls:
+        asked = [(profile.routes.reads[ask.read], ask.units) for ask in call]
+        asks = [Ask(numbers[one], units) for one, units in asked if one in numbers]
+        added = [ask for one, ask in tiles if asked and one.graph == asked[0][0].graph]
+        calls.append(tuple(sorted([*asks, *added], key=lambda ask: reads[ask.read].step)))
+    found = {(one.graph, one.step): read for one, read in served.items()}
+    kept = tuple(_with_reads(trace, found) for trace in traces)
+    return Profile(Routes(reads, tuple(calls)), profile.storages, kept)
 
 
 def _layout(storages: Sequence[Storage], traces: Sequence[Trace], granule: int) -> tuple[int, ...]:

@@ -48,7 +48,9 @@ def check_pool(storages: tuple[Storage, ...], plan: Decisions) -> None:
 
 def _served(read: SparseRead, pool: Pool) -> bool:
     known = 0 <= read.view.storage < len(pool.layout)
-    return known and pool.layout[read.view.storage] >= 0 and (pool.tiles or not read.tiles)
+    if not known or pool.layout[read.view.storage] < 0:
+        return False
+    return pool.tiles if read.tiles else pool.dense or read.asked < (*read.view.shape, 0)[0]
 
 
 def _check_places(storages: tuple[Storage, ...], pool: Pool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import machine
+from benchmarks import machine, rounds
 from benchmarks.cases import load_weights, make_inputs, make_meta_module, name_weights, write_weights
+from benchmarks.competitors import Job
 from benchmarks.disk import application
+from benchmarks.process import Worker, WorkerError
 from benchmarks.reader import Reader, choose_fastest, list_ways, measure_readers
 from benchmarks.rounds import list_cases
 from benchmarks.summary import judge, summarise
 from benchmarks.table import BEGIN, END, render, write_between
+from benchmarks.worker import Session
 from tests.engines import ENGINES
 
 DISK = Path(__file__).resolve().parents[2] / "benchmarks" / "disk.py"
@@ -30,18 +35,35 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return Path(request.config.cache.mkdir("benchmarks"))
 
 
-@pytest.mark.timeout(300)
-def test_tiny_run_measures_every_competitor(folder: Path, tmp_path: Path) -> None:
+class Here:
+    """A competitor in this process; `benchmarks.process.Worker` gives it one of its own."""
+
+    peak_anonymous = 0
+
+    def __init__(self, job: Job, log: Path, *, group: Path | None = None) -> None:
+        self.job, self._session = job, Session()
+
+    def ask(self, command: str, **arguments: object) -> Any:
+        request = {"command": command, "job": dataclasses.asdict(self.job), **arguments}
+        return json.loads(json.dumps(self._session.answer(request)))
+
+    def close(self) -> None:
+        self._session.loaded.close()
+
+
+def test_tiny_run_measures_every_competitor(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "Worker", Here)
     document = tmp_path / "benchmarks.md"
     document.write_text(f"before\n{BEGIN}\nstale table\n{END}\nafter\n")
     options = "--size 4MiB --rounds 1 --passes 2 --models linears --tokens 4 --states cold --budgets 50%"
     options += f" --engines {','.join(('auto', *ENGINES[1:]))}"
     paths = ["--work", str(folder), "--json", str(tmp_path / "disk.json"), "--docs", str(document)]
 
-    command = [sys.executable, str(DISK), *options.split(), "--peers", "mmap", *paths]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = CliRunner().invoke(application, [*options.split(), "--peers", "mmap", *paths])
 
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "disk.json").read_text())
     (case,) = result["cases"]
     assert not case["failures"]
@@ -58,7 +80,34 @@ def test_tiny_run_measures_every_competitor(folder: Path, tmp_path: Path) -> Non
     assert text.endswith("after\n")
     assert "stale table" not in text
     assert "| penstock 50% |" in text
-    assert [path.name for path in folder.iterdir()] == ["log.txt"]
+    assert not list(folder.iterdir())
+
+
+def test_a_process_of_its_own_answers_as_one_here_and_says_why_it_ends(folder: Path) -> None:
+    weights = folder / "weights.safetensors"
+    write_weights(make_meta_module("linears", 1 << 20), weights)
+    job = Job("memory", "linears", 1 << 20, 4, str(weights), folder="")
+    log = folder / "log.txt"
+    outputs = []
+    with closing(Worker(job, log)) as worker, closing(Here(job, log)) as here:
+        for one in (worker, here):
+            one.ask("load")
+            outputs.append(one.ask("train", passes=1, cold=True)["output"])
+        assert outputs[0] == outputs[1] is not None
+        assert worker.ask("bare") > 1 << 20
+        with pytest.raises(
+            WorkerError, match="memory ended with status 1 during 'sleep': ValueError: unknown"
+        ):
+            worker.ask("sleep")
+    weights.unlink()
+    log.unlink()
+
+
+def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(DISK), "--budgets", "much"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "much" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,40 @@
-"""The table of benchmarks/replay.py, small."""
+"""The tables of benchmarks/replay.py, small."""
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import replay
+from benchmarks.mixture import recorded_experts, routes_path
 
 
-def test_penstock_beats_lru_and_nothing_beats_the_bound() -> None:
-    head, _, *rows = replay.render([2], tokens=20).splitlines()
-    assert head.count("|") == 9
-    assert len(rows) == len(replay.DRIFTS) * len(replay.SHARES)
-    for row in rows:
-        *_, lru, lfu, own, most, against = (float(cell) for cell in row.strip("|").split("|"))
-        assert max(lru, lfu, own) <= most
-        assert against <= 1.02
+def test_penstock_beats_lru_and_nothing_beats_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "recorded_experts", lambda path: recorded_experts(path)[:60])
+    recorded, made_up, asked = replay.render([2], 20, [routes_path(64)]).strip().split("\n\n")
+    tables = [[line.strip("|").split("|") for line in one.splitlines()] for one in (recorded, made_up)]
+    assert [len(rows) - 2 for rows in tables] == [len(replay.SHARES), len(replay.DRIFTS) * len(replay.SHARES)]
+    against = []
+    for head, _, *rows in tables:
+        for row in rows:
+            assert len(row) == len(head)
+            lru, lfu, own, most, ratio = (float(cell) for cell in row[-5:])
+            assert max(lru, lfu, own) <= most
+            assert (
+                ratio == round((100 - own) / (100 - lru), 3) or abs(ratio - (100 - own) / (100 - lru)) < 2e-3
+            )
+            against.append(ratio)
+    _, _, anywhere, worth = asked.splitlines()
+    assert f"| 1.02 | {max(against):.3f} | yes |" in anywhere
+    assert f"| 0.86 | {against[1]:.3f} | {'yes' if against[1] <= 0.86 else '**no**'} |" in worth
+
+
+def test_recorded_routes_are_replayed_as_they_are() -> None:
+    tokens = recorded_experts(routes_path(64))[:10]
+    profile = replay.profile(tokens, 64)
+    assert [[ask.units for ask in call[::2]] for call in profile.routes.calls] == tokens
+    assert all(
+        call[::2] == tuple(a._replace(read=a.read - 1) for a in call[1::2]) for call in profile.routes.calls
+    )
+    (share, done), *_ = replay.replayed(profile)
+    assert done.asked.nbytes == 10 * 6 * 8 * 3 * replay.UNIT
+    assert done.pool_bytes == share * done.asked.nbytes / 10

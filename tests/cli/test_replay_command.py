@@ -88,3 +88,21 @@ def test_what_cannot_be_replayed(penstock: Command, artifact: Path, routes: Path
     assert done.status == 2
     assert "the routes are of another program" in done.err
     assert "Traceback" not in done.err
+
+
+def test_recorded_calls_on_the_clock(penstock: Command, artifact: Path, routes: Path) -> None:
+    given = ("simulate", artifact, "--budget", "25%", "--routes", routes)
+    (one,) = json.loads(penstock(*given, "--json").out)
+    assert [call["missed_bytes"] for call in one["calls"]] == [8192, 4096, 0]
+    assert [call["asked_bytes"] for call in one["calls"]] == [8192] * 3
+    for number, call in enumerate(one["calls"]):
+        assert (call["number"], call["method"], call["rounds"]) == (number, "forward", 1)
+        assert call["total_ns"] == one["compute_ns"] + call["stall_ns"]
+        assert (call["stall_ns"] == 0) == (number == 2)
+    done = penstock(*given)
+    assert "3 recorded calls" in done.out
+    for word in ("all, on the average", "hits", "missed", "copied", "waits", "takes", "50.0%"):
+        assert word in done.out
+    done = penstock("simulate", artifact, "--budget", "100%", "--routes", routes)
+    assert done.status == 2
+    assert "reads all weights whole, so routes change nothing" in done.err

@@ -110,6 +110,31 @@ def test_a_family_has_its_bits_in_little_memory_and_reads_what_its_tokens_ask_fo
         applied.restore() if way == "apply" else applied.close()
 
 
+@pytest.mark.random
+@pytest.mark.parametrize("family", sampled([*expert_models.FAMILIES], 5))
+def test_compiled_code_of_a_family_has_its_own_bits_in_any_memory(family, tmp_path):
+    # Inductor's products differ from the library's in the last bits: the measure is its own code in memory.
+    model = expert_models.FAMILIES[family](torch.bfloat16)
+    tables, nbytes = expert_models.table_bytes(model), sum(value.nbytes for value in model.parameters())
+    options = {"example": {"input_ids": IDS}, "cache": tmp_path, "lowering": "inductor"}
+
+    def logits():
+        with torch.no_grad():
+            return [model(input_ids=ids).logits for ids in (IDS, IDS.flip(1), IDS * 3 % 512)]
+
+    with apply(model, 4 * nbytes, **options):
+        expected = logits()
+    with pytest.raises(BudgetError) as refused:
+        apply(model, "64KB", **options)
+    least = refused.value.floor_bytes
+    assert family in (*WHOLE, *COPIES) or least < tables
+    for memory in (least, least + nbytes // 4):
+        with apply(model, memory, **options) as applied:
+            assert same(logits(), expected)
+            (component,) = applied.components.values()
+            assert memory > least or ("a pool of" in repr(component)) != (family in WHOLE)
+
+
 def test_experts_that_values_choose_one_after_another_are_refused(tmp_path):
     model = expert_models.olmoe(torch.bfloat16, experts_implementation="eager")
     with pytest.raises(PassError, match='experts_implementation="grouped_mm"'):

@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "../../native/penstock.h"
+#include "drive_units.h"
 
 namespace {
 
@@ -79,6 +80,7 @@ void cool(const char *folder) {
 }  // namespace
 
 int main(int count_of_arguments, char **arguments) {
+    if (arguments[1] == std::string("units")) return drive_units(arguments + 2);
     const char *const folder = count_of_arguments > 5 ? arguments[5] : nullptr;
     const std::string payload = text_of(arguments[1]), plan = text_of(arguments[2]);
     std::map<int, std::map<int, std::vector<Read>>> methods;

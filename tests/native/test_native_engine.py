@@ -14,7 +14,7 @@ import torch
 import penstock
 from penstock.native.library import Options
 from penstock.runtime.stream.native import NativeStreamer
-from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
+from penstock.schedule.facts.errors import PayloadError, PlanError, SourceError, StreamError
 from penstock.schedule.facts.model import Drop, Range
 from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
@@ -124,5 +124,10 @@ def test_an_unknown_engine_and_a_device_without_one_are_refused(tmp_path):
         program.load(budget="100%", engine="fast")
     with pytest.raises(StreamError, match="on a CPU, not on sim"):
         program.load(budget="100%", device="sim", engine="native")
-    with pytest.raises(StreamError, match="leave debug=True out"):
-        program.load(budget="100%", engine="native", debug=True)
+
+
+def test_reads_of_what_has_left_fault_in_no_paged_arena(tmp_path):
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    program = penstock.compile(torch.export.export(model, (torch.ones(1, 256),)), tmp_path / "m.penstock")
+    with pytest.raises(PlanError, match="in a paged arena: leave debug=True out"):
+        program.load(budget="50%", arena="paged", engine="native", debug=True)

@@ -5,15 +5,19 @@ They compile the engine twice, which takes a minute, so they stand aside in `mak
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from tests.hunt import scaled
+from tests.native.test_native_pool import on_pages, payload_for, plan_of
 from tests.runtime.stream.cases import KINDS, Case, one_case
+from tests.schedule.sparse.test_units_resident import random_problem
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.sanitize
@@ -26,7 +30,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     compiler = shutil.which("g++")
     assert compiler, "g++ is missing: scripts/install-compiler installs it"
     program = tmp_path_factory.mktemp("sanitized") / request.param
-    sources = [*sorted((ROOT / "native").glob("*.cpp")), ROOT / "tests/native/drive.cpp"]
+    sources = [*sorted((ROOT / "native").glob("*.cpp")), *(ROOT / "tests/native").glob("drive*.cpp")]
     flags = [
         "-std=c++17",
         "-g",
@@ -56,13 +60,35 @@ def write(case: Case, folder: Path) -> list[str]:
     return [str(folder / name) for name in ("payload", "plan", "reads")]
 
 
+def run(*command: object) -> None:
+    options = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | options)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_sanitizer_finds_anything(driver: Path, kind: str, wrap: str, tmp_path: Path) -> None:
     arguments = write(one_case(kind, wrap=wrap), tmp_path)
-    options = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
     for seed in range(scaled(10)):
         maps = [str(tmp_path)] if kind in ("mapped", "adaptive") else []
-        command = [str(driver), *arguments, str(seed), *maps]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | options)
-        assert done.returncode == 0, done.stderr
+        run(driver, *arguments, seed, *maps)
+
+
+def test_no_sanitizer_finds_anything_in_a_pool(driver: Path, tmp_path: Path) -> None:
+    for seed in range(scaled(10)):
+        pool, traces = on_pages(*random_problem(Random(seed)))
+        storages = json.loads(payload_for(pool, traces))["storages"]
+        starts = [one["extents"][0]["file_offset"] for one in storages]
+        lines = [
+            f"{trace.graph} {k} {one.storage} {one.count} {one.unit_stride} {one.unit_nbytes} "
+            f"{one.view.offset} {starts[one.storage] + one.view.offset}"
+            for trace in traces
+            for k, step in enumerate(trace.steps)
+            for one in step.sparse
+        ]
+        (tmp_path / "payload").write_bytes(payload_for(pool, traces))
+        (tmp_path / "plan").write_text(plan_of(pool, traces).to_json())
+        (tmp_path / "reads").write_text("\n".join(lines))
+        run(driver, "units", *(tmp_path / name for name in ("payload", "plan", "reads")), seed)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +16,9 @@ import penstock
 from penstock.runtime.program import Program
 from tests.runtime.compiled_models import Artifact, compile_models
 from tests.runtime.models import Stack
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @dataclass(frozen=True)
@@ -46,3 +53,27 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, compiler: None) -> dict[s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return compile_models(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="session")
+def runner() -> Path:
+    """The program, built from the sources as they are; `make` has built it before, which takes a minute."""
+    subprocess.run([ROOT / "scripts/build-run", sys.executable], check=True)
+    program = ROOT / "build/run/penstock-run"
+    if not program.exists():
+        pytest.skip("penstock-run is not built: scripts/install-compiler installs what builds it")
+    return program
+
+
+@pytest.fixture
+def run(runner: Path, tmp_path: Path) -> Run:
+    """Runs it in an empty folder, without any variable of Python's."""
+
+    def run(*arguments: object, trust: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [str(runner), *(["--trust"] if trust else []), *map(str, arguments)]
+        environment = {"PATH": os.defpath, "TMPDIR": str(tmp_path)}
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment, timeout=200
+        )
+
+    return run

@@ -129,7 +129,7 @@ def test_another_gpu_of_the_same_name_has_a_plan_of_its_own(stack, made, monkeyp
         hardware = find_hardware(product)
         facts = SimpleNamespace(name=product, total_memory=hardware.memory_nbytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
-        monkeypatch.setattr(choice, "measure_cuda", lambda *args, hardware=hardware: hardware)
+        monkeypatch.setattr(choice, "measure_accelerator", lambda *args, hardware=hardware: hardware)
         assert stack.open().plan("45%", device="cuda").hardware == hardware
         assert len(made) == plans
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +15,8 @@ from penstock.cli.terminal.inputs import fail
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
-    from penstock.runtime.program import Program
     from penstock.schedule.facts.model import Pool
+    from penstock.schedule.plan import Plan
     from penstock.schedule.sparse.replay import Replay
     from penstock.schedule.sparse.routes import Profile
 
@@ -65,11 +66,11 @@ def replay(
     profile = profile_of(read_routes(routes), facts.storages, facts.traces, facts.storage_names())
     rows: list[Row] = []
     with console.spinner("replaying") as say:
-        for given, one in (
-            _planned(program, budget, keep or [], hardware) if budget else _sized(profile, pool or [])
-        ):
+        decide = partial(program.plan, keep=keep or [], hardware=hardware)
+        asked = _planned(profile, budget, decide) if budget else _sized(profile, pool or [])
+        for given, of, one in asked:
             say(f"replaying {format_size(one.nbytes)}" if one else "planning")
-            rows.append((given, replayed(profile, one) if one else None))
+            rows.append((given, replayed(of, one) if one else None))
     if json:
         console.print_json(_facts(artifact, profile, rows))
     else:
@@ -77,18 +78,23 @@ def replay(
 
 
 def _planned(
-    program: Program, budgets: Sequence[str], keep: Sequence[str], hardware: str
-) -> Iterator[tuple[str | None, Pool | None]]:
+    profile: Profile, budgets: Sequence[str], decide: Callable[[str], Plan]
+) -> Iterator[tuple[str | None, Profile, Pool | None]]:
+    """The pool of the plan within each budget, and the profile with what that pool serves."""
+    from penstock.schedule.sparse.routes import served_profile
+
     for one in budgets:
-        yield one, program.plan(one, keep=keep, hardware=hardware).pool
+        plan = decide(one)
+        of = served_profile(profile, plan.traces, plan.pool, plan.names) if plan.pool else profile
+        yield one, of, plan.pool
 
 
-def _sized(profile: Profile, sizes: Sequence[str]) -> Iterator[tuple[str | None, Pool | None]]:
+def _sized(profile: Profile, sizes: Sequence[str]) -> Iterator[tuple[str | None, Profile, Pool | None]]:
     from penstock.schedule.facts.sizes import parse_size
     from penstock.schedule.sparse.replay import ladder_of
 
     given = [profile.pool(parse_size(one, name="--pool")) for one in sizes]
-    yield from ((None, one) for one in given or ladder_of(profile))
+    yield from ((None, profile, one) for one in given or ladder_of(profile))
 
 
 def _facts(artifact: Path, profile: Profile, rows: Sequence[Row]) -> dict[str, Any]:

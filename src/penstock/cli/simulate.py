@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from penstock.cli.terminal import console, options
 from penstock.schedule.facts.sizes import format_size, format_time
@@ -11,9 +13,10 @@ from penstock.schedule.facts.sizes import format_size, format_time
 EXAMPLES = (
     "penstock simulate model.penstock --budget 8GB --hardware rtx4090",
     "penstock simulate model.penstock --budget 8GB --device sim:rtx4090",
+    "penstock simulate model.penstock --budget 25% --routes routes.jsonl",
 )
 
-_STALLS = 20
+_STALLS = _CALLS = 20
 
 
 def simulate(
@@ -25,11 +28,15 @@ def simulate(
     hardware: options.HardwareName = "auto",
     host_memory: options.HostMemory = None,
     device: options.DeviceName = "cpu",
+    routes: Annotated[
+        Path | None,
+        typer.Option(help="Recorded routes: what each call moves, and how long it takes."),
+    ] = None,
     trust: options.Trust = False,
     json: options.Json = False,
 ) -> None:
     """Run a plan on a virtual clock, with `--device sim:NAME` the program too, and show where it waits."""
-    from penstock.models.advice import simulated
+    from penstock.models.advice import simulated, simulated_routes
     from penstock.models.trial import run_simulated
     from penstock.runtime.program import open as open_program
 
@@ -38,7 +45,9 @@ def simulate(
         decided = program.plan(
             budget, keep=keep or (), arena=arena, hardware=hardware, host_memory=host_memory, device=device
         )
-    on_clock, on_device = simulated(decided), []
+        on_clock, on_device = simulated(decided), []
+        if routes is not None:
+            on_clock = simulated_routes(program, decided, routes, on_clock)
     if device != "cpu":
         with console.spinner(f"running on {device}"):
             on_device = run_simulated(program, decided, device)
@@ -65,10 +74,32 @@ def _print_on_clock(artifact: Path, one: dict[str, Any]) -> None:
             *([("written", f"{format_size(one['written_bytes'])} a pass")] if one["written_bytes"] else []),
         ],
     )
+    if "calls" in one:
+        _print_calls(one["calls"])
     longest = sorted(one["stalls"], key=lambda stall: -stall["ns"])[:_STALLS]
     if longest:
         title = f"Steps that wait, the longest {len(longest)} of {len(one['stalls'])}"
         console.print_table(title, ("step", "waits"), [[s["step"], format_time(s["ns"])] for s in longest])
+
+
+def _print_calls(calls: list[dict[str, Any]]) -> None:
+    """The means of recorded calls, and those that wait longest."""
+
+    def cells(name: str, some: list[dict[str, Any]]) -> list[str]:
+        asked, missed, copied, waits, takes = (
+            sum(one[key] for one in some) / len(some)
+            for key in ("asked_bytes", "missed_bytes", "copied_bytes", "stall_ns", "total_ns")
+        )
+        sizes = [format_size(round(nbytes)) for nbytes in (missed, copied)]
+        hits = 1 - missed / asked if asked > missed else 0.0
+        return [name, f"{hits:.1%}", *sizes, format_time(waits), format_time(takes)]
+
+    if not calls:
+        return
+    longest = sorted(enumerate(calls), key=lambda one: -one[1]["stall_ns"])[:_CALLS]
+    rows = [cells("all, on the average", calls), *(cells(str(number), [one]) for number, one in longest)]
+    title = f"{len(calls)} recorded calls, and the longest {len(longest)}, numbered from 0"
+    console.print_table(title, ("call", "hits", "missed", "copied", "waits", "takes"), rows)
 
 
 def _ran(one: dict[str, Any]) -> list[tuple[str, str]]:

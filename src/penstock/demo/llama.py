@@ -120,17 +120,17 @@ class Decoder(nn.Module):
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        cos, sin = self._turn(tokens.shape[1])
+        cos, sin = self._turn(tokens.shape[1], tokens.device)
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
         out: Tensor = self.head(self.norm(x))
         return out
 
-    def _turn(self, length: int) -> tuple[Tensor, Tensor]:
+    def _turn(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The cosines and sines of each position's angles, each of shape [T, head_width / 2]."""
-        exponent = torch.arange(0, self.head_width, 2, dtype=torch.float32) / self.head_width
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * 10000.0**-exponent
+        exponent = torch.arange(0, self.head_width, 2, dtype=torch.float32, device=device) / self.head_width
+        angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * 10000.0**-exponent
         return angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
 
 

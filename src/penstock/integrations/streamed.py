@@ -29,10 +29,12 @@ from penstock.integrations.training.parameters import Trained
 from penstock.integrations.training.saved import Saved, Values
 from penstock.integrations.training.steps import Steps
 from penstock.passes.building.fake_export import Built
+from penstock.passes.graph.retarget import indexed
 from penstock.passes.joining import join_methods
 from penstock.passes.lowering.eager import LoweredProgram
 from penstock.runtime.cache import Cache, Hold
-from penstock.runtime.device.opening import device_kind, hardware_of
+from penstock.runtime.device.accelerator import find_accelerator
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.training.module import TrainingCall
@@ -79,8 +81,8 @@ class Where:
 
     def __post_init__(self) -> None:
         hardware_of(self.device)
-        if device_kind(self.device) == "cuda" and not torch.cuda.is_available():
-            raise StreamError(f"there is no CUDA device here for {self.device}: use cpu or sim:rtx4090")
+        if device_kind(self.device) == ACCELERATOR:
+            find_accelerator(self.device)
         if self.lowering not in _LOWERINGS:
             known = " or ".join(_LOWERINGS)
             raise PassError(f"there is no lowering {self.lowering!r}: choose {known}")
@@ -92,10 +94,10 @@ class Where:
 
     @property
     def target(self) -> torch.device:
-        """The device of tensors: the GPU, or the CPU for `cpu` and the simulated device."""
-        if not self.device.startswith("cuda"):
+        """The device of tensors: the accelerator, or the CPU for `cpu` and the simulated device."""
+        if device_kind(self.device) != ACCELERATOR:
             return torch.device("cpu")
-        return torch.device("cuda", torch.device(self.device).index or 0)
+        return indexed(torch.device(self.device))
 
 
 class Component:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.runtime.program import Program
+from penstock.runtime.sparse.recorder import read_routes
 from penstock.schedule.clock.event_graph import settle, stalls_of
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.plan import Plan
 from penstock.schedule.report import whatif
 from penstock.schedule.report.verdict import tokens_of, verdict
+from penstock.schedule.sparse.calls import simulated_calls
+from penstock.schedule.sparse.routes import profile_of
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,34 @@ def simulated(plan: Plan) -> list[dict[str, Any]]:
             }
         )
     return facts
+
+
+def simulated_routes(
+    program: Program, plan: Plan, path: Path, facts: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The facts of `simulated`, with those of the recorded calls of each method, in bytes and nanoseconds.
+
+    `path` is the file of routes, and `number` that of a call in it.
+
+    Raises SourceError and PayloadError for routes that cannot be read or are of other weights, and PlanError
+    for a plan that reads everything whole.
+    """
+    payload = program.payload
+    profile = profile_of(read_routes(path), payload.storages, payload.traces, payload.storage_names())
+    calls = [
+        {
+            "number": one.number,
+            "method": one.method,
+            "asked_bytes": one.asked.nbytes,
+            "missed_bytes": one.missed.nbytes,
+            "copied_bytes": one.copied_bytes,
+            "rounds": one.rounds,
+            "stall_ns": one.stall_ns,
+            "total_ns": one.total_ns,
+        }
+        for one in simulated_calls(plan, profile)
+    ]
+    return [fact | {"calls": [one for one in calls if one["method"] == fact["method"]]} for fact in facts]
 
 
 def _lowest(make: Callable[[int], Plan]) -> int:

@@ -19,7 +19,7 @@ from penstock.passes.activations import Activations
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.building.fake_export import Built
 from penstock.passes.building.refusals import check_inputs, sentence, where
-from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, parse_host_memory
+from penstock.runtime.memory_split import WORKSPACE, MemorySplit, parse_host_memory
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
 from penstock.schedule.facts.hardware import find_hardware, with_times
 from penstock.schedule.facts.model import Arena, Hardware
@@ -167,7 +167,7 @@ def find(model: Model, hardware: str, budget: str | None, host_memory: str | Non
     storages = model.payload.storages
     traces = tuple(with_times(trace, machine) for trace in model.payload.traces)
     total = machine.memory_nbytes or model.weight_bytes
-    split = MemorySplit(total, model.activations, CUDA_WORKSPACE, model.cache_bytes)
+    split = MemorySplit(total, model.activations, WORKSPACE, model.cache_bytes)
     asked = split.weights if budget is None else parse_size(budget, total=model.weight_bytes)
     asked = max(0, min(asked, model.weight_bytes))
     least = model.floor_bytes

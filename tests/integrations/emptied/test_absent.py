@@ -147,7 +147,7 @@ def test_a_damaged_folder_is_refused_by_the_name_of_its_file(tmp_path, file, con
 def test_a_gpu_that_is_not_there_is_said(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(StreamError, match="there is no CUDA device here for cuda"):
+    with pytest.raises(StreamError, match="there is no device 'cuda' here"):
         apply(nn.Linear(2, 2), "1MB", device="cuda", cache=tmp_path)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.passes.annotate import annotate
+from penstock.passes.sparse import contracts
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.schedule.facts.model import SparseRead
@@ -167,6 +168,19 @@ def test_an_argument_of_the_same_storage_is_read_whole():
     ids = torch.arange(64, dtype=torch.int64).view(16, 4) % 16
     assert found(lambda m, x: m.w[m.w[:, 0]] + x.sum(), w=ids) == []
     assert len(found(lambda m, x: m.w[m.other[:, 0]] + x.sum(), w=ids, other=ids.clone())) == 1
+
+
+def test_a_product_with_another_argument_of_the_same_storage_is_not_by_tiles(monkeypatch):
+    monkeypatch.setattr(contracts, "TILED", 0)
+    w, other, linear = table(48, 64), table(1, 64), nn.functional.linear
+    (read,) = found(lambda m, x: linear(m.other * x.sum(), m.w), w=w, other=other)
+    assert read.tiles
+    for call in (
+        lambda m, x: linear(m.w, m.w) + x.sum(),
+        lambda m, x: linear(m.w[:1], m.w) + x.sum(),
+        lambda m, x: linear(m.other * x.sum(), m.w, m.w[:, 0]),
+    ):
+        assert found(call, w=w, other=other) == []
 
 
 def test_a_written_weight_is_not_read_by_units():

@@ -75,12 +75,6 @@ class NativeArena(NativeStreamer):
     def check(self) -> None:
         self._done(self._library.ps_check(self._open()))
 
-    def memory(self) -> list[tuple[int, int]]:
-        """The address ranges that weights take pages of."""
-        starts, stops = (ctypes.c_void_p * 2)(), (ctypes.c_void_p * 2)()
-        count = self._library.ps_memory(self._open(), starts, stops, 2)
-        return [(starts[k] or 0, stops[k] or 0) for k in range(count)]
-
     def mapped_bytes(self) -> int:
         return sum(resident_bytes(*ends) for ends in self.memory()) if self._engine else 0
 

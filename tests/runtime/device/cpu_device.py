@@ -79,7 +79,7 @@ class CpuDevice(DiskedDevice):
     def current_stream(self) -> CpuStream:
         return self._caller
 
-    def copy(self, stream: CpuStream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy(self, stream: CpuStream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         def work() -> None:
             for move in moves:
                 arriving = move.source[move.start : move.start + move.nbytes]
@@ -87,7 +87,7 @@ class CpuDevice(DiskedDevice):
 
         stream.run(work)
 
-    def copy_out(self, stream: CpuStream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy_out(self, stream: CpuStream, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         def work() -> None:
             for move in moves:
                 leaving = source[move.target : move.target + move.nbytes]
@@ -113,6 +113,10 @@ class CpuDevice(DiskedDevice):
 
     def _wait(self, stream: CpuStream, event: CpuEvent) -> None:
         stream.run(event.synchronize)
+
+    def finish(self) -> None:
+        for stream in self._streams:
+            self._record(stream).synchronize()
 
     def close(self) -> None:
         for stream in self._streams:

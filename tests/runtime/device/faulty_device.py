@@ -88,6 +88,19 @@ class FaultyDevice:
     def in_reader(self) -> bool:
         return self.device.in_reader
 
+    @property
+    def capturing(self) -> bool:
+        return self.device.capturing
+
+    def finish(self) -> None:
+        self.device.finish()
+
+    def free_host(self, memory: torch.Tensor) -> None:
+        self.device.free_host(memory)
+
+    def trim(self) -> None:
+        self.device.trim()
+
     def open_stream(self, name: str) -> Any:
         self.named[name] = self.device.open_stream(name)
         return self.named[name]
@@ -115,13 +128,13 @@ class FaultyDevice:
         self.memories.append(("ring" if once else "slab", memory))
         return memory
 
-    def read(self, disk: Any, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+    def read(self, disk: Any, target: torch.Tensor, reads: Sequence[FileRead], label: object) -> None:
         self._call(Call("read", disk, (target, list(reads), label)))
 
-    def copy(self, stream: Any, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy(self, stream: Any, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         self._call(Call("copy", stream, (target, list(moves), label)))
 
-    def copy_out(self, stream: Any, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy_out(self, stream: Any, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         self._call(Call("copy_out", stream, (source, list(moves), label)))
 
     def fill(self, stream: Any, target: torch.Tensor, start: int, stop: int, value: int) -> None:

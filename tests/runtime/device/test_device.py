@@ -1,31 +1,36 @@
-"""What every device does alike: cpu, sim in all its orders, and cuda where there is one."""
+"""What every device does alike: cpu, sim and the rig in all orders, and cuda where there is one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device, FileRead, Move
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.stream.interface import Streamer
 from penstock.schedule.facts.errors import SourceError, StreamError
+from tests.rig import machine
 from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import HARDWARE, Case, Memory, WrongBytesError, cases, disk_cases
 from tests.runtime.sim.faults import COPIES, READS, Fault
 from tests.runtime.sim.ordered_device import OrderedDevice
 
-DEVICES = {
+DEVICES: dict[str, Callable[[], Any]] = {
     "cpu": CpuDevice,
     "sim, earliest": lambda: OrderedDevice(HARDWARE, policy="earliest"),
     "sim, latest": lambda: OrderedDevice(HARDWARE, policy="latest"),
     "sim, lagging": lambda: OrderedDevice(HARDWARE, policy="lagging"),
     "sim, random": lambda: OrderedDevice(HARDWARE, policy="random", seed=3),
-    "cuda": CudaDevice,
+    "cuda": partial(CudaDevice, "cuda"),
+    **{f"rig, {order}, {seed}": partial(AcceleratorDevice, "rig") for order, seed in machine.ORDERS},
 }
 
 ON_REAL_DEVICES = [name for name, fault in {**COPIES, **READS}.items() if fault.by == "bits"]
@@ -36,10 +41,12 @@ ON_REAL_DEVICES.remove("nothing is copied on demand")  # no pass here leaves the
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU here: `make gpu` runs this where there is one")
-    opened: Any = DEVICES[request.param]()
-    yield opened
-    opened.close()
-    opened.close()
+    order = request.param.split(", ")[1:]
+    with machine.ordered(order[0], int(order[1])) if request.param.startswith("rig") else nullcontext():
+        opened: Any = DEVICES[request.param]()
+        yield opened
+        opened.close()
+        opened.close()
 
 
 def host(device: Device, values: list[int]) -> torch.Tensor:
@@ -135,11 +142,11 @@ def test_copies_of_wrong_bytes_are_found_on_real_devices(kind: str, name: str) -
     fault = {**COPIES, **READS}[name]
     fault.fired = 0
     with pytest.raises(WrongBytesError):
-        run_on(CpuDevice if kind == "cpu" else CudaDevice, fault)
+        run_on(DEVICES[kind], fault)
     assert fault.fired
 
 
-def run_on(kind: type[CpuDevice] | type[CudaDevice], fault: Fault) -> None:
+def run_on(kind: Callable[[], Any], fault: Fault) -> None:
     for one in (*cases()[:3], disk_cases()[0]):
         device = kind()
         try:
@@ -230,4 +237,4 @@ def test_an_error_of_a_copy_reaches_who_waits_for_it() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_cuda_is_refused_by_name() -> None:
     with pytest.raises(StreamError, match=r"there is no device 'cuda' here .*the device sim:h200 runs plans"):
-        CudaDevice()
+        CudaDevice("cuda")

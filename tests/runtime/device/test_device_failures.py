@@ -11,8 +11,6 @@ import pytest
 import torch
 
 import penstock
-from penstock.runtime.device import cuda
-from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.loading import LoadOptions, load_module
@@ -155,21 +153,6 @@ def test_thousands_of_passes_hold_no_more_memory(host: int | None) -> None:
     (objects, peak), (_, peak_later), (objects_last, peak_last) = held
     assert objects_last - objects < 1000  # one in two passes; other tests' garbage comes and goes
     assert min(peak_later - peak, peak_last - peak_later) < 512  # KiB; what comes once is not the passes'
-
-
-def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing:
-        @staticmethod
-        def cudaHostRegister(*place: int) -> int:  # noqa: N802 (the runtime's name)
-            return 2
-
-    monkeypatch.setattr(cuda, "_runtime", Refusing)
-    device = CudaDevice.__new__(CudaDevice)
-    device._locked, device._page_lock, device.torch_device = [], True, torch.device("cpu")
-    with pytest.raises(penstock.StreamError, match=r"could not be page-locked .* \(page_lock=False\)"):
-        device.allocate_host(1 << 20)
-    device._page_lock = False
-    assert device.allocate_host(1 << 20).numel() == 1 << 20
 
 
 def test_running_out_of_memory_in_a_pass_names_the_part_that_outgrew_its_share(stack, monkeypatch) -> None:

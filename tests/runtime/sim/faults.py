@@ -396,7 +396,7 @@ PROBES = {
     "a release comes with its acquire": OfProbes(
         "race", acquire=lambda s, *at: (s.acquire(*at), s.release(*at)), release=nothing
     ),
-    "releases are forgotten": OfProbes("race", release=nothing),
+    "releases are forgotten": OfProbes("count", release=nothing),
     "acquires are forgotten": OfProbes("race", acquire=nothing),
     "acquires name the step before": OfProbes(
         "bits", acquire=lambda s, graph, step: s.acquire(graph, max(0, step - 1))

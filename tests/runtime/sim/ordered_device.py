@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
+
 from penstock.runtime.sim.device import SimDevice, SimDisk, SimEvent, SimStream
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware
@@ -36,7 +38,7 @@ class OrderedDevice(SimDevice):
 
 
 class CapturedDevice(SimDevice):
-    """Applies the rules of CUDA graphs to what is enqueued in `capture`, which runs all the same.
+    """Applies the rules of CUDA graphs to what is enqueued in `capture`, and takes it back at the end.
 
     A stream takes part once it waits for an event of the capture, which must not wait for any other, and the
     kernels have to wait for all that it has done in the end. Reads from a disk cannot be captured.
@@ -48,9 +50,16 @@ class CapturedDevice(SimDevice):
         self._of_stream: dict[str, int] = {}
         self._of_event: dict[int, tuple[int, SimEvent]] = {}
         self._last: dict[str, int] = {}
+        self._memories: list[torch.Tensor] = []
+
+    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        self._memories.append(super().allocate(nbytes, purpose))
+        return self._memories[-1]
 
     @contextmanager
     def capture(self) -> Iterator[None]:
+        self.finish()
+        before = [memory.clone() for memory in self._memories]
         self._captures += 1
         self._now = self._of_stream[self._kernels.name] = self._captures
         try:
@@ -62,6 +71,13 @@ class CapturedDevice(SimDevice):
         finally:
             self._now = 0
             self._of_stream.clear()
+            self.finish()
+            for memory, bytes_before in zip(self._memories, before, strict=True):
+                memory.copy_(bytes_before)
+
+    @property
+    def capturing(self) -> bool:
+        return self._now != 0
 
     def record(self, stream: SimStream | SimDisk) -> SimEvent:
         event = super().record(stream)

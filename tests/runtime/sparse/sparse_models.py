@@ -75,6 +75,24 @@ class Experts(nn.Module):
         return x
 
 
+class Mixed(nn.Module):
+    """A table, dense layers that are larger than all experts, and two layers of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4096, 128)
+        self.wide = nn.ModuleList(nn.Linear(128, size) for size in (4096, 1024, 9000))
+        self.back = nn.ModuleList(nn.Linear(size, 128) for size in (4096, 1024, 9000))
+        self.experts = Experts(torch.float32, layers=2)
+
+    def forward(self, ids: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for wide, back in zip(self.wide, self.back, strict=True):
+            x = x + back(torch.relu(wide(x)))
+        mixed: torch.Tensor = self.experts(x, routes)
+        return mixed
+
+
 def routes(tokens: int, seed: int, *, layers: int = 3, experts: int = 16, asked: int = 2) -> torch.Tensor:
     """Different experts for each token and layer: (layers, tokens, asked)."""
     drawn = torch.rand(layers, tokens, experts, generator=seeded(seed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,11 +16,10 @@ from penstock.runtime import choice
 from penstock.runtime.choice import PlanRequest
 from penstock.runtime.loading import LoadOptions, load_module, load_weights
 from penstock.runtime.sparse import trial
-from penstock.runtime.sparse.units import LoadedUnits
-from penstock.runtime.system.memory import resident_bytes
 from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError, StreamError
 from tests.engines import ENGINES
 from tests.runtime.sparse.unit_mutants import HARDWARE, POOLS, Model, inputs, plan_with
+from tests.runtime.sparse.unit_reads import have_reads_pass, interrupt_wait, taken
 
 
 @pytest.fixture(scope="module")
@@ -27,37 +28,54 @@ def program(tmp_path_factory):
     return penstock.compile(export(Model(), inputs(0)), path)
 
 
-def taken(units: LoadedUnits) -> int:
-    return resident_bytes(units._memory.address, units._memory.address + units._memory.nbytes)
-
-
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("debug", [False, True])
-def test_calls_are_right_within_the_pool(program, pool, debug):
-    model = Model()
-    with load_module(program, plan_with(program, pool), LoadOptions(debug=debug)) as module, torch.no_grad():
+def test_calls_are_right_within_the_pool(program, pool, debug, engine):
+    model, options = Model(), LoadOptions(engine=engine, debug=debug)
+    with load_module(program, plan_with(program, pool), options) as module, torch.no_grad():
         units = module._weights.units
         for call in range(6):
             assert torch.equal(module(*inputs(call)), model(*inputs(call)))
-            assert taken(units) == units.residency.held_bytes <= POOLS[pool]
+            assert taken(units) == units.held_bytes <= POOLS[pool]
         assert module.stats.misses == 0
 
 
 @pytest.mark.parametrize("pool", POOLS)
+def test_engines_move_the_same_bytes_and_hold_the_same(program, pool):
+    seen = {}
+    for engine in ENGINES:
+        with (
+            load_module(program, plan_with(program, pool), LoadOptions(engine=engine)) as module,
+            torch.no_grad(),
+        ):
+            seen[engine] = []
+            for call in range(12):
+                module(*inputs(call))
+                now = module._weights.units.counters
+                seen[engine].append((now.bytes_moved, now.bytes_read, *taken_by(module)))
+    assert all(one == seen["python"] for one in seen.values())
+
+
+def taken_by(module):
+    units, stats = module._weights.units, module.stats
+    return units.held_bytes, units.peak_bytes, stats.bytes_moved, stats.held_bytes, stats.peak_bytes
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("bad", [0, 3, 10])
-def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, monkeypatch):
-    model, left = Model(), [bad]
-    read = LoadedUnits.read
+def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, engine, monkeypatch):
+    model, calls = Model(), itertools.count()
 
-    def failing(self, piece):
-        left[0] -= 1
-        if left[0] == -1:
-            read(self, piece)  # its bytes have come, and are not believed
-            raise SourceError("the disk is gone")
-        return read(self, piece)
+    def failing(address, nbytes):
+        if next(calls) == bad:
+            ctypes.memset(address, 0xFF, nbytes)  # bytes have come, and are not believed
+            raise SourceError("reading weights failed: the disk is gone")
 
-    monkeypatch.setattr(LoadedUnits, "read", failing)
-    with load_module(program, plan_with(program, pool), LoadOptions(debug=True)) as module, torch.no_grad():
+    have_reads_pass(failing, monkeypatch)
+    options = LoadOptions(engine=engine, debug=True)
+    with load_module(program, plan_with(program, pool), options) as module, torch.no_grad():
         units, raised = module._weights.units, 0
         for call in range(6):
             try:
@@ -66,37 +84,26 @@ def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, monkeypatch
                 raised += 1
                 found = module(*inputs(call))
             assert torch.equal(found, model(*inputs(call)))
-            assert taken(units) == units.residency.held_bytes <= POOLS[pool]
+            assert taken(units) == units.held_bytes <= POOLS[pool]
         assert raised == 1
 
 
-def test_an_interrupt_in_a_round_is_no_matter_to_the_next_call(program, monkeypatch):
-    model, wait, left = Model(), LoadedUnits._wait, [3]
-
-    def interrupted(self, units):
-        left[0] -= 1
-        if left[0] == 0:
-            raise KeyboardInterrupt
-        wait(self, units)
-
-    monkeypatch.setattr(LoadedUnits, "_wait", interrupted)
-    with (
-        load_module(program, plan_with(program, "rounds"), LoadOptions(debug=True)) as module,
-        torch.no_grad(),
-    ):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_interrupt_in_a_round_is_no_matter_to_the_next_call(program, engine, monkeypatch):
+    model, options = Model(), LoadOptions(engine=engine, debug=True)
+    interrupt_wait(2, monkeypatch)
+    with load_module(program, plan_with(program, "rounds"), options) as module, torch.no_grad():
         with pytest.raises(KeyboardInterrupt):
             module(*inputs(1))  # in its second round
         for call in range(3):
             assert torch.equal(module(*inputs(call)), model(*inputs(call)))
-            assert taken(module._weights.units) == module._weights.units.residency.held_bytes
+            assert taken(module._weights.units) == module._weights.units.held_bytes
 
 
-def test_an_index_that_is_out_of_range_is_refused_as_in_memory(program):
-    model = Model()
-    with (
-        load_module(program, plan_with(program, "rounds"), LoadOptions(debug=True)) as module,
-        torch.no_grad(),
-    ):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_index_that_is_out_of_range_is_refused_as_in_memory(program, engine):
+    model, options = Model(), LoadOptions(engine=engine, debug=True)
+    with load_module(program, plan_with(program, "rounds"), options) as module, torch.no_grad():
         rows, ids = inputs(0)
         for wrong in (64, -65):
             beyond = torch.cat([ids[:-1], torch.tensor([wrong])])
@@ -109,11 +116,12 @@ def test_an_index_that_is_out_of_range_is_refused_as_in_memory(program):
         assert torch.equal(module(rows, negative), model(rows, negative))
 
 
-def test_a_pool_of_other_pages_is_refused(program):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_pool_of_other_pages_is_refused(program, engine):
     plan = plan_with(program, "rounds")
     odd = replace(plan, pool=replace(plan.pool, granule=64))
     with pytest.raises(PlanError, match=r"granules of 64 bytes, and this system pages of \d+: make a plan"):
-        load_module(program, odd, LoadOptions())
+        load_module(program, odd, LoadOptions(engine=engine))
 
 
 def test_a_plan_of_a_machine_whose_operators_were_trusted_is_not_run_where_they_are_not(program, monkeypatch):
@@ -182,9 +190,9 @@ def test_a_program_that_another_calls_has_no_pool(mixed):
     assert plan.pool is not None
     with pytest.raises(BudgetError):
         choice.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, by_units=False))
-    compiled = replace(mixed.payload, lowering="inductor")
-    with pytest.raises(StreamError, match="a program of lowering 'inductor' cannot: make a plan for"):
-        load_weights(mixed.path, compiled, plan, LoadOptions())
+    delegated = replace(mixed.payload, lowering="executorch")
+    with pytest.raises(StreamError, match="a program of lowering 'executorch' cannot: make a plan for"):
+        load_weights(mixed.path, delegated, plan, LoadOptions(engine="python"))
 
 
 def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from penstock.runtime.sparse.recorder import Recorder, read_routes
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.sparse.replay import replay, replay_own
 from penstock.schedule.sparse.routes import Ask, Profile, Routes, profile_of
+from tests.engines import ENGINES
 from tests.schedule.traces import machine
 
 ROWS = 4096
@@ -64,11 +65,18 @@ def profile(program: Program, routes: Routes) -> Profile:
     return profile_of(routes, payload.storages, payload.traces, payload.storage_names())
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("budget", ["12%", "30%", "45%", "60%", "90%"])
-def test_a_replay_moves_the_bytes_that_the_run_moved(program: Program, model: Mixture, budget: str) -> None:
+def test_a_replay_moves_the_bytes_that_the_run_moved(
+    program: Program, model: Mixture, budget: str, engine: str
+) -> None:
     plan = program.plan(budget, hardware=SLOW)
     assert plan.pool is not None
-    with program.load(plan=plan) as module, torch.no_grad(), module.record_routes() as recorder:
+    with (
+        program.load(plan=plan, engine=engine) as module,
+        torch.no_grad(),
+        module.record_routes() as recorder,
+    ):
         before = module.stats.bytes_moved
         for ids in calls(30):
             assert torch.equal(module(ids), model(ids))

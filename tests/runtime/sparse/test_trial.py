@@ -82,9 +82,13 @@ def test_a_system_that_does_not_tell_is_not_trusted(monkeypatch):
     assert not reads_units_only(ROWS)
 
 
-def test_unknown_operators_are_read_whole():
-    assert not reads_units_only(replace(ROWS, operator="aten.no_such.default"))
+def test_unknown_operators_are_read_whole(monkeypatch, said):
     assert not reads_units_only(replace(ROWS, operator="aten.add.Tensor"))
+    monkeypatch.setattr(trial, "find_operator", lambda name: None)
+    assert not reads_units_only(ROWS)
+    assert "aten.embedding.default is defined nowhere in this process: its weights are read whole" in said()
+    monkeypatch.undo()
+    assert reads_units_only(ROWS)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -13,7 +13,8 @@ from torch.export import export
 
 import penstock
 from penstock.schedule.verify.proof import verify_plan
-from tests.runtime.sparse.unit_mutants import MUTANTS, POOLS, Model, inputs, plan_with
+from tests.engines import ENGINES
+from tests.runtime.sparse.unit_mutants import MUTANTS, POOLS, Model, engines_of, inputs, plan_with
 
 ROOT = Path(__file__).parents[3]
 KILLED = "killed by signal 11"
@@ -38,12 +39,13 @@ def came(artifact: Path) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("pool", POOLS)
-def test_plans_are_safe_and_run_right(pool: str, artifact: Path, came: dict[str, str]) -> None:
+def test_plans_are_safe_and_run_right(pool: str, engine: str, artifact: Path, came: dict[str, str]) -> None:
     program = penstock.open(artifact)
     plan = plan_with(program, pool)
     verify_plan(program.payload.storages, program.payload.traces, plan)
-    assert came[f"none, {pool}"] == "right"
+    assert came[f"none, {pool}, {engine}"] == "right"
 
 
 # The pools in which a mutant does something else: nothing comes ahead where a call has rounds, for example.
@@ -61,7 +63,8 @@ SEEN = {
 
 @pytest.mark.parametrize(("name", "pool"), [(name, pool) for name, pools in SEEN.items() for pool in pools])
 def test_mutants_are_caught(name: str, pool: str, came: dict[str, str]) -> None:
-    assert came[f"{name}, {pool}"].startswith(WRONG)
+    for engine in engines_of(MUTANTS[name]):
+        assert came[f"{name}, {pool}, {engine}"].startswith(WRONG)
 
 
 def test_every_mutant_is_seen() -> None:

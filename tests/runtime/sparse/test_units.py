@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from penstock.runtime.sparse import units as units_module
 from penstock.schedule.sparse.division import smallest_pool, without_units
 from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import Experts, Rows, Tables, routes, seeded
+from tests.runtime.sparse.unit_reads import have_reads_pass, interrupt_wait, taken
 from tests.schedule.traces import machine
 
 WIDTH = 128
@@ -99,15 +101,15 @@ def test_memory_that_is_not_asked_for_is_never_touched(tables):
             equal(module, model, ids, torch.randint(1200, (6,), generator=seeded(seed)))
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_experts_at_every_budget(experts, debug):
+@pytest.mark.parametrize(("engine", "debug"), [*((engine, False) for engine in ENGINES), ("python", True)])
+def test_experts_at_every_budget(experts, engine, debug):
     model, program = experts
     dtype = model.gate_up[0].dtype
     whole = max(one.nbytes for one in model.parameters())
     assert program.floor_bytes < whole / 2
     for budget in (program.floor_bytes, "25%", "60%"):
         plan = pooled(program, budget)
-        with program.load(plan=plan, debug=debug) as module:
+        with program.load(plan=plan, engine=engine, debug=debug) as module:
             for seed, tokens in enumerate((3, 2, 40, 5, 64, 4)):
                 equal(module, model, *batch(tokens, seed, dtype))
             assert module.stats.misses == 0
@@ -130,12 +132,13 @@ def test_one_byte_below_the_floor_is_refused(experts):
     assert refused.value.floor_bytes == program.floor_bytes
 
 
-def test_a_pool_of_one_unit_moves_each_unit_asked_for_once(rows):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_pool_of_one_unit_moves_each_unit_asked_for_once(rows, engine):
     """Bytes are exactly those of the different rows that are not the one still there."""
     model, program = rows
     plan = pooled(program, program.floor_bytes)
     assert (program.floor_bytes, plan.pool.nbytes) == (4096, 4096)
-    with program.load(plan=plan) as module:
+    with program.load(plan=plan, engine=engine) as module:
         moved, last = 0, -1
         for seed in range(5):
             ids = torch.randint(1024, (300,), generator=seeded(seed))
@@ -148,27 +151,30 @@ def test_a_pool_of_one_unit_moves_each_unit_asked_for_once(rows):
             assert module.stats.peak_bytes == 4096
 
 
-def test_what_fits_is_read_once(rows):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_fits_is_read_once(rows, engine):
     model, program = rows
-    with program.load(plan=pooled(program, "50%")) as module:
+    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
         ids = torch.randint(1024, (300,), generator=seeded(1))
         for _ in range(3):
             equal(module, model, ids)
         assert module.stats.bytes_moved == 4096 * len(set(ids.tolist()))
 
 
-def test_a_call_that_names_nothing_reads_nothing(rows):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_call_that_names_nothing_reads_nothing(rows, engine):
     model, program = rows
-    with program.load(plan=pooled(program, "50%")) as module:
+    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
         equal(module, model, torch.zeros(0, dtype=torch.int64))
         assert module.stats.bytes_moved == 0
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("wrong", [1024, -1])
-def test_an_index_out_of_range_is_refused_as_the_kernel_refuses_it(rows, wrong):
+def test_an_index_out_of_range_is_refused_as_the_kernel_refuses_it(rows, wrong, engine):
     model, program = rows
     ids = torch.tensor([0, wrong, 3])
-    with program.load(plan=pooled(program, "50%")) as module, torch.no_grad():
+    with program.load(plan=pooled(program, "50%"), engine=engine) as module, torch.no_grad():
         with pytest.raises(IndexError) as expected:
             model(ids)
         with pytest.raises(IndexError) as got:
@@ -186,22 +192,20 @@ def test_negative_numbers_count_from_the_end(tables):
         equal(module, model, ids, index.abs().clamp(max=1199))
 
 
-def test_a_read_that_fails_is_raised_and_the_next_call_is_right(rows, monkeypatch):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_read_that_fails_is_raised_and_the_next_call_is_right(rows, engine, monkeypatch):
     model, program = rows
-    with program.load(plan=pooled(program, "50%")) as module:
-        units = module._weights.units
-        real, calls = units.read, itertools.count()
+    calls = itertools.count()
 
-        def failing(piece):
-            if next(calls) % 2:
-                raise penstock.SourceError("the disk has failed")
-            return real(piece)
+    def failing(address, nbytes):
+        if next(calls) == 1:
+            raise penstock.SourceError("reading weights failed: the disk is gone")
 
+    have_reads_pass(failing, monkeypatch)
+    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
         ids = torch.randint(1024, (300,), generator=seeded(2))
-        with monkeypatch.context() as patch:
-            patch.setattr(units, "read", failing)
-            with pytest.raises(penstock.SourceError, match="the disk has failed"), torch.no_grad():
-                module(ids)
+        with pytest.raises(penstock.SourceError, match="reading weights failed"), torch.no_grad():
+            module(ids)
         for seed in range(3):
             equal(module, model, torch.randint(1024, (300,), generator=seeded(seed)))
 
@@ -219,12 +223,36 @@ class Stacks(torch.nn.Module):
         return tuple(stack.view(12, -1)[one] for stack, one in zip(self.stacks, index, strict=True))
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_memory_that_moves_between_units_of_several_sizes(tmp_path, monkeypatch, refused):
-    """Also where the system refuses to move it; what is spare is never that of a unit in use."""
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory):
     model = Stacks()
-    example = tuple(torch.arange(2) for _ in range(3))
-    program = compiled(model, example, tmp_path)
+    return model, compiled(model, tuple(torch.arange(2) for _ in range(3)), tmp_path_factory.mktemp("stacks"))
+
+
+def mappings_in(start, stop):
+    """The mappings of this process in a range of addresses: memory that was moved there is one of its own."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    places = (tuple(int(end, 16) for end in line.split()[0].split("-")) for line in lines)
+    return sum(start <= first and last <= stop for first, last in places)
+
+
+def run_stacks(stacks, engine):
+    """Call the program, and return the number of mappings of its pool after each call."""
+    model, program = stacks
+    with program.load(plan=pooled(program, "2500KiB"), engine=engine) as module:
+        units, counts = module._weights.units, []
+        for call in range(120):
+            dice = seeded(call)
+            index = tuple(torch.randperm(12, generator=dice)[:2].sort().values for _ in range(3))
+            equal(module, model, *index)
+            assert taken(units) <= units.pool.nbytes
+            counts.append(mappings_in(*units.memory))
+    return counts
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_memory_that_moves_between_units_of_several_sizes(stacks, monkeypatch, refused):
+    """Also where the system refuses to move it; what is spare is never that of a unit in use."""
     moved = []
 
     def move(old, new, nbytes):
@@ -235,63 +263,58 @@ def test_memory_that_moves_between_units_of_several_sizes(tmp_path, monkeypatch,
 
     real = units_module.move
     monkeypatch.setattr(units_module, "move", move)
-    plan = pooled(program, "2500KiB")
-    with program.load(plan=plan) as module:
-        memory = module._weights.units._memory
-        for call in range(120):
-            dice = seeded(call)
-            index = tuple(torch.randperm(12, generator=dice)[:2].sort().values for _ in range(3))
-            equal(module, model, *index)
-            assert memory.resident_bytes() <= plan.pool.nbytes
+    run_stacks(stacks, "python")
     assert {288, 400, 800} <= {-(-nbytes // 1024 // 4) * 4 + 8 for nbytes in moved}
 
 
+@pytest.mark.usefixtures("native")
+def test_memory_moves_in_the_native_engine_when_it_moves_in_python(stacks):
+    counts = run_stacks(stacks, "native")
+    assert counts == run_stacks(stacks, "python")
+    assert counts[-1] > counts[0] + 12
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("turn", range(4))
-def test_an_interrupt_leaves_a_module_that_can_be_called(experts, monkeypatch, turn):
+def test_an_interrupt_leaves_a_module_that_can_be_called(experts, monkeypatch, turn, engine):
     """In the middle of a part: what was on its way is dropped, and read again."""
     model, program = experts
     dtype = model.gate_up[0].dtype
-    with program.load(plan=pooled(program, program.floor_bytes)) as module:
-        units = module._weights.units
-        real, calls = units._wait, itertools.count()
-
-        def interrupted(wanted):
-            if next(calls) == turn:
-                raise KeyboardInterrupt
-            real(wanted)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(units, "_wait", interrupted)
-            with pytest.raises(KeyboardInterrupt), torch.no_grad():
-                module(*batch(40, 0, dtype))
+    interrupt_wait(turn, monkeypatch)
+    with program.load(plan=pooled(program, program.floor_bytes), engine=engine) as module:
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            module(*batch(40, 0, dtype))
         for seed in range(3):
             equal(module, model, *batch(5, seed, dtype))
         assert module.stats.peak_bytes <= module.plan.budget
 
 
-def test_a_file_that_shrinks_is_an_error(tmp_path):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_file_that_shrinks_is_an_error(tmp_path, engine):
     model = Rows()
     program = compiled(model, (torch.arange(300),), tmp_path)
     (weights,) = program.path.glob("*.safetensors")
-    with program.load(plan=pooled(program, "50%")) as module:
+    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
         with weights.open("r+b") as file:
             file.truncate(weights.stat().st_size - 64)
         with pytest.raises(penstock.SourceError, match="truncated"), torch.no_grad():
             module(torch.arange(724, 1024))
 
 
-def test_calls_after_close_are_refused(rows):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_calls_after_close_are_refused(rows, engine):
     _, program = rows
-    module = program.load(plan=pooled(program, "50%"))
+    module = program.load(plan=pooled(program, "50%"), engine=engine)
     module.close()
     with pytest.raises(penstock.StreamError, match="closed"):
         module(torch.arange(300))
     module.close()
 
 
-def test_times_that_are_measured_have_no_waiting_for_units(rows):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_times_that_are_measured_have_no_waiting_for_units(rows, engine):
     _, program = rows
-    with program.load(plan=pooled(program, program.floor_bytes)) as module:
+    with program.load(plan=pooled(program, program.floor_bytes), engine=engine) as module:
         trace = module.measure(torch.arange(300))
         assert module.stats.stall_seconds > 0
         assert trace.compute_ns / 1e9 < module.stats.stall_seconds + 1

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,6 +30,8 @@ from penstock.runtime.system.memory import resident_bytes
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.plan import Plan
 from penstock.schedule.sparse.residency import Residency
+from tests.engines import ENGINES
+from tests.runtime.sparse.unit_reads import have_reads_pass
 
 HARDWARE = Hardware("toy", 1e12, 1e10, 1e9, 4_000)
 POOLS = {"rounds": 24 * 4096, "one unit": 11 * 4096, "several": 80 * 4096}
@@ -146,18 +149,15 @@ def _watched(was: Any) -> Any:
     return wait
 
 
-def _slow(was: Any) -> Any:
-    def read(self: LoadedUnits, piece: Any) -> Any:
-        time.sleep(0.001)
-        return was(self, piece)
-
-    return read
+def engines_of(mutant: Mutant | None) -> tuple[str, ...]:
+    """The engines in which a mutant can be: the classes of Python's pool are not in the native one."""
+    return ENGINES if mutant is None or mutant[0] in (Contract, calls) else ("python",)
 
 
-def outcome(program: Program, plan: Plan) -> str:
+def outcome(program: Program, plan: Plan, engine: str) -> str:
     """What comes of some calls: `right`, or what is wrong."""
-    model = Model()
-    with load_module(program, plan, LoadOptions(debug=True)) as module, torch.no_grad():
+    model, options = Model(), LoadOptions(engine=engine, debug=True)
+    with load_module(program, plan, options) as module, torch.no_grad():
         for call in range(8):
             try:
                 found = module(*inputs(call))
@@ -170,7 +170,7 @@ def outcome(program: Program, plan: Plan) -> str:
     return "right"
 
 
-def _alone(path: Path, pool: str, mutant: Mutant | None) -> str:
+def _alone(path: Path, pool: str, mutant: Mutant | None, engine: str) -> str:
     """What comes of a mutant, in a process that may be killed."""
     theirs, ours = os.pipe()
     child = os.fork()
@@ -182,8 +182,8 @@ def _alone(path: Path, pool: str, mutant: Mutant | None) -> str:
             patch.object(owner, name, made(getattr(owner, name))).start()
         if mutant is None or mutant[1] != "_wait":
             patch.object(LoadedUnits, "_wait", _watched(LoadedUnits._wait)).start()
-        patch.object(LoadedUnits, "read", _slow(LoadedUnits.read)).start()
-        os.write(ours, outcome(program, plan).encode())
+        have_reads_pass(lambda address, nbytes: time.sleep(0.001), pytest.MonkeyPatch())
+        os.write(ours, outcome(program, plan, engine).encode())
         os._exit(0)
     os.close(ours)
     with os.fdopen(theirs, "rb") as answer:
@@ -195,5 +195,10 @@ def _alone(path: Path, pool: str, mutant: Mutant | None) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     artifact = Path(sys.argv[1])
-    came = {f"{name}, {pool}": _alone(artifact, pool, one) for name, one in MUTANTS.items() for pool in POOLS}
+    came = {
+        f"{name}, {pool}, {engine}": _alone(artifact, pool, one, engine)
+        for name, one in MUTANTS.items()
+        for pool in POOLS
+        for engine in engines_of(one)
+    }
     print(json.dumps(came))

@@ -1,6 +1,8 @@
 """Parts of weights: names, and reads that take them together."""
 
-from penstock.schedule.facts.model import Part, Step, Trace, Weight
+from dataclasses import replace
+
+from penstock.schedule.facts.model import Part, SparseRead, Step, Trace, Weight
 from penstock.schedule.facts.parts import join_parts, plain_weights, read_together, storages_together
 
 
@@ -39,6 +41,17 @@ def test_each_part_is_a_weight_with_a_name_of_its_own_and_back():
 
 def test_a_step_reads_all_parts_that_any_step_reads():
     assert reads([PACKED, PLAIN], (0,), (1, 3), (3,)) == [(0, 1), (0, 1, 3), (3,)]
+
+
+def test_what_is_read_by_units_is_not_brought_whole_with_another_part():
+    """Of a quantised table, each of whose parts is looked up in a step of its own, and one more part."""
+    given = trace((0,), (1,), (1, 3), (2,))
+    rows = [SparseRead(part("", s), "aten.embedding.default", 0, 2) for s in (0, 1)]
+    first, second, *others = given.steps
+    by_units = (replace(first, sparse=(rows[0],)), replace(second, sparse=(rows[1],)), *others)
+    found = read_together(replace(given, steps=by_units), [PACKED, PLAIN])
+    assert [step.reads for step in found.steps] == [(0,), (1,), (1, 3), (2,)]
+    assert reads([PACKED, PLAIN], (0,), (1,), (1, 3), (2,)) == [(0, 1, 2), (0, 1, 2), (0, 1, 2, 3), (0, 1, 2)]
 
 
 def test_plain_weights_that_share_a_storage_are_left_alone():

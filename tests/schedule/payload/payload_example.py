@@ -99,7 +99,7 @@ PAYLOAD = Payload(
         ),
     ),
     traces=(TRACE,),
-    probes=(ProbeOrder(0, (-1, 2, 4), (2, 3, -1)),),
+    probes=(ProbeOrder(0, (-1, 2, 4), (2, 3, -1), (0, -1)),),
     hardware=HARDWARE,
     plans=(PLAN, POOLED),
 )
@@ -111,5 +111,10 @@ def read_whole(trace: Trace) -> Trace:
     return replace(trace, steps=tuple(replace(step, sparse=()) for step in trace.steps))
 
 
-WHOLE = replace(PAYLOAD, traces=(read_whole(TRACE),), plans=(replace(PLAN, traces=(read_whole(TRACE),)),))
+WHOLE = replace(
+    PAYLOAD,
+    traces=(read_whole(TRACE),),
+    probes=(replace(PAYLOAD.probes[0], units=()),),
+    plans=(replace(PLAN, traces=(read_whole(TRACE),)),),
+)
 """The payload without reads by units, as versions before 9 have it."""

@@ -42,7 +42,7 @@ def test_version_5_is_read() -> None:
     tree["storages"][2]["extents"] = []
     old = Payload.from_bytes(json.dumps(tree).encode())
     storages = (*WHOLE.storages[:2], replace(WHOLE.storages[2], extents=()))
-    assert old == replace(WHOLE, files=WHOLE.files[:1], storages=storages)  # and its version is 9
+    assert old == replace(WHOLE, files=WHOLE.files[:1], storages=storages)  # and its version is 10
 
 
 def test_version_6_is_read_and_has_no_turns() -> None:
@@ -93,6 +93,21 @@ def test_version_8_is_read_and_reads_nothing_by_units() -> None:
         replace(WHOLE, version=8, plans=(replace(WHOLE.plans[0], pool=POOLED.pool),)).to_bytes()
 
 
+def test_version_9_is_read_and_its_compiled_code_reads_whole() -> None:
+    tree = json.loads(WHOLE.to_bytes())
+    tree["version"] = 9
+    del tree["probes"][0]["units"]
+    assert Payload.from_bytes(json.dumps(tree).encode()) == WHOLE
+    eager = replace(PAYLOAD, version=9, lowering="eager", probes=WHOLE.probes)
+    assert Payload.from_bytes(eager.to_bytes()) == replace(eager, version=10)
+    with pytest.raises(PayloadError, match="expected 10 of compiled code that reads by units, got 9"):
+        replace(PAYLOAD, version=9).to_bytes()
+    assert POOLED.pool is not None
+    sparse = replace(eager, plans=(replace(POOLED, pool=replace(POOLED.pool, dense=False)),))
+    with pytest.raises(PayloadError, match="expected 10 of a pool that leaves dense reads out, got 9"):
+        sparse.to_bytes()
+
+
 def produced_example() -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:
     """Storage 3 is written by a forward, and read by its backward."""
     forward = replace(TRACE, steps=(*TRACE.steps, Step("keep", (), 5, 6, writes=(3,))), follows=1)
@@ -106,6 +121,7 @@ def produced_payload(storages: tuple[Storage, ...], traces: tuple[Trace, ...]) -
     methods = tuple(replace(PAYLOAD.methods[0], name=t.method, graph=t.graph) for t in traces)
     return replace(
         PAYLOAD,
+        lowering="eager",
         storages=storages,
         weights=(*PAYLOAD.weights, kept),
         methods=methods,

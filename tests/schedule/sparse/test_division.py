@@ -12,6 +12,7 @@ from penstock.schedule.facts.model import (
     Hardware,
     Part,
     Pool,
+    Range,
     SparseRead,
     Step,
     Storage,
@@ -118,7 +119,7 @@ def test_the_smallest_pool_holds_the_widest_unit(read: SparseRead, place: int, n
 
 
 def test_tables_are_counted_once_however_often_a_pass_reads_them() -> None:
-    pool = Pool(8192, 4096, (0, 4 * MIB, -1))
+    pool = Pool(MIB, 4096, (0, 4 * MIB, -1))
     some = trace(
         ((0,), (TABLE,)), ((1,), (rows(1, 1024, 1024, asked=64),)), ((0,), (replace(TABLE, route=2),))
     )
@@ -127,6 +128,23 @@ def test_tables_are_counted_once_however_often_a_pass_reads_them() -> None:
     assert second.missed(0) == 8
     assert second.missed(second.nbytes // 2) == pytest.approx(4)
     assert second.missed(1 << 40) == 0
+    # In a pool that holds two rows, no read fits, and its rounds leave nothing for the next one.
+    assert [one.missed(1 << 40) for one in tables_of(some, replace(pool, nbytes=8192))] == [64, 8]
+
+
+def test_dense_reads_and_tiles_are_served_only_where_the_pool_says_so() -> None:
+    all_rows = replace(TABLE, asked=1024)
+    tiles = replace(all_rows, tiles=True)
+    pool = Pool(4096, 4096, (0, -1, -1))
+    assert (all_rows.dense, tiles.dense, TABLE.dense) == (True, False, False)
+    assert [pool.has(one) for one in (TABLE, all_rows, tiles)] == [True, True, False]
+    some = replace(pool, dense=False, tiles=True)
+    assert [some.has(one) for one in (TABLE, all_rows, tiles)] == [True, False, True]
+    both = [trace(((0,), (all_rows,))), trace(((0,), (TABLE,)), graph=1)]
+    assert units_layout(STORAGES, both[:1], granule=4096, dense=False) is None
+    assert units_layout(STORAGES, both, granule=4096, dense=False) == (0, -1, -1)
+    reduced = [without_units(one, some) for one in both]
+    assert [one.steps[0].reads for one in reduced] == [(0,), ()]
 
 
 def test_waiting_falls_with_the_pool_and_is_worst_without_one() -> None:
@@ -145,27 +163,33 @@ def problem(whole_ns: int, asked: int) -> Problem:
     read = replace(TABLE, asked=asked)
     some = without_units(trace(((0,), (read,)), ((1,), ())), Pool(4096, 4096, (0, -1, -1)))
     some = replace(some, steps=(replace(some.steps[0], read_ns=whole_ns), some.steps[1]))
-    arena = Arena("paged", "anonymous", 4096, (-1, 0, -1), ())
+    arena = Arena("paged", "anonymous", 4096, (-1, 0, -1), (Range(0, 4 * MIB),))
     pool = smallest_pool([some], (0, -1, -1), 4096)
     return Problem(STORAGES, (some,), arena, pool=pool, hardware=HARDWARE)
 
 
+def divided(given: Problem, nbytes: int, least: int) -> tuple[int, Pool, int]:
+    ns, pool, missing = max(divide(given, nbytes, least), key=lambda one: one.pool.nbytes if one.pool else 0)
+    assert pool is not None
+    return ns, pool, missing
+
+
 def test_a_budget_is_divided_by_what_saves_most() -> None:
     # Copies hide behind compute: as much as that takes less time is for units.
-    pool, ns = divide(problem(10_000_000, 512), 4 * MIB, MIB)
+    ns, pool, _ = divided(problem(10_000_000, 512), 4 * MIB, MIB)
     assert 2 * MIB < pool.nbytes < 3 * MIB  # and the rest saves bytes, for nearly no time
     assert ns == 10_000_100 + pool.expected_ns[0]
     largest = replace(pool, nbytes=3 * MIB)
     best = 10_000_100 + missed(problem(10_000_000, 512).traces[0], largest).ns(HARDWARE)
     assert best < ns <= 1.05 * best
     # Copies take all the time, and units are seldom asked for: the pool is the smallest.
-    pool, ns = divide(problem(0, 1), 4 * MIB, MIB)
+    ns, pool, _ = divided(problem(0, 1), 4 * MIB, MIB)
     assert pool.nbytes == 4096
     assert pool.worst_ns[0] >= pool.expected_ns[0] > 0
 
 
 def test_a_pool_is_never_larger_than_what_it_serves_nor_smaller_than_a_unit() -> None:
-    pool, _ = divide(problem(10_000_000, 512), 1 << 30, MIB)
+    _, pool, _ = divided(problem(10_000_000, 512), 1 << 30, MIB)
     assert 4 * MIB <= pool.nbytes <= 4 * MIB + 4096
     assert pool.nbytes % pool.granule == 0
-    assert divide(problem(0, 512), 4096, MIB)[0].nbytes == 4096
+    assert divided(problem(0, 512), 4096, MIB)[1].nbytes == 4096

@@ -99,7 +99,8 @@ def _order(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _settings() -> tuple[object, ...]:
     """Global settings of torch that become part of a program where a module asks for them."""
-    kinds = ("cpu", "cuda")
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu", accelerator.type if accelerator else "cuda")
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds]
     return torch.get_default_dtype(), torch.backends.mha.get_fastpath_enabled(), *autocast
 

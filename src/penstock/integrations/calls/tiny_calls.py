@@ -36,8 +36,10 @@ _STEPS, _FRAMES, _SAMPLE = 2, 5, 64
 
 def make_call(model: Any, example: Example) -> None:
     """Call a model as an example says, without gradients; random number generators stay as they were."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [torch.accelerator.current_device_index()] if accelerator else []
+    kind = accelerator.type if accelerator else "cuda"
+    with torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
         if isinstance(example, torch.Tensor):
             model(example)
         elif callable(example):

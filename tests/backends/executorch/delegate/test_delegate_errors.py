@@ -117,7 +117,7 @@ def test_a_loader_that_would_bring_all_weights_into_memory(runner, files):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (b'"version": 9', b'"version": 8', "{payload} is damaged: its sha256 differs; copy the"),
+        (b'"version": 10', b'"version": 18', "{payload} is damaged: its sha256 differs; copy the"),
         (b'"storage": 0', b'"storage": 4', "a delegate's bytes are damaged: their sha256 differs"),
         (b'"regions": 6', b'"regions" 66', "a delegate's bytes are damaged: their sha256 differs"),
         (b"aten::linear", b"aten::lineal", "is damaged: its sha256 differs"),
@@ -150,9 +150,7 @@ def test_a_plan_with_a_pool(runner, files):
 
     budget = read(files.pte).payload.plans[-1].budget
     forge(files.pte, payload=fields(pool))
-    sentence = (
-        f"the plan of {budget} bytes of the program has a pool, into which only Python brings the units"
-    )
+    sentence = f"the plan of {budget} bytes of the program has a pool, and nothing here brings the units"
     _refused(runner, Program(files), "InvalidArgument", sentence)
     (answer,) = runner([Program(files, {"budget": "50%"})], [CALL])  # another plan, which has none
     assert answer.error == "Error::Ok"
@@ -161,7 +159,7 @@ def test_a_plan_with_a_pool(runner, files):
 def test_a_payload_of_a_version_to_come(runner, files):
     forge(files.pte, payload=fields(lambda one: one.update(version=99)))
     sentence = (
-        "the program's payload has version 99, and this delegate reads versions 6 to 9: export it again"
+        "the program's payload has version 99, and this delegate reads versions 6 to 10: export it again"
     )
     _refused(runner, Program(files), "InvalidProgram", sentence)
 

@@ -1,0 +1,213 @@
+"""Drives any accelerator that torch knows, by torch's own streams, events and allocators.
+
+It holds nothing but calls of torch: `torch.Stream`, `torch.Event` and `torch.accelerator`, which cuda, rocm,
+xpu and devices outside torch's tree all answer. What decides is in streamer.py. The tests run these lines on
+a device of their own (tests/rig), and on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+
+import torch
+
+from penstock.runtime.device.disk import DiskedDevice
+from penstock.runtime.device.protocol import Move, aligned_bytes
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.sizes import format_size
+
+PAGE = max(4096, mmap.PAGESIZE)
+
+PIECE = 32 << 20
+"""The most bytes of one copy: about a millisecond of a PCIe link."""
+
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
+"""What the driver, cuBLAS, cuDNN and their like say when they load a kernel or take workspace in vain."""
+
+
+def find_accelerator(name: str) -> torch.device:
+    """Returns the accelerator of a name such as `cuda` or `xpu:1`; without an index, the current one.
+
+    Raises StreamError where torch finds none of that name.
+    """
+    asked, here = torch.device(name), torch.accelerator.current_accelerator()
+    if here is None or here.type != asked.type or not torch.accelerator.is_available():
+        why = "there is no driver, or no device"
+        if here is None or here.type != asked.type:
+            built = "none" if here is None else repr(here.type)
+            why = f"the accelerator that this torch is built for is {built}"
+        raise StreamError(
+            f"there is no device {name!r} here ({why}): the device sim:h200 runs plans without one"
+        )
+    count = torch.accelerator.device_count()
+    index = asked.index if ":" in name else torch.accelerator.current_device_index()
+    if index >= count:
+        raise StreamError(f"there is no device '{asked.type}:{index}': this machine has {count}")
+    return torch.device(asked.type, index)
+
+
+class AcceleratorDevice(DiskedDevice):
+    """An accelerator by its name. Raises StreamError where torch finds none.
+
+    Host memory is page-locked by torch's own allocator, which may round it up to a power of two. Without
+    `page_lock` it is ordinary: the driver copies from it in pieces of its own, and the host waits for that.
+    """
+
+    def __init__(self, name: str, *, page_lock: bool = True) -> None:
+        self.torch_device = find_accelerator(name)
+        super().__init__()
+        self.name = str(self.torch_device)
+        self._page_lock = page_lock
+        self._streams: list[torch.Stream] = []
+
+    @property
+    def model(self) -> str:
+        """The device's name by its maker, or only its type where torch does not know one."""
+        facts = getattr(torch.get_device_module(self.torch_device), "get_device_properties", None)
+        return str(facts(self.torch_device).name) if facts else self.torch_device.type
+
+    @property
+    def product(self) -> str:
+        """The model and the memory of the device, which its index does not tell."""
+        return f"{self.model}, {self.memory_info[1]} bytes"
+
+    @property
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes of the device that nobody holds, and all its bytes."""
+        free, total = torch.accelerator.get_memory_info(self.torch_device)
+        return free, total
+
+    @property
+    def held_by_others(self) -> int:
+        """Bytes of the device that are taken, but not by torch's allocator in this process."""
+        free, total = self.memory_info
+        return max(0, total - free - torch.accelerator.memory_reserved(self.torch_device))
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that torch's allocator has given out in this process."""
+        return torch.accelerator.memory_allocated(self.torch_device)
+
+    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            free, total = self.memory_info
+            raise StreamError(
+                f"{self.name} is out of memory: {format_size(nbytes)} for {purpose} do not fit into the "
+                f"{format_size(free)} that are free of {format_size(total)}: lower the budget by "
+                f"{format_size(max(nbytes - free, 1 << 20))} at least"
+            ) from error
+
+    def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return self._lock(nbytes) if self._page_lock else aligned_bytes(nbytes, PAGE)
+
+    def open_stream(self, name: str) -> torch.Stream:
+        # Streams of a pool are handed out again: of this priority, none is one that the caller computes on.
+        self._streams.append(torch.Stream(self.torch_device, priority=-1))
+        return self._streams[-1]
+
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.torch_device)
+
+    def copy(self, stream: torch.Stream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
+        with stream:
+            for move in chain.from_iterable(map(_pieces, moves)):
+                arriving = move.source[move.start : move.start + move.nbytes]
+                target[move.target : move.target + move.nbytes].copy_(arriving, non_blocking=True)
+
+    def copy_out(
+        self, stream: torch.Stream, source: torch.Tensor, moves: Sequence[Move], label: object
+    ) -> None:
+        with stream:
+            for move in chain.from_iterable(map(_pieces, moves)):
+                leaving = source[move.target : move.target + move.nbytes]
+                move.source[move.start : move.start + move.nbytes].copy_(leaving, non_blocking=True)
+
+    def fill(self, stream: torch.Stream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
+        with stream:
+            target[start:stop].fill_(value)
+
+    def trim(self) -> None:
+        with suppress(RuntimeError):  # not while something is captured, or on a lost device
+            torch.accelerator.empty_cache()
+
+    def finish(self) -> None:
+        torch.accelerator.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child cannot use the device
+        for disk in self._disks:
+            disk.close()
+        for stream in self._streams:
+            with suppress(RuntimeError):  # a device that was lost does not answer
+                stream.synchronize()
+        self._streams.clear()
+        self._disks.clear()
+
+    def _lock(self, nbytes: int) -> torch.Tensor:
+        """Returns `nbytes` of page-locked memory that begin at a page."""
+        try:
+            whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            raise refused_lock(nbytes, str(error)) from error
+        start = -whole.data_ptr() % PAGE
+        return whole[start : start + nbytes]
+
+    def _record(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.torch_device)
+        event.record(stream)
+        return event
+
+    def _wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        stream.wait_event(event)
+
+
+class EventClock:
+    """Times kernels by events of their stream, in nanoseconds: the host calls them long before they run."""
+
+    def __init__(self, device: AcceleratorDevice) -> None:
+        self._device = device
+
+    def now(self) -> torch.Event:
+        event = torch.Event(self._device.torch_device, enable_timing=True)
+        event.record(self._device.current_stream())
+        return event
+
+    def ns_between(self, start: torch.Event, stop: torch.Event) -> int:
+        stop.synchronize()
+        return int(start.elapsed_time(stop) * 1e6)
+
+
+def _pieces(move: Move) -> Iterator[Move]:
+    """Yields a move in pieces, between which a copy of the caller's own finds its turn."""
+    if move.nbytes <= PIECE:
+        yield move
+        return
+    for at in range(0, move.nbytes, PIECE):
+        nbytes = min(PIECE, move.nbytes - at)
+        yield Move(move.source, move.start + at, move.target + at, nbytes)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tells whether an error says that a device has no memory left, which libraries say in their words."""
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return said or isinstance(error, torch.OutOfMemoryError)
+
+
+def refused_lock(nbytes: int, why: str) -> StreamError:
+    """Returns the error for host memory that the system does not lock."""
+    return StreamError(
+        f"{format_size(nbytes)} of host memory could not be page-locked ({why}): raise the limit on locked "
+        "memory (ulimit -l, a container's memory), load with less of it (host_memory=), or with ordinary "
+        "memory, which copies at a fraction of the rate (page_lock=False)"
+    )

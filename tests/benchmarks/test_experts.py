@@ -1,0 +1,203 @@
+"""The benchmark of a mixture of experts, tiny: all ways compute alike, and verdicts follow from figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import experts, mixture
+from benchmarks.experts_table import BEGIN, judge, render
+from benchmarks.mixture import SHAPES, draw
+from benchmarks.table import END
+from tests.benchmarks.in_process import started_here
+
+MIB = 1 << 20
+
+
+def invoke(*arguments: str) -> Any:
+    application = experts.typer.Typer()
+    application.command()(experts.main)
+    return CliRunner().invoke(application, arguments)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, int]]:
+    """Have all ways run here; the limits that their groups would have."""
+    given: list[Mapping[str, int]] = []
+    monkeypatch.setattr(experts, "started", started_here(experts.stepping, given))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    return given
+
+
+def test_all_ways_compute_the_same_and_read_what_they_should(
+    limits: list[Mapping[str, int]], tmp_path: Path
+) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(f"{BEGIN.format(model='tiny')}\nold\n{END}\n")
+    paths = ["--folder", str(tmp_path), "--json", str(tmp_path / "facts.json"), "--docs", str(document)]
+    done = invoke(
+        *("--model", "tiny", "--no-group", "--tokens", "2", "--warm-up", "1", "--routings", "recorded,zipf"),
+        *paths,
+    )
+    assert done.exit_code == 0, done.output
+    assert limits == [{}, {}, {}]
+    result = json.loads((tmp_path / "facts.json").read_text())
+    assert [*result["tables"]] == ["recorded", "zipf"]
+    shape = SHAPES["tiny"]
+    unit = 2 * shape.width * shape.inner
+    for ways in result["tables"].values():
+        assert [*ways] == [*experts.WAYS, "disk"]
+        assert len(ways["disk"]["steps"]) == 2 * len(ways["units"]["steps"]) == 6
+        assert all(step["read"] >= 64 * MIB for step in ways["disk"]["steps"])
+        tokens = {
+            name: [one["digest"] for one in way["steps"]] for name, way in ways.items() if name != "disk"
+        }
+        assert len({tuple(one) for one in tokens.values()}) == 1
+        assert len(set(tokens["units"])) == 3
+        moved = {name: ways[name]["steps"][-1]["moved"] for name in ("before", "units", "least")}
+        assert moved["units"] <= moved["least"] < moved["before"]
+        # At the least budget nothing is found, but the unit that the token before has left behind.
+        assert moved["least"] >= 3 * shape.layers * (shape.asked - 1) * 3 * unit
+    assert result["asked"] == shape.layers * shape.asked * 3 * unit
+    text = document.read_text()
+    assert "old" not in text
+    assert text.count("#### tiny, ") == 3
+    assert "| outputs that differ | at most 0 | 0.000 | yes |" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"facts.json", "page.md"}
+    assert invoke("--render", str(tmp_path / "facts.json")).output.strip() == render(result).strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ways", "units,magic"], "magic: choose among"),
+        (["--routings", "always"], "always: choose among"),
+        (["--model", "huge"], "--model huge is none of olmoe"),
+        (["--layers", "7", "--routings", "recorded"], "300 tokens of 6 layers with 8 experts each"),
+        (["--model", "qwen3-30b", "--tokens", "300"], "recorded_routes.py records routes"),
+        (["--layers", "300", "--routings", "zipf"], "MiB of memory and there are"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mixture, "RESULTS", tmp_path) if "qwen3-30b" in arguments else None
+    done = invoke(*arguments, "--folder", str(tmp_path))
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("\u2502", " ").split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_has_a_share_of_the_weights_and_the_least_budget_one_of_its_own(
+    limits: list[Mapping[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "_OVERHEAD", MIB)
+    options = experts.Options(
+        "tiny",
+        3,
+        share=0.5,
+        tokens=1,
+        warm_up=1,
+        routings=("uniform",),
+        ways=("memory", "units", "least"),
+        group=True,
+    )
+    result = experts.run(options, tmp_path)
+    share = result["weights"] // 2
+    floor = result["floors"][0]
+    assert limits == [{"units": share, "least": floor + MIB, "disk": share}, {}]
+    assert result["budgets"] == {"memory": 0, "units": share - MIB, "least": floor}
+
+
+def test_no_two_experts_have_the_same_weights(tmp_path: Path) -> None:
+    job = experts.Job("units", "tiny", 1, "", 1, str(tmp_path))
+    mixture.write_weights(SHAPES["tiny"], job.weights)
+    state = experts.mapped(experts.replace(job, layers=3)).state_dict()
+    firsts = [one[:, 0, :8].flatten(1) for name, one in state.items() if ".experts." in name]
+    rows = torch.cat(firsts).float()
+    assert len(torch.unique(rows, dim=0)) == len(rows) == 6 * 64
+
+
+def test_routes_are_the_same_each_time_and_as_popular_as_they_should_be() -> None:
+    shape = SHAPES["olmoe"]
+    for routing in mixture.ROUTINGS:
+        tokens = draw(shape, routing, 100)
+        assert torch.equal(torch.stack(tokens), torch.stack(draw(shape, routing, 100)))
+        assert {tuple(one.shape) for one in tokens} == {(6, 1, 8)}
+        assert all(len(set(layer[0].tolist())) == 8 for one in tokens for layer in one)
+    counts = {
+        routing: torch.stack(draw(shape, routing, 100))[:, 0].flatten().bincount(minlength=64).sort().values
+        for routing in mixture.ROUTINGS
+    }
+    favourites = {routing: int(one[-8:].sum()) / 800 for routing, one in counts.items()}
+    assert favourites["uniform"] < favourites["recorded"] < favourites["zipf"]
+
+
+def step(seconds: float, read: int = 0, digest: str = "same") -> dict[str, Any]:
+    memory = {"anonymous": 5 * MIB, "peak": 7 * MIB}
+    return {"seconds": seconds, "processor": seconds, "read": read, "moved": 0, "digest": digest} | memory
+
+
+def made(**ways: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: {"failure": "", "bare": 0, "steps": steps} for name, steps in ways.items()}
+
+
+@pytest.fixture
+def result() -> dict[str, Any]:
+    """A disk of 100 MB/s, that is half as fast in the second round that counts; the first does not."""
+    disk = [{"seconds": s, "read": 100} for s in (9.0, 9.0, 1e-6, 1e-6, 2e-6, 2e-6)]
+    table = made(
+        memory=[step(9.0), step(1e-6), step(1e-6)],
+        before=[step(9.0), step(20e-6, 1200), step(40e-6, 1200)],
+        units=[step(9.0), step(2.2e-6, 100), step(3.3e-6, 100)],
+        mmap=[step(9.0), step(5e-6, 300), step(5e-6, 200)],
+        disk=disk,
+    )
+    full = made(memory=[step(9.0), step(1.0), step(2.0)], full=[step(1.0), step(1.0), step(2.0)])
+    machine = {"cpu": "a processor", "cores": 2, "torch": "2", "date": "today"}
+    options = {"model": "tiny", "layers": 3, "share": 0.25, "tokens": 2, "warm_up": 1, "group": True}
+    facts = {"machine": machine, "options": options, "weights": 100 * MIB, "asked": 8 * MIB}
+    return facts | {"floors": [MIB, 9 * MIB], "tables": {"zipf": table}, "full": full}
+
+
+def test_verdicts_compare_within_rounds(result: dict[str, Any]) -> None:
+    found = {one.what: one for one in judge(result)}
+    assert [round(one.measured, 3) for one in found.values()] == [
+        pytest.approx(200 / 2400, abs=1e-3),
+        pytest.approx(200 / 500),
+        1.1,  # 2.2 over 1 + 1, and 3.3 over 2 + 1
+        pytest.approx((2.2 / 20 + 3.3 / 40) / 2, abs=1e-3),
+        1.0,
+        0.0,
+    ]
+    assert all(one.met for one in found.values())
+    assert "zipf: time against whole's, where the disk bounds (here compute does)" in found
+    assert "| no |" not in render(result)
+
+
+@pytest.mark.parametrize(
+    ("way", "changed", "what"),
+    [
+        ("units", step(2.2e-6, 101), "zipf: bytes against those of whole"),
+        ("mmap", step(5e-6, 240), "zipf: bytes against those of mmap"),
+        ("units", step(3.0e-6, 100), "zipf: time against missed bytes at the disk's rate, and compute"),
+        ("before", step(5e-6, 1200), "zipf: time against whole's, where the disk bounds (here compute does)"),
+        ("mmap", step(5e-6, 300, "other"), "outputs that differ"),
+    ],
+)
+def test_each_verdict_can_fail(result: dict[str, Any], way: str, changed: dict[str, Any], what: str) -> None:
+    result["tables"]["zipf"][way]["steps"][1] = changed
+    assert [one.what for one in judge(result) if not one.met] == [what]
+    assert f"| {what} | at most" in render(result)
+
+
+def test_a_way_that_failed_is_named_and_its_verdicts_left_out(result: dict[str, Any]) -> None:
+    result["tables"]["zipf"]["mmap"] = {"failure": "was killed", "bare": 0, "steps": []}
+    assert not [one for one in judge(result) if "mmap" in one.what]
+    assert "| mmap | was killed |" in render(result)

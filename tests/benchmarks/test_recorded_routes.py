@@ -1,0 +1,70 @@
+"""Routes that are recorded of a tiny mixture, trained for two steps, and those that benchmarks replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import recorded_routes
+from benchmarks.mixture import recorded_experts, routes_path
+from benchmarks.recorded_routes import KINDS, make_model, texts, train
+
+SIZES = {"layers": 1, "experts": 32, "asked": 2, "words": 300}
+
+
+@pytest.fixture
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have little to learn, and something else to read."""
+
+    def few(kind: str, *, apart: bool) -> list[str]:
+        return ["".join(f"{kind} {number * (7 + 4 * apart)} is even. " for number in range(60))]
+
+    monkeypatch.setattr(recorded_routes, "texts", few)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+
+@pytest.mark.usefixtures("few_texts")
+def test_routes_are_recorded_of_every_token(tmp_path: Path) -> None:
+    application = recorded_routes.typer.Typer()
+    application.command()(recorded_routes.main)
+    sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
+    options = [*sizes, "--tokens", "5", "--weights", str(tmp_path / "trained.pt")]
+    done = CliRunner().invoke(application, [*options, "--steps", "1", "--folder", str(tmp_path)])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "step 1 of 1" in done.output
+    make_model(**SIZES).load_state_dict(torch.load(tmp_path / "trained.pt"))
+    for kind in KINDS:
+        tokens = recorded_experts(routes_path(32, kind, tmp_path))
+        assert len(tokens) == 5
+        assert all(len(layers) == 1 and len(layers[0]) == 2 for layers in tokens)
+
+
+def test_training_is_the_same_each_time_and_learns() -> None:
+    ids = torch.arange(1000) * 7 % 50
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = make_model(**SIZES)
+        losses.append(list(train(model, ids, steps=6, batch=2)))
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0] - 0.1
+
+
+def test_nothing_that_is_read_was_learned() -> None:
+    for kind in KINDS:
+        learned, read = ({*texts(kind, apart=apart)} for apart in (False, True))
+        assert learned
+        assert read
+        assert not learned & read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_routes_in_this_repository_are_those_of_a_mixture(kind: str) -> None:
+    path = routes_path(64, kind)
+    tokens = recorded_experts(path)
+    assert path.stat().st_size < 1 << 20
+    assert len(tokens) == 300
+    assert all([len(units) for units in token] == [8] * 6 for token in tokens)

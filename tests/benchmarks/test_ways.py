@@ -1,0 +1,149 @@
+"""Processes that answer line by line, and the folder for their files, which nothing outlives."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from benchmarks import ways
+from benchmarks.ways import Way, in_turn, scratch, started
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, {root!r})
+from benchmarks.ways import answer
+job = json.loads(sys.argv[2])
+
+def load():
+    print("a library says this")
+    if job["way"] == "broken":
+        raise SystemExit("it has no weights")
+    return lambda line: {{"said": line, "way": job["way"], "size": job["size"]}}
+
+answer(load)
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    way: str
+    size: int = 3
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.format(root=str(Path(ways.__file__).resolve().parent.parent)))
+    return str(path)
+
+
+def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(script: str) -> None:
+    with started(script, [Job("one"), Job("broken"), Job("two", 5)], {}) as running:
+        assert list(running) == ["one", "broken", "two"]
+        for number in range(2):
+            for name in in_turn(running, number):
+                running[name].step(f"line {number}")
+    assert running["one"].steps == [{"said": f"line {n}", "way": "one", "size": 3} for n in range(2)]
+    assert [step["size"] for step in running["two"].steps] == [5, 5]
+    assert (running["broken"].steps, running["broken"].failure) == ([], "it has no weights")
+    assert running["one"].bare > 0
+
+
+def test_every_round_begins_with_another_way() -> None:
+    names: dict[str, Any] = dict.fromkeys("abc")
+    assert ["".join(in_turn(names, number)) for number in range(4)] == ["abc", "bca", "cab", "abc"]
+
+
+def test_a_group_has_a_bare_process_and_the_limit_of_its_way(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+    seen: list[tuple[str, bool]] = []
+
+    @contextlib.contextmanager
+    def group(limit: int) -> Iterator[Any]:
+        limits.append(limit)
+        yield SimpleNamespace(folder=tmp_path)
+
+    class Seen(Way):
+        def __init__(self, script: str, job: Job, group: Path | None) -> None:
+            super().__init__(script, job, group)
+            seen.append((job.way, group is not None))
+            self.bare = 1000
+
+    monkeypatch.setattr(ways, "make_group", group)
+    monkeypatch.setattr(ways, "Way", Seen)
+    with started(script, [Job("capped"), Job("free")], {"capped": 7}) as running:
+        running["capped"].step("x")
+    assert limits == [1007]
+    assert seen == [("capped", False), ("capped", True), ("free", False)]
+    assert len(running["capped"].steps) == 1
+    assert (tmp_path / "cgroup.procs").read_text().strip().isdigit()
+
+
+def test_a_group_that_cannot_be_made_is_refused(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "make_group", lambda _: contextlib.nullcontext(None))
+    with pytest.raises(typer.BadParameter, match="no memory group"), started(script, [Job("a")], {"a": 7}):
+        pass
+
+
+def _interrupt(folder: Path) -> None:
+    (folder / "weights").write_bytes(bytes(1 << 10))
+    raise KeyboardInterrupt
+
+
+def test_scratch_is_gone_at_the_end_and_after_an_error(tmp_path: Path) -> None:
+    with scratch(1 << 10, tmp_path) as folder:
+        (folder / "weights").write_bytes(bytes(1 << 10))
+    with pytest.raises(KeyboardInterrupt), scratch(1 << 10, tmp_path) as folder:
+        _interrupt(folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_scratch_needs_room(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(typer.BadParameter, match=r"there are .* at .*--folder"), scratch(2 * free, tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+HOLDING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from benchmarks.ways import scratch
+with scratch(1, Path({base!r})) as folder:
+    (folder / "weights").write_bytes(bytes(100))
+    print("holding", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_nothing_to_the_next(tmp_path: Path, number: signal.Signals) -> None:
+    code = HOLDING.format(root=str(Path(ways.__file__).resolve().parent.parent), base=str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout
+        assert process.stdout.readline() == "holding\n"
+        (held,) = tmp_path.iterdir()
+        with scratch(1, tmp_path) as own:
+            assert {*tmp_path.iterdir()} == {held, own}, "what a run still holds is left alone"
+        process.send_signal(number)
+        process.wait()
+    assert list(tmp_path.iterdir()) == ([] if number == signal.SIGTERM else [held])
+    with scratch(1, tmp_path) as own:
+        assert [*tmp_path.iterdir()] == [own]

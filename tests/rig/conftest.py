@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rig import machine
+
+
+@pytest.fixture(params=machine.ORDERS, ids=lambda order: f"{order[0]}{order[1] or ''}")
+def order(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every order in which the rig runs its streams."""
+    with machine.ordered(*request.param):
+        yield request.param[0]
+
+
+@pytest.fixture
+def late() -> Iterator[None]:
+    """The order in which nothing runs before somebody waits for it."""
+    with machine.ordered("late"):
+        yield

@@ -1,0 +1,64 @@
+"""Times of a device are those of its kernels, and not those of the calls that enqueue them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.export import export
+
+import penstock
+from penstock.runtime import calibrate
+from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
+from penstock.runtime.measurements import measurements
+from penstock.schedule.facts.model import Weight
+from tests.rig import machine
+
+
+def test_steps_are_timed_where_they_run(tmp_path: Path, order: str) -> None:
+    module = nn.Sequential(nn.Linear(768, 768, bias=False), nn.Linear(768, 8, bias=False)).requires_grad_(
+        False
+    )
+    values = torch.randn(768, 768)
+    program = penstock.compile(export(module, (values,)), tmp_path / "m.penstock")
+    plan = program.plan("100%", device="rig", hardware="h200")
+    with torch.no_grad(), program.load(plan=plan, device="rig") as streamed:
+        there = values.to("rig")
+        streamed(there)
+        traces = [streamed.measure(there) for _ in range(3)]
+    large, small = (min(trace.steps[step].read_ns for trace in traces) for step in (0, 1))
+    assert large > 5 * small > 0  # the host calls both in the same time
+    assert large > 2_000_000
+    assert traces[0].times == "measured"
+
+
+def test_a_clock_of_events_starts_nothing_early(late: None) -> None:
+    clock = EventClock(AcceleratorDevice("rig"))
+    start = clock.now()
+    there = torch.zeros(8, device="rig").add_(1)
+    stop = clock.now()
+    assert machine.blocked() == {}
+    assert clock.ns_between(start, stop) > 0
+    assert clock.ns_between(start, start) == 0
+    assert there.tolist() == [1] * 8
+
+
+def test_a_device_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "_DEVICE_MATRIX", 64)
+    monkeypatch.setattr(calibrate, "_DEVICE_BUFFER", 1 << 20)
+    weights: tuple[Weight, ...] = ()
+    reserved = torch.accelerator.memory_reserved()
+    first = calibrate.measure_accelerator("rig", weights, None)
+    assert torch.accelerator.memory_reserved() == reserved  # its buffers are given back
+    assert (first.name, first.memory_nbytes) == ("rig:0", machine.MEMORY)
+    assert min(first.flops_per_s, first.memory_bytes_per_s, first.link_bytes_per_s) > 0
+    assert "measured on rig" in first.note
+    assert "page-locked" in first.note
+    known = [one.subject.quantity for one in measurements()]
+    assert sorted(known) == ["copies", "memory", "products"]
+    before = machine.blocked()
+    assert calibrate.measure_accelerator("rig", weights, None) == first
+    assert machine.blocked() == before

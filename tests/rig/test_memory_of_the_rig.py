@@ -1,0 +1,244 @@
+"""Memory on both sides of a device: what is page-locked, how it is aligned, copied and given back."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.export import export
+
+import penstock
+from penstock.runtime.device import accelerator, cuda, streamer
+from penstock.runtime.device.accelerator import AcceleratorDevice
+from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.protocol import Move
+from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.module import StreamedModule
+from penstock.runtime.program import Program
+from tests.rig import machine
+
+VALUES = torch.randn(2, 100)
+
+
+class Uneven(nn.Module):
+    """Weights whose sizes are no multiple of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(100, 101 - k) for k in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    torch.manual_seed(2)
+    path = tmp_path_factory.mktemp("uneven") / "uneven.penstock"
+    return penstock.compile(export(Uneven().requires_grad_(False), (VALUES,)), path)
+
+
+class Registering(CudaDevice):
+    """The rig, whose host memory is registered as CUDA's is. Streams and events are torch's common ones."""
+
+    open_stream = AcceleratorDevice.open_stream
+    current_stream = AcceleratorDevice.current_stream
+    capturing = AcceleratorDevice.capturing
+    _record = AcceleratorDevice._record
+
+
+class Runtime:
+    """The two calls of CUDA's runtime that register memory, on the rig."""
+
+    refuses = 0
+
+    @classmethod
+    def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 (the runtime's name)
+        return cls.refuses or (0 if torch.ops.rig.lock(address, nbytes) else 712)
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:  # noqa: N802 (the runtime's name)
+        assert torch.ops.rig.unlock(address)
+        return 0
+
+
+@pytest.fixture
+def registering(monkeypatch: pytest.MonkeyPatch) -> type[Registering]:
+    monkeypatch.setattr(cuda, "_runtime", lambda: Runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(Runtime, "refuses", 0)
+    return Registering
+
+
+def load(program: Program, share: str, device: AcceleratorDevice) -> StreamedModule:
+    plan = program.plan(share, device="rig", hardware="h200")
+    return load_module(program, plan, LoadOptions(device="rig"), device=device)
+
+
+@pytest.mark.parametrize("share", ["50%", "100%"])
+def test_nothing_is_copied_from_memory_that_is_not_locked(program: Program, order: str, share: str) -> None:
+    with torch.no_grad(), load(program, share, AcceleratorDevice("rig")) as streamed:
+        streamed(VALUES.to("rig"))
+        assert machine.blocked().get("a pageable copy to the device", 0) == 1  # that of the input
+
+
+@pytest.mark.parametrize("share", ["50%", "100%"])
+def test_memory_of_exact_size_is_registered_and_no_other_is_left(
+    program: Program, order: str, registering: type[Registering], share: str
+) -> None:
+    before = torch.ops.rig.locked_bytes()
+    for closes in (True, False):
+        with torch.no_grad():
+            streamed = load(program, share, registering("rig"))
+            streamed(VALUES.to("rig"))
+        held = torch.ops.rig.locked_bytes() - before
+        assert held == streamed.stats.pinned_bytes == (streamed.plan.streamed_bytes if share == "50%" else 0)
+        if closes:
+            streamed.close()
+        del streamed
+        gc.collect()
+        assert torch.ops.rig.locked_bytes() == before
+
+
+def test_a_device_that_is_dropped_leaves_nothing_registered(
+    late: None, registering: type[Registering]
+) -> None:
+    before = torch.ops.rig.locked_bytes()
+    device = registering("rig")
+    memory = [device.allocate_host(nbytes) for nbytes in (1, 5000, 1 << 20)]
+    assert [one.data_ptr() % accelerator.PAGE for one in memory] == [0, 0, 0]
+    assert torch.ops.rig.locked_bytes() == before + 1 + 5000 + (1 << 20)
+    device.free_host(memory[1])
+    assert torch.ops.rig.locked_bytes() == before + 1 + (1 << 20)
+    del device
+    gc.collect()
+    assert torch.ops.rig.locked_bytes() == before
+
+
+def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(
+    program: Program, late: None, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runtime, "refuses", 2)
+    with pytest.raises(penstock.StreamError, match=r"page-locked \(CUDA error 2\): .* \(page_lock=False\)"):
+        load(program, "50%", registering("rig"))
+    values = VALUES.to("rig")
+    with torch.no_grad(), load(program, "50%", registering("rig", page_lock=False)) as streamed:
+        before = machine.blocked().get("a pageable copy to the device", 0)
+        expected = Uneven().requires_grad_(False)
+        expected.load_state_dict({name: one.cpu() for name, one in streamed._weights.tensors.items()})
+        streamed(values)
+        assert machine.blocked()["a pageable copy to the device"] > before
+
+
+def test_weights_lie_as_the_allocator_aligns_wherever_files_have_them(tmp_path: Path, late: None) -> None:
+    module = nn.Sequential(nn.Linear(150, 130), nn.Linear(130, 170), nn.Linear(170, 150)).requires_grad_(
+        False
+    )
+    values = torch.randn(2, 150)
+    save_file({name: one.clone() for name, one in module.state_dict().items()}, tmp_path / "w.safetensors")
+    exported, files = export(module, (values,)), [tmp_path / "w.safetensors"]
+    program = penstock.compile(exported, tmp_path / "m.penstock", weights=files, pack=False)
+    expected = module.to("rig")(values.to("rig"))
+    for share in ("70%", "100%"):
+        with torch.no_grad(), load(program, share, AcceleratorDevice("rig")) as streamed:
+            assert {one.data_ptr() % 512 for one in streamed._weights.tensors.values()} == {0}
+            assert torch.equal(streamed(values.to("rig")), expected)
+
+
+def test_memory_of_a_closed_module_is_the_devices_again(program: Program, order: str) -> None:
+    torch.accelerator.empty_cache()
+    reserved = torch.accelerator.memory_reserved()
+    for _ in range(3):
+        with load(program, "50%", AcceleratorDevice("rig")) as streamed:
+            assert torch.accelerator.memory_reserved() > reserved + streamed.plan.arena_bytes // 2
+        assert torch.accelerator.memory_reserved() == reserved
+
+
+def test_large_copies_are_cut_and_bring_the_same(program: Program, order: str, monkeypatch: Any) -> None:
+    host, there = torch.arange(250, dtype=torch.uint8), torch.zeros(300, dtype=torch.uint8, device="rig")
+    monkeypatch.setattr(accelerator, "PIECE", 64)
+    pieces = list(accelerator._pieces(Move(host, 3, 50, 200)))
+    assert [(one.start, one.target, one.nbytes) for one in pieces] == [
+        (3, 50, 64),
+        (67, 114, 64),
+        (131, 178, 64),
+        (195, 242, 8),
+    ]
+    device = AcceleratorDevice("rig")
+    copies = device.open_stream("copies")
+    source = device.allocate_host(250)
+    source.copy_(host)
+    back = device.allocate_host(300).zero_()
+    device.copy(copies, there, [Move(source, 3, 50, 200)], "a copy")
+    device.copy_out(copies, there, [Move(back, 50, 50, 200)], "a copy back")
+    device.synchronize(device.record(copies))
+    assert back.tolist() == [0] * 50 + list(range(3, 203)) + [0] * 50
+    device.close()
+
+
+def test_the_stream_of_copies_is_none_that_the_caller_can_get(program: Program, late: None) -> None:
+    with load(program, "50%", AcceleratorDevice("rig")) as streamed:
+        inner: Any = streamed._weights.streamer
+        mine = {torch.Stream("rig").stream_id for _ in range(100)}
+        assert inner._copies.stream_id not in mine | {torch.accelerator.current_stream().stream_id}
+
+
+def test_a_transfer_is_put_into_words_only_for_messages(
+    program: Program, late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamer._Label, "__str__", lambda label: pytest.fail("nobody asked"))
+    with torch.no_grad(), load(program, "50%", AcceleratorDevice("rig")) as streamed:
+        inner: Any = streamed._weights.streamer
+        seen: list[list[Move]] = []
+        copy = inner._device.copy
+        inner._device.copy = lambda stream, target, moves, label: (
+            seen.append(moves),
+            copy(stream, target, moves, label),
+        )
+        for _ in range(4):
+            streamed(VALUES.to("rig"))
+    count = len(streamed.plan.schedules[0].transfers)
+    assert [id(one) for one in seen[count : 2 * count]] == [id(one) for one in seen[2 * count : 3 * count]]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("rig is out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
+    ],
+)
+def test_running_out_of_memory_is_understood_in_all_words(
+    program: Program, late: None, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    failures = iter((error, RuntimeError("an illegal memory access")))
+
+    def fail(*args: Any) -> Any:
+        raise next(failures)
+
+    monkeypatch.setattr(streamer.DeviceStreamer, "acquire", fail)
+    with torch.no_grad(), load(program, "50%", AcceleratorDevice("rig")) as streamed:
+        values = VALUES.to("rig")
+        with pytest.raises(penstock.StreamError, match="the device is out of memory in a pass"):
+            streamed(values)
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            streamed(values)
+
+
+def test_an_arena_that_does_not_fit_is_refused_by_its_size(program: Program, tmp_path: Path) -> None:
+    with (
+        machine.ordered("late", memory=8192),
+        pytest.raises(
+            penstock.StreamError, match=r"rig:0 is out of memory: .* for the arena do not fit into"
+        ),
+    ):
+        load(program, "50%", AcceleratorDevice("rig"))

@@ -1,0 +1,118 @@
+"""Passes that a caller captures as a CUDA graph, by the rules of graphs, beside passes that are called."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import export
+
+import penstock
+from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.module import StreamedModule
+from penstock.runtime.program import Program
+from tests.runtime.models import Stack, aligned
+from tests.runtime.sim.ordered_device import CapturedDevice
+
+PREFILL, DECODE = torch.arange(12).view(2, 6), torch.arange(2).view(2, 1)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, nn.Module]:
+    """One method for six tokens and one for a single token, with the same weights."""
+    torch.manual_seed(0)
+    module = aligned(Stack(64, 4, 90).eval()).requires_grad_(False)
+    methods = {"prefill": export(module, (PREFILL,)), "decode": export(module, (DECODE,))}
+    path = tmp_path_factory.mktemp("methods") / "methods.penstock"
+    return penstock.compile(methods, path), module
+
+
+def load(opened: Program, share: str = "50%") -> tuple[StreamedModule, CapturedDevice]:
+    budget = opened.floor("sim:t4") if share == "floor" else share
+    plan = opened.plan(budget, device="sim:t4", wrap="barrier")
+    device = CapturedDevice(plan.hardware)
+    return load_module(opened, plan, LoadOptions(), device=device), device
+
+
+@contextmanager
+def broken(streamed: StreamedModule) -> Iterator[None]:
+    """Has the pass within raise at its third release, and catches what it raises."""
+    inner: Any = streamed._weights.streamer
+    released: list[int] = []
+
+    def release(graph: int, step: int) -> None:
+        released.append(step)
+        if len(released) == 3:
+            raise InterruptedError
+        type(inner).release(inner, graph, step)
+
+    inner.release = release
+    with pytest.raises(InterruptedError):
+        yield
+    del inner.release
+
+
+@pytest.mark.parametrize("share", ["floor", "50%", "80%"])
+def test_one_method_is_captured_and_the_other_is_called(program: Any, share: str) -> None:
+    module, (streamed, device) = program[1], load(program[0], share)
+    with torch.no_grad(), streamed:
+        for captured in (False, False, True, False, True):
+            assert torch.equal(streamed.prefill(PREFILL), module(PREFILL))
+            streamed.decode(DECODE)
+            if captured:
+                with device.capture():
+                    assert torch.equal(streamed.decode(DECODE), module(DECODE))
+            assert torch.equal(streamed.decode(DECODE), module(DECODE))
+        with device.capture():
+            assert torch.equal(streamed.prefill(PREFILL), module(PREFILL))
+        assert torch.equal(streamed.decode(DECODE), module(DECODE))
+        assert streamed.stats.misses == 0
+
+
+@pytest.mark.parametrize("share", ["floor", "50%", "80%"])
+def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(program: Any, share: str) -> None:
+    module, (streamed, device) = program[1], load(program[0], share)
+    with torch.no_grad(), streamed:
+        for _ in range(2):
+            streamed.decode(DECODE)
+        with broken(streamed), device.capture():
+            streamed.decode(DECODE)
+        for tokens, call in ((DECODE, streamed.decode), (PREFILL, streamed.prefill)) * 2:
+            assert torch.equal(call(tokens), module(tokens))
+        with device.capture():
+            assert torch.equal(streamed.prefill(PREFILL), module(PREFILL))
+
+
+@pytest.mark.parametrize("share", ["floor", "50%", "80%"])
+def test_what_a_capture_would_load_is_not_taken_for_loaded(program: Any, share: str) -> None:
+    module, (streamed, device) = program[1], load(program[0], share)
+    with torch.no_grad(), streamed:
+        assert torch.equal(streamed.decode(DECODE), module(DECODE))
+        with broken(streamed):
+            streamed.decode(DECODE)
+        with device.capture():
+            assert torch.equal(streamed.decode(DECODE), module(DECODE))
+        for tokens, call in ((DECODE, streamed.decode), (PREFILL, streamed.prefill)) * 2:
+            assert torch.equal(call(tokens), module(tokens))
+
+
+def test_memory_that_replays_may_touch_is_kept_until_the_module_is_gone(program: Any) -> None:
+    streamed, device = load(program[0])
+    with torch.no_grad():
+        streamed.decode(DECODE)
+        with device.capture():
+            streamed.decode(DECODE)
+    arena = max((one.untyped_storage() for one in streamed._weights.tensors.values()), key=len)
+    for _ in range(2):
+        streamed.close()
+        with pytest.raises(penstock.StreamError, match="closed"):
+            streamed.decode(DECODE)
+        assert len(arena) == streamed.plan.arena_bytes > 0
+    del streamed
+    gc.collect()
+    assert len(arena) == 0

@@ -1,0 +1,83 @@
+"""What may happen to reads of units, on either engine: they come late, they fail, a call is interrupted."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.native.library import WAITING
+from penstock.runtime import loading
+from penstock.runtime.files.source import Source
+from penstock.runtime.sparse.base import PooledUnits
+from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.stream import native
+from penstock.runtime.stream.native import NativeStreamer
+from penstock.runtime.system.memory import resident_bytes
+from tests.runtime.stream.cases import READ
+
+Before = Callable[[int, int], None]
+"""Called before a reader fills memory: with its address and its bytes. What it raises fails the read."""
+
+
+def taken(units: PooledUnits) -> int:
+    """The bytes that the process's page tables really hold for units."""
+    return resident_bytes(*units.memory)
+
+
+def have_reads_pass(before: Before, patch: pytest.MonkeyPatch) -> None:
+    """Have all reads of units pass `before`, in modules that are loaded from now on."""
+    read, options_of = LoadedUnits.read, loading._native_options
+    kept: list[Any] = []  # what engines call
+
+    def passing(self: LoadedUnits, piece: Any) -> int:
+        before(self.memory[0] + piece.start, piece.nbytes)
+        return read(self, piece)
+
+    def with_reads(source: Source, *args: Any, **options: Any) -> Any:
+        made = options_of(source, *args, **options)
+
+        def read_file(_: Any, file: int, offset: int, address: int, nbytes: int) -> int:
+            try:
+                before(address, nbytes)
+                memory = (ctypes.c_char * nbytes).from_address(address)
+                return 0 if os.preadv(source.files[file].fd, [memory], offset) == nbytes else errno.EIO
+            except Exception:  # it cannot pass through the engine, which only knows numbers
+                return errno.EIO
+
+        kept.append(READ(read_file))
+        made.read = ctypes.cast(kept[-1], ctypes.c_void_p)
+        return made
+
+    patch.setattr(LoadedUnits, "read", passing)
+    patch.setattr(loading, "_native_options", with_reads)
+
+
+def interrupt_wait(turn: int, patch: pytest.MonkeyPatch) -> None:
+    """Interrupt the wait for units, the first of which is 0, in modules that are loaded from now on.
+
+    Reads take so long that the native engine loses its patience before.
+    """
+    have_reads_pass(lambda address, nbytes: time.sleep(0.003), patch)
+    patch.setattr(native, "_PATIENCE_MS", 1)
+    wait, call, calls = LoadedUnits._wait, NativeStreamer.call, itertools.count()
+
+    def interrupted(self: LoadedUnits, units: Any) -> None:
+        if next(calls) == turn:
+            raise KeyboardInterrupt
+        wait(self, units)
+
+    def interrupted_call(self: NativeStreamer, function: str, *arguments: Any) -> None:
+        if function == "ps_units_hold" and next(calls) == turn:
+            assert getattr(self._library, function)(self._open(), *arguments) == WAITING
+            raise KeyboardInterrupt
+        call(self, function, *arguments)
+
+    patch.setattr(LoadedUnits, "_wait", interrupted)
+    patch.setattr(NativeStreamer, "call", interrupted_call)
