@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from penstock.passes.activations import Activations
 from penstock.passes.lowering import eager
-from penstock.passes.lowering.archive import open_programs, read_code, read_training
+from penstock.passes.lowering.archive import check_fits, open_programs, read_code, read_training
 from penstock.passes.training.facts import BACKWARD, COPIES, Rung, Training
+from penstock.runtime.cache import RECORD
 from penstock.runtime.choice import (
     PlanRequest,
     cpu_arenas,
@@ -23,9 +24,10 @@ from penstock.runtime.choice import (
     find_plan_to_load,
 )
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
-from penstock.runtime.files.artifact_files import read_payload, replace_payload
+from penstock.runtime.files.artifact_files import read_artifact, replace_payload
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.safetensors_file import read_header
+from penstock.runtime.files.sealed import check_folder
 from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
 from penstock.runtime.loading import LoadOptions, load_module
@@ -38,7 +40,7 @@ from penstock.runtime.memory_split import (
 )
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.sparse.recorder import read_routes
-from penstock.runtime.training.parameters import PARAMETERS
+from penstock.runtime.training.parameters import PARAMETERS, read_parameters
 from penstock.runtime.training.rungs import (
     AUTO,
     Choice,
@@ -75,23 +77,30 @@ def open(path: str | PathLike[str], *, trust: bool = False) -> Program:
     if not isinstance(path, str | PathLike):
         raise SourceError(f"expected the folder of an artifact, got {type(path).__name__}")
     folder = Path(path)
-    payload = read_payload(folder)
+    payload, digest = read_artifact(folder)
     with Source(payload.files, folder, mode="buffered"):
         pass  # opening compares every stamp
-    return Program(folder, payload, trust=trust)
+    return Program(folder, payload, trust=trust, digest=digest)
 
 
 class Program:
     """A compiled program on disk. It holds facts only; weights are loaded by `load`."""
 
     def __init__(
-        self, path: Path, payload: Payload, activations: str | None = None, *, trust: bool = False
+        self,
+        path: Path,
+        payload: Payload,
+        activations: str | None = None,
+        *,
+        trust: bool = False,
+        digest: str = "",
     ) -> None:
         """`activations` names the rung of a program that is trained; it is the first one by default.
 
-        With `trust` the artifact may run code.
+        With `trust` the artifact may run code. `digest` is that of its content, which is empty for facts that
+        are not as they are on the disk.
         """
-        self.path, self.trust = path, trust
+        self.path, self.trust, self.digest = path, trust, digest
         self._stored, self._activations = payload, activations
 
     def __repr__(self) -> str:
@@ -120,7 +129,10 @@ class Program:
         if self._activations is not None:
             return {self._activations: self}
         named = [one.name for one in self.training.rungs] if self.training else []
-        return {name: Program(self.path, self._stored, name, trust=self.trust) for name in named}
+        return {
+            name: Program(self.path, self._stored, name, trust=self.trust, digest=self.digest)
+            for name in named
+        }
 
     @property
     def weight_bytes(self) -> int:
@@ -226,6 +238,7 @@ class Program:
         debug: bool = False,
         poison: bool = False,
         spill: str | PathLike[str] | None = None,
+        digest: str | None = None,
     ) -> StreamedModule:
         """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
@@ -240,10 +253,12 @@ class Program:
         what leaves memory in training, by default the system's for temporary files. `page_lock=False` uses
         ordinary memory if the system refuses to lock memory. `engine` executes the plan on a CPU: "native"
         is the library in C++, "python" the streamer in Python, which run the same plans; "auto" is "native"
-        where it was built, and "python" with `debug`. Close the module, or use it as a context manager.
+        where it was built, and "python" with `debug`. `digest` is what the artifact must have, to the last
+        byte, which is read first (`Program.digest`). Close the module, or use it as a context manager.
         """
-        run = LoadOptions(device, page_lock, readers, engine, debug, poison, spill)
-        run.check()
+        if digest is not None:
+            self.verify(strict=True, digest=digest)
+        (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check()
         given = PlanRequest(
             budget=0,
             device=device,
@@ -253,10 +268,7 @@ class Program:
             spill=None if spill is None else fspath(spill),
         )
         _check_modes(budget, plan, device_memory, given)
-        if plan is not None and activations != AUTO:
-            raise PlanError("activations= is decided by the plan: give it to plan()")
-        if reserve and device_memory is None:
-            raise BudgetError("reserve= is taken from device_memory=: give that, not a budget or a plan")
+        _check_rest(plan, device_memory, activations, reserve)
         if plan is not None:
             planned = planned_for(self, plan)
             verify_plan(planned.payload.storages, planned.payload.traces, plan)
@@ -350,13 +362,25 @@ class Program:
             trained=self.trained_bytes,
         )
 
-    def verify(self, progress: Progress | None = None) -> int:
+    def verify(
+        self, progress: Progress | None = None, *, strict: bool = False, digest: str | None = None
+    ) -> int:
         """Hash every weight byte and prove every plan; returns the bytes hashed.
 
-        Raises SourceError naming the first weight whose bytes changed since it was compiled, or that
-        cannot be verified because the payload does not say what its bytes were.
+        `strict` accounts for every byte of the artifact's folder: no file is there that is no part of it,
+        nothing lies between the weights, and the stored code is what the payload says. With a `digest`, the
+        artifact must be the one that has it. Raises SourceError naming the first weight whose bytes changed
+        since it was compiled, or that cannot be verified because the payload does not say what its bytes
+        were; and for another digest, or a byte that nothing accounts for.
         """
+        if digest is not None and digest.lower() != self.digest:
+            raise SourceError(
+                f"{self.path} is not the artifact of the digest {digest:.80}: its own is "
+                f"{self.digest or 'not known'}; get that artifact, or ask for its digest again"
+            )
         verify_payload(self._stored)
+        if strict:
+            self._check_folder()
         names = self.payload.storage_names()
         in_files = [(s, storage) for s, storage in enumerate(self.payload.storages) if storage.extents]
         for index, storage in in_files:
@@ -374,6 +398,17 @@ class Program:
                     f"{storage.sha256} and is {found}; restore the file, or compile again"
                 )
         return total
+
+    def _check_folder(self) -> None:
+        """Raise an error unless the folder holds what the payload says, and its code fits the payload."""
+        with open_programs(self.path, self._stored) as archive:
+            for method in self._stored.methods:
+                check_fits(self._stored, method, read_code(archive, method.name, trust=self.trust))
+        beside = [RECORD]
+        if self.training is not None and self.training.sha256:
+            read_parameters(self.path, self.training.parameters, self.training.sha256)
+            beside.append(PARAMETERS)
+        check_folder(self.path, self._stored, beside)
 
 
 def _choice(request: PlanRequest, split: Callable[[Program], MemorySplit | None], program: Program) -> Choice:
@@ -399,6 +434,16 @@ def _check_modes(
         raise BudgetError("a CPU has no host behind it: host_memory= is for accelerators and sim")
     if plan is not None and (given.keep or given.arena or given.host_memory is not None):
         raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
+
+
+def _check_rest(
+    plan: Plan | None, device_memory: int | str | None, activations: str, reserve: Reserve
+) -> None:
+    """Raise BudgetError or PlanError unless what is said of activations and of a reserve fits the mode."""
+    if plan is not None and activations != AUTO:
+        raise PlanError("activations= is decided by the plan: give it to plan()")
+    if reserve and device_memory is None:
+        raise BudgetError("reserve= is taken from device_memory=: give that, not a budget or a plan")
 
 
 def _traces(traces: object) -> tuple[Trace, ...]:
