@@ -20,11 +20,10 @@ from penstock.runtime.arrival import Arrival, WeightFiles, leaving
 from penstock.runtime.calibrate import THIS_CPU, measure_cpu, measure_cuda, with_leaving
 from penstock.runtime.device.opening import device_kind, hardware_of
 from penstock.runtime.measurements import noted
-from penstock.runtime.memory_split import fits_host
+from penstock.runtime.memory_split import LEAST_HOST_BYTES, fits_host, host_limit
 from penstock.runtime.remembered import remembered_plan
 from penstock.runtime.sightings import seen_compute
 from penstock.runtime.sparse.trial import trusted
-from penstock.runtime.system.limits import usable_bytes
 from penstock.runtime.system.memory import round_up, supports_move, supports_populate
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
@@ -99,17 +98,17 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     return _best(folder, payload, request, plan_of)
 
 
-def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
-    """The verified plan to load for a request.
+def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest, beside: int) -> Plan:
+    """The verified plan to load for a request, with `beside` bytes of activations on the device.
 
     If the host cannot hold all that streams to a device, the plan is made with the memory that the host has
     left. This limit is different at every load, so such a plan is not remembered. Otherwise it is that of
     `find_plan`.
     """
     plan = find_plan(folder, payload, request)
-    limit = usable_bytes()
-    if device_kind(request.device) == "cpu" or fits_host(plan, limit):
-        return plan
+    limit = host_limit(request.device, request.budget, beside)
+    if device_kind(request.device) == "cpu" or fits_host(plan, limit) or (limit or 0) < LEAST_HOST_BYTES:
+        return plan  # without room for the least, loading refuses it
     return decide(folder, payload, replace(request, host_memory=limit))
 
 
@@ -380,6 +379,11 @@ def find_floors(
             if name not in floors or found.upper_bytes < floors[name].upper_bytes:
                 floors[name] = found
     return floors
+
+
+def least_budget(payload: Payload, device: str, arena: str | None = None) -> int:
+    """The smallest budget in bytes for an arena that the device allows, or for the best of them."""
+    return min(one.upper_bytes for one in find_floors(payload, device, arena, frozenset()).values())
 
 
 def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Arena]:

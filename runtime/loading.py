@@ -25,6 +25,7 @@ from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.calibrate import THIS_CPU
+from penstock.runtime.choice import least_budget
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.opening import device_kind, open_device
@@ -34,7 +35,7 @@ from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
 from penstock.runtime.files.source import Source, open_source
 from penstock.runtime.files.spill_file import open_spill_file, spills, with_places
-from penstock.runtime.memory_split import MemorySplit, check_host
+from penstock.runtime.memory_split import MemorySplit, check_host, check_room
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sim.device import SimDevice
@@ -110,7 +111,7 @@ def load_module(
     if device is None and device_kind(options.device) != "cpu":
         device = _open_device(program, plan, options)
     if device is None:
-        weights = load_weights(program.path, payload, plan, options)
+        weights = load_weights(program.path, payload, plan, options, program.beside_bytes)
     else:
         weights = _load_on_device(program.path, payload, plan, device, poison=options.poison)
         weights.out_of_memory = partial(
@@ -154,14 +155,21 @@ def _training_module(
     )
 
 
-def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:
-    """Returns the weights of a verified plan on a CPU, with readers at work; an error closes all again."""
+def load_weights(
+    folder: Path, payload: Payload, plan: Plan, options: LoadOptions, beside: int = 0
+) -> LoadedWeights:
+    """Returns the weights of a verified plan on a CPU, with readers at work; an error closes all again.
+
+    `beside` are bytes of activations and of what is trained, which memory has to leave room for.
+    """
     if options.readers < 1:
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
+    private = check_room(plan, payload, partial(least_budget, payload, "cpu"), beside=beside)
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
-        # A mapped arena maps what the page cache holds, and reads all other bytes past the cache.
+        # A mapped arena maps what the page cache holds, and reads all other bytes past the cache, if there is
+        # room for private memory.
         if plan.arena_bytes > 0 and plan.arena.backing == "mapped":
-            source = Source(payload.files, folder, mode="direct")
+            source = Source(payload.files, folder, mode="direct" if private else "buffered")
         else:
             moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
             repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
@@ -191,7 +199,6 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         if plan.arena_bytes or units:
             team = ParkedTeam()
             opened.callback(team.wake)
-        # Behind the engine, which refuses a system without room for all, while none of it is taken.
         held = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(held.close)
         tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, memory) for w in payload.tensors}
@@ -282,7 +289,10 @@ def _arena_usage(
 
 
 def _open_device(program: Program, plan: Plan, options: LoadOptions) -> Device:
-    check_host(plan)
+    payload, beside = program.payload, program.beside_bytes
+    check_host(plan, options.device, beside)
+    floor = partial(least_budget, payload, options.device)
+    check_room(plan, payload, floor, device=options.device, beside=beside)
     device = open_device(options.device, plan, page_lock=options.page_lock)
     if isinstance(device, SimDevice):
         device.reserve(program.activation_bytes, "activations")

@@ -19,7 +19,7 @@ from penstock.schedule.facts.model import Part, Range, Storage
 from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged
 
-_LOADING = 16 << 20
+LOADED_THROUGH = 16 << 20
 """Bytes of host memory through which resident weights are loaded if the slab is smaller."""
 
 
@@ -114,5 +114,5 @@ class DeviceWeights:
     def _loading_memory(self) -> torch.Tensor:
         """Returns the slab or the ring, which are still empty, or more memory if the host may hold it."""
         largest = max(self.host.slab, self.host.ring, key=lambda memory: memory.numel())
-        free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else _LOADING
-        return aligned_bytes(min(free, _LOADING), 4096) if free > largest.numel() else largest
+        free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else LOADED_THROUGH
+        return aligned_bytes(min(free, LOADED_THROUGH), 4096) if free > largest.numel() else largest
