@@ -160,14 +160,13 @@ def load_weights(
 ) -> LoadedWeights:
     """Returns the weights of a verified plan on a CPU, with readers at work; an error closes all again.
 
-    `beside` are bytes of activations and of what is trained, which memory has to leave room for.
+    Raises BudgetError without room for them and for the `beside` bytes that calls take.
     """
     if options.readers < 1:
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
     private = check_room(plan, payload, partial(least_budget, payload, "cpu"), beside=beside)
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
-        # A mapped arena maps what the page cache holds, and reads all other bytes past the cache, if there is
-        # room for private memory.
+        # What the page cache does not hold is read past it where there is room for private memory.
         if plan.arena_bytes > 0 and plan.arena.backing == "mapped":
             source = Source(payload.files, folder, mode="direct" if private else "buffered")
         else:
@@ -193,8 +192,9 @@ def load_weights(
                 plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
             )
             opened.callback(streamer.close)
-        units = _load_units(plan, payload, source, streamer, debug=options.debug) if plan.pool else None
-        if units is not None:
+        units: PooledUnits | None = None
+        if plan.pool:
+            units = _load_units(plan, payload, source, streamer, debug=options.debug)
             opened.callback(units.close)
         if plan.arena_bytes or units:
             team = ParkedTeam()
@@ -202,8 +202,8 @@ def load_weights(
         held = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(held.close)
         tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, memory) for w in payload.tensors}
-        free = memory.free if isinstance(memory, NativeStreamer) else memory.close if memory else None
-        away = units.close if units else None
+        free = memory.free if isinstance(memory, NativeStreamer) else memory and memory.close
+        away = units and units.close
         closers = tuple(one for one in (team and team.wake, away, held.close, free, source.close) if one)
         opened.pop_all()
     return LoadedWeights(
