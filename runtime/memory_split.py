@@ -39,6 +39,9 @@ LEAST_HOST_BYTES = 16 << 10
 LOADING = 8 << 20
 """Bytes that a load takes for itself: methods, threads, tables of the engine. For 48 layers it took 1 MiB."""
 
+_PLANNING = 16 << 20
+"""Bytes for planning another budget before it is loaded: it left 6 to 10 MiB in the process for 24 layers."""
+
 _PAGE_TABLES = 512
 """The system takes a byte for so many of private memory, to tell where its pages are."""
 
@@ -143,7 +146,7 @@ def check_host(plan: Plan, device: str, beside: int) -> None:
 
     A budget that leaves the host nothing is for `check_room` to refuse.
     """
-    limit = host_limit(device, plan.budget, beside)
+    limit = None if plan.host else host_limit(device, plan.budget, beside)
     if limit is not None and limit >= LEAST_HOST_BYTES and not fits_host(plan, limit):
         raise BudgetError(
             f"the plan keeps {format_size(host_bytes(plan))} of weights in the host's memory, of which "
@@ -210,7 +213,7 @@ class HostUse:
         }
         if memory is not None and sum(parts.values()) > memory.left:
             through = LOADED_THROUGH if self.copies else 0
-            room = memory.left - self.beside - LOADING - through
+            room = memory.left - self.beside - LOADING - _PLANNING - through
             largest = (room * _PAGE_TABLES - through) // (_PAGE_TABLES + 1)
             return self._said(parts, memory, largest, floor(None))
         if address is None:
@@ -218,7 +221,7 @@ class HostUse:
         parts |= {"weights": self.reserved, "copies of weights in the host": 0, "stacks": READERS * _stack()}
         if sum(parts.values()) <= address.left:
             return ""
-        largest = address.left - sum(parts.values()) + self.reserved
+        largest = address.left - sum(parts.values()) + self.reserved - _PLANNING
         arena = "contiguous" if self.paged else None
         return self._said(parts, address, largest, floor(arena), arena)
 
