@@ -166,13 +166,7 @@ def load_weights(
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
     private = check_room(plan, payload, partial(least_budget, payload, "cpu"), beside=beside)
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
-        # What the page cache does not hold is read past it where there is room for private memory.
-        if plan.arena_bytes > 0 and plan.arena.backing == "mapped":
-            source = Source(payload.files, folder, mode="direct" if private else "buffered")
-        else:
-            moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
-            repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
-            source = open_source(payload.files, folder, repeated=repeated)
+        source = _open_files(folder, payload, plan, private=private)
         opened.callback(source.close)
         storages = with_places(payload.storages, plan, len(payload.files))
         if spills(plan):
@@ -217,6 +211,15 @@ def load_weights(
         team=team,
         units=units,
     )
+
+
+def _open_files(folder: Path, payload: Payload, plan: Plan, *, private: bool) -> Source:
+    """The weight files of a plan. A mapped arena reads past the page cache only into `private` memory."""
+    if plan.arena_bytes > 0 and plan.arena.backing == "mapped":
+        return Source(payload.files, folder, mode="direct" if private else "buffered")
+    moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
+    repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
+    return open_source(payload.files, folder, repeated=repeated)
 
 
 def _load_units(
