@@ -17,7 +17,7 @@ from penstock.runtime.device.memory import LOADED_THROUGH
 from penstock.runtime.device.opening import device_kind
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.system.limits import Limit, address_limit, memory_limit, usable_bytes
-from penstock.runtime.system.memory import supports_populate
+from penstock.runtime.system.memory import HUGE_PAGE, supports_populate
 from penstock.runtime.system.own_memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
@@ -182,12 +182,15 @@ class HostUse:
             weights, beside = (plan.arena_bytes + outside, beside) if kind == "sim" else (0, 0)
             return cls(plan.budget, weights, copies, beside, weights + copies)
         arena, paged = plan.arena_bytes, plan.arena.kind == "paged" and plan.arena_bytes > 0
-        reserved = arena
-        if paged:
-            reserved += plan.arena.segments[-1].stop * (2 if maps_files(plan) else 1)
-        if maps_files(plan) and not private:
+        layout = plan.arena.segments[-1].stop if paged else 0
+        reserved = layout
+        if not paged or plan.arena.granule % HUGE_PAGE == 0:  # a pool of granules, or one buffer
+            reserved += arena
+        if maps_files(plan) and private:
+            reserved += layout  # by which the page cache is asked
+        elif maps_files(plan):
             # What readers are mapping is all that cannot be taken back.
-            arena, reserved = min(arena, READERS * plan.arena.granule), plan.arena.segments[-1].stop
+            arena, reserved = min(arena, READERS * plan.arena.granule), layout
         units = plan.pool.nbytes if plan.pool else 0
         places = plan.pool.layout if plan.pool else ()
         reserved += max((place + n for place, n in zip(places, sizes, strict=False) if place >= 0), default=0)

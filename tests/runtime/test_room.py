@@ -233,3 +233,27 @@ def test_rates_are_not_measured_without_room(small, monkeypatch):
     monkeypatch.setattr(measurements, "recall", lambda _: None)
     with pytest.raises(penstock.BudgetError, match=r"not known yet; measuring it takes .* the box leaves"):
         program.plan("75%")
+
+
+FENCED = """
+import os, resource, sys
+import penstock, penstock.runtime.loading
+program = penstock.open(sys.argv[1])
+plan = program.plan("75%", arena="paged")
+for spare in (30 << 20, 400 << 20):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
+    try:
+        program.load(plan=plan).close()
+        print("ran")
+    except penstock.BudgetError as error:
+        print(error)
+"""
+
+
+def test_a_limit_on_address_space_is_read(stack):
+    done = run_forked(FENCED, stack.path)
+    said, ran = done.out.splitlines()
+    assert "of address space here" in said, done.err
+    assert "the limit RLIMIT_AS (`ulimit -v`) leaves " in said
+    assert ran == "ran"
