@@ -14,14 +14,15 @@ from penstock.passes.activations import Activations
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import check_fits, open_programs, read_code, read_training
 from penstock.passes.training.facts import BACKWARD, COPIES, Rung, Training
+from penstock.runtime.arena.allowed import cpu_arenas
 from penstock.runtime.cache import RECORD
+from penstock.runtime.calibrate import THIS_CPU
 from penstock.runtime.choice import (
     PlanRequest,
-    cpu_arenas,
-    find_floors,
     find_ladder,
     find_plan,
     find_plan_to_load,
+    least_budget,
 )
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
 from penstock.runtime.files.artifact_files import read_artifact, replace_payload
@@ -33,6 +34,7 @@ from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import (
     WORKSPACE,
+    HostUse,
     MemorySplit,
     Reserve,
     parse_host_memory,
@@ -159,7 +161,7 @@ class Program:
 
     def floor(self, device: str = "cpu", arena: str | None = None) -> int:
         """Returns the smallest budget in bytes for an arena of `arenas()`, or for the best of them."""
-        return min(f.upper_bytes for f in find_floors(self.payload, device, arena, frozenset()).values())
+        return least_budget(self.payload, device, arena)
 
     def read_graph(self) -> networkx.DiGraph:
         """Returns which step reads which storage; `Payload.read_graph` lists the attributes."""
@@ -193,9 +195,11 @@ class Program:
         `load`; a budget is of weights only, so "auto" is the one that keeps all.
 
         With measured hardware and modelled times, an equal plan that was made before on this machine is used
-        again, and `load` runs the plan that this returns. `routes`, recorded by `record_routes` or the file
-        of them, say which units calls ask for, in place of each as often as another. Raises BudgetError below
-        the floor, PlanError for a pattern that matches nothing, PayloadError for routes of another program.
+        again, and `load` runs the plan that this returns. A plan for this machine that a load would find no
+        room for is logged as a warning (`lacking_room`): it may be for another process. `routes`, recorded by
+        `record_routes` or the file of them, say which units calls ask for, in place of each as often as
+        another. Raises BudgetError below the floor, PlanError for a pattern that matches nothing,
+        PayloadError for routes of another program.
         """
         request = PlanRequest(
             budget=self._nbytes(budget),
@@ -208,7 +212,20 @@ class Program:
             host_memory=parse_host_memory(host_memory, self.largest_budget),
             routes=_routes(routes),
         )
-        return find_plan(self.path, candidates(self, activations)[0].payload, request)
+        program = candidates(self, activations)[0]
+        plan = find_plan(self.path, program.payload, request)
+        if plan.hardware.name == THIS_CPU and (lacking := program.lacking_room(plan, device)):
+            _log.warning("%s", lacking)
+        return plan
+
+    def lacking_room(self, plan: Plan, device: str = "cpu") -> str:
+        """Say what a load of a plan would not find room for in this process now, and which budget would fit.
+
+        The text is empty if all fits. `load` refuses such a plan, unless its arena maps files: the system can
+        take these back, and read them again.
+        """
+        used = HostUse.of(plan, self.payload, device, self.beside_bytes)
+        return used.lacking(partial(self.floor, device))
 
     def write_ladder(self) -> Program:
         """Write a ladder of verified plans into the artifact, in place of those it has, and open it again.
@@ -304,6 +321,11 @@ class Program:
     def activation_bytes(self) -> int:
         """The most bytes of intermediate values that any method keeps at once, at the exported sizes."""
         return max(one.peak() for one in self._activations_by_method.values())
+
+    @property
+    def beside_bytes(self) -> int:
+        """The most bytes that calls take beside weights: activations, and what is trained with its copies."""
+        return self.activation_bytes + self.trained_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -418,7 +440,8 @@ def _choice(request: PlanRequest, split: Callable[[Program], MemorySplit | None]
         _log.info("%s", divided)
         least = program.floor(request.device, request.arena)
         request = replace(request, budget=min(divided.budget(least), program.largest_budget))
-    return Choice(program, find_plan_to_load(program.path, program.payload, request), divided)
+    plan = find_plan_to_load(program.path, program.payload, request, program.beside_bytes)
+    return Choice(program, plan, divided)
 
 
 def _check_modes(
