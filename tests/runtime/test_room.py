@@ -39,7 +39,7 @@ def leave(said):
     os._exit(0)  # an interpreter that ends touches, and so copies, all that a fork has from its parent
 
 torch.set_num_threads(1)
-program = penstock.open(folder)
+program = penstock.open(folder, trust=True)
 program.payload
 torch.ones(8, 1024) @ torch.ones(1024, 1024)
 if not budget:
