@@ -7,6 +7,7 @@
 #include <new>
 
 #include "engine.h"
+#include "guard.h"
 
 using penstock::Engine;
 using penstock::Failure;
@@ -45,6 +46,10 @@ void copy_sentence(const std::string &text, char *error, size_t size) {
 }  // namespace
 
 int32_t ps_version() { return PS_VERSION; }
+
+int32_t ps_guard(const void *memory, int64_t nbytes) { return penstock::guard(memory, nbytes); }
+int32_t ps_guard_hit(int32_t guard) { return penstock::guard_hit(guard); }
+void ps_unguard(int32_t guard) { penstock::unguard(guard); }
 
 ps_status ps_open(const char *payload, const char *plan, const char *folder, const ps_options *options,
                   ps_engine **engine, char *error, size_t size) {

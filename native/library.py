@@ -17,7 +17,7 @@ from typing import NoReturn
 from penstock.schedule.facts.errors import PayloadError, PenstockError, PlanError, SourceError, StreamError
 
 WAITING = 5
-_VERSION = 4
+_VERSION = 5
 _ERRORS: dict[int, type[PenstockError]] = {1: PayloadError, 2: PlanError, 3: SourceError, 4: StreamError}
 _ERROR_BYTES = 4096
 
@@ -157,6 +157,9 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     changes = found.ps_units_changes
     changes.argtypes, changes.restype = (engine, POINTER(Change), c_int64), c_int64
     found.ps_error.argtypes, found.ps_error.restype = (engine,), c_char_p
+    found.ps_guard.argtypes, found.ps_guard.restype = (c_void_p, c_int64), c_int32
+    found.ps_guard_hit.argtypes, found.ps_guard_hit.restype = (c_int32,), c_int32
+    found.ps_unguard.argtypes, found.ps_unguard.restype = (c_int32,), None
     for name in ("ps_stop", "ps_close"):
         getattr(found, name).argtypes, getattr(found, name).restype = (engine,), None
     return found

@@ -17,14 +17,20 @@ int64_t number_in(const std::string &path) {
     return file >> value ? value : -1;
 }
 
-// The bytes of a control group that are not page cache and cannot be reclaimed.
+// The bytes of a control group that are not page cache and cannot be reclaimed, by names of version 1 or 2.
 int64_t kept_by(const std::string &group) {
     std::ifstream file(group + "/memory.stat");
     std::map<std::string, int64_t> stat;
     std::string name;
     for (int64_t value; file >> name >> value;) stat[name] = value;
-    const auto total = stat.find("total_rss");
-    return total != stat.end() ? total->second : stat["anon"];
+    int64_t kept = 0;
+    if (stat.count("total_rss"))
+        for (const char *one : {"total_rss", "total_shmem"}) kept += stat[one];
+    else
+        for (const char *one :
+             {"anon", "shmem", "kernel_stack", "pagetables", "percpu", "slab_unreclaimable", "sock"})
+            kept += stat[one];
+    return kept;
 }
 
 int64_t least_of_groups(int64_t found, const std::string &root, const std::string &limit, std::string path) {

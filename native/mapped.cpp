@@ -28,10 +28,17 @@ double wall_seconds() {
 }  // namespace
 
 MappedArena::MappedArena(const Plan &plan, const Source &source, const ps_options &options)
-    : PagedArena(plan, source, options) {
+    : PagedArena(plan, source, options), guard_(memory_.at(0), memory_.nbytes()) {
     find_files();
     map_segments(memory_);
     choose_pages();
+}
+
+void MappedArena::check() const {
+    source_.check_unchanged();
+    if (guard_.hit())
+        throw Failure(PS_SOURCE, "a weight file has been truncated while in use, and was read meanwhile: open the "
+                                 "artifact again");
 }
 
 void MappedArena::find_files() {

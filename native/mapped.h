@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arena.h"
+#include "guard.h"
 
 namespace penstock {
 
@@ -10,9 +11,8 @@ class MappedArena : public PagedArena {
   public:
     MappedArena(const Plan &plan, const Source &source, const ps_options &options);
 
-    // Truncating a file takes its pages from every mapping: the next read would be a SIGBUS. What is written into it
-    // appears in every mapping.
-    void check() const override { source_.check_unchanged(); }
+    // Truncating a file takes its pages from every mapping. What is written into it appears in every mapping.
+    void check() const override;
 
   protected:
     int64_t bring(Range range) override;
@@ -33,6 +33,7 @@ class MappedArena : public PagedArena {
     void find_files();
 
     std::vector<Behind> behind_;  // by segment
+    Guard guard_;
 };
 
 // The same, but granules that the page cache does not hold are read past it into private memory. One that was lost

@@ -20,7 +20,7 @@ extern "C" {
 #define PS_API __attribute__((visibility("default")))
 
 /* What a binding was written for. ps_version returns that of the library. */
-#define PS_VERSION 4
+#define PS_VERSION 5
 PS_API int32_t ps_version(void);
 
 typedef enum ps_status {
@@ -153,6 +153,13 @@ PS_API ps_status ps_fill(ps_engine *engine, int64_t start, int64_t stop, int64_t
 PS_API ps_status ps_fill_ready(ps_engine *engine, int64_t start, int64_t stop, int64_t *brought);
 PS_API ps_status ps_drop(ps_engine *engine, int64_t start, int64_t stop);
 PS_API ps_status ps_check(ps_engine *engine);
+
+/* Protects memory that maps files from SIGBUS where they shrink: a read of a page that is gone finds zeros. Returns a
+ * number for the other two, -1 where too much is protected already. ps_guard_hit tells whether that has happened since:
+ * what was computed meanwhile is worth nothing. Engines protect their own arenas. */
+PS_API int32_t ps_guard(const void *memory, int64_t nbytes);
+PS_API int32_t ps_guard_hit(int32_t guard);
+PS_API void ps_unguard(int32_t guard);
 
 /* What the last ps_units_hold has decided, for tests of decisions: units that it dropped, brought, and brought ahead of
  * need, in this order, the last two with the granules that were read for them, from `first` to the one before `stop`.

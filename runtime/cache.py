@@ -47,7 +47,7 @@ WEIGHTS, PROGRAMS, CALLS, PLANS = "weights", "programs", "calls", "plans"
 
 _KINDS: dict[str, Kind] = {WEIGHTS: "weights", PROGRAMS: "program", CALLS: "call", PLANS: "plan"}
 
-_RECORD, _MADE_FOR = "entry.json", "made_for"
+RECORD, _MADE_FOR = "entry.json", "made_for"
 
 _OWN = re.compile(r"[0-9a-f]{32}(\.\w+)?")
 """The names that penstock gives to entries. Files of other names are neither listed nor removed."""
@@ -322,7 +322,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _entry(path: Path, kind: Kind) -> Entry:
-    record, made_for = path / _RECORD, ""
+    record, made_for = path / RECORD, ""
     with suppress(OSError, ValueError):
         said = json.loads(record.read_bytes())
         made_for = str(said.get(_MADE_FOR, "")) if isinstance(said, dict) else ""
@@ -355,7 +355,7 @@ def _hold(path: Path, made_for: str) -> Hold | None:
         with suppress(OSError):  # a file system may have no locks
             fcntl.flock(record, fcntl.LOCK_SH)
         with suppress(OSError):
-            if os.path.samestat(os.fstat(record), (path / _RECORD).stat()):
+            if os.path.samestat(os.fstat(record), (path / RECORD).stat()):
                 with suppress(OSError):
                     os.utime(record)
                 return Hold(path, record)
@@ -366,7 +366,7 @@ def _hold(path: Path, made_for: str) -> Hold | None:
 def _make_record(path: Path, made_for: str) -> None:
     """Make the record of an entry that has none."""
     with suppress(OSError):
-        record = os.open(path / _RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        record = os.open(path / RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.write(record, json.dumps({_MADE_FOR: made_for}).encode() + b"\n")
         finally:
@@ -377,7 +377,7 @@ def _open_record(path: Path) -> int | None:
     """A descriptor of an entry's record; None if there is no record or it may not be read."""
     for flags in (os.O_RDWR, os.O_RDONLY):  # some file systems lock exclusively only files open for writing
         with suppress(OSError):
-            return os.open(path / _RECORD, flags | os.O_CLOEXEC)
+            return os.open(path / RECORD, flags | os.O_CLOEXEC)
     return None
 
 

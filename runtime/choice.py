@@ -8,7 +8,6 @@ the plan or loads it, until figures are measured again or the page cache holds a
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,27 +15,27 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
+from penstock.runtime.arena.allowed import allowed_arenas
 from penstock.runtime.arrival import Arrival, WeightFiles, leaving
 from penstock.runtime.calibrate import THIS_CPU, measure_accelerator, measure_cpu, with_leaving
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
 from penstock.runtime.measurements import noted
-from penstock.runtime.memory_split import fits_host
+from penstock.runtime.memory_split import LEAST_HOST_BYTES, fits_host, host_limit
 from penstock.runtime.remembered import remembered_plan
 from penstock.runtime.sightings import seen_compute
 from penstock.runtime.sparse.trial import trusted
-from penstock.runtime.system.limits import usable_bytes
-from penstock.runtime.system.memory import round_up, supports_move, supports_populate
+from penstock.runtime.system.memory import PAGE, supports_populate
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
-from penstock.schedule.facts.model import Arena, Hardware, Pool, Range, SparseRead, Storage, Trace, Wrap
+from penstock.schedule.facts.model import Arena, Hardware, Pool, SparseRead, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import check_machine
+from penstock.schedule.host import with_host
 from penstock.schedule.ladder import ladder
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import RUNGS, SMALL, Floor, check_floor, floor, make_plan
-from penstock.schedule.space.layout import mapped_arena, packed_arena
 from penstock.schedule.sparse.division import (
     NEARLY,
     Division,
@@ -50,17 +49,8 @@ from penstock.schedule.sparse.replay import expectation
 from penstock.schedule.sparse.routes import Routes, profile_of, served_profile
 from penstock.schedule.verify.proof import verify_plan
 
-MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
-PAGE = mmap.PAGESIZE
-
-_MOST_GRANULES = 20_000
 _REPLAYED = 12
 """The number of pools for which recorded routes are replayed."""
-
-_DEVICE_ALIGNMENT = 512
-"""As CUDA's allocator of torch aligns all memory, and so the weights of a model that is resident."""
-
-_SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/files/pack.py)
 
 
 @dataclass(frozen=True)
@@ -102,17 +92,23 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     return _best(folder, payload, request, plan_of)
 
 
-def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
-    """The verified plan to load for a request.
+def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest, beside: int) -> Plan:
+    """The verified plan to load for a request, with `beside` bytes of activations on the device.
 
     If the host cannot hold all that streams to a device, the plan is made with the memory that the host has
     left. This limit is different at every load, so such a plan is not remembered. Otherwise it is that of
-    `find_plan`.
+    `find_plan`. For a simulated device, which takes memory of the same host, only what the host holds is
+    decided anew: planning all of it took 88 MiB for 48 layers, where it is memory that is short.
     """
     plan = find_plan(folder, payload, request)
-    limit = usable_bytes()
-    if device_kind(request.device) == "cpu" or fits_host(plan, limit):
-        return plan
+    limit = host_limit(request.device, request.budget, beside)
+    if device_kind(request.device) == "cpu" or fits_host(plan, limit) or (limit or 0) < LEAST_HOST_BYTES:
+        return plan  # without room for the least, loading refuses it
+    if device_kind(request.device) == "sim":
+        assert limit is not None  # or all would have fit
+        made = with_host(plan, limit)
+        verify_plan(payload.storages, payload.traces, made)
+        return made
     return decide(folder, payload, replace(request, host_memory=limit))
 
 
@@ -332,57 +328,6 @@ def _make(payload: Payload, problem: Problem, budget: int) -> Plan:
     return plan
 
 
-def cpu_arenas(payload: Payload) -> dict[str, Arena]:
-    """The arenas that this system and these files allow, by name, the preferred one first."""
-    storages, traces = payload.storages, payload.traces
-    granule = _granule(sum(s.nbytes for s in storages))
-    arenas: dict[str, Arena] = {}
-    writes = any(storage.kind == "produced" for storage in storages)  # which no file's mapping can hold
-    if supports_populate() and not writes:
-        mapped = mapped_arena(storages, payload.files, granule=granule, traces=traces)
-        if mapped is not None:
-            arenas["mapped"] = mapped
-    if supports_move() and not writes:
-        arenas["pooled"] = _pooled_arena(payload, granule)
-    arenas["contiguous"] = _contiguous_arena(payload, 64)
-    arenas["paged"] = packed_arena(storages, traces, kind="paged", granule=PAGE, alignment=64)
-    return arenas
-
-
-def _device_arenas(payload: Payload) -> dict[str, Arena]:
-    """The one arena of a device: an allocation, no mapped file, in which weights lie as its allocator aligns.
-
-    Libraries choose kernels by the alignment of what they are given, so that another gives other bits.
-    """
-    aligned = tuple(replace(storage, phase=0) for storage in payload.storages)
-    return {"contiguous": _contiguous_arena(replace(payload, storages=aligned), _DEVICE_ALIGNMENT)}
-
-
-def _contiguous_arena(payload: Payload, unit: int) -> Arena:
-    """An arena of units of so many bytes, or of pages where all large weights begin at pages of files."""
-    large = [e for s in payload.storages if s.nbytes >= _SMALL for e in s.extents]
-    unit = PAGE if all(e.file_offset % PAGE == 0 for e in large) else unit
-    return packed_arena(payload.storages, payload.traces, kind="contiguous", granule=unit, alignment=unit)
-
-
-def _pooled_arena(payload: Payload, granule: int) -> Arena:
-    """An arena of whole granules, in which weights keep aligned offsets of files, as direct reads need."""
-    storages, traces = payload.storages, payload.traces
-    arena = mapped_arena(storages, payload.files, granule=granule, page=granule, traces=traces)
-    if arena is None:
-        arena = packed_arena(storages, traces, kind="paged", granule=granule, alignment=64)
-    segments = tuple(Range(s.start, round_up(s.stop, granule)) for s in arena.segments)
-    return replace(arena, backing="anonymous", segments=segments)
-
-
-def _granule(weight_bytes: int) -> int:
-    """The mapped granule, doubled until the number of mappings is far below Linux's limit (65,530)."""
-    granule = MAPPED_GRANULE
-    while weight_bytes > _MOST_GRANULES * granule:
-        granule *= 2
-    return granule
-
-
 def find_floors(
     payload: Payload, device: str, arena: str | None, keep: frozenset[int], *, tiles: bool = True
 ) -> dict[str, Floor]:
@@ -392,33 +337,22 @@ def find_floors(
     """
     floors: dict[str, Floor] = {}
     for asked in _Asked.ways(payload, keep, device, tiles=tiles):
-        for name, one in _allowed(asked.payload, device, arena).items():
+        for name, one in allowed_arenas(asked.payload, device, arena).items():
             found = asked.floor(one)
             if name not in floors or found.upper_bytes < floors[name].upper_bytes:
                 floors[name] = found
     return floors
 
 
-def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Arena]:
-    """The arenas that a device allows, the preferred one first, or `arena` alone."""
-    arenas = cpu_arenas(payload) if device_kind(device) == "cpu" else _device_arenas(payload)
-    if arena is None:
-        return arenas
-    if arena not in arenas:
-        choices = ", ".join(arenas)
-        if arena in ("mapped", "pooled") and any(one.kind == "produced" for one in payload.storages):
-            raise PlanError(
-                f"an arena {arena!r} has the weight files' own pages, of which none can hold what a forward "
-                f"keeps among the weights: choose from {choices}, or compile with spill=False"
-            )
-        raise PlanError(f"these weights cannot be in an arena {arena!r}: choose from {choices}")
-    return {arena: arenas[arena]}
+def least_budget(payload: Payload, device: str, arena: str | None = None) -> int:
+    """The smallest budget in bytes for an arena that the device allows, or for the best of them."""
+    return min(one.upper_bytes for one in find_floors(payload, device, arena, frozenset()).values())
 
 
 def _choose(folder: Path, asked: _Asked, request: PlanRequest) -> tuple[Arena, Hardware]:
     """The arena to plan for, and the machine, which is measured if none is given."""
     payload = asked.payload
-    arenas, kind = _allowed(payload, request.device, request.arena), device_kind(request.device)
+    arenas, kind = allowed_arenas(payload, request.device, request.arena), device_kind(request.device)
     auto = request.hardware == "auto"
     given = hardware_of(request.device) if auto else find_hardware(request.hardware)
     if given and given.disk_bytes_per_s is not None and not request.arena:

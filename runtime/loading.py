@@ -25,6 +25,7 @@ from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.calibrate import THIS_CPU
+from penstock.runtime.choice import least_budget
 from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.opening import device_kind, open_device
@@ -35,7 +36,7 @@ from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
 from penstock.runtime.files.source import Source, open_source
 from penstock.runtime.files.spill_file import open_spill_file, spills, with_places
-from penstock.runtime.memory_split import MemorySplit, check_host
+from penstock.runtime.memory_split import MemorySplit, check_host, check_room
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sim.device import SimDevice
@@ -115,7 +116,7 @@ def load_module(
     if device is None and device_kind(options.device) != "cpu":
         device = _open_device(program, plan, options)
     if device is None:
-        weights = load_weights(program.path, payload, plan, options)
+        weights = load_weights(program.path, payload, plan, options, program.beside_bytes)
     else:
         weights = _load_on_device(program.path, payload, plan, device, poison=options.poison)
         weights.out_of_memory = partial(
@@ -159,18 +160,18 @@ def _training_module(
     )
 
 
-def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:
-    """Returns the weights of a verified plan on a CPU, with readers at work; an error closes all again."""
+def load_weights(
+    folder: Path, payload: Payload, plan: Plan, options: LoadOptions, beside: int = 0
+) -> LoadedWeights:
+    """Returns the weights of a verified plan on a CPU, with readers at work; an error closes all again.
+
+    Raises BudgetError without room for them and for the `beside` bytes that calls take.
+    """
     if options.readers < 1:
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
+    private = check_room(plan, payload, partial(least_budget, payload, "cpu"), beside=beside)
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
-        # A mapped arena maps what the page cache holds, and reads all other bytes past the cache.
-        if plan.arena_bytes > 0 and plan.arena.backing == "mapped":
-            source = Source(payload.files, folder, mode="direct")
-        else:
-            moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
-            repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
-            source = open_source(payload.files, folder, repeated=repeated)
+        source = _open_files(folder, payload, plan, private=private)
         opened.callback(source.close)
         storages = with_places(payload.storages, plan, len(payload.files))
         if spills(plan):
@@ -190,18 +191,18 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
                 plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
             )
             opened.callback(streamer.close)
-        units = _load_units(plan, payload, source, streamer, debug=options.debug) if plan.pool else None
-        if units is not None:
+        units: PooledUnits | None = None
+        if plan.pool:
+            units = _load_units(plan, payload, source, streamer, debug=options.debug)
             opened.callback(units.close)
         if plan.arena_bytes or units:
             team = ParkedTeam()
             opened.callback(team.wake)
-        # Behind the engine, which refuses a system without room for all, while none of it is taken.
         held = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(held.close)
         tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, memory) for w in payload.tensors}
-        free = memory.free if isinstance(memory, NativeStreamer) else memory.close if memory else None
-        away = units.close if units else None
+        free = memory.free if isinstance(memory, NativeStreamer) else memory and memory.close
+        away = units and units.close
         closers = tuple(one for one in (team and team.wake, away, held.close, free, source.close) if one)
         opened.pop_all()
     return LoadedWeights(
@@ -215,6 +216,15 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         team=team,
         units=units,
     )
+
+
+def _open_files(folder: Path, payload: Payload, plan: Plan, *, private: bool) -> Source:
+    """The weight files of a plan. A mapped arena reads past the page cache only into `private` memory."""
+    if plan.arena_bytes > 0 and plan.arena.backing == "mapped":
+        return Source(payload.files, folder, mode="direct" if private else "buffered")
+    moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
+    repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
+    return open_source(payload.files, folder, repeated=repeated)
 
 
 def _load_units(
@@ -287,7 +297,10 @@ def _arena_usage(
 
 
 def _open_device(program: Program, plan: Plan, options: LoadOptions) -> Device:
-    check_host(plan)
+    payload, beside = program.payload, program.beside_bytes
+    check_host(plan, options.device, beside)
+    floor = partial(least_budget, payload, options.device)
+    check_room(plan, payload, floor, device=options.device, beside=beside)
     device = open_device(options.device, plan, page_lock=options.page_lock)
     if isinstance(device, SimDevice):
         device.reserve(program.activation_bytes, "activations")

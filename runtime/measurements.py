@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from penstock.runtime.cache import user_cache
+from penstock.runtime.system.limits import memory_limit
 from penstock.runtime.system.trials import Trials
-from penstock.schedule.facts.errors import PayloadError
+from penstock.schedule.facts.errors import BudgetError, PayloadError
 from penstock.schedule.facts.model import STRICT, UNEVEN
+from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.text import decode, encode, parse
 
 Quantity = Literal[
@@ -36,6 +38,9 @@ Quantity = Literal[
     "writes",
     "both ways",
 ]
+MEASURING = 36 << 20
+"""Bytes of memory that measuring takes: the buffers of `calibrate.py` and `files/rates.py` have 32 MiB."""
+
 Cache = Literal["", "past", "warm", "cold"]
 
 WEEK, HOUR = 7 * 24 * 3600, 3600
@@ -185,8 +190,20 @@ def this_machine() -> Machine:
 
 
 def measured(subject: Subject, measure: Callable[[], Trials]) -> Measurement:
-    """The remembered figure of a subject. If there is none, it is measured and remembered."""
-    return recall(subject) or record(subject, measure())
+    """The remembered figure of a subject. If there is none, it is measured and remembered.
+
+    Raises BudgetError where the limits of this process leave no memory to measure in.
+    """
+    if (found := recall(subject)) is not None:
+        return found
+    limit = memory_limit()
+    if limit is not None and limit.left < MEASURING:
+        raise BudgetError(
+            f"the rate of {subject.title} is not known yet; measuring it takes {format_size(MEASURING)} of "
+            f"memory, of which {limit.name} leaves {format_size(limit.left)}: raise that limit, or run "
+            "`penstock plan` once without it, which remembers what it measures"
+        )
+    return record(subject, measure())
 
 
 def recall(subject: Subject) -> Measurement | None:

@@ -1,16 +1,31 @@
-"""The memory that weights may take: on a device beside everything else, and in the host behind it."""
+"""The memory that weights may take: of a device beside everything else, of the host behind it, of this host.
+
+What a load takes of this host is compared here with the limits of this process (`check_room`), for every
+engine and every device, before a byte is read. `penstock-run` has no Python: for it native/arena.cpp does so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import resource
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.runtime.system.limits import usable_bytes
-from penstock.schedule.facts.errors import BudgetError, StreamError
+from penstock.runtime.device.memory import LOADED_THROUGH
+from penstock.runtime.device.opening import device_kind
+from penstock.runtime.files.rates import READERS
+from penstock.runtime.system.limits import Limit, address_limit, memory_limit, usable_bytes
+from penstock.runtime.system.memory import HUGE_PAGE, supports_populate
+from penstock.runtime.system.own_memory import give_back_unused
+from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 from penstock.schedule.host import host_bytes
+from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 Reserve: TypeAlias = int | str | Callable[[int], int]
 """Memory that a caller keeps for itself: bytes, `2GB`, or bytes as a function of the context length."""
@@ -20,6 +35,17 @@ WORKSPACE = 128 << 20
 
 LEAST_HOST_BYTES = 16 << 10
 """Two blocks of a disk for each of two halves, through which resident weights pass when they are loaded."""
+
+LOADING = 8 << 20
+"""Bytes that a load takes for itself: methods, threads, tables of the engine. For 48 layers it took 1 MiB."""
+
+_PLANNING = 16 << 20
+"""Bytes for planning another budget before it is loaded: it left 6 to 10 MiB in the process for 24 layers."""
+
+_PAGE_TABLES = 512
+"""The system takes a byte for so many of private memory, to tell where its pages are."""
+
+_UNLIMITED_STACK = 2 << 20  # what glibc then gives a thread on x86-64
 
 
 def reserved_bytes(reserve: Reserve, context_length: int | None) -> int:
@@ -99,16 +125,168 @@ def parse_host_memory(host_memory: int | str | None, weight_bytes: int) -> int |
     return nbytes
 
 
+def host_limit(device: str, budget: int, beside: int) -> int | None:
+    """Returns the bytes of weights that the host behind a device may hold unasked; None if nobody knows.
+
+    A simulated device takes its memory of the host's: its `budget`, and `beside` bytes of activations.
+    """
+    usable, limit = usable_bytes(), memory_limit()
+    if usable is None or limit is None or device_kind(device) != "sim":
+        return usable
+    return max(0, min(usable, limit.left - LOADING - budget - beside))
+
+
 def fits_host(plan: Plan, limit: int | None) -> bool:
     """Tells whether a plan takes `limit` bytes of the host at most (None: any), or has its own limit."""
     return plan.host is not None or limit is None or host_bytes(plan) <= limit
 
 
-def check_host(plan: Plan) -> None:
-    """Raise StreamError for a plan that takes more memory of the host than may be taken."""
-    limit = usable_bytes()
-    if limit is not None and not fits_host(plan, limit):
-        raise StreamError(
+def check_host(plan: Plan, device: str, beside: int) -> None:
+    """Raise BudgetError for a plan that keeps more behind a device than its host may hold.
+
+    A budget that leaves the host nothing is for `check_room` to refuse.
+    """
+    limit = None if plan.host else host_limit(device, plan.budget, beside)
+    if limit is not None and limit >= LEAST_HOST_BYTES and not fits_host(plan, limit):
+        raise BudgetError(
             f"the plan keeps {format_size(host_bytes(plan))} of weights in the host's memory, of which "
-            f"{format_size(limit)} may be taken: plan with host_memory={limit}, or more"
+            f"{format_size(limit)} may be taken: plan with host_memory={limit}"
         )
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """The bytes that a loaded plan takes of this host's memory, none of which the system can take back.
+
+    `weights` are those of an arena in private memory, of weights outside of it and of units; `copies` are in
+    the host behind a device; `beside` are activations, and what is trained. `reserved` are bytes of address
+    space for the weights, which a paged arena has for the whole layout.
+    """
+
+    budget: int
+    weights: int
+    copies: int
+    beside: int
+    reserved: int
+    paged: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, payload: Payload, device: str, beside: int, *, private: bool = True) -> HostUse:
+        """What a plan takes on a device. Without `private`, an arena that maps files has no other memory."""
+        sizes = [storage.nbytes for storage in payload.storages]
+        outside, kind = sum(sizes[s] for s in plan.outside), device_kind(device)
+        if kind != "cpu":
+            copies = host_bytes(plan)
+            if copies < LOADED_THROUGH:
+                copies = min(copies + LOADED_THROUGH, plan.host.nbytes if plan.host else sys.maxsize)
+            weights, beside = (plan.arena_bytes + outside, beside) if kind == "sim" else (0, 0)
+            return cls(plan.budget, weights, copies, beside, weights + copies)
+        arena, paged = plan.arena_bytes, plan.arena.kind == "paged" and plan.arena_bytes > 0
+        layout = plan.arena.segments[-1].stop if paged else 0
+        reserved = layout
+        if not paged or plan.arena.granule % HUGE_PAGE == 0:  # a pool of granules, or one buffer
+            reserved += arena
+        if maps_files(plan) and private:
+            reserved += layout  # by which the page cache is asked
+        elif maps_files(plan):
+            # What readers are mapping is all that cannot be taken back.
+            arena, reserved = min(arena, READERS * plan.arena.granule), layout
+        units = plan.pool.nbytes if plan.pool else 0
+        places = plan.pool.layout if plan.pool else ()
+        reserved += max((place + n for place, n in zip(places, sizes, strict=False) if place >= 0), default=0)
+        weights = arena + outside + units
+        return cls(plan.budget, weights, 0, beside, reserved + outside, paged or plan.pool is not None)
+
+    @property
+    def loading(self) -> int:
+        """What loading takes for itself: a program, threads and tables, and page tables of the system."""
+        return LOADING + (self.weights + self.copies) // _PAGE_TABLES
+
+    def lacking(self, floor: Callable[[str | None], int]) -> str:
+        """Say what does not fit into what is left, and which budget does; an empty text if all fits.
+
+        `floor` returns the smallest budget in an arena of that name, or in the best of them.
+        """
+        memory, address = memory_limit(), address_limit()
+        parts = {
+            "weights": self.weights,
+            "copies of weights in the host": self.copies,
+            "activations and what is trained": self.beside,
+            "loading itself": self.loading,
+        }
+        if memory is not None and sum(parts.values()) > memory.left:
+            through = LOADED_THROUGH if self.copies else 0
+            room = memory.left - self.beside - LOADING - _PLANNING - through
+            largest = (room * _PAGE_TABLES - through) // (_PAGE_TABLES + 1)
+            return self._said(parts, memory, largest, floor(None))
+        if address is None:
+            return ""
+        parts |= {"weights": self.reserved, "copies of weights in the host": 0, "stacks": READERS * _stack()}
+        if sum(parts.values()) <= address.left:
+            return ""
+        largest = address.left - sum(parts.values()) + self.reserved - _PLANNING
+        arena = "contiguous" if self.paged else None
+        return self._said(parts, address, largest, floor(arena), arena)
+
+    def _said(
+        self,
+        parts: Mapping[str, int],
+        limit: Limit,
+        largest: int,
+        least: int,
+        arena: str | None = None,
+    ) -> str:
+        listed = ", ".join(f"{format_size(nbytes)} for {name}" for name, nbytes in parts.items() if nbytes)
+        said = (
+            f"a budget of {format_budget(self.budget)} takes {format_size(sum(parts.values()), up=True)} of "
+            f"{limit.of} here ({listed}), and {limit.name} leaves {format_size(limit.left)}"
+        )
+        which = f" with arena={arena!r}, which reserves no more than its budget," if arena else ""
+        if largest >= least:
+            return f"{said}: give{which} a budget of at most {largest} bytes ({format_size(largest)})"
+        more = format_size(least - largest, up=True)
+        return (
+            f"{said}: no budget fits{which.removesuffix(',')}, since the least is {least} bytes "
+            f"({format_size(least, up=True)}): free {more} more, or raise that limit"
+        )
+
+
+def maps_files(plan: Plan) -> bool:
+    """Tells whether a plan's arena on a CPU maps the weight files, whose pages the system can take back."""
+    paged = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
+    return paged and plan.arena_bytes > 0 and supports_populate()
+
+
+def check_room(
+    plan: Plan,
+    payload: Payload,
+    floor: Callable[[str | None], int],
+    *,
+    device: str = "cpu",
+    beside: int = 0,
+) -> bool:
+    """Raise BudgetError, before a byte is read, for a plan that the limits of this process leave no room for.
+
+    `beside` are bytes of activations and of what is trained. Returns whether there is room for private memory
+    beside mapped files. If there is none, they are only mapped: the system then takes back what does not fit,
+    and reads it again, where it would have killed the process.
+    """
+    whole = HostUse.of(plan, payload, device, beside)
+    if whole.lacking(lambda _: 0):
+        give_back_unused()
+    lacking = whole.lacking(floor)
+    if not lacking:
+        return True
+    if device_kind(device) == "cpu" and maps_files(plan):
+        refused = HostUse.of(plan, payload, device, beside, private=False).lacking(floor)
+        if not refused:
+            _log.warning("%s; until then weights are read again that the system has taken back", lacking)
+            return False
+        lacking = refused
+    raise BudgetError(lacking, floor_bytes=floor(None))
+
+
+def _stack() -> int:
+    """The bytes of address space that a thread's stack reserves."""
+    nbytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return _UNLIMITED_STACK if nbytes == resource.RLIM_INFINITY else nbytes

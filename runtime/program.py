@@ -12,25 +12,29 @@ from typing import TYPE_CHECKING
 
 from penstock.passes.activations import Activations
 from penstock.passes.lowering import eager
-from penstock.passes.lowering.archive import open_programs, read_code, read_training
+from penstock.passes.lowering.archive import check_fits, open_programs, read_code, read_training
 from penstock.passes.training.facts import BACKWARD, COPIES, Rung, Training
+from penstock.runtime.arena.allowed import cpu_arenas
+from penstock.runtime.cache import RECORD
+from penstock.runtime.calibrate import THIS_CPU
 from penstock.runtime.choice import (
     PlanRequest,
-    cpu_arenas,
-    find_floors,
     find_ladder,
     find_plan,
     find_plan_to_load,
+    least_budget,
 )
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
-from penstock.runtime.files.artifact_files import read_payload, replace_payload
+from penstock.runtime.files.artifact_files import read_artifact, replace_payload
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.safetensors_file import read_header
+from penstock.runtime.files.sealed import check_folder
 from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import (
     WORKSPACE,
+    HostUse,
     MemorySplit,
     Reserve,
     parse_host_memory,
@@ -38,7 +42,7 @@ from penstock.runtime.memory_split import (
 )
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.sparse.recorder import read_routes
-from penstock.runtime.training.parameters import PARAMETERS
+from penstock.runtime.training.parameters import PARAMETERS, read_parameters
 from penstock.runtime.training.rungs import (
     AUTO,
     Choice,
@@ -75,23 +79,30 @@ def open(path: str | PathLike[str], *, trust: bool = False) -> Program:
     if not isinstance(path, str | PathLike):
         raise SourceError(f"expected the folder of an artifact, got {type(path).__name__}")
     folder = Path(path)
-    payload = read_payload(folder)
+    payload, digest = read_artifact(folder)
     with Source(payload.files, folder, mode="buffered"):
         pass  # opening compares every stamp
-    return Program(folder, payload, trust=trust)
+    return Program(folder, payload, trust=trust, digest=digest)
 
 
 class Program:
     """A compiled program on disk. It holds facts only; weights are loaded by `load`."""
 
     def __init__(
-        self, path: Path, payload: Payload, activations: str | None = None, *, trust: bool = False
+        self,
+        path: Path,
+        payload: Payload,
+        activations: str | None = None,
+        *,
+        trust: bool = False,
+        digest: str = "",
     ) -> None:
         """`activations` names the rung of a program that is trained; it is the first one by default.
 
-        With `trust` the artifact may run code.
+        With `trust` the artifact may run code. `digest` is that of its content, which is empty for facts that
+        are not as they are on the disk.
         """
-        self.path, self.trust = path, trust
+        self.path, self.trust, self.digest = path, trust, digest
         self._stored, self._activations = payload, activations
 
     def __repr__(self) -> str:
@@ -120,7 +131,10 @@ class Program:
         if self._activations is not None:
             return {self._activations: self}
         named = [one.name for one in self.training.rungs] if self.training else []
-        return {name: Program(self.path, self._stored, name, trust=self.trust) for name in named}
+        return {
+            name: Program(self.path, self._stored, name, trust=self.trust, digest=self.digest)
+            for name in named
+        }
 
     @property
     def weight_bytes(self) -> int:
@@ -147,7 +161,7 @@ class Program:
 
     def floor(self, device: str = "cpu", arena: str | None = None) -> int:
         """Returns the smallest budget in bytes for an arena of `arenas()`, or for the best of them."""
-        return min(f.upper_bytes for f in find_floors(self.payload, device, arena, frozenset()).values())
+        return least_budget(self.payload, device, arena)
 
     def read_graph(self) -> networkx.DiGraph:
         """Returns which step reads which storage; `Payload.read_graph` lists the attributes."""
@@ -181,9 +195,11 @@ class Program:
         `load`; a budget is of weights only, so "auto" is the one that keeps all.
 
         With measured hardware and modelled times, an equal plan that was made before on this machine is used
-        again, and `load` runs the plan that this returns. `routes`, recorded by `record_routes` or the file
-        of them, say which units calls ask for, in place of each as often as another. Raises BudgetError below
-        the floor, PlanError for a pattern that matches nothing, PayloadError for routes of another program.
+        again, and `load` runs the plan that this returns. A plan for this machine that a load would find no
+        room for is logged as a warning (`lacking_room`): it may be for another process. `routes`, recorded by
+        `record_routes` or the file of them, say which units calls ask for, in place of each as often as
+        another. Raises BudgetError below the floor, PlanError for a pattern that matches nothing,
+        PayloadError for routes of another program.
         """
         request = PlanRequest(
             budget=self._nbytes(budget),
@@ -196,7 +212,20 @@ class Program:
             host_memory=parse_host_memory(host_memory, self.largest_budget),
             routes=_routes(routes),
         )
-        return find_plan(self.path, candidates(self, activations)[0].payload, request)
+        program = candidates(self, activations)[0]
+        plan = find_plan(self.path, program.payload, request)
+        if plan.hardware.name == THIS_CPU and (lacking := program.lacking_room(plan, device)):
+            _log.warning("%s", lacking)
+        return plan
+
+    def lacking_room(self, plan: Plan, device: str = "cpu") -> str:
+        """Say what a load of a plan would not find room for in this process now, and which budget would fit.
+
+        The text is empty if all fits. `load` refuses such a plan, unless its arena maps files: the system can
+        take these back, and read them again.
+        """
+        used = HostUse.of(plan, self.payload, device, self.beside_bytes)
+        return used.lacking(partial(self.floor, device))
 
     def write_ladder(self) -> Program:
         """Write a ladder of verified plans into the artifact, in place of those it has, and open it again.
@@ -226,6 +255,7 @@ class Program:
         debug: bool = False,
         poison: bool = False,
         spill: str | PathLike[str] | None = None,
+        digest: str | None = None,
     ) -> StreamedModule:
         """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
@@ -240,10 +270,12 @@ class Program:
         what leaves memory in training, by default the system's for temporary files. `page_lock=False` uses
         ordinary memory if the system refuses to lock memory. `engine` executes the plan on a CPU: "native"
         is the library in C++, "python" the streamer in Python, which run the same plans; "auto" is "native"
-        where it was built, and "python" with `debug`. Close the module, or use it as a context manager.
+        where it was built, and "python" with `debug`. `digest` is what the artifact must have, to the last
+        byte, which is read first (`Program.digest`). Close the module, or use it as a context manager.
         """
-        run = LoadOptions(device, page_lock, readers, engine, debug, poison, spill)
-        run.check()
+        if digest is not None:
+            self.verify(strict=True, digest=digest)
+        (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check()
         given = PlanRequest(
             budget=0,
             device=device,
@@ -253,10 +285,7 @@ class Program:
             spill=None if spill is None else fspath(spill),
         )
         _check_modes(budget, plan, device_memory, given)
-        if plan is not None and activations != AUTO:
-            raise PlanError("activations= is decided by the plan: give it to plan()")
-        if reserve and device_memory is None:
-            raise BudgetError("reserve= is taken from device_memory=: give that, not a budget or a plan")
+        _check_rest(plan, device_memory, activations, reserve)
         if plan is not None:
             planned = planned_for(self, plan)
             verify_plan(planned.payload.storages, planned.payload.traces, plan)
@@ -292,6 +321,11 @@ class Program:
     def activation_bytes(self) -> int:
         """The most bytes of intermediate values that any method keeps at once, at the exported sizes."""
         return max(one.peak() for one in self._activations_by_method.values())
+
+    @property
+    def beside_bytes(self) -> int:
+        """The most bytes that calls take beside weights: activations, and what is trained with its copies."""
+        return self.activation_bytes + self.trained_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -350,13 +384,25 @@ class Program:
             trained=self.trained_bytes,
         )
 
-    def verify(self, progress: Progress | None = None) -> int:
+    def verify(
+        self, progress: Progress | None = None, *, strict: bool = False, digest: str | None = None
+    ) -> int:
         """Hash every weight byte and prove every plan; returns the bytes hashed.
 
-        Raises SourceError naming the first weight whose bytes changed since it was compiled, or that
-        cannot be verified because the payload does not say what its bytes were.
+        `strict` accounts for every byte of the artifact's folder: no file is there that is no part of it,
+        nothing lies between the weights, and the stored code is what the payload says. With a `digest`, the
+        artifact must be the one that has it. Raises SourceError naming the first weight whose bytes changed
+        since it was compiled, or that cannot be verified because the payload does not say what its bytes
+        were; and for another digest, or a byte that nothing accounts for.
         """
+        if digest is not None and digest.lower() != self.digest:
+            raise SourceError(
+                f"{self.path} is not the artifact of the digest {digest:.80}: its own is "
+                f"{self.digest or 'not known'}; get that artifact, or ask for its digest again"
+            )
         verify_payload(self._stored)
+        if strict:
+            self._check_folder()
         names = self.payload.storage_names()
         in_files = [(s, storage) for s, storage in enumerate(self.payload.storages) if storage.extents]
         for index, storage in in_files:
@@ -375,6 +421,17 @@ class Program:
                 )
         return total
 
+    def _check_folder(self) -> None:
+        """Raise an error unless the folder holds what the payload says, and its code fits the payload."""
+        with open_programs(self.path, self._stored) as archive:
+            for method in self._stored.methods:
+                check_fits(self._stored, method, read_code(archive, method.name, trust=self.trust))
+        beside = [RECORD]
+        if self.training is not None and self.training.sha256:
+            read_parameters(self.path, self.training.parameters, self.training.sha256)
+            beside.append(PARAMETERS)
+        check_folder(self.path, self._stored, beside)
+
 
 def _choice(request: PlanRequest, split: Callable[[Program], MemorySplit | None], program: Program) -> Choice:
     """The plan of the program of a rung for a request, whose budget is what a cap leaves if there is one."""
@@ -383,7 +440,8 @@ def _choice(request: PlanRequest, split: Callable[[Program], MemorySplit | None]
         _log.info("%s", divided)
         least = program.floor(request.device, request.arena)
         request = replace(request, budget=min(divided.budget(least), program.largest_budget))
-    return Choice(program, find_plan_to_load(program.path, program.payload, request), divided)
+    plan = find_plan_to_load(program.path, program.payload, request, program.beside_bytes)
+    return Choice(program, plan, divided)
 
 
 def _check_modes(
@@ -399,6 +457,16 @@ def _check_modes(
         raise BudgetError("a CPU has no host behind it: host_memory= is for accelerators and sim")
     if plan is not None and (given.keep or given.arena or given.host_memory is not None):
         raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
+
+
+def _check_rest(
+    plan: Plan | None, device_memory: int | str | None, activations: str, reserve: Reserve
+) -> None:
+    """Raise BudgetError or PlanError unless what is said of activations and of a reserve fits the mode."""
+    if plan is not None and activations != AUTO:
+        raise PlanError("activations= is decided by the plan: give it to plan()")
+    if reserve and device_memory is None:
+        raise BudgetError("reserve= is taken from device_memory=: give that, not a budget or a plan")
 
 
 def _traces(traces: object) -> tuple[Trace, ...]:

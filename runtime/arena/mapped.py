@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 
+from penstock.native.library import library
 from penstock.runtime.arena.base import PagedArena, Pages
 from penstock.runtime.system.memory import MADV_POPULATE_READ, PAGE, Reservation, advise
-from penstock.schedule.facts.errors import PlanError, SourceError
+from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 
 
 class MappedArena(PagedArena):
@@ -27,16 +28,36 @@ class MappedArena(PagedArena):
 
     _protection = mmap.PROT_READ
 
+    _guard = -1
+
     def _map(self) -> None:
         self._files = self._find_files()
         for segment in self._files:
             self._map_segment(segment)
         self._prepare()
+        if (native := library()) is not None:
+            self._guard = native.ps_guard(self._memory.address, self._memory.nbytes)
+            if self._guard < 0:
+                raise StreamError(
+                    "more programs are loaded than can be protected from files that shrink: close some"
+                )
 
     def check(self) -> None:
-        # Truncating a file takes its pages from every mapping: the next read would be a SIGBUS. What is
-        # written into it appears in every mapping.
+        # Truncating a file takes its pages from every mapping: a read of them is a SIGBUS, which ends the
+        # process unless the native library, if it was built, puts zeros there (`native/guard.h`). What is
+        # written into a file appears in every mapping.
         self._source.check_all_unchanged()
+        if self._guard >= 0 and (native := library()) is not None and native.ps_guard_hit(self._guard):
+            raise SourceError(
+                "a weight file has been truncated while in use, and was read meanwhile: open the artifact "
+                "again"
+            )
+
+    def close(self) -> None:
+        if self._guard >= 0 and (native := library()) is not None:
+            native.ps_unguard(self._guard)
+            self._guard = -1
+        super().close()
 
     def _find_files(self) -> dict[int, tuple[int, int]]:
         """Returns the file behind each segment, and the layout offset at which that file begins."""

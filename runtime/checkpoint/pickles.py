@@ -91,5 +91,11 @@ def _leaves(value: tuple[Any, ...], levels: int) -> int:
     return found
 
 
+def _refused(self: Any) -> None:
+    raise pickle.UnpicklingError("it takes memory as no checkpoint does")
+
+
+for _opcode in (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER):
+    _Unpickler.dispatch[_opcode[0]] = _refused
 for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
     _Unpickler.dispatch[_opcode[0]] = _limited(_opcode[0])

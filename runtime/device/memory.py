@@ -19,7 +19,7 @@ from penstock.schedule.facts.model import Part, Range, Storage
 from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged
 
-_LOADING = 16 << 20
+LOADED_THROUGH = 16 << 20
 """Bytes of host memory through which resident weights are loaded if the slab is smaller."""
 
 
@@ -124,10 +124,10 @@ class DeviceWeights:
         """Load what stays through the slab or the ring, which are empty yet, or through more host memory."""
         staying = list(self._staying())
         largest = max(self.host.slab, self.host.ring, key=lambda memory: memory.numel())
-        free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else _LOADING
+        free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else LOADED_THROUGH
         if free <= largest.numel() or not staying:
             load_resident(device, self.disk, largest, staying)
             return
-        memory = device.allocate_host(min(free, _LOADING))
+        memory = device.allocate_host(min(free, LOADED_THROUGH))
         load_resident(device, self.disk, memory, staying)
         device.free_host(memory)

@@ -19,6 +19,15 @@ DIGEST = "payload.json.sha256"
 
 def read_payload(folder: Path) -> Payload:
     """Returns the payload of an artifact folder, and checks its plans and the hash of its lowered program."""
+    return read_artifact(folder)[0]
+
+
+def read_artifact(folder: Path) -> tuple[Payload, str]:
+    """Returns what `read_payload` returns, and the digest of the artifact.
+
+    That is the sha256 of the payload's bytes, which have the hashes of the lowered program and of each
+    storage: whoever knows it from elsewhere can tell that all of an artifact is as it was.
+    """
     try:
         data = (folder / PAYLOAD).read_bytes()
     except OSError as error:
@@ -39,7 +48,7 @@ def read_payload(folder: Path) -> Payload:
     check_artifact(payload, str(folder / PAYLOAD))
     verify_payload(payload)
     _check_program(folder / payload.program.path, payload.program.sha256)
-    return payload
+    return payload, hashlib.sha256(data).hexdigest()
 
 
 def write_payload(payload: Payload, folder: Path) -> None:

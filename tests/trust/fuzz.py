@@ -53,6 +53,7 @@ def _work(name: str, seed: int, number: Synchronized[int], begun: Synchronized[f
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (libraries write there what they think of a file)
     with tempfile.TemporaryDirectory() as folder:
         target = make_target(name, Path(folder))
+        outcome(target.use, target.seeds[0])  # imports what it needs
         while True:
             with begun.get_lock():
                 begun.value = time.monotonic()

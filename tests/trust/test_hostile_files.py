@@ -234,12 +234,13 @@ def lists(levels: int) -> bytes:
         pickle.PROTO + b"\x02" + pickle.NONE + pickle.LONG_BINPUT + b"\xff\xff\xff\xff" + pickle.STOP,
         pickle.PROTO + b"\x04" + pickle.FRAME + b"\xff" * 8,
         pickle.PROTO + b"\x04" + pickle.BINBYTES8 + b"\xff" * 7 + b"\x0f" + pickle.STOP,
+        pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + b"\x00\x00\x00\x00\x04\x00\x00\x00" + pickle.STOP,
         pickle.PROTO + b"\x02" + pickle.EXT1 + b"\x01" + pickle.STOP,
         pickle.PROTO + b"\x02" + pickle.EMPTY_DICT + pickle.PERSID + b"x\n" + pickle.STOP,
         b"cos\nsystem\n(S'touch mark'\ntR.",
         b"",
     ],
-    ids=range(11),
+    ids=range(12),
 )
 @pytest.mark.timeout(20)
 def test_a_pickle_that_would_take_for_ever(tmp_path, data):

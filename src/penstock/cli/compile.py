@@ -87,7 +87,8 @@ def compile(
             ladder=ladder,
         )
     rungs = tuple(plan.budget for plan in compiled.payload.plans)
-    facts = {"path": str(output), "weight_bytes": compiled.weight_bytes, "floor_bytes": compiled.floor_bytes}
+    facts: dict[str, object] = {"path": str(output), "digest": compiled.digest}
+    facts |= {"weight_bytes": compiled.weight_bytes, "floor_bytes": compiled.floor_bytes}
     if json:
         console.print_json({**facts, "ladder": rungs} if ladder else facts)
     else:
@@ -98,6 +99,7 @@ def _print(output: Path, compiled: Program, rungs: tuple[int, ...]) -> None:
     facts = [
         ("weights", format_size(compiled.weight_bytes)),
         ("floor", f"{format_size(compiled.floor_bytes)} ({compiled.floor_bytes} bytes)"),
+        ("digest", compiled.digest),
         ("plans for", ", ".join(map(format_size, rungs))),
         ("next", f"penstock run {output} --budget 50%"),
     ]

@@ -113,6 +113,8 @@ def _print_json(program: Program, found: Advice) -> None:
             "expected_wait_seconds": sum(found.plan.pool.expected_ns) / 1e9,
             "worst_wait_seconds": sum(found.plan.pool.worst_ns) / 1e9,
         }
+    if lacking := _lacking(program, found.plan):
+        facts["no_room_here"] = lacking
     if found.plan.produced:
         facts["value_bytes"], facts["written_bytes"] = program.value_bytes, found.plan.written_bytes
     if program.rung is not None:
@@ -162,6 +164,7 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         bound += "; it has this pool, and no waits for units" if plan.pool is not None else ""
     predicted, compute = format_time(plan.predicted_ns), format_time(plan.compute_ns)
     holds, waits = units_of(plan)
+    lacking = _lacking(program, plan)
     return [
         ("weights", format_size(program.weight_bytes)),
         ("arena", f"{format_size(plan.arena_bytes)}, {plan.arena.kind}, {plan.arena.backing}"),
@@ -174,7 +177,15 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         *([("activations", _kept(program))] if program.rung is not None else []),
         ("assumed", f"{plan.hardware.name}: {plan.hardware.note.removesuffix(UNEVEN).removesuffix('; ')}"),
         *([("but", UNEVEN)] if plan.hardware.uneven else []),
+        *([("no room here", lacking)] if lacking else []),
     ]
+
+
+def _lacking(program: Program, plan: Plan) -> str:
+    """What a load would not find room for now; nothing for a plan for another machine."""
+    from penstock.runtime.calibrate import THIS_CPU
+
+    return program.lacking_room(plan) if plan.hardware.name == THIS_CPU else ""
 
 
 def _values(program: Program, plan: Plan, transfers: int) -> str:

@@ -41,6 +41,7 @@ def run(
     engine: options.EngineName = "auto",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of generated inputs.")] = 0,
     force: options.Force = False,
+    digest: options.Digest = None,
     trust: options.Trust = False,
     json: options.Json = False,
 ) -> None:
@@ -60,6 +61,7 @@ def run(
             device=device,
             host_memory=host_memory,
             engine=engine,
+            digest=digest,
         )
         done = run_trial(program, Trial(method, passes, input, output, sizes, seed, force), load, say)
     if json:

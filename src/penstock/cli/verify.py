@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from penstock.cli.terminal import console, options
 from penstock.schedule.facts.sizes import format_size
 
-EXAMPLES = ("penstock verify model.penstock",)
+EXAMPLES = ("penstock verify model.penstock", "penstock verify model.penstock --strict")
 
 
-def verify(artifact: options.Artifact, json: options.Json = False) -> None:
+def verify(
+    artifact: options.Artifact,
+    *,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Account for every byte of the folder, and for the stored code.")
+    ] = False,
+    digest: options.Digest = None,
+    trust: options.Trust = False,
+    json: options.Json = False,
+) -> None:
     """Hash every weight byte and prove every plan of an artifact."""
     from penstock.runtime.program import open as open_program
 
-    program = open_program(artifact)
+    program = open_program(artifact, trust=trust)
     with console.byte_progress() as progress:
-        nbytes = program.verify(progress)
+        nbytes = program.verify(progress, strict=strict or digest is not None, digest=digest)
     if json:
-        console.print_json({"path": str(artifact), "verified_bytes": nbytes})
+        facts = {"path": str(artifact), "verified_bytes": nbytes, "digest": program.digest}
+        console.print_json(facts)
     else:
         console.print_text(f"{artifact}: {format_size(nbytes)} of weights are those that were compiled")
+        console.print_text(f"digest {program.digest}")

@@ -167,6 +167,7 @@ def test_what_is_not_read_by_units(call):
 def test_an_argument_of_the_same_storage_is_read_whole():
     ids = torch.arange(64, dtype=torch.int64).view(16, 4) % 16
     assert found(lambda m, x: m.w[m.w[:, 0]] + x.sum(), w=ids) == []
+    assert found(lambda m, x: m.w[m.w] + x.sum(), w=ids) == []
     assert len(found(lambda m, x: m.w[m.other[:, 0]] + x.sum(), w=ids, other=ids.clone())) == 1
 
 

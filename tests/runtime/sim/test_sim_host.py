@@ -31,7 +31,7 @@ def test_a_host_that_holds_a_part_streams_the_rest_from_the_files(stack, host_me
 def test_host_memory_is_capped_as_the_machine_is(stack, monkeypatch):
     program = stack.open()
     budget = program.floor("sim:h100")
-    monkeypatch.setattr("penstock.runtime.choice.usable_bytes", lambda: 2 << 20)
+    monkeypatch.setattr("penstock.runtime.memory_split.usable_bytes", lambda: 2 << 20)
     with torch.no_grad(), program.load(budget, device="sim:h100") as module:
         assert torch.equal(module(stack.tokens), stack.expected)
         assert 0 < module.stats.pinned_bytes <= 2 << 20
@@ -84,9 +84,8 @@ def test_limits_of_the_host_are_said(stack, monkeypatch):
     with pytest.raises(penstock.BudgetError, match="give at least 16384"):
         program.load("100%", device="sim:h100", host_memory=1)
     plan = program.plan("50%", device="sim:h100")
-    for room in ("choice", "memory_split"):
-        monkeypatch.setattr(f"penstock.runtime.{room}.usable_bytes", lambda: 1 << 20)
-    with pytest.raises(penstock.StreamError, match=r"1\.00 MiB may be taken: plan with host_memory="):
+    monkeypatch.setattr("penstock.runtime.memory_split.usable_bytes", lambda: 1 << 20)
+    with pytest.raises(penstock.BudgetError, match=r"1\.00 MiB may be taken: plan with host_memory="):
         program.load(plan=plan, device="sim:h100")
     with torch.no_grad(), program.load("50%", device="sim") as module:  # no preset, and yet a disk
         assert torch.equal(module(stack.tokens), stack.expected)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.system.limits import available_bytes
+from penstock.runtime.system.limits import Limit, address_limit, available_bytes, memory_limit
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def write_limit(file: Path, text: str) -> None:
 
 
 def test_without_groups_it_is_what_the_system_has(proc: Path, tmp_path: Path) -> None:
-    assert available_bytes(proc, tmp_path / "none") == 4000 << 10
+    assert memory_limit(proc, tmp_path / "none") == Limit(4000 << 10, "the system")
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,32 @@ def test_a_group_or_one_above_it_limits(
 ) -> None:
     (proc / "self/cgroup").write_text(membership + "\n")
     write_limit(tmp_path / "groups" / file, text)
-    assert available_bytes(proc, tmp_path / "groups") == expected
+    found = memory_limit(proc, tmp_path / "groups")
+    assert found is not None
+    assert found.left == expected
+    named = (
+        "the system"
+        if expected == 4000 << 10
+        else f"control group /{Path(file).parent}".replace("/memory/", "/")
+    )
+    assert found.name == named
 
 
 @pytest.mark.parametrize(
     ("membership", "folder", "name", "stat"),
     [
-        ("4:memory:/a", "memory/a", "memory.limit_in_bytes", "cache 900\ntotal_rss 3000\ntotal_cache 900\n"),
-        ("0::/a", "a", "memory.max", "anon 3000\nfile 900\ninactive_file 900\n"),
+        (
+            "4:memory:/a",
+            "memory/a",
+            "memory.limit_in_bytes",
+            "cache 900\nrss 9\ntotal_rss 2900\ntotal_shmem 100\ntotal_cache 900\n",
+        ),
+        (
+            "0::/a",
+            "a",
+            "memory.max",
+            "anon 2000\nshmem 600\npagetables 400\nfile 900\ninactive_file 900\nslab_reclaimable 9\n",
+        ),
     ],
 )
 def test_what_a_group_cannot_give_back_is_not_available(
@@ -55,11 +73,14 @@ def test_what_a_group_cannot_give_back_is_not_available(
     (proc / "self/cgroup").write_text(membership + "\n")
     write_limit(tmp_path / "groups" / folder / name, "10000\n")
     write_limit(tmp_path / "groups" / folder / "memory.stat", stat)
-    assert available_bytes(proc, tmp_path / "groups") == 7000
+    found = memory_limit(proc, tmp_path / "groups")
+    assert found is not None
+    assert found.left == 7000
 
 
 def test_a_system_that_does_not_say(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path) is None
+    assert memory_limit(tmp_path) is None
+    assert address_limit(tmp_path) is None
 
 
 def test_here_it_is_some_memory() -> None:

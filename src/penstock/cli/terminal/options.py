@@ -93,6 +93,10 @@ Keep = Annotated[
     list[str] | None,
     typer.Option(help="Weights that stay in memory, such as 'lm_head.*'. May be given again."),
 ]
+Digest = Annotated[
+    str | None,
+    typer.Option(help="The digest that the artifact must have, to the last byte (docs/security.md)."),
+]
 Trust = Annotated[
     bool,
     typer.Option(
