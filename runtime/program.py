@@ -51,7 +51,7 @@ from penstock.runtime.training.rungs import (
     payload_of,
     planned_for,
 )
-from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError
+from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
 from penstock.schedule.facts.model import Hardware, Trace, Wrap
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, verify_payload
@@ -222,9 +222,14 @@ class Program:
         """Say what a load of a plan would not find room for in this process now, and which budget would fit.
 
         The text is empty if all fits. `load` refuses such a plan, unless its arena maps files: the system can
-        take these back, and read them again.
+        take these back, and read them again. What calls take beside weights is known from the program, and
+        counts as nothing where that is code which nobody trusts.
         """
-        used = HostUse.of(plan, self.payload, device, self.beside_bytes)
+        try:
+            beside = self.beside_bytes
+        except PayloadError:
+            beside = 0
+        used = HostUse.of(plan, self.payload, device, beside)
         return used.lacking(partial(self.floor, device))
 
     def write_ladder(self) -> Program:

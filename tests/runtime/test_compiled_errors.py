@@ -46,7 +46,7 @@ def test_an_artifact_of_another_machine_is_refused_by_name(compiled, change, mes
     else:
         payload = replace(payload, **change)
     with pytest.raises(penstock.PayloadError, match=message):
-        Program(compiled["odd"].program.path, payload).load("50%")
+        Program(compiled["odd"].program.path, payload, trust=True).load("50%")
 
 
 class Conjugated(torch.nn.Module):

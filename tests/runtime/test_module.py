@@ -237,10 +237,10 @@ def test_a_system_without_populate_moves_and_direct_reads(
     stack: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from penstock.runtime import choice
-    from penstock.runtime.arena import opening as arena
+    from penstock.runtime.arena import allowed, opening
     from penstock.runtime.files import direct_file
 
-    for module in (arena, choice):
+    for module in (allowed, opening, choice):
         for name in ("supports_populate", "supports_move"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda: False)
