@@ -18,7 +18,7 @@ from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 def test_facts_as_json(penstock: Command, lowered_decoder: Lowered) -> None:
     shown = json.loads(penstock("inspect", lowered_decoder.path, "--json").out)
     exported = lowered_decoder.exported
-    assert (shown["version"], shown["lowering"]) == (9, "executorch")
+    assert (shown["version"], shown["lowering"]) == (10, "executorch")
     assert [w["fqn"] for w in shown["weights"]] == [w.fqn for w in exported.payload.weights]
     assert shown["weights"][0]["parts"][0]["dtype"] == "float32"
     assert len(shown["regions"]) == len(exported.regions)
