@@ -76,7 +76,7 @@ def test_a_plan_is_made_once_for_a_memory(tmp_path, monkeypatch):
         return make_plan(problem, budget, **options)
 
     monkeypatch.setattr(choice, "make_plan", make)
-    monkeypatch.setattr(program, "find_floors", None)  # a plan tells whether there is one
+    monkeypatch.setattr(program, "least_budget", None)  # a plan tells whether there is one
     for memory in ("200KB", "200KB", "190KB"):
         apply(models.llama(num_hidden_layers=1), memory, cache=tmp_path).restore()
     assert len(made) == 2
