@@ -60,7 +60,7 @@ def render(result: dict[str, Any]) -> str:
     for title, ways in tables.items():
         lines += [
             "",
-            f"#### {options['model']}, {title}",
+            f"### {options['model']}, {title}",
             "",
             f"| {' | '.join(_HEAD)} |",
             "|---" * len(_HEAD) + "|",

@@ -67,7 +67,7 @@ def test_all_ways_compute_the_same_and_read_what_they_should(
     assert result["asked"] == shape.layers * shape.asked * 3 * unit
     text = document.read_text()
     assert "old" not in text
-    assert text.count("#### tiny, ") == 3
+    assert text.count("### tiny, ") == 3
     assert "| outputs that differ | at most 0 | 0.000 | yes |" in text
     assert {path.name for path in tmp_path.iterdir()} == {"facts.json", "page.md"}
     assert invoke("--render", str(tmp_path / "facts.json")).output.strip() == render(result).strip()
