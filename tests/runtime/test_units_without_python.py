@@ -20,13 +20,10 @@ from penstock.runtime.program import Program
 from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 from tests.runtime.conftest import Run
-from tests.runtime.sparse.sparse_models import Experts, Head, Tables, routes, seeded
-from tests.schedule.traces import machine
+from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Tables, routes, seeded
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
-SLOW = machine(1e8)
-"""A disk so slow that units are always worth it."""
 
 PASSES = 3
 

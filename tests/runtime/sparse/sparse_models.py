@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.schedule.traces import machine
+
+SLOW = machine(1e8)
+"""A disk so slow that units are always worth it."""
+
 
 def seeded(nbytes: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(nbytes)

@@ -17,11 +17,7 @@ from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Part, SparseRead, Step, Trace, Work
 from penstock.schedule.sparse.replay import replay_own
 from penstock.schedule.sparse.routes import profile_of
-from tests.runtime.sparse.sparse_models import Experts, Head, Tables, routes, seeded
-from tests.schedule.traces import machine
-
-SLOW = machine(1e8)
-"""A disk so slow that units are always worth it."""
+from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Tables, routes, seeded
 
 Arguments = tuple[torch.Tensor, ...]
 

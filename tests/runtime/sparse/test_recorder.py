@@ -17,11 +17,9 @@ from penstock.schedule.facts.errors import PayloadError, SourceError, StreamErro
 from penstock.schedule.sparse.replay import replay, replay_own
 from penstock.schedule.sparse.routes import Ask, Profile, Routes, profile_of
 from tests.engines import ENGINES
-from tests.schedule.traces import machine
+from tests.runtime.sparse.sparse_models import SLOW
 
 ROWS = 4096
-SLOW = machine(1e8)
-"""A disk so slow that units are always worth it."""
 
 
 class Mixture(nn.Module):

@@ -11,11 +11,7 @@ from penstock.schedule.sparse.calls import simulated_calls
 from penstock.schedule.sparse.replay import replay
 from penstock.schedule.sparse.routes import profile_of, served_profile
 from tests.engines import ENGINES
-from tests.runtime.sparse.sparse_models import Experts, Head, routes
-from tests.schedule.traces import machine
-
-SLOW = machine(1e8)
-"""A disk so slow that units are always worth it."""
+from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, routes
 
 CALLS = 8
 
