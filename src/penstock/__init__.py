@@ -79,11 +79,16 @@ _HOMES = {
     "unpack_gguf": "penstock.models.packed_gguf",
 }
 
+_PACKAGES = ("backends", "integrations")
+"""Packages whose names are public, and which are imported when one of them is asked for."""
+
 
 set_up()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES.get(name, "penstock.schedule.facts.errors")), name)
@@ -92,4 +97,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})
