@@ -396,7 +396,7 @@ pytree.register_pytree_node(
 @pytest.mark.parametrize(
     "value",
     [1, (1, [2, (3,)]), {"a": 1, 2: [3], True: ()}, {"none": None}, [Registered({"a": 1}), ()]],
-    ids=str,
+    ids=("leaf", "tuple", "dict", "none", "registered"),
 )
 def test_structures_come_back(value):
     spec = pytree.tree_structure(value)
