@@ -31,6 +31,7 @@ from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage, st
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
+from penstock.runtime.sparse.trial import reads_units_only
 from penstock.runtime.system.atomic import write_artifact
 from penstock.runtime.training.parameters import write_parameters
 from penstock.schedule.facts.catalog import part_nbytes
@@ -92,7 +93,7 @@ def compile(
     """
     _check_lowering(lowering, options, resident_below)
     _check_packing(weights, pack, cast, slices)
-    annotated = exported if isinstance(exported, Annotated) else annotate_with_values(exported)
+    annotated = exported if isinstance(exported, Annotated) else _annotate(exported)
     _check_names(annotated.payload.methods)
     found = None
     if weights is not None:
@@ -115,6 +116,10 @@ def compile(
 
     write_artifact(folder, force=force, build=build)
     return open_program(folder, trust=True)  # this process has just made it
+
+
+def _annotate(exported: ExportedProgram | Mapping[str, ExportedProgram]) -> Annotated:
+    return annotate_with_values(exported, trusts=reads_units_only)
 
 
 def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = None) -> Payload:

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from penstock.passes.sparse.contracts import CONTRACTS
+from penstock.passes.sparse.by_expert import BY_EXPERT
+from penstock.passes.sparse.contracts import CONTRACTS, contract_of
 from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import Pool, SparseRead, Trace
@@ -46,7 +47,7 @@ class SparseCall(torch.nn.Module):
         super().__init__()
         self._operator, self._read, self._units = operator, read, units
         self._graph, self._step = graph, step
-        self._contract = CONTRACTS[read.operator]
+        self._contract = contract_of(read)
         tensor = units.tensor(read)
         self._tensor = tensor.flatten(0, 1) if read.slices > 1 else tensor
 
@@ -90,9 +91,10 @@ def call_by_units(graph: fx.Graph, bodies: dict[str, Any], trace: Trace, units: 
             node = nodes.get(step.name)
             if not units.pool.has(read):
                 continue
-            if node is None or str(node.target) != read.operator or read.operator not in CONTRACTS:
+            called = str(BY_EXPERT) if read.computed else read.operator
+            if node is None or str(node.target) != called or called not in CONTRACTS:
                 raise PassError(
-                    f"step {k} ({step.name}) of method {trace.method!r} does not call {read.operator}: "
+                    f"step {k} ({step.name}) of method {trace.method!r} does not call {called}: "
                     "payload and program are not of one compilation, compile again"
                 )
             bodies[name := f"sparse_{k}"] = SparseCall(node.target, read, units, trace.graph, k)
