@@ -43,7 +43,7 @@ from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
 from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.sparse.native import NativeUnits
-from penstock.runtime.sparse.trial import check_trusted
+from penstock.runtime.sparse.trial import check_experts, check_trusted
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream.interface import MemoryUse
 from penstock.runtime.stream.native import NativeStreamer
@@ -374,6 +374,8 @@ def _eager_methods(
 
     def load(method: Method) -> LoadedMethod:
         trace = payload.trace_for(method.graph)
+        if device.type == "cpu":
+            check_experts(trace)
         instantiate = partial(
             eager.instantiate, lowered, weights.tensors, method, device=device, units=weights.units
         )
@@ -391,9 +393,12 @@ def _compiled_methods(package: compiled.LoadedPackage, weights: LoadedWeights) -
     methods: dict[str, LoadedMethod] = {}
     for method in payload.methods:
         trace, order = payload.trace_for(method.graph), orders[method.graph]
+        check_experts(trace)
         loaded = compiled.CompiledMethod(package, weights.tensors, method)
         weights.resources.close_first(loaded.close)
         by_units = sparse_calls(trace, order.units, weights.units) if weights.units else {}
         probed = weights.probed(method.graph)
-        methods[method.name] = LoadedMethod(trace, probed, loaded, order=order, by_units=by_units)
+        methods[method.name] = LoadedMethod(
+            trace, probed, loaded, order=order, by_units=by_units, bodies=package.bodies[method.name]
+        )
     return methods

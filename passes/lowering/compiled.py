@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.calls.signature import CallSignature
@@ -30,11 +31,12 @@ _LEVELS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 
 @dataclass(frozen=True)
 class LoadedPackage:
-    """The code in an artifact: the runner of each method, and the method's call signature."""
+    """The code in an artifact: the runner of each method, its call signature, and its graph's bodies."""
 
     payload: Payload
     runners: Mapping[str, Any]
     signatures: Mapping[str, CallSignature]
+    bodies: Mapping[str, Mapping[str, fx.GraphModule]]
 
 
 def load(folder: Path, payload: Payload, *, trust: bool) -> LoadedPackage:
@@ -55,7 +57,10 @@ def load(folder: Path, payload: Payload, *, trust: bool) -> LoadedPackage:
         codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
         load_runner = torch._C._aoti.AOTIModelPackageLoader
         runners = {m.name: load_runner(package, m.name, False, 1, -1) for m in payload.methods}
-    return LoadedPackage(payload, runners, {name: code.signature for name, code in codes.items()})
+    signatures = {name: code.signature for name, code in codes.items()}
+    computed = {t.method for t in payload.traces for s in t.steps if any(one.computed for one in s.sparse)}
+    bodies = {name: code.graph().bodies if name in computed else {} for name, code in codes.items()}
+    return LoadedPackage(payload, runners, signatures, bodies)
 
 
 class CompiledMethod:

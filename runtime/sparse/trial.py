@@ -33,7 +33,7 @@ from penstock.runtime.system.memory import (
     hint,
     round_up,
 )
-from penstock.schedule.facts.errors import PenstockError, PlanError
+from penstock.schedule.facts.errors import PenstockError, PlanError, StreamError
 from penstock.schedule.facts.model import Decisions, Part, SparseRead, Step, Trace
 
 _log = logging.getLogger(__name__)
@@ -79,6 +79,21 @@ def check_trusted(plan: Decisions) -> None:
                         f"the plan reads units of a weight in {step.name}, and {one.operator} was not seen "
                         "to read only those in this process: make a plan on this machine"
                     )
+
+
+def check_experts(trace: Trace) -> None:
+    """Raise StreamError if experts are computed one at a time for a product that needs all of them.
+
+    The program was compiled where that gave the bits of all of them together, which is tried again here.
+    """
+    for step in trace.steps:
+        for one in step.sparse:
+            if one.computed is not None and not _trusted(one, step):
+                raise StreamError(
+                    f"the program computes experts one at a time in {step.name}, and {one.operator} was not "
+                    "seen to give the bits of all of them together in this process: compile it on this "
+                    "machine, for as many threads"
+                )
 
 
 def reads_units_only(read: SparseRead) -> bool:
