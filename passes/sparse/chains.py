@@ -216,6 +216,10 @@ def _permuted(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[
     return arguments if arguments[1][0] % rank == 0 else None
 
 
+def _last_two(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
+    return arguments if rank > 2 else None
+
+
 def _shaped(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
     return arguments[0], [-1, *shape[1:]]
 
@@ -229,6 +233,7 @@ _WITHIN_SLICES: Mapping[Any, Callable[[tuple[Any, ...], int, list[int]], tuple[A
     **dict.fromkeys((aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim), _inner),
     **dict.fromkeys((aten.slice.Tensor, aten.select.int), _along),
     aten.permute.default: _permuted,
+    aten.mT.default: _last_two,
     **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), _shaped),
     aten.expand.default: _expanded,
 }
