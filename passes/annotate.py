@@ -154,7 +154,7 @@ def each(change: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[Prog
     return change_each
 
 
-@declare(requires=by_expert.requires, ensures=by_expert.ensures)
+@declare(requires=("plain parts", "one grad mode"), ensures=("experts by themselves",))
 def compute_experts(found: Programs) -> Programs:
     """Has experts computed one at a time from quantised ones, by products that are trusted."""
     if found.trusts is None:

@@ -85,15 +85,15 @@ def compile(
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and get no probes. Such an artifact
     runs with the version of torch, and on the kind of processor, that compiled it. `force` replaces an
     artifact that exists. Weights that `earlier` has hashed in place are not hashed again if their files are
-    unchanged. With `ladder` the artifact gets plans for programs without Python (`Program.write_ladder`). The
-    number of bytes that are about to be written is logged.
+    unchanged. With `ladder` the artifact gets plans for programs without Python (`Program.write_ladder`), and
+    computes quantised experts all at once, as only Python does one at a time. The bytes to write are logged.
 
     Raises PassError for a program that cannot be streamed, and SourceError for weight files that do not
     belong to the program and for an output that cannot be written.
     """
     _check_lowering(lowering, options, resident_below)
     _check_packing(weights, pack, cast, slices)
-    annotated = exported if isinstance(exported, Annotated) else _annotate(exported)
+    annotated = exported if isinstance(exported, Annotated) else _annotate(exported, ladder)
     _check_names(annotated.payload.methods)
     found = None
     if weights is not None:
@@ -118,8 +118,9 @@ def compile(
     return open_program(folder, trust=True)  # this process has just made it
 
 
-def _annotate(exported: ExportedProgram | Mapping[str, ExportedProgram]) -> Annotated:
-    return annotate_with_values(exported, trusts=reads_units_only)
+def _annotate(exported: ExportedProgram | Mapping[str, ExportedProgram], ladder: bool) -> Annotated:
+    """The facts of programs. Without Python nothing computes experts one at a time."""
+    return annotate_with_values(exported, trusts=None if ladder else reads_units_only)
 
 
 def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = None) -> Payload:

@@ -71,9 +71,7 @@ class StreamedModule(torch.nn.Module):
         self._sightings = sightings
         self._gate = Gate("a streamed module", "load the program")
         self._calls = {
-            name: probe_calls(
-                method.order, method.probed, weights.streamer, method.by_units, method.bodies
-            )
+            name: probe_calls(method.order, method.probed, weights.streamer, method.by_units, method.bodies)
             for name, method in methods.items()
             if method.order
         }
@@ -159,9 +157,7 @@ class StreamedModule(torch.nn.Module):
             )
             calls = None
             if loaded.order is not None:
-                calls = ProbeCalls(
-                    loaded.order, range(steps), stopwatch, loaded.by_units, loaded.bodies
-                )
+                calls = ProbeCalls(loaded.order, range(steps), stopwatch, loaded.by_units, loaded.bodies)
             run = _running(timed, leaves, calls)
             self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
             self._passes += 1

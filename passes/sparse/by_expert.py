@@ -1,6 +1,6 @@
 """A product by experts whose weights are computed from others: one expert at a time, from its own slices.
 
-A quantised stack of experts is multiplied as a stack of floating-point numbers that operators compute from it.
+A quantised stack of experts is multiplied as a stack of floating-point numbers that operators compute of it.
 Each slice of that depends on one slice of the quantised stack, so that an expert can be computed, multiplied
 with its rows and forgotten before the next one.
 """
@@ -8,7 +8,6 @@ with its rows and forgotten before the next one.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx

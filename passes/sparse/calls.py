@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.sparse.contracts import CONTRACTS, contract_of
@@ -43,7 +42,9 @@ class SparseCall(torch.nn.Module):
     Where they do not fit together, the operator runs in parts.
     """
 
-    def __init__(self, operator: OpOverload, read: SparseRead, units: Units, graph: int, step: int) -> None:
+    def __init__(
+        self, operator: Callable[..., Any], read: SparseRead, units: Units, graph: int, step: int
+    ) -> None:
         super().__init__()
         self._operator, self._read, self._units = operator, read, units
         self._graph, self._step = graph, step

@@ -17,11 +17,9 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import tree_leaves
 
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
+from penstock.passes.graph.nodes import copy_graph_module, needed, placeholders_of
 from penstock.passes.graph.propagation import propagate
-from penstock.passes.pipeline import declare
 from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.sparse.contracts import CONTRACTS, computed_like
 from penstock.schedule.facts.model import Part, SparseRead
@@ -42,15 +40,20 @@ _EACH_ELEMENT = frozenset(
         **dict.fromkeys(("bitwise_left_shift", "bitwise_right_shift"), "Tensor Tensor_Scalar"),
         **dict.fromkeys(("__and__", "__or__", "__lshift__", "__rshift__"), "Tensor Scalar"),
         "neg": "default",
+        "index": "Tensor",
     }.items()
     for overload in overloads.split()
 )
 """Operators that compute each element from one of each operand, and round correctly."""
 
 
+_LOOKED_UP = aten.index.Tensor
+"""Takes each element from a table of one dimension, at the place that an element of the chain names."""
+
+
 @dataclass(frozen=True)
 class _Chain:
-    """The nodes from a weight to the stack that a product is given, and what they are given besides.
+    """The nodes from a weight to the stack that a product is given, in order, and what else they take.
 
     `sliced` have a slice for each of the stack, and `shared` are the same for all slices.
     """
@@ -68,7 +71,6 @@ class _Chain:
         return self.nodes[-1]
 
 
-@declare(requires=("plain parts", "one grad mode"), ensures=("experts from their own slices",))
 def by_expert(exported: ExportedProgram, trusts: Trusts) -> ExportedProgram:
     """Returns a copy of a program in which experts that chains compute are computed one at a time.
 
@@ -83,9 +85,9 @@ def by_expert(exported: ExportedProgram, trusts: Trusts) -> ExportedProgram:
     copied = copy.copy(exported)
     module = copied._graph_module = copy_graph_module(exported.graph_module)
     nodes = {node.name: node for node in module.graph.nodes}
-    for number, (product, chain) in enumerate(found):
+    for number, (product, chain, inner) in enumerate(found):
         name = f"penstock_experts_{number}"
-        setattr(module, name, _body(product, chain))
+        setattr(module, name, inner)
         node = nodes[product.name]
         rows, _, ends = node.args[:3]
         others = [nodes[one.name] for one in (*chain.sliced, *chain.shared)]
@@ -101,8 +103,8 @@ def by_expert(exported: ExportedProgram, trusts: Trusts) -> ExportedProgram:
     return copied
 
 
-def _products(exported: ExportedProgram, trusts: Trusts) -> Iterator[tuple[fx.Node, _Chain]]:
-    """The products by experts whose stacks are computed by chains, in order."""
+def _products(exported: ExportedProgram, trusts: Trusts) -> Iterator[tuple[fx.Node, _Chain, fx.GraphModule]]:
+    """The products by experts whose stacks are computed by chains, in order, each with the body of both."""
     specs = exported.graph_signature.input_specs
     named = {spec.arg.name for spec in specs if spec.kind is not InputKind.USER_INPUT}
     weights = {node for node in placeholders_of(exported.graph) if node.name in named}
@@ -114,13 +116,17 @@ def _products(exported: ExportedProgram, trusts: Trusts) -> Iterator[tuple[fx.No
             continue
         if len(node.args) < 3 or any(one is not None for one in (*node.args[3:], *node.kwargs.values())):
             continue
-        stack = node.args[1]
-        chain = _chain(node, stack, weights) if _is_static(stack) else None
+        chain = _chain(node, weights, position) if _is_static(node.args[1]) else None
         if chain is None or any(position[chain.nodes[1]] < k < position[node] for k in writes):
             continue
-        value = chain.weight.meta["val"]
-        if value.numel() * value.itemsize >= division.LEAST and trusts(_read(node, chain)):
-            yield node, chain
+        if chain.weight.meta["val"].nbytes < division.LEAST or not trusts(_read(node, chain)):
+            continue
+        body = _body(node, chain)
+        (inner,) = body.graph.output_node().all_input_nodes
+        single: fx.Node = inner.args[1]  # type: ignore[assignment]
+        # Kernels choose how they work by strides, so the slice of an expert lies in memory as in the stack.
+        if single.meta["val"].stride()[1:] == chain.stack.meta["val"].stride()[1:]:
+            yield node, chain, body
 
 
 def _read(product: fx.Node, chain: _Chain) -> SparseRead:
@@ -137,52 +143,52 @@ def _is_static(node: object) -> bool:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or not value.dim():
         return False
-    return all(isinstance(size, int) and size for size in value.shape)
+    sizes: tuple[Any, ...] = tuple(value.shape)
+    return all(isinstance(size, int) and size > 0 for size in sizes)
 
 
-def _chain(product: fx.Node, stack: fx.Node, weights: Collection[fx.Node]) -> _Chain | None:
-    """The chain that computes a stack for a product; None if there is none, or others use what it computes."""
+def _chain(product: fx.Node, weights: Collection[fx.Node], position: Mapping[fx.Node, int]) -> _Chain | None:
+    """The chain that computes the stack of a product from the largest weight that has as many slices.
+
+    None if there is no such weight, or others use what is computed.
+    """
+    stack: fx.Node = product.args[1]  # type: ignore[assignment]
     count = stack.meta["val"].shape[0]
-    nodes = _path(stack, count, weights)
-    if len(nodes) < 2 or not any(node.target in _EACH_ELEMENT for node in nodes):
+    around = needed([stack], lambda node: _is_static(node) and node.meta["val"].shape[0] == count)
+    weight = max(
+        around & set(weights), key=lambda node: (node.meta["val"].nbytes, position[node]), default=None
+    )
+    if weight is None or weight is stack:
         return None
+    inside = {weight: None}
+    for node in sorted(around, key=position.__getitem__):
+        if not inside.keys().isdisjoint(node.all_input_nodes):
+            inside[node] = None
     sliced: dict[fx.Node, None] = {}
     shared: dict[fx.Node, None] = {}
-    for before, node in zip(nodes, (*nodes[1:], product), strict=True):
-        given = [one for one in tree_leaves((node.args, node.kwargs)) if isinstance(one, fx.Node)]
-        users = {user for user in before.users if user.target is not aten._assert_tensor_metadata.default}
-        if given.count(before) > 1 or (before is not nodes[0] and users != {node}):
+    for node in inside:
+        users = {user for user in node.users if user.target is not aten._assert_tensor_metadata.default}
+        if node is not weight and (_opened(node, count) is None or not users <= {*inside, product}):
             return None
-        for other in (one for one in given if one is not before and node is not product):
+        for other in node.all_input_nodes:
             of = _sliced_as(other, node)
-            if of is None:
+            if of is None or (other in inside and not of):
                 return None
-            (sliced if of else shared)[other] = None
-    return _Chain(tuple(nodes), tuple(sliced), tuple(shared))
-
-
-def _path(node: fx.Node, count: int, weights: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes from the largest weight of which a value of `count` slices is computed; else none."""
-    if not _is_static(node) or node.meta["val"].shape[0] != count:
-        return []
-    if node in weights:
-        return [node]
-    if node.op != "call_function" or _opened(node, count) is None:
-        return []
-    operands = (one for one in node.all_input_nodes if node.target not in _EACH_ELEMENT or _sliced_as(one, node))
-    paths = [path for one in operands if (path := _path(one, count, weights))]
-    largest = max(paths, key=lambda path: path[0].meta["val"].nbytes, default=[])
-    return [*largest, node] if largest else []
+            if other not in inside:
+                (sliced if of else shared)[other] = None
+    if not any(node.target in _EACH_ELEMENT for node in inside):
+        return None
+    return _Chain(tuple(inside), tuple(sliced), tuple(shared))
 
 
 def _sliced_as(operand: fx.Node, node: fx.Node) -> bool | None:
-    """Tells whether slice k of a result needs slice k of an operand, or all of it; None where it is neither."""
+    """Tells whether slice k of a result needs slice k of an operand, or all of it; None if it is neither."""
     value, made = operand.meta.get("val"), node.meta["val"]
-    if node.target not in _EACH_ELEMENT or not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
         return None
-    if value.dim() < made.dim() or value.shape[0] == 1:
+    if node.target in _EACH_ELEMENT and (value.dim() < made.dim() or value.shape[0] == 1):
         return False
-    return True if value.shape[0] == made.shape[0] else None
+    return True if value.shape[:1] == made.shape[:1] else None
 
 
 def _opened(node: fx.Node, count: int) -> tuple[Any, ...] | None:
@@ -190,13 +196,14 @@ def _opened(node: fx.Node, count: int) -> tuple[Any, ...] | None:
 
     None for an operator that mixes slices, or that is not known.
     """
-    known = _WITHIN_SLICES.get(node.target)
+    rank = node.all_input_nodes[0].meta["val"].dim() if node.all_input_nodes else 0
     if node.target in _EACH_ELEMENT:
         exact = not set(node.kwargs) - {"dtype"} and len(node.args) <= 2
-        return node.args if exact else None
+        return node.args if exact and (node.target is not _LOOKED_UP or rank == 1) else None
+    known = _WITHIN_SLICES.get(node.target)
     if known is None or set(node.kwargs) - {"memory_format"}:
         return None
-    return known(node.args, node.args[0].meta["val"].dim(), list(node.meta["val"].shape))  # type: ignore[union-attr]
+    return known(node.args, rank, list(node.meta["val"].shape))
 
 
 def _same(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
@@ -209,7 +216,7 @@ def _inner(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any
 
 def _along(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
     dim = arguments[1] if len(arguments) > 1 else 0
-    return arguments if dim % rank else None
+    return arguments if dim % max(rank, len(shape)) else None
 
 
 def _permuted(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
@@ -229,9 +236,12 @@ def _expanded(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[
 
 
 _WITHIN_SLICES: Mapping[Any, Callable[[tuple[Any, ...], int, list[int]], tuple[Any, ...] | None]] = {
-    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.contiguous.default, aten.clone.default), _same),
+    **dict.fromkeys(
+        (aten.alias.default, aten.detach.default, aten.contiguous.default, aten.clone.default), _same
+    ),
     **dict.fromkeys((aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim), _inner),
-    **dict.fromkeys((aten.slice.Tensor, aten.select.int), _along),
+    **dict.fromkeys((aten.slice.Tensor, aten.select.int, aten.flatten.using_ints), _along),
+    **dict.fromkeys((aten.stack.default, aten.cat.default), _along),
     aten.permute.default: _permuted,
     aten.mT.default: _last_two,
     **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), _shaped),
@@ -242,7 +252,9 @@ _WITHIN_SLICES: Mapping[Any, Callable[[tuple[Any, ...], int, list[int]], tuple[A
 
 def _body(product: fx.Node, chain: _Chain) -> fx.GraphModule:
     """A product and its chain as a graph of their own, with the values that it has for a single expert."""
-    graph, rows, ends = fx.Graph(), product.args[0], product.args[2]
+    graph = fx.Graph()
+    rows: fx.Node = product.args[0]  # type: ignore[assignment]
+    ends: fx.Node = product.args[2]  # type: ignore[assignment]
     inputs = {"rows": rows, "weight": chain.weight, "ends": ends}
     others = (*chain.sliced, *chain.shared)
     inputs |= {f"other_{k}": one for k, one in enumerate(others)}
@@ -250,10 +262,11 @@ def _body(product: fx.Node, chain: _Chain) -> fx.GraphModule:
     count = chain.stack.meta["val"].shape[0]
     for node in chain.nodes[1:]:
         made = own[node] = graph.node_copy(node, own.__getitem__)
-        opened = _opened(node, count)
-        made.args = fx.node.map_arg(opened, own.__getitem__)
+        made.args = fx.node.map_arg(_opened(node, count) or (), own.__getitem__)
     graph.output(graph.node_copy(product, own.__getitem__))
     single = {chain.weight, ends, *chain.sliced}
     values = [one.meta["val"].detach() for one in inputs.values()]
-    fakes = [value[:1] if one in single else value for one, value in zip(inputs.values(), values, strict=True)]
+    fakes = [
+        value[:1] if one in single else value for one, value in zip(inputs.values(), values, strict=True)
+    ]
     return propagate(fx.GraphModule({}, graph), fakes)

@@ -70,7 +70,7 @@ class Contract:
         return tuple(changed)
 
     def narrowed(self, arguments: Sequence[Any], slices: slice, rows: slice) -> Arguments:
-        """The arguments of a call by `ends` with these slices of the weight, and these rows, which are theirs."""
+        """The arguments of a call by `ends` with some slices of the weight and their rows."""
         weight, ends = self.operands(arguments)
         changed = list(self.replaced(arguments, weight[slices], ends[slices] - rows.start))
         changed[self.rows] = arguments[self.rows][rows]

@@ -176,7 +176,10 @@ def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -
         ends = ends[named]
         few = _like(tensor[named], tensor)
         alone = (arguments[0], *contract.replaced(arguments, few, ends)[1:])
-        single = [call(*contract.narrowed(alone, slice(k, k + 1), slice(2 * k, 2 * k + 2))) for k in range(len(named))]
+        single = [
+            call(*contract.narrowed(alone, slice(k, k + 1), slice(2 * k, 2 * k + 2)))
+            for k in range(len(named))
+        ]
         return all(torch.equal(result, other) for other in (call(*alone), torch.cat(single)))
 
 

@@ -89,7 +89,9 @@ def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, whe
         raise PlanError(f"{where} reads units of a tensor of {view.dtype} {view.shape}, which has none")
     made = read.computed
     if made is not None and (made.shape[:1] != view.shape[:1] or read.tiles or read.slices != 1):
-        raise PlanError(f"{where} computes {made.shape[:1]} slices from units of {view.shape}: expected as many")
+        raise PlanError(
+            f"{where} computes {made.shape[:1]} slices from units of {view.shape}: expected as many"
+        )
     stride = view.stride[0] * item
     nbytes = (1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride[1:], strict=True))) * item
     count, end = view.shape[0], view.offset + (view.shape[0] - 1) * stride + nbytes

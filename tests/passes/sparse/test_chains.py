@@ -1,4 +1,4 @@
-"""Which experts are computed one at a time from quantised ones, and that they have the bits of all at once."""
+"""Which experts are computed one at a time from quantised ones, with the bits of all at once."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ TENSORS = {
     "halves": numbers(COUNT, OUT, 2, dtype=torch.bfloat16),
     "one": numbers(1, OUT, 1),
     "row": numbers(WIDTH),
+    "numbers": numbers(16),
+    "order": torch.tensor([1, 0, 2, 5, 4, 3]),
     "zero": integers(COUNT, OUT, 1),
 }
 
@@ -83,15 +85,20 @@ CHAINS: dict[str, Stack] = {
         .reshape(COUNT, OUT, WIDTH)
         .permute(0, 2, 1)
     ),
+    "two of each byte": lambda m: (_unpacked(m) * m.scale).transpose(1, 2),
+    "a table of numbers": lambda m: (torch.cat(2 * (m.numbers[(m.packed & 15).long()],), -1) * m.scale).mT,
+    "squares": lambda m: ((v := m.w.to(torch.float32)) * v).transpose(1, 2),
     "one scale for all": lambda m: (m.w.to(torch.float32) * m.one).transpose(1, 2),
     "a vector": lambda m: (m.w.to(torch.float32) / m.row).transpose(1, 2),
     "a mean of all": lambda m: (m.w - m.w.to(torch.float32).mean(0, keepdim=True)).transpose(1, 2),
     "a number": lambda m: (m.w * 0.125 + 1).transpose(1, 2),
-    "half of each byte": lambda m: ((m.packed & 15).to(torch.bfloat16) - 8)
-    .unsqueeze(3)
-    .expand(COUNT, OUT, WIDTH // 2, 2)
-    .reshape(COUNT, OUT, WIDTH)
-    .transpose(1, 2),
+    "half of each byte": lambda m: (
+        ((m.packed & 15).to(torch.bfloat16) - 8)
+        .unsqueeze(3)
+        .expand(COUNT, OUT, WIDTH // 2, 2)
+        .reshape(COUNT, OUT, WIDTH)
+        .transpose(1, 2)
+    ),
     "a slice of each": lambda m: (
         m.w[:, :, : WIDTH // 2].to(torch.float32).reshape(COUNT, OUT // 2, WIDTH) * m.row
     ).transpose(1, 2),
@@ -145,10 +152,12 @@ WHOLE: dict[str, Any] = {
     "something is written between": Calls(_written_between, **TENSORS),
     "experts in another order": product(lambda m: m.w.flip(0).to(torch.float32).transpose(1, 2)),
     "a function that does not round correctly": product(lambda m: (m.w * m.scale).exp().transpose(1, 2)),
-    "squares": product(lambda m: ((v := m.w.to(torch.float32)) * v).transpose(1, 2)),
+    "experts one behind the other": product(
+        lambda m: torch.cat((m.w[:2], m.w[2:])).to(torch.float32).transpose(1, 2)
+    ),
+    "experts that a table orders": product(lambda m: m.w[m.order].to(torch.float32).transpose(1, 2)),
     "rounded division": product(lambda m: m.w.to(torch.float32).div(m.row, rounding_mode="floor").mT),
     "a factor of the second": product(lambda m: torch.add(m.w.to(torch.float32), m.scale, alpha=3).mT),
-    "experts from several": product(lambda m: _unpacked(m).transpose(1, 2)),
 }
 
 

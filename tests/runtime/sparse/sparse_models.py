@@ -86,7 +86,7 @@ class Experts(nn.Module):
 
 
 class Quantised(Experts):
-    """Experts of 8 bits, numbers and integers by turns, each with a scale for an output row or for a block."""
+    """Experts of 8 bits, numbers and then integers, each with a scale for a row or for half of it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype, layers=2, experts=32)
