@@ -6,14 +6,16 @@ import pytest
 import torch
 from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, quantize_
 
-from penstock.integrations import apply
+from penstock.integrations import apply, load
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.sparse import division
+from tests.hunt import sampled
 from tests.integrations import expert_models
+from tests.integrations.models import frozen
 
 EXPERTS = r"re:.*experts\.(gate_up|down)_proj"
 IDS = torch.tensor([[5, 17, 99, 3, 400, 77, 12, 40]])
-CASES = [("olmoe", torch.bfloat16), ("qwen3_moe", torch.float32)]
+CASES = [("olmoe", torch.bfloat16), ("qwen3_moe", torch.float32), ("deepseek_v3", torch.bfloat16)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +42,12 @@ def outputs(model):
     return [said.sequences, *said.logits, *more.logits]
 
 
-@pytest.mark.parametrize(("family", "dtype"), CASES)
+@pytest.mark.random
+@pytest.mark.parametrize(("family", "dtype"), sampled(CASES, 2))
 def test_quantised_experts_have_their_bits_in_any_memory(family, dtype, tmp_path):
     model = quantised(family, dtype)
     expected = outputs(model)
-    stacks = [one for name, one in model.named_parameters() if "experts." in name]
+    stacks = [one for name, one in model.named_parameters() if ".experts." in name]
     assert {one.qdata.dtype for one in stacks} == {torch.float8_e4m3fn}
     largest = max(one.qdata.nbytes for one in stacks)
     options = {"example": outputs, "cache": tmp_path}
@@ -60,3 +63,23 @@ def test_quantised_experts_have_their_bits_in_any_memory(family, dtype, tmp_path
             assert component.stats.peak_bytes <= component.stats.budget
             experts = component.stats.bytes_moved if memory == least else 0
             assert experts < 8 * sum(one.qdata.nbytes for one in stacks)
+
+
+def test_a_folder_of_quantised_experts_runs_in_little_memory(tmp_path):
+    from transformers import OlmoeForCausalLM, TorchAoConfig
+
+    expert_models.olmoe(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    config = TorchAoConfig(FqnToConfig({EXPERTS: Float8WeightOnlyConfig()}))
+    model = OlmoeForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16
+    )
+    model.save_pretrained(tmp_path / "float8")
+    expected = outputs(frozen(model))
+    options = {"example": outputs, "cache": tmp_path / "cache"}
+    with pytest.raises(BudgetError) as refused:
+        load(tmp_path / "float8", "64KB", **options)
+    loaded = load(tmp_path / "float8", refused.value.floor_bytes, **options)
+    (component,) = loaded.penstock_applied.components.values()
+    assert "a pool of" in repr(component)
+    assert all(map(torch.equal, outputs(loaded), expected))
+    loaded.penstock_applied.close()
