@@ -6,7 +6,9 @@ too early, shows as wrong bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +23,16 @@ from tests.runtime.device.device_runs import Case, CountError, Parts, WrongBytes
 
 @dataclass
 class RigRun:
-    """A case on the rig, in the order that is set. `parts` may alter what the runtime is given."""
+    """A case on the rig, in the order that is set, or on what `opening` gives. `parts` may alter the runtime."""
 
     case: Case
     parts: Parts = field(default_factory=Parts)
+    opening: Callable[[], AcceleratorDevice] = partial(AcceleratorDevice, "rig")
 
     def go(self) -> int:
         """Run all passes, and return the bytes moved. Raises WrongBytesError for what a step found."""
         one, parts = self.case, self.parts
-        device = AcceleratorDevice("rig")
+        device = self.opening()
         given = parts.device(device)
         self.found: list[tuple[int, torch.Tensor]] = []
         try:
@@ -50,8 +53,7 @@ class RigRun:
             streamer.close()
             return streamer.counters.bytes_moved
         finally:
-            torch.ops.rig.set_policy("soon", 0)
-            torch.accelerator.synchronize()
+            device.finish()
             device.close()
 
     def _run(self, streamer: Streamer, graph: int, how: str) -> None:
