@@ -144,7 +144,7 @@ class Streams {
  private:
   void check(int device) const {
     if (errors_[device].empty()) return;
-    throw std::runtime_error("the rig's device " + std::to_string(device) + " has failed: " + errors_[device]);
+    throw std::runtime_error("device " + std::to_string(device) + " has failed: " + errors_[device]);
   }
 
   Mark push(Stream* stream, Operation operation) {
