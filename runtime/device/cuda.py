@@ -33,8 +33,8 @@ class CudaDevice(AcceleratorDevice):
         return torch.cuda.is_current_stream_capturing()
 
     def _lock(self, nbytes: int) -> torch.Tensor:
-        # torch takes memory for page-locked, and captures copies from it, if its storage begins in a registered
-        # range. The page behind belongs to this memory too, so that no page is registered twice.
+        # torch takes memory for page-locked, and captures copies from it, if its storage begins in a
+        # registered range. A page behind is this memory's too, so that no page is registered twice.
         memory = aligned_bytes(nbytes + PAGE, PAGE)[:nbytes]
         memory.zero_()  # by all threads; registering takes pages one by one
         start = _start(memory)
