@@ -121,11 +121,8 @@ cudaError_t attempt_unsafe(Call call) {
 }
 
 inline cudaError_t enqueue(Stream* stream, std::function<void()> run) {
-  if (auto capture = captures().of(stream)) {
-    captures().add(capture, stream, std::move(run));
-  } else {
-    rig::streams().enqueue(stream, std::move(run));
-  }
+  if (auto capture = captures().of(stream)) return captures().add(capture, stream, std::move(run));
+  rig::streams().enqueue(stream, std::move(run));
   return cudaSuccess;
 }
 
@@ -170,8 +167,9 @@ inline cudaError_t fill(void* target, const std::string& value, size_t count, St
 inline size_t filled_bytes(std::string_view name) {
   constexpr std::string_view functor = "11FillFunctorI";
   size_t at = name.find(functor);
-  if (at == name.npos || name.find("rized_elementwise_kernel") + name.find("rolled_elementwise_kernel") == 2 * name.npos)
-    return 0;
+  bool contiguous = name.find("vectorized_elementwise_kernel") != name.npos ||
+                    name.find("unrolled_elementwise_kernel") != name.npos;
+  if (!contiguous || at == name.npos) return 0;
   std::string_view type = name.substr(at + functor.size());
   static const std::map<std::string_view, size_t> sizes = {
       {"bEE", 1}, {"aEE", 1}, {"hEE", 1}, {"sEE", 2}, {"iEE", 4}, {"lEE", 8}, {"fEE", 4}, {"dEE", 8},

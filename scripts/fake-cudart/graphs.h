@@ -96,11 +96,13 @@ class Captures {
     return cudaSuccess;
   }
 
-  void add(const std::shared_ptr<Capture>& capture, rig::Stream* stream, std::function<void()> run) {
+  cudaError_t add(const std::shared_ptr<Capture>& capture, rig::Stream* stream, std::function<void()> run) {
     std::lock_guard lock(mutex_);
+    if (capture->broken) return cudaErrorStreamCaptureInvalidated;
     Nodes& last = capture->last[stream];
     capture->graph->nodes.push_back({std::move(run), last});
     last = {capture->graph->nodes.size() - 1};
+    return cudaSuccess;
   }
 
   // What the next node of a stream has to wait for, in numbers that nobody but this looks into.

@@ -1,4 +1,4 @@
-"""The counterfeit libcudart keeps the rules of CUDA, and shows what breaks them. `make cuda-dry` runs this."""
+"""The counterfeit libcudart keeps the rules of CUDA. `make cuda-dry` runs this, and nothing else does."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def run_everywhere(fault: Fault) -> None:
     for order in LATE_ORDERS:
         for one in (*cases(), *disk_cases()):
             with ordered(*order):
-                RigRun(one, fault, partial(CudaDevice, "cuda")).go()
+                RigRun(one, fault, "cuda").go()
 
 
 @pytest.mark.parametrize(("order", "last"), [("soon", 2), ("late", 1)])

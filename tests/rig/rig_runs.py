@@ -6,15 +6,13 @@ too early, shows as wrong bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.opening import open_accelerator
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.stream.interface import Streamer
 from tests.rig import machine
@@ -23,16 +21,19 @@ from tests.runtime.device.device_runs import Case, CountError, Parts, WrongBytes
 
 @dataclass
 class RigRun:
-    """A case on the rig, in the order that is set, or on what `opening` gives. `parts` may alter the runtime."""
+    """A case on the rig, in the order that is set, or on the accelerator of another name.
+
+    `parts` may alter what the runtime is given.
+    """
 
     case: Case
     parts: Parts = field(default_factory=Parts)
-    opening: Callable[[], AcceleratorDevice] = partial(AcceleratorDevice, "rig")
+    name: str = "rig"
 
     def go(self) -> int:
         """Run all passes, and return the bytes moved. Raises WrongBytesError for what a step found."""
         one, parts = self.case, self.parts
-        device = self.opening()
+        device = open_accelerator(self.name)
         given = parts.device(device)
         self.found: list[tuple[int, torch.Tensor]] = []
         try:
