@@ -180,6 +180,7 @@ inline size_t filled_bytes(std::string_view name) {
 }
 
 inline cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) {
+  if (stream_of(stream)->device != this_device) return cudaErrorInvalidResourceHandle;  // copies may be elsewhere
   std::string_view name = kernels()[function];
   size_t size = filled_bytes(name);
   if (size == 0) {
@@ -201,6 +202,7 @@ inline cudaError_t make_stream(cudaStream_t* stream, unsigned flags, int priorit
 
 inline cudaError_t record(cudaEvent_t event, cudaStream_t handle) {
   Stream* stream = stream_of(handle);
+  if (stream->device != event->device) return cudaErrorInvalidResourceHandle;
   if (auto capture = captures().of(stream)) {
     captures().record(capture, stream, event);
     return cudaSuccess;

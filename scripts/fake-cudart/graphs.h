@@ -47,6 +47,7 @@ struct Capture {
 }  // namespace fake
 
 struct CUevent_st {
+  int device;
   rig::Mark mark = {};  // of no stream before the event is recorded
   std::shared_ptr<int64_t> ran_at = std::make_shared<int64_t>();  // in nanoseconds
   std::shared_ptr<fake::Capture> capture = nullptr;  // in which it was recorded last, if it was
