@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check docs bench sparse soak fuzz sanitize zoo gpu wheels clean help
+.PHONY: run test check docs bench sparse soak fuzz sanitize zoo gpu cuda-dry wheels clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -49,8 +49,11 @@ sanitize: $(STAMP) ## the native engine and ExecuTorch's delegate under sanitize
 	@$(VENV)/bin/python -m pytest -n 0 -m sanitize --timeout=0 tests/native tests/backends/executorch/delegate
 
 gpu: $(STAMP) ## on a machine with CUDA: the devices' tests, then benchmarks/gpu.py
-	@$(VENV)/bin/python -m pytest -n 0 tests/runtime/device/test_device.py tests/integrations/test_apply_on_devices.py
+	@$(VENV)/bin/python -m pytest -n 0 tests/runtime/device/test_device.py tests/runtime/device/test_cuda.py tests/integrations/test_apply_on_devices.py
 	@$(VENV)/bin/python benchmarks/gpu.py
+
+cuda-dry: $(STAMP) ## no GPU: CUDA's tests on torch's CUDA build and a counterfeit libcudart; 0.5 GB to download (WHEEL=FILE)
+	@$(VENV)/bin/python scripts/fake-cudart/dry.py $(if $(WHEEL),--wheel $(WHEEL))
 
 wheels: ## a release in dist: the sdist, and wheels for Linux on x86-64 and arm64
 	@scripts/build-wheels
@@ -60,7 +63,7 @@ clean: ## remove the environment and everything that was built
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt $(wildcard native/*.cpp native/*.h native/*.map native/aoti/* native/run/* native/executorch/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or later: make PYTHON=python3.12 ...")'

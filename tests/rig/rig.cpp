@@ -77,6 +77,11 @@ void Streams::prepare_thread() {
   static thread_local c10::InferenceMode inference(true);
 }
 
+std::string Streams::words_of(const std::exception& error) {
+  auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch ? of_torch->what_without_backtrace() : error.what();
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   Guard() = default;
   explicit Guard(c10::DeviceType) {}

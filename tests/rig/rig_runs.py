@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.opening import open_accelerator
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.stream.interface import Streamer
 from tests.rig import machine
@@ -21,15 +21,19 @@ from tests.runtime.device.device_runs import Case, CountError, Parts, WrongBytes
 
 @dataclass
 class RigRun:
-    """A case on the rig, in the order that is set. `parts` may alter what the runtime is given."""
+    """A case on the rig, in the order that is set, or on the accelerator of another name.
+
+    `parts` may alter what the runtime is given.
+    """
 
     case: Case
     parts: Parts = field(default_factory=Parts)
+    name: str = "rig"
 
     def go(self) -> int:
         """Run all passes, and return the bytes moved. Raises WrongBytesError for what a step found."""
         one, parts = self.case, self.parts
-        device = AcceleratorDevice("rig")
+        device = open_accelerator(self.name)
         given = parts.device(device)
         self.found: list[tuple[int, torch.Tensor]] = []
         try:
@@ -50,8 +54,7 @@ class RigRun:
             streamer.close()
             return streamer.counters.bytes_moved
         finally:
-            torch.ops.rig.set_policy("soon", 0)
-            torch.accelerator.synchronize()
+            device.finish()
             device.close()
 
     def _run(self, streamer: Streamer, graph: int, how: str) -> None:

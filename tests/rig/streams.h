@@ -15,11 +15,10 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
-
-#include <c10/util/Exception.h>
 
 namespace rig {
 
@@ -144,7 +143,8 @@ class Streams {
 
  private:
   void check(int device) const {
-    TORCH_CHECK(errors_[device].empty(), "the rig's device ", device, " has failed: ", errors_[device]);
+    if (errors_[device].empty()) return;
+    throw std::runtime_error("device " + std::to_string(device) + " has failed: " + errors_[device]);
   }
 
   Mark push(Stream* stream, Operation operation) {
@@ -222,10 +222,8 @@ class Streams {
         lock.unlock();
         try {
           operation.run();
-        } catch (const c10::Error& caught) {
-          found = caught.what_without_backtrace();
         } catch (const std::exception& caught) {
-          found = caught.what();
+          found = words_of(caught);
         }
         operation.run = nullptr;  // what it holds is let go without the lock
         lock.lock();
@@ -236,7 +234,9 @@ class Streams {
     }
   }
 
+  // These two are for whoever has these streams to define.
   static void prepare_thread();
+  static std::string words_of(const std::exception& error);
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -101,6 +101,24 @@ def test_what_a_capture_would_load_is_not_taken_for_loaded(program: Any, share: 
             assert torch.equal(call(tokens), module(tokens))
 
 
+def test_what_replays_would_not_do_is_not_captured(program: Any) -> None:
+    """Bringing weights for a pass to come, and reading from disk."""
+    opened, module = program
+    overlapping = opened.plan("50%", device="sim:t4")
+    read = opened.plan("50%", device="sim:t4", wrap="barrier", host_memory=opened.weight_bytes // 3)
+    assert read.schedules[0].staging_bytes > 0
+    for plan, why in ((overlapping, "wrap='barrier'"), (read, "more host_memory=")):
+        device = CapturedDevice(plan.hardware)
+        with torch.no_grad(), load_module(opened, plan, LoadOptions(), device=device) as streamed:
+            for _ in range(2):
+                assert torch.equal(streamed.decode(DECODE), module(DECODE))
+                with (
+                    pytest.raises(penstock.StreamError, match=f"cannot be captured .*{why}"),
+                    device.capture(),
+                ):
+                    streamed.decode(DECODE)
+
+
 def test_memory_that_replays_may_touch_is_kept_until_the_module_is_gone(program: Any) -> None:
     streamed, device = load(program[0])
     with torch.no_grad():
