@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+import mmap
+import runpy
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -47,19 +49,21 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 class Registering(CudaDevice):
     """The rig, whose host memory is registered as CUDA's is. Streams and events are torch's common ones."""
 
-    open_stream = AcceleratorDevice.open_stream
     current_stream = AcceleratorDevice.current_stream
     capturing = AcceleratorDevice.capturing
-    _record = AcceleratorDevice._record
+    _new_stream = AcceleratorDevice._new_stream
+    _event = AcceleratorDevice._event
 
 
 class Runtime:
     """The two calls of CUDA's runtime that register memory, on the rig."""
 
     refuses = 0
+    devices: ClassVar[list[int]] = []  # those that were current as memory was registered
 
     @classmethod
     def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 (the runtime's name)
+        cls.devices.append(torch.accelerator.current_device_index())
         return cls.refuses or (0 if torch.ops.rig.lock(address, nbytes) else 712)
 
     @staticmethod
@@ -71,8 +75,9 @@ class Runtime:
 @pytest.fixture
 def registering(monkeypatch: pytest.MonkeyPatch) -> type[Registering]:
     monkeypatch.setattr(cuda, "_runtime", lambda: Runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.accelerator.device_index(device.index))
     monkeypatch.setattr(Runtime, "refuses", 0)
+    monkeypatch.setattr(Runtime, "devices", [])
     return Registering
 
 
@@ -121,19 +126,84 @@ def test_a_device_that_is_dropped_leaves_nothing_registered(
     assert torch.ops.rig.locked_bytes() == before
 
 
+def test_memory_is_registered_on_the_device_it_is_for_by_pages_of_the_system(
+    late: None, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (accelerator, cuda):
+        monkeypatch.setattr(module, "PAGE", 1 << 16)
+    for name in ("rig:1", "rig:0", "rig"):
+        device = registering(name)
+        assert device.allocate_host(5000).data_ptr() % (1 << 16) == 0
+        device.close()
+    assert Runtime.devices == [1, 0, 0]
+    monkeypatch.setattr(mmap, "PAGESIZE", 1 << 16)  # as on many machines that are no x86
+    assert runpy.run_path(str(accelerator.__file__))["PAGE"] == 1 << 16
+
+
 def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(
-    program: Program, late: None, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
+    program: Program, order: str, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Runtime, "refuses", 2)
     with pytest.raises(penstock.StreamError, match=r"page-locked \(CUDA error 2\): .* \(page_lock=False\)"):
         load(program, "50%", registering("rig"))
     values = VALUES.to("rig")
-    with torch.no_grad(), load(program, "50%", registering("rig", page_lock=False)) as streamed:
-        before = machine.blocked().get("a pageable copy to the device", 0)
-        expected = Uneven().requires_grad_(False)
-        expected.load_state_dict({name: one.cpu() for name, one in streamed._weights.tensors.items()})
-        streamed(values)
-        assert machine.blocked()["a pageable copy to the device"] > before
+    with torch.no_grad(), load(program, "100%", AcceleratorDevice("rig")) as resident:
+        expected = resident(values)
+        for share in ("50%", "70%"):
+            with load(program, share, registering("rig", page_lock=False)) as streamed:
+                outputs = [streamed(values) for _ in range(3)]
+                assert all(torch.equal(output, expected) for output in outputs)
+                assert (streamed.stats.misses, torch.ops.rig.locked_bytes()) == (0, 0)
+                assert machine.blocked()["a pageable copy to the device"] > 3
+
+
+def test_a_thread_copies_from_ordinary_memory_and_the_host_goes_on(program: Program, order: str) -> None:
+    device = AcceleratorDevice("rig", page_lock=False)
+    with torch.no_grad(), load(program, "50%", device) as streamed:
+        inner: Any = streamed._weights.streamer
+        streamed(VALUES.to("rig"))
+        device.finish()
+        gate, opened = threading.Event(), list[bool]()
+        inner._copies.run(lambda: opened.append(gate.wait(20)))
+        blocked, moved, before = machine.blocked(), inner.counters.bytes_moved, torch.Event("rig")
+        first = inner.probed(0)[0]
+        inner.begin(0)
+        inner.acquire(0, first)
+        inner.release(0, first)
+        before.record()
+        assert inner.counters.bytes_moved > moved  # a copy is enqueued, behind the gate
+        assert (machine.blocked(), opened) == (blocked, [])
+        inner.abort()
+        gate.set()
+        device.finish()
+        assert opened == [True]
+        assert machine.blocked()["a pageable copy to the device"] > blocked["a pageable copy to the device"]
+
+
+def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(
+    late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = AcceleratorDevice("rig", page_lock=False)
+    copies, other = device.open_stream("copies"), device.open_stream("others")
+    target, source = device.allocate(4, "a test"), device.allocate_host(8)
+    seen = list[bool]()
+    copies.run(lambda: seen.append(device.in_reader))
+    device.synchronize(device.record(copies))
+    assert (seen, device.in_reader) == ([True], False)
+    device.copy(copies, target, [Move(source, 0, 0, 8)], "too long")
+    event = device.record(copies)
+    device.wait(other, event)
+    for call in (device.synchronize, lambda one: device.wait(device.current_stream(), one)):
+        with pytest.raises(RuntimeError, match="must match the existing size"):
+            call(event)
+    assert device.query(event)
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        device.synchronize(device.record(other))
+    monkeypatch.setattr(AcceleratorDevice, "capturing", True)
+    with pytest.raises(penstock.StreamError, match="a graph cannot copy from ordinary memory"):
+        device.copy(copies, target, [Move(source, 0, 0, 4)], "in a capture")
+    device.close()
+    device.close()
 
 
 def test_weights_lie_as_the_allocator_aligns_wherever_files_have_them(tmp_path: Path, late: None) -> None:

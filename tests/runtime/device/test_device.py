@@ -31,6 +31,10 @@ DEVICES: dict[str, Callable[[], Any]] = {
     "sim, random": lambda: OrderedDevice(HARDWARE, policy="random", seed=3),
     "cuda": partial(CudaDevice, "cuda"),
     **{f"rig, {order}, {seed}": partial(AcceleratorDevice, "rig") for order, seed in machine.ORDERS},
+    **{
+        f"rig, {order}, {seed}, ordinary memory": partial(AcceleratorDevice, "rig", page_lock=False)
+        for order, seed in machine.ORDERS[1:4]
+    },
 }
 
 ON_REAL_DEVICES = [name for name, fault in {**COPIES, **READS}.items() if fault.by == "bits"]
