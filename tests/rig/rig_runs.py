@@ -13,6 +13,7 @@ import torch
 
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.stream.interface import Streamer
 from tests.rig import machine
@@ -31,7 +32,8 @@ class RigRun:
         one, parts = self.case, self.parts
         device = AcceleratorDevice("rig")
         given = parts.device(device)
-        self.found: list[tuple[int, torch.Tensor]] = []
+        self.found: list[tuple[int, torch.Tensor, torch.Stream]] = []
+        streams = [torch.accelerator.current_stream(), *(torch.Stream("rig") for _ in range(1, one.streams))]
         try:
             self.weights = DeviceWeights(
                 parts.plan_of_weights(one.plan), one.storages, given, parts.source(one.source)
@@ -41,13 +43,18 @@ class RigRun:
             streamer = parts.streamer(inner)
             for storage in one.plan.outside:
                 self._keep(storage)
-            for graph, how in one.passes:
+            order, blocked = PassOrder(given), machine.blocked()
+            for number, (graph, how) in enumerate(one.passes):
                 parts.begin_pass(how)
-                self._run(streamer, graph, how)
+                with streams[number % len(streams)], order.turn():
+                    self._run(streamer, graph, how)
+            if not self.weights.host.ring.numel() and machine.blocked() != blocked:  # its threads wait, too
+                raise CountError(f"{one.name}: the host waited, {machine.blocked()} instead of {blocked}")
             self._compare()
             if bool(streamer.counters.misses) != any(how == "backwards" for _, how in one.passes):
                 raise CountError(f"{one.name}: {streamer.counters.misses} misses")
             streamer.close()
+            order.close()
             return streamer.counters.bytes_moved
         finally:
             torch.ops.rig.set_policy("soon", 0)
@@ -81,14 +88,17 @@ class RigRun:
         if self.case.storages[storage].nbytes:
             if place is None:
                 raise WrongBytesError(f"{self.case.name}: storage {storage} is nowhere")
-            self.found.append((storage, place[0][place[1] : place[2]].clone()))
+            kept = place[0][place[1] : place[2]].clone()
+            self.found.append((storage, kept, torch.accelerator.current_stream()))
 
     def _compare(self) -> None:
         contents: Any = memoryview(self.case.source.contents)
-        for storage, kept in self.found:
+        for storage, kept, stream in self.found:
             extents = self.case.storages[storage].extents
             expected = b"".join(contents[e.file_offset : e.file_offset + e.nbytes] for e in extents)
-            if bytes(kept.cpu().numpy().data) != expected:
+            with stream:
+                same = bytes(kept.cpu().numpy().data) == expected
+            if not same:
                 raise WrongBytesError(f"{self.case.name}: storage {storage} is not what the file has")
 
 
