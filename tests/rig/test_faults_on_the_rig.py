@@ -22,23 +22,16 @@ OF_THE_DISK = {
     "copies do not wait for the disk",
     "copies wait for the read before",
     "the disk waits for copies to be read",
-    "a ring that begins anew does not wait for reads",
     "copies on demand do not wait for the disk",
-    "loading does not wait for the host's weights",
-    "reads are recorded before they are made",
 }
-"""Waits for reads: the disk is the system's, and has often read before. The simulator's has not."""
-
+"""Waits that copies have for a read: on a real device the host has asked already, and the read is done."""
 
 ORDERINGS = [
     name
     for name, fault in {**WAITS, **RECORDS, **PLANS, **PROBES}.items()
-    if fault.by != "error" and name not in OF_THE_DISK | {"the end of a pass is forgotten"}
+    if fault.by != "error" and name not in OF_THE_DISK
 ]
-"""What goes wrong with order. Copies of other bytes are found in any (test_device.py), errors in none.
-
-A pass that never ends makes the next one start over, which is slow and right.
-"""
+"""What goes wrong with order. Copies of other bytes are found in any (test_device.py), errors in none."""
 
 
 def test_all_cases_run_right_in_all_orders() -> None:
@@ -65,4 +58,4 @@ def test_random_plans_run_on_the_rig_in_random_orders(
     if one.plan.arena_bytes:
         for order in (("random", number), ("late", 0), ("lagging", 0)):
             with machine.ordered(*order):
-                RigRun(one).go()
+                RigRun(one, late_disk=order[0] == "late").go()
