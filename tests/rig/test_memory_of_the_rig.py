@@ -20,10 +20,13 @@ from penstock.runtime.device import accelerator, cuda, streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.protocol import Move
+from penstock.runtime.device.resident import load_resident
+from penstock.runtime.files.ranges import FileRange
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from tests.rig import machine
+from tests.runtime.device.device_runs import Memory
 
 VALUES = torch.randn(2, 100)
 
@@ -138,6 +141,36 @@ def test_memory_is_registered_on_the_device_it_is_for_by_pages_of_the_system(
     assert Runtime.devices == [1, 0, 0]
     monkeypatch.setattr(mmap, "PAGESIZE", 1 << 16)  # as on many machines that are no x86
     assert runpy.run_path(str(accelerator.__file__))["PAGE"] == 1 << 16
+
+
+def test_memory_of_a_load_that_fails_stays_until_its_copies_have_run(
+    order: str, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, copies, second = registering("rig"), list[object](), threading.Event()
+
+    class Breaking(Memory):
+        def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+            if offset == 8192:
+                assert second.wait(20)
+                raise penstock.SourceError("the disk is broken")
+            super().read_into(file, offset, address, nbytes)
+
+    def copy(*args: Any) -> None:
+        AcceleratorDevice.copy(device, *args)
+        copies.append(args)
+        if len(copies) == 2:
+            second.set()
+
+    monkeypatch.setattr(device, "copy", copy)
+    before = torch.ops.rig.locked_bytes()
+    source: Any = Breaking(bytes(12288))
+    disk, target = device.open_disk(source), device.allocate(12288, "a test")
+    work = [(target, FileRange(at, at + 4096, 0, at, at)) for at in (0, 4096, 8192)]
+    with pytest.raises(penstock.SourceError, match="the disk is broken"):
+        load_resident(device, disk, device.allocate_host(8192), work)
+    device.close()
+    torch.accelerator.synchronize()  # raises if memory was unregistered under a copy
+    assert (len(copies), torch.ops.rig.locked_bytes()) == (2, before)
 
 
 def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(
