@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -26,6 +27,7 @@ from penstock.runtime.stream.interface import Streamer
 from tests.rig import machine
 from tests.runtime.device.device_runs import (
     POLICIES,
+    BrokenError,
     Case,
     CountError,
     Parts,
@@ -108,7 +110,7 @@ class RigRun:
             order, blocked = PassOrder(given), machine.blocked()
             for number, (graph, how) in enumerate(one.passes):
                 parts.begin_pass(how)
-                with streams[number % len(streams)], order.turn():
+                with suppress(BrokenError), streams[number % len(streams)], order.turn():
                     self._run(streamer, graph, how)
             if not self.weights.host.ring.numel() and machine.blocked() != blocked:  # its threads wait, too
                 raise CountError(f"{one.name}: the host waited, {machine.blocked()} instead of {blocked}")
@@ -143,8 +145,8 @@ class RigRun:
         if how == "raises":
             streamer.acquire(graph, probed[len(probed) // 2])
             streamer.abort()
-        else:
-            streamer.end(graph)
+            raise BrokenError
+        streamer.end(graph)
 
     def _keep(self, storage: int) -> None:
         """Have a kernel read a storage where the plan has it."""

@@ -18,19 +18,7 @@ from tests.schedule.traces import RandomProblem, problems
 LATE_ORDERS = machine.ORDERS[1:2] + machine.ORDERS[3:]
 """Those in which what runs when is decided, so that a fault is found each time."""
 
-OF_THE_DISK = {
-    "copies do not wait for the disk",
-    "copies wait for the read before",
-    "the disk waits for copies to be read",
-    "copies on demand do not wait for the disk",
-}
-"""Waits that copies have for a read: on a real device the host has asked already, and the read is done."""
-
-ORDERINGS = [
-    name
-    for name, fault in {**WAITS, **RECORDS, **PLANS, **PROBES}.items()
-    if fault.by != "error" and name not in OF_THE_DISK
-]
+ORDERINGS = [name for name, fault in {**WAITS, **RECORDS, **PLANS, **PROBES}.items() if fault.by != "error"]
 """What goes wrong with order. Copies of other bytes are found in any (test_device.py), errors in none."""
 
 

@@ -19,7 +19,7 @@ import penstock
 from penstock.runtime.device import accelerator, cuda, streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.cuda import CudaDevice
-from penstock.runtime.device.protocol import Move
+from penstock.runtime.device.protocol import FileRead, Move
 from penstock.runtime.device.resident import load_resident
 from penstock.runtime.files.ranges import FileRange
 from penstock.runtime.loading import LoadOptions, load_module
@@ -139,6 +139,8 @@ def test_memory_is_registered_on_the_device_it_is_for_by_pages_of_the_system(
         assert device.allocate_host(5000).data_ptr() % (1 << 16) == 0
         device.close()
     assert Runtime.devices == [1, 0, 0]
+    memory = [AcceleratorDevice("rig").allocate_host(5000) for _ in range(8)]
+    assert {one.data_ptr() % (1 << 16) for one in memory} == {0}
     monkeypatch.setattr(mmap, "PAGESIZE", 1 << 16)  # as on many machines that are no x86
     assert runpy.run_path(str(accelerator.__file__))["PAGE"] == 1 << 16
 
@@ -205,6 +207,7 @@ def test_a_thread_copies_from_ordinary_memory_and_the_host_goes_on(program: Prog
         inner.release(0, first)
         before.record()
         assert inner.counters.bytes_moved > moved  # a copy is enqueued, behind the gate
+        assert not device.query(device.record(inner._copies))
         assert (machine.blocked(), opened) == (blocked, [])
         inner.abort()
         gate.set()
@@ -230,6 +233,7 @@ def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(
         with pytest.raises(RuntimeError, match="must match the existing size"):
             call(event)
     assert device.query(event)
+    copies.run(lambda: seen.append(False))
     with pytest.raises(RuntimeError, match="must match the existing size"):
         device.synchronize(device.record(other))
     monkeypatch.setattr(AcceleratorDevice, "capturing", True)
@@ -237,6 +241,25 @@ def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(
         device.copy(copies, target, [Move(source, 0, 0, 4)], "in a capture")
     device.close()
     device.close()
+    assert seen == [True]
+
+
+def test_closing_a_device_ends_its_copies_before_their_memory_and_its_threads(
+    late: None, registering: type[Registering]
+) -> None:
+    before = threading.active_count()
+    for page_lock in (True, False):
+        device = registering("rig", page_lock=page_lock)
+        copies, target = device.open_stream("copies"), device.allocate(64, "a test")
+        source: Any = Memory(bytes(range(64)))
+        disk, memory = device.open_disk(source), device.allocate_host(64)
+        device.read(disk, memory, [FileRead(0, 0, 0, 64)], "a read")
+        device.wait(copies, device.record(disk))
+        device.copy(copies, target, [Move(memory, 0, 0, 64)], "a copy")
+        device.close()
+        torch.accelerator.synchronize()  # raises if memory was unregistered under a copy
+        assert target.tolist() == list(range(64))
+        assert threading.active_count() == before
 
 
 def test_weights_lie_as_the_allocator_aligns_wherever_files_have_them(tmp_path: Path, late: None) -> None:
@@ -279,8 +302,10 @@ def test_large_copies_are_cut_and_bring_the_same(program: Program, order: str, m
     source = device.allocate_host(250)
     source.copy_(host)
     back = device.allocate_host(300).zero_()
+    before = machine.blocked()
     device.copy(copies, there, [Move(source, 3, 50, 200)], "a copy")
     device.copy_out(copies, there, [Move(back, 50, 50, 200)], "a copy back")
+    assert machine.blocked() == before
     device.synchronize(device.record(copies))
     assert back.tolist() == [0] * 50 + list(range(3, 203)) + [0] * 50
     device.close()

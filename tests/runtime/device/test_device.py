@@ -49,6 +49,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     with machine.ordered(order[0], int(order[1])) if request.param.startswith("rig") else nullcontext():
         opened: Any = DEVICES[request.param]()
         yield opened
+        opened.finish()  # kernels, for which closing does not wait
         opened.close()
         opened.close()
 
