@@ -19,6 +19,7 @@ import penstock
 from penstock.runtime.device import accelerator, cuda, streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.pageable import PageableStream
 from penstock.runtime.device.protocol import FileRead, Move
 from penstock.runtime.device.resident import load_resident
 from penstock.runtime.files.ranges import FileRange
@@ -109,6 +110,7 @@ def test_memory_of_exact_size_is_registered_and_no_other_is_left(
         assert held == streamed.stats.pinned_bytes == (streamed.plan.streamed_bytes if share == "50%" else 0)
         if closes:
             streamed.close()
+            assert torch.ops.rig.locked_bytes() == before
         del streamed
         gc.collect()
         assert torch.ops.rig.locked_bytes() == before
@@ -198,8 +200,9 @@ def test_a_thread_copies_from_ordinary_memory_and_the_host_goes_on(program: Prog
         inner: Any = streamed._weights.streamer
         streamed(VALUES.to("rig"))
         device.finish()
-        gate, opened = threading.Event(), list[bool]()
+        gate, opened, current = threading.Event(), list[bool](), list[torch.Stream]()
         inner._copies.run(lambda: opened.append(gate.wait(20)))
+        inner._copies.run(lambda: current.append(torch.accelerator.current_stream()))
         blocked, moved, before = machine.blocked(), inner.counters.bytes_moved, torch.Event("rig")
         first = inner.probed(0)[0]
         inner.begin(0)
@@ -212,8 +215,23 @@ def test_a_thread_copies_from_ordinary_memory_and_the_host_goes_on(program: Prog
         inner.abort()
         gate.set()
         device.finish()
-        assert opened == [True]
+        assert (opened, current) == ([True], [inner._copies._stream])
         assert machine.blocked()["a pageable copy to the device"] > blocked["a pageable copy to the device"]
+
+
+def test_finishing_waits_for_threads_first_whose_work_the_device_does_not_know(
+    late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, gate, order = AcceleratorDevice("rig", page_lock=False), threading.Event(), list[str]()
+    copies = device.open_stream("copies")
+    copies.run(lambda: order.append("the thread") if gate.wait(20) else None)
+    synchronize = PageableStream.synchronize
+    monkeypatch.setattr(PageableStream, "synchronize", lambda stream: (gate.set(), synchronize(stream)))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: order.append("the device"))
+    device.finish()
+    gate.set()
+    assert order == ["the thread", "the device"]
+    device.close()
 
 
 def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(

@@ -81,6 +81,13 @@ def test_a_copy_moves_what_it_names_and_nothing_else(device: Device) -> None:
     assert target.tolist() == [7, 9, 9, 9, 1, 2, 9, 9]
 
 
+def test_what_the_host_has_waited_for_has_run(device: Device) -> None:
+    target, copies = device.allocate(8, "a test"), device.open_stream("copies")
+    device.fill(copies, target, 0, 8, 7)
+    finish(device, copies)
+    assert target.tolist() == [7] * 8
+
+
 def test_operations_of_one_stream_run_in_order(device: Device) -> None:
     source, target = host(device, list(range(64))), device.allocate(64, "a test")
     copies = device.open_stream("copies")
