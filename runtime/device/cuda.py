@@ -21,10 +21,6 @@ class CudaDevice(AcceleratorDevice):
         self._locked: dict[int, torch.Tensor] = {}
         finalize(self, _unlock, self._locked, os.getpid()).atexit = False
 
-    def open_stream(self, name: str) -> torch.Stream:
-        self._streams.append(torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
-        return self._streams[-1]
-
     def current_stream(self) -> torch.Stream:
         return torch.cuda.current_stream(self.torch_device)
 
@@ -51,7 +47,10 @@ class CudaDevice(AcceleratorDevice):
         if self._locked.pop(_start(memory), None) is not None:
             _runtime().cudaHostUnregister(_start(memory))
 
-    def _record(self, stream: Any) -> Any:
+    def _new_stream(self) -> torch.Stream:
+        return torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def _event(self, stream: Any) -> Any:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch.Event always spins
         event.record(stream)
         return event

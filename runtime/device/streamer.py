@@ -234,13 +234,12 @@ class DeviceStreamer(StreamEngine):
 
     def _has_read(self, slot: StagedRead, block: Callable[[], bool]) -> bool:
         """Make the next copies run after a read of the disk, for which only the host can wait."""
+        late = not self._device.query(slot.read)
+        if late and not block():
+            return False
         began = perf_counter_ns()
-        if not self._device.query(slot.read):
-            if not block():
-                return False
-            self._device.synchronize(slot.read)
-            self.counters.stall_ns += perf_counter_ns() - began
         self._device.wait(self._copies, slot.read)
+        self.counters.stall_ns += perf_counter_ns() - began if late else 0
         return True
 
     def _freed(self, piece: Piece) -> Event:

@@ -31,6 +31,10 @@ DEVICES: dict[str, Callable[[], Any]] = {
     "sim, random": lambda: OrderedDevice(HARDWARE, policy="random", seed=3),
     "cuda": partial(CudaDevice, "cuda"),
     **{f"rig, {order}, {seed}": partial(AcceleratorDevice, "rig") for order, seed in machine.ORDERS},
+    **{
+        f"rig, {order}, {seed}, ordinary memory": partial(AcceleratorDevice, "rig", page_lock=False)
+        for order, seed in machine.ORDERS[1:4]
+    },
 }
 
 ON_REAL_DEVICES = [name for name, fault in {**COPIES, **READS}.items() if fault.by == "bits"]
@@ -45,6 +49,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     with machine.ordered(order[0], int(order[1])) if request.param.startswith("rig") else nullcontext():
         opened: Any = DEVICES[request.param]()
         yield opened
+        opened.finish()  # kernels, for which closing does not wait
         opened.close()
         opened.close()
 
@@ -74,6 +79,13 @@ def test_a_copy_moves_what_it_names_and_nothing_else(device: Device) -> None:
     device.copy(copies, target, [Move(source, 0, 4, 2), Move(source, 6, 0, 1)], "a copy")
     finish(device, copies)
     assert target.tolist() == [7, 9, 9, 9, 1, 2, 9, 9]
+
+
+def test_what_the_host_has_waited_for_has_run(device: Device) -> None:
+    target, copies = device.allocate(8, "a test"), device.open_stream("copies")
+    device.fill(copies, target, 0, 8, 7)
+    finish(device, copies)
+    assert target.tolist() == [7] * 8
 
 
 def test_operations_of_one_stream_run_in_order(device: Device) -> None:
