@@ -31,7 +31,7 @@ from penstock.runtime.files.safetensors_file import read_header
 from penstock.runtime.files.sealed import check_folder
 from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import LoadOptions, check_compiled_for, load_module
 from penstock.runtime.memory_split import (
     WORKSPACE,
     HostUse,
@@ -281,6 +281,7 @@ class Program:
         if digest is not None:
             self.verify(strict=True, digest=digest)
         (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check()
+        check_compiled_for(self.payload, device)
         given = PlanRequest(
             budget=0,
             device=device,
