@@ -84,8 +84,8 @@ class LoadOptions:
         chosen = self.engine == "auto" and not self.debug and library() is not None
         return chosen or self.engine == "native"
 
-    def check(self) -> None:
-        """Raise StreamError for an engine that does not exist, not on this device, or not with `debug`."""
+    def check(self, payload: Payload) -> None:
+        """Raise StreamError for an engine that is not there or not for the device, and for other code."""
         if self.engine not in ENGINES:
             raise StreamError(
                 f"there is no engine {self.engine!r}: choose {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
@@ -94,6 +94,7 @@ class LoadOptions:
             raise StreamError(
                 f"the native engine streams on a CPU, not on {self.device}: leave engine='auto'"
             )
+        check_compiled_for(payload, self.device)
 
 
 def load_module(

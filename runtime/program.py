@@ -31,7 +31,7 @@ from penstock.runtime.files.safetensors_file import read_header
 from penstock.runtime.files.sealed import check_folder
 from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
-from penstock.runtime.loading import LoadOptions, check_compiled_for, load_module
+from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import (
     WORKSPACE,
     HostUse,
@@ -278,10 +278,9 @@ class Program:
         where it was built, and "python" with `debug`. `digest` is what the artifact must have, to the last
         byte, which is read first (`Program.digest`). Close the module, or use it as a context manager.
         """
+        (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check(self.payload)
         if digest is not None:
             self.verify(strict=True, digest=digest)
-        (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check()
-        check_compiled_for(self.payload, device)
         given = PlanRequest(
             budget=0,
             device=device,

@@ -40,6 +40,7 @@ STEPS = {
     "graphs": Step("passes:run_graphs", 45, "decode as a graph, prefill as calls; broken and late captures"),
     "llama": Step("llama:run_budgets", 150, "a decoder of 2 GiB at three budgets, prediction and limit"),
     "replay": Step("llama:run_replay", 60, "its passes as graphs"),
+    "inductor": Step("compiled:run", 90, "compiled modules and programs, streamed and not"),
     "peers": Step("llama:run_peers", 90, "accelerate and diffusers on the same decoder"),
 }
 

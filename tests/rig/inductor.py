@@ -89,8 +89,11 @@ class Scheduling(CppScheduling):
 
 
 @contextmanager
-def registered(*, guarded: bool) -> Iterator[None]:
-    """Has Inductor compile for the rig; `guarded` wrappers run within a guard of the device, as CUDA's do."""
+def registered(*, guarded: bool) -> Iterator[dict[str, Any]]:
+    """Has Inductor compile for the rig, with the options that are yielded.
+
+    `guarded` wrappers run within a guard of the device, as CUDA's do.
+    """
     machine.load()
     common.init_backend_registration()
     register_interface_for_device("rig", Interface)
@@ -101,4 +104,4 @@ def registered(*, guarded: bool) -> Iterator[None]:
         patch.object(scheduler, "device_need_guard", lambda kind: (kind == "rig" and guarded) or needs(kind)),
     ):
         common.register_backend_for_device("rig", Scheduling, PythonWrapperCodegen, CppWrapperCpu)
-        yield
+        yield dict(OPTIONS)

@@ -69,6 +69,13 @@ def test_ten_minutes_on_a_gpu_are_tried_on_the_rig(tmp_path: Path) -> None:
     _check_bits(found["bits"])
     _check_passes(found)
     _check_llama(found)
+    backend, ahead = found["inductor"]
+    assert (backend["what"], backend["equal"], backend["misses"]) == ("torch.compile", True, 0)
+    assert backend["bytes_moved"] > 0
+    assert ahead == {
+        "what": "AOTInductor",
+        "refused": "method 'forward' is for rig:0, and code of AOTInductor runs on cpu, cuda, xpu, mps only",
+    }
 
 
 def _check_copies(lines: list[dict[str, Any]]) -> None:
