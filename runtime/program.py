@@ -278,9 +278,9 @@ class Program:
         where it was built, and "python" with `debug`. `digest` is what the artifact must have, to the last
         byte, which is read first (`Program.digest`). Close the module, or use it as a context manager.
         """
+        (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check(self.payload)
         if digest is not None:
             self.verify(strict=True, digest=digest)
-        (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check()
         given = PlanRequest(
             budget=0,
             device=device,

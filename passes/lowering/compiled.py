@@ -39,8 +39,16 @@ class LoadedPackage:
     bodies: Mapping[str, Mapping[str, fx.GraphModule]]
 
 
-def load(folder: Path, payload: Payload, *, trust: bool) -> LoadedPackage:
+def device_of(payload: Payload) -> str:
+    """Returns the type of the device that a payload's code was compiled for, such as `cpu` or `cuda`."""
+    machine = payload.program.machine if payload.program else ""
+    return machine.partition(" ")[0] or "cpu"
+
+
+def load(folder: Path, payload: Payload, *, trust: bool, index: int = -1) -> LoadedPackage:
     """Reads the file that `inductor.save` wrote. It is machine code, and is loaded with `trust` only.
+
+    `index` is that of the device among those of its type, and -1 for the current one.
 
     Raises SourceError if the file cannot be read. Raises PayloadError without trust, and if it is not the
     payload's, or was compiled by another version of torch, or for a processor with instructions that this one
@@ -56,7 +64,7 @@ def load(folder: Path, payload: Payload, *, trust: bool) -> LoadedPackage:
         package = archive.extract(PACKAGE, temporary)
         codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
         load_runner = torch._C._aoti.AOTIModelPackageLoader
-        runners = {m.name: load_runner(package, m.name, False, 1, -1) for m in payload.methods}
+        runners = {m.name: load_runner(package, m.name, False, 1, index) for m in payload.methods}
     signatures = {name: code.signature for name, code in codes.items()}
     computed = {t.method for t in payload.traces for s in t.steps if any(one.computed for one in s.sparse)}
     bodies = {name: code.graph().bodies if name in computed else {} for name, code in codes.items()}
@@ -69,9 +77,15 @@ class CompiledMethod:
     It holds the weights' tensors, and the runner that reads them, until `close`.
     """
 
-    def __init__(self, package: LoadedPackage, tensors: Mapping[str, torch.Tensor], method: Method) -> None:
+    def __init__(
+        self,
+        package: LoadedPackage,
+        tensors: Mapping[str, torch.Tensor],
+        method: Method,
+        device: torch.device,
+    ) -> None:
         self._signature = package.signatures[method.name]
-        self.convention = CallingConvention(self._signature, torch.device("cpu"))
+        self.convention = CallingConvention(self._signature, device)
         self._runner = package.runners[method.name]
         weights = {weight.fqn: weight for weight in package.payload.tensors}
         names = self._runner.get_constant_fqns()

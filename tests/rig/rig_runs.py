@@ -100,7 +100,10 @@ class RigRun:
         device = LateReading(self.name) if self.late_disk else open_accelerator(self.name)
         given = parts.device(device)
         self.found: list[tuple[int, torch.Tensor, torch.Stream]] = []
-        streams = [torch.accelerator.current_stream(), *(torch.Stream(self.name) for _ in range(1, one.streams))]
+        streams = [
+            torch.accelerator.current_stream(),
+            *(torch.Stream(self.name) for _ in range(1, one.streams)),
+        ]
         try:
             self.weights = DeviceWeights(
                 parts.plan_of_weights(one.plan), one.storages, given, parts.source(one.source)
