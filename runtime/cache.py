@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.runtime.files.artifact_files import PAYLOAD
-from penstock.runtime.system.atomic import is_unfinished, remove_folder, remove_stale
+from penstock.runtime.system.atomic import remove_folder
+from penstock.schedule.atomic_file import is_unfinished, remove_stale
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
@@ -311,7 +312,11 @@ def _entries(folder: Path) -> Iterator[Entry]:
                 yield _entry(path, "leftover")
             elif _OWN.fullmatch(path.name):
                 yield _entry(path, kind)
-    yield from (_entry(path, "rates") for path in _inside(folder) if path.name == "hardware.json")
+    for path in _inside(folder):
+        if path.name == "hardware.json":
+            yield _entry(path, "rates")
+        elif is_unfinished(path):
+            yield _entry(path, "leftover")
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -181,12 +181,35 @@ def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | Non
 def open_for_reading(path: Path) -> Iterator[int]:
     """Yields a descriptor of a weight file, closed at the end.
 
-    Raises SourceError if the system does not open it.
+    Raises SourceError if the system does not open it, and for what it refuses meanwhile.
     """
-    fd = open_descriptor(path)
+    with reading(path):
+        fd = open_descriptor(path)
+        try:
+            yield fd
+        finally:
+            close_read(fd)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise SourceError for what the system refuses while `path` is read, or files in it.
+
+    What is named is the path in the system's own error, if it has one.
+    """
     try:
-        yield fd
-    finally:
+        yield
+    except OSError as error:
+        where = path if error.filename is None else os.fsdecode(error.filename)
+        raise SourceError(
+            f"{where} cannot be read ({error.strerror or error}): check its permissions and the disk, then "
+            "try again"
+        ) from error
+
+
+def close_read(fd: int) -> None:
+    """Close a descriptor that was read from: where the system complains of it, nothing can be lost."""
+    with suppress(OSError):
         os.close(fd)
 
 
