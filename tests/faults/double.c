@@ -29,7 +29,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum { OPENS = 1, READS = 2, WRITES = 4, SYNCS = 8, NAMES = 16, LOOKS = 32, CLOSES = 64, MAPS = 128, LOCKS = 256 };
-enum { PASS, FAIL, SHORTEN, DELAY, TRUNCATE, REPLACE, KILL_BEFORE, KILL_AFTER };
+enum { PASS, FAIL, SHORTEN, DELAY, TRUNCATE, REPLACE, KILL_BEFORE, KILL_AFTER, NOTHING };
 enum { LOGGED = 1 << 15, LONGEST = 4096 };
 
 struct Logged {
@@ -61,7 +61,7 @@ __attribute__((constructor)) static void begin(void) {
 }
 
 /* The call with this number among those of the kinds in `kinds` under `where`, from 0 on, meets `what` (`with`: an errno,
- * or microseconds). A number below 0 only counts; an empty `where` ends that too. */
+ * microseconds, or how many bytes are moved at most). A number below 0 only counts; an empty `where` ends that too. */
 EXPORT void fault_arm(const char *where, int kinds, int number, int what, int with) {
     folder[0] = 0;
     which = kinds, action = what, value = with, late_us = 0, moved = 0;
@@ -160,11 +160,13 @@ static int done(int met) {
     return 0;
 }
 
-/* At most how many bytes a shortened call moves: whole blocks only, where the file is read past the page cache. */
-static size_t shorter(int fd, size_t nbytes) {
-    const int direct = fcntl(fd, F_GETFL) & O_DIRECT;
-    const size_t half = direct ? nbytes / 1024 * 512 : nbytes / 2;
-    return half ? half : nbytes;
+/* How many bytes a call moves: a shortened one half of them, or as many as `value` says, and whole blocks only where the
+ * file is read past the page cache. */
+static size_t to_move(int met, int fd, size_t nbytes) {
+    if (met != SHORTEN) return nbytes;
+    size_t most = value ? (size_t)value : nbytes / 2;
+    if (fcntl(fd, F_GETFL) & O_DIRECT) most = most < 512 ? 512 : most / 512 * 512;
+    return most && most < nbytes ? most : nbytes;
 }
 
 #define NEXT(name) static __typeof__(&name) real; if (!real) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
@@ -181,75 +183,63 @@ static size_t shorter(int fd, size_t nbytes) {
         return result;                                                               \
     }
 
-#define OPEN(name)                                                                                       \
-    EXPORT int name(const char *given, int flags, ...) {                                                 \
-        va_list more;                                                                                    \
-        va_start(more, flags);                                                                           \
-        const mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0;                  \
-        va_end(more);                                                                                    \
-        NEXT(name);                                                                                      \
-        char path[LONGEST];                                                                              \
-        const int met = absolute(AT_FDCWD, given, path) ? meets(#name, OPENS, flags & (O_CREAT | __O_TMPFILE) ? 1 : 0, path) : PASS; \
-        if (met == FAIL) return -1;                                                                      \
-        const int fd = real(given, flags, mode);                                                         \
-        done(met);                                                                                       \
-        return fd;                                                                                       \
+/* Makes a file, which has no name before it is linked with __O_TMPFILE. */
+#define MAKING (O_CREAT | __O_TMPFILE)
+
+#define OPENING(name, declared, at, ...)                                                                  \
+    EXPORT int name declared {                                                                            \
+        va_list more;                                                                                     \
+        va_start(more, flags);                                                                            \
+        const mode_t mode = flags & MAKING ? va_arg(more, mode_t) : 0;                                    \
+        va_end(more);                                                                                     \
+        NEXT(name);                                                                                       \
+        char path[LONGEST];                                                                               \
+        const int met = absolute(at, given, path) ? meets(#name, OPENS, (flags & MAKING) != 0, path) : PASS; \
+        if (met == FAIL) return -1;                                                                       \
+        const int fd = real(__VA_ARGS__, mode);                                                           \
+        done(met);                                                                                        \
+        return fd;                                                                                        \
     }
 
-#define OPEN_AT(name)                                                                                    \
-    EXPORT int name(int at, const char *given, int flags, ...) {                                         \
-        va_list more;                                                                                    \
-        va_start(more, flags);                                                                           \
-        const mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0;                  \
-        va_end(more);                                                                                    \
-        NEXT(name);                                                                                      \
-        char path[LONGEST];                                                                              \
-        const int met = absolute(at, given, path) ? meets(#name, OPENS, flags & (O_CREAT | __O_TMPFILE) ? 1 : 0, path) : PASS; \
-        if (met == FAIL) return -1;                                                                      \
-        const int fd = real(at, given, flags, mode);                                                     \
-        done(met);                                                                                       \
-        return fd;                                                                                       \
+#define OPEN(name) OPENING(name, (const char *given, int flags, ...), AT_FDCWD, given, flags)
+#define OPEN_AT(name) OPENING(name, (int at, const char *given, int flags, ...), at, at, given, flags)
+
+/* A call that moves bytes between a file and memory: where the descriptor stands, at an offset, or in parts. */
+#define MOVING(name, kind, declared, shortened, moving, ...)                                   \
+    EXPORT ssize_t name declared {                                                             \
+        NEXT(name);                                                                            \
+        char path[LONGEST];                                                                    \
+        const int ours = of_descriptor(fd, path) && kind & which;                              \
+        const int met = ours ? meets(#name, kind, kind == WRITES, path) : PASS;                \
+        if (met == FAIL) return -1;                                                            \
+        if (met == NOTHING) return 0;                                                          \
+        shortened;                                                                             \
+        if (ours) moving;                                                                      \
+        const ssize_t result = real(__VA_ARGS__);                                              \
+        done(met);                                                                             \
+        return result;                                                                         \
     }
 
-/* A call that moves bytes between a file and memory, at an offset or where the descriptor stands. */
-#define MOVE(name, kind, memory)                                                         \
-    EXPORT ssize_t name(int fd, memory, size_t nbytes) {                                 \
-        NEXT(name);                                                                      \
-        char path[LONGEST];                                                              \
-        const int met = of_descriptor(fd, path) ? meets(#name, kind, kind == WRITES, path) : PASS; \
-        if (met == FAIL) return -1;                                                      \
-        const ssize_t result = real(fd, bytes, met == SHORTEN ? shorter(fd, nbytes) : nbytes); \
-        done(met);                                                                       \
-        return result;                                                                   \
+#define HERE (void)0
+#define THERE offset += moved
+#define OF_BYTES nbytes = to_move(met, fd, nbytes)
+/* Of several parts only the first one is moved. */
+#define OF_PARTS                                                     \
+    struct iovec first = parts[0];                                   \
+    if (met == SHORTEN) {                                            \
+        if (count == 1) first.iov_len = to_move(met, fd, first.iov_len); \
+        parts = &first, count = 1;                                   \
     }
 
-#define MOVE_AT(name, kind, memory)                                                      \
-    EXPORT ssize_t name(int fd, memory, size_t nbytes, off_t offset) {                   \
-        NEXT(name);                                                                      \
-        char path[LONGEST];                                                              \
-        const int met = of_descriptor(fd, path) ? meets(#name, kind, kind == WRITES, path) : PASS; \
-        if (met == FAIL) return -1;                                                      \
-        const ssize_t result = real(fd, bytes, met == SHORTEN ? shorter(fd, nbytes) : nbytes, offset + (*folder ? moved : 0)); \
-        done(met);                                                                       \
-        return result;                                                                   \
-    }
-
-#define MOVE_PARTS(name, kind, declared, ...)                                            \
-    EXPORT ssize_t name declared {                                                       \
-        NEXT(name);                                                                      \
-        char path[LONGEST];                                                              \
-        const int met = of_descriptor(fd, path) ? meets(#name, kind, kind == WRITES, path) : PASS; \
-        if (met == FAIL) return -1;                                                      \
-        struct iovec first = parts[0];                                                   \
-        if (*folder && moved && kind & which) MOVED;                                     \
-        if (met == SHORTEN) {                                                            \
-            first.iov_len = count > 1 ? first.iov_len : shorter(fd, first.iov_len);      \
-            parts = &first, count = 1;                                                   \
-        }                                                                                \
-        const ssize_t result = real(__VA_ARGS__);                                        \
-        done(met);                                                                       \
-        return result;                                                                   \
-    }
+#define MOVE(name, kind, memory) MOVING(name, kind, (int fd, memory, size_t nbytes), OF_BYTES, HERE, fd, bytes, nbytes)
+#define MOVE_AT(name, kind, memory) \
+    MOVING(name, kind, (int fd, memory, size_t nbytes, off_t offset), OF_BYTES, THERE, fd, bytes, nbytes, offset)
+#define MOVE_PARTS(name, kind) \
+    MOVING(name, kind, (int fd, const struct iovec *parts, int count), OF_PARTS, HERE, fd, parts, count)
+#define MOVE_PARTS_AT(name, kind) \
+    MOVING(name, kind, (int fd, const struct iovec *parts, int count, off_t offset), OF_PARTS, THERE, fd, parts, count, offset)
+#define MOVE_PARTS_BY_FLAGS(name, kind) \
+    MOVING(name, kind, (int fd, const struct iovec *parts, int count, off_t offset, int flags), OF_PARTS, THERE, fd, parts, count, offset, flags)
 
 OPEN(open)
 OPEN(open64)
@@ -265,19 +255,16 @@ MOVE_AT(pread, READS, void *bytes)
 MOVE_AT(pread64, READS, void *bytes)
 MOVE_AT(pwrite, WRITES, const void *bytes)
 MOVE_AT(pwrite64, WRITES, const void *bytes)
-#define MOVED (void)0
-MOVE_PARTS(readv, READS, (int fd, const struct iovec *parts, int count), fd, parts, count)
-MOVE_PARTS(writev, WRITES, (int fd, const struct iovec *parts, int count), fd, parts, count)
-#undef MOVED
-#define MOVED offset += moved
-MOVE_PARTS(preadv, READS, (int fd, const struct iovec *parts, int count, off_t offset), fd, parts, count, offset)
-MOVE_PARTS(preadv64, READS, (int fd, const struct iovec *parts, int count, off_t offset), fd, parts, count, offset)
-MOVE_PARTS(pwritev, WRITES, (int fd, const struct iovec *parts, int count, off_t offset), fd, parts, count, offset)
-MOVE_PARTS(pwritev64, WRITES, (int fd, const struct iovec *parts, int count, off_t offset), fd, parts, count, offset)
-MOVE_PARTS(preadv2, READS, (int fd, const struct iovec *parts, int count, off_t offset, int flags), fd, parts, count, offset, flags)
-MOVE_PARTS(preadv64v2, READS, (int fd, const struct iovec *parts, int count, off_t offset, int flags), fd, parts, count, offset, flags)
-MOVE_PARTS(pwritev2, WRITES, (int fd, const struct iovec *parts, int count, off_t offset, int flags), fd, parts, count, offset, flags)
-MOVE_PARTS(pwritev64v2, WRITES, (int fd, const struct iovec *parts, int count, off_t offset, int flags), fd, parts, count, offset, flags)
+MOVE_PARTS(readv, READS)
+MOVE_PARTS(writev, WRITES)
+MOVE_PARTS_AT(preadv, READS)
+MOVE_PARTS_AT(preadv64, READS)
+MOVE_PARTS_AT(pwritev, WRITES)
+MOVE_PARTS_AT(pwritev64, WRITES)
+MOVE_PARTS_BY_FLAGS(preadv2, READS)
+MOVE_PARTS_BY_FLAGS(preadv64v2, READS)
+MOVE_PARTS_BY_FLAGS(pwritev2, WRITES)
+MOVE_PARTS_BY_FLAGS(pwritev64v2, WRITES)
 CALL(ssize_t, sendfile, WRITES, 1, -1, of_descriptor(to, path), (int to, int from, off_t *at, size_t n), to, from, at, n)
 CALL(ssize_t, sendfile64, WRITES, 1, -1, of_descriptor(to, path), (int to, int from, off_t *at, size_t n), to, from, at, n)
 CALL(ssize_t, copy_file_range, WRITES, 1, -1, of_descriptor(to, path), (int from, off_t *a, int to, off_t *b, size_t n, unsigned flags), from, a, to, b, n, flags)

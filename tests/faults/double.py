@@ -47,6 +47,7 @@ class Action(IntEnum):
     REPLACE = 5
     KILL_BEFORE = 6
     KILL_AFTER = 7
+    NOTHING = 8
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,10 @@ def build() -> Path:
         if not library.exists():
             partial = library.with_suffix(f".{os.getpid()}")
             command = ("gcc", *FLAGS, SOURCE, "-o", partial, "-ldl")
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+            except FileNotFoundError as error:
+                raise RuntimeError("gcc is missing: scripts/install-compiler installs it") from error
             assert not done.returncode, done.stderr
             partial.replace(library)
     return library
@@ -102,7 +106,8 @@ class Double:
     ) -> None:
         """Have the call with a number, of the calls of these kinds in a folder, meet an action.
 
-        `value` is the errno of a failure, or the microseconds of a delay. A negative number only counts.
+        `value` is the errno of a failure, the microseconds of a delay, or the most bytes that a short call moves
+        (0: half of them). A negative number only counts.
         """
         self._library.fault_arm(os.fsencode(folder), int(kinds), number, int(action), value)
 

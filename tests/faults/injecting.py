@@ -26,7 +26,7 @@ import torch
 
 from penstock.schedule.facts.errors import PenstockError
 from tests.faults.double import Action, Call, Double, Kind
-from tests.faults.scenarios import Running, own_cache, scenario, warm
+from tests.faults.scenarios import scenario, warm
 from tests.faults.states import UNFINISHED, State
 
 HANGS_S = 300
@@ -120,7 +120,8 @@ class Bench:
         self._root.mkdir(parents=True)
         self._beside.mkdir()
         self._double, self._scenario = double, scenario(name)
-        own_cache(self._root)
+        remembered = self._root if self._scenario.remembers else self._beside
+        os.environ["XDG_CACHE_HOME"] = str(remembered / "cache")
         self._forked(lambda: self._scenario.prepare(self._root, self._beside))
         self.before = State(self._root, place / "aside")
         self._others: dict[str, tuple[str, str]] = {}
@@ -202,8 +203,7 @@ class Bench:
         found = self._found()
         if fault.changes and self._double.fired:
             self.before.put_back(self._double.call(number).path)
-            if isinstance(self._scenario, Running):
-                started = self._scenario.reload(self._root, started)
+            started = self._scenario.reload(self._root, started)
         first = {"how": how, "why": why, "value": value, "found": found, "changes": self.before.changes()}
         return first | self._again(started)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from torch.export import ExportedProgram, export
 
 import penstock
 from penstock.passes.trace import PRESET_CPU
+from penstock.runtime.cache import list_entries, prune
 from penstock.runtime.checkpoint.convert import convert
 from penstock.runtime.relink import relink
 from penstock.schedule.facts.errors import SourceError
@@ -78,10 +80,14 @@ def of_files(path: Path) -> str:
 
 
 class Scenario(ABC):
-    """`target` is the path, within the folder, of what is written; `adds` are patterns of what may appear."""
+    """`target` is the path, within the folder, of what is written; `adds` are patterns of what may appear.
+
+    What penstock remembers of the machine meets faults as well if it `remembers` in the folder.
+    """
 
     target = "new"
     adds: tuple[str, ...] = ()
+    remembers = False
 
     @abstractmethod
     def prepare(self, root: Path, beside: Path) -> None:
@@ -98,6 +104,10 @@ class Scenario(ABC):
     def again(self, root: Path, started: Any) -> str:
         """Do the same again, in the same process, over what is there."""
         return self.act(root, started)
+
+    def reload(self, root: Path, started: Any) -> Any:
+        """What `again` is given once a file was changed and put back: what ran on it may refuse for ever."""
+        return started
 
     def found(self, root: Path) -> str:
         """What the target holds; empty if it is not there."""
@@ -226,7 +236,6 @@ class Running(Loading):
         return bits(started(TOKENS), started(TOKENS))
 
     def reload(self, root: Path, started: Any) -> Any:
-        """For after a change of a weight file, after which a module may refuse calls for ever."""
         started.close()
         return self._load(root, self._plan)
 
@@ -246,6 +255,7 @@ class Planning(Scenario):
     """A plan is asked for that another process has made; the machine's rates are known."""
 
     adds = ("cache/penstock/*",)
+    remembers = True
 
     def prepare(self, root: Path, beside: Path) -> None:
         penstock.compile(exported(1), root / "model.penstock")
@@ -279,28 +289,6 @@ class Reporting(Scenario):
         return of_files(root / self.target)
 
 
-class Command(Scenario):
-    """A command of the command line, given its arguments."""
-
-    def __init__(self, *arguments: str, target: str = "new") -> None:
-        self._arguments, self.target = arguments, target
-
-    def prepare(self, root: Path, beside: Path) -> None:
-        penstock.compile(exported(1), root / "model.penstock")
-        save_file({"tokens": TOKENS}, root / "in.safetensors")
-        (root / "out.safetensors").write_bytes(b"old")
-
-    def act(self, root: Path, started: Any) -> str:
-        from penstock.cli.main import assemble
-
-        arguments = [one.replace("ROOT", str(root)) for one in self._arguments]
-        assemble()(arguments, prog_name="penstock", standalone_mode=False)
-        return ""
-
-    def found(self, root: Path) -> str:
-        return of_files(root / self.target)
-
-
 class Plain(nn.Module):
     """Linears with weights in float32."""
 
@@ -316,6 +304,28 @@ class Plain(nn.Module):
 X = torch.linspace(-1, 1, 64).reshape(2, 32)
 
 
+class Command(Scenario):
+    """A command of the command line, given its arguments."""
+
+    def __init__(self, *arguments: str, target: str = "new") -> None:
+        self._arguments, self.target = arguments, target
+
+    def prepare(self, root: Path, beside: Path) -> None:
+        penstock.compile(export(Plain().eval(), (X,)), root / "model.penstock")
+        save_file({"x": X}, root / "in.safetensors")
+        (root / "out.safetensors").write_bytes(b"old")
+
+    def act(self, root: Path, started: Any) -> str:
+        from penstock.cli.main import assemble
+
+        arguments = [one.replace("ROOT", str(root)) for one in self._arguments]
+        assemble()(arguments, prog_name="penstock", standalone_mode=False)
+        return ""
+
+    def found(self, root: Path) -> str:
+        return of_files(root / self.target)
+
+
 class Applying(Scenario):
     """`apply` with a cache, which is `warm` if another process has filled it."""
 
@@ -325,22 +335,36 @@ class Applying(Scenario):
         self._warm = warm
 
     def prepare(self, root: Path, beside: Path) -> None:
-        root.mkdir(exist_ok=True)
         if self._warm:
-            self.act(root, Plain().eval().requires_grad_(False))
+            self.act(root, self.start(root, beside))
 
     def start(self, root: Path, beside: Path) -> Any:
+        self._applied = None
         return Plain().eval().requires_grad_(False)
 
     def act(self, root: Path, started: Any) -> str:
         from penstock.integrations import apply
 
-        with apply(started, "1MB", example=X, cache=root / "cache"):
-            return bits(started(X))
+        self._applied = apply(started, "1MB", example=X, cache=root / "cache")
+        value = bits(started(X))
+        self._applied.restore()
+        self._applied = None
+        return value
+
+    def reload(self, root: Path, started: Any) -> Any:
+        """A model that cannot be restored, because what it was given back for has changed, is made again."""
+        return self.start(root, root)
+
+    def again(self, root: Path, started: Any) -> str:
+        if self._applied is not None:
+            self._applied.restore()
+        return self.act(root, started)
 
 
 class Pruning(Scenario):
-    """The cache is emptied by the command line; what a killed run left goes as well."""
+    """The cache is emptied; what a killed run left goes as well."""
+
+    adds = ("*",)
 
     def prepare(self, root: Path, beside: Path) -> None:
         from penstock.integrations import apply
@@ -351,15 +375,17 @@ class Pruning(Scenario):
         left.mkdir()
         (left / "weights.safetensors").write_bytes(b"left")
 
+    def start(self, root: Path, beside: Path) -> Any:
+        self._entries = str(len(list_entries(root)))
+
     def act(self, root: Path, started: Any) -> str:
-        from penstock.cli.main import assemble
+        done = prune(root, before=math.inf)
+        return str(len(done.removed) + len(done.in_use))
 
-        arguments = ["cache", "clear", "--yes", "--cache", str(root)]
-        assemble()(arguments, prog_name="penstock", standalone_mode=False)
-        return ""
-
-    def found(self, root: Path) -> str:
-        return str(sum(not one.is_dir() for one in root.rglob("*")))
+    def again(self, root: Path, started: Any) -> str:
+        prune(root, before=math.inf)
+        assert not [path for path in root.rglob("*") if path.is_file()]
+        return self._entries
 
 
 class Carelessly(Scenario):
@@ -397,6 +423,9 @@ class Carelessly(Scenario):
         return of_files(root / self.target)
 
 
+_LARGE: Mapping[str, Any] = {"width": 384, "budget": "80%"}
+"""For arenas whose granules are of 2 MiB."""
+
 _SCENARIOS: Mapping[str, Callable[[], Scenario]] = {
     "compile": Compiling,
     "compile over another": lambda: Compiling(over=True),
@@ -420,7 +449,7 @@ _SCENARIOS: Mapping[str, Callable[[], Scenario]] = {
     "penstock cache clear": Pruning,
     **{
         f"{kind.__name__.lower()} {arena}, {engine}": lambda kind=kind, arena=arena, engine=engine: kind(
-            arena, engine, **({"width": 384} if arena in ("mapped", "pooled") else {})
+            arena, engine, **(_LARGE if arena in ("mapped", "pooled") else {})
         )
         for kind in (Loading, Running)
         for arena in ("paged", "contiguous", "mapped", "pooled")
@@ -445,8 +474,3 @@ def warm(place: Path) -> None:
     for seed in (1, 2):
         penstock.compile(exported(seed), path, force=True)
     of_artifact(path)
-
-
-def own_cache(root: Path) -> None:
-    """Have penstock remember what it remembers in a folder."""
-    os.environ["XDG_CACHE_HOME"] = str(root / "cache")

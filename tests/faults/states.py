@@ -61,8 +61,8 @@ class State:
 
     def put_back(self, name: str) -> None:
         """Give one file its bytes, inode and time again, if it was there."""
-        if (one := self._files.get(name)) is not None:
-            path = self._folder / name
+        path = self._folder / name
+        if (one := self._files.get(name)) is not None and path.parent.is_dir():
             path.unlink(missing_ok=True)
             one.link.write_bytes(one.data)
             os.link(one.link, path)
