@@ -106,8 +106,8 @@ class Double:
     ) -> None:
         """Have the call with a number, of the calls of these kinds in a folder, meet an action.
 
-        `value` is the errno of a failure, the microseconds of a delay, or the most bytes that a short call moves
-        (0: half of them). A negative number only counts.
+        `value` is the errno of a failure, the microseconds of a delay, or how many bytes a short call moves
+        at most (0: half of them). A negative number only counts.
         """
         self._library.fault_arm(os.fsencode(folder), int(kinds), number, int(action), value)
 

@@ -399,6 +399,8 @@ class Carelessly(Scenario):
         unfinished = root / f".{self.target}.tmp-0"
         fd = os.open(root / "in", os.O_RDWR)
         data = os.read(fd, 100)
+        if len(data) < 60:
+            raise SourceError("the file has shrunk")
         os.write(fd, data)  # in the file itself, at its end
         os.ftruncate(fd, 100)
         os.close(fd)

@@ -199,6 +199,23 @@ def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache: Ca
     assert kept
 
 
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = add_weights(cache, 1)
+
+    def refuse(folder: Path) -> None:
+        raise OSError(5, "Input/output error", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", refuse)
+        for ask in (list_entries, prune):
+            with pytest.raises(SourceError, match=r"weights cannot be read \(Input/output error\)"):
+                ask(cache.folder)
+    assert paths(list_entries(cache.folder)) == {path}
+    assert list_entries(cache.folder / "none") == ()
+
+
 def test_the_limit_makes_room_before_writing_and_never_takes_what_is_in_use(
     cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
