@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from penstock.runtime.checkpoint.distributed_file import METADATA, is_distribute
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor, from_entry
 from penstock.runtime.checkpoint.torch_file import SUFFIXES, read_entries
 from penstock.runtime.files.pack import PAD_PREFIX
-from penstock.runtime.files.safetensors_file import index_files, read_header, reading
+from penstock.runtime.files.safetensors_file import index_files, read_header, read_index, reading
 from penstock.schedule.facts.errors import SourceError
 
 _log = logging.getLogger(__name__)
@@ -174,10 +173,12 @@ def _note_total(index: Path, nbytes: Mapping[Path, int]) -> None:
 
     Published ones are often wrong, above all where weights are tied, so that alone is no error.
     """
-    fields = json.loads(index.read_bytes())
+    fields = read_index(index)
     metadata = fields.get("metadata")
     expected = metadata.get("total_size") if isinstance(metadata, dict) else None
     files = {(index.parent / name).resolve() for name in fields["weight_map"].values()}
+    if files - nbytes.keys():
+        raise SourceError(f"{index} was written to while it was read: leave it as it is, and try again")
     found = sum(nbytes[file] for file in files)
     if isinstance(expected, int) and expected != found:
         _log.warning(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock.schedule.facts.errors import SourceError
 
@@ -243,12 +243,18 @@ def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[P
     return files
 
 
-def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
+def read_index(index: Path) -> dict[str, Any]:
+    """Returns what an index says, whose `weight_map` has names of files. Raises SourceError if it is none."""
     with open_for_reading(index) as fd:
         fields = _parse_json(read_exactly(fd, 0, os.fstat(fd).st_size, index), index, what=_INDEX)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         refuse(index, "weight_map is not an object that gives each tensor its file", what=_INDEX)
+    return fields
+
+
+def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
+    weight_map = read_index(index)["weight_map"]
     names = dict.fromkeys(file for name, file in weight_map.items() if wanted is None or wanted(name))
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:

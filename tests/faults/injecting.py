@@ -267,10 +267,13 @@ class Bench:
             elif not self._is_own(name):
                 yield f"{name} appeared"
 
-    def _is_own(self, name: str) -> bool:
+    def is_target(self, name: str) -> bool:
+        """Whether a path in the folder is what the scenario writes, or in it."""
         target = self._scenario.target
-        own = name == target or name.startswith(f"{target}/")
-        return own or any(fnmatch(name, one) for one in self._scenario.adds)
+        return name == target or name.startswith(f"{target}/")
+
+    def _is_own(self, name: str) -> bool:
+        return self.is_target(name) or any(fnmatch(name, one) for one in self._scenario.adds)
 
     def _of_other(self, name: str) -> tuple[str, str]:
         """What comes of the action where a file is another one from the start, as in double.c."""
@@ -307,7 +310,13 @@ def run(name: str, place: Path, double: Double, *, most: int, every: int) -> Rep
     calls = bench.count()
     numbers = chosen(calls, most)
     bench.report.sites = len(numbers)
-    faults = [(number, fault) for number in numbers for fault in faults_of(calls[number], bench.before)]
+    # What others do to the target itself is theirs.
+    faults = [
+        (number, fault)
+        for number in numbers
+        for fault in faults_of(calls[number], bench.before)
+        if not (fault.changes and bench.is_target(calls[number].path))
+    ]
     # Scenarios begin at different ones, so that together they meet more of them.
     for number, fault in faults[sum(name.encode()) % every :: every]:
         bench.inject(number, fault)
