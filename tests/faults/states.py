@@ -63,10 +63,12 @@ class State:
         """Give one file its bytes, inode and time again, if it was there."""
         path = self._folder / name
         if (one := self._files.get(name)) is not None and path.parent.is_dir():
-            path.unlink(missing_ok=True)
             one.link.write_bytes(one.data)
-            os.link(one.link, path)
-            os.utime(path, ns=(one.mtime_ns, one.mtime_ns))
+            os.utime(one.link, ns=(one.mtime_ns, one.mtime_ns))
+            again = one.link.with_suffix(".again")
+            os.link(one.link, again)
+            os.replace(again, path)  # a reader may still be at the double's own file
+            again.unlink(missing_ok=True)
 
     def holds(self, name: str) -> bool:
         """Whether a file was there."""
