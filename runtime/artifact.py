@@ -95,11 +95,10 @@ def compile(
     _check_packing(weights, pack, cast, slices)
     annotated = exported if isinstance(exported, Annotated) else _annotate(exported, ladder)
     _check_names(annotated.payload.methods)
-    found = None
+    found, compiled, checkpoint = None, None, Checkpoint((), {})
     if weights is not None:
         checkpoint = _open(weights, annotated, rename, pack=pack)
         found = find_values(_stored_weights(annotated), checkpoint, Rules(rename, cast, slices))
-    compiled = None
     if lowering == "inductor":
         compiled = _compile(annotated, found, options, resident_below)
         annotated = replace(annotated, payload=compiled.payload)
@@ -109,8 +108,9 @@ def compile(
 
     def build(temporary: Path) -> None:
         catalog = writer.write_weights(temporary, hashed)
-        program = _save_program(annotated, compiled, temporary)
-        payload = replace(catalog, lowering="inductor" if compiled else "eager", program=program)
+        checkpoint.check_unchanged()
+        code = _save_program(annotated, compiled, temporary)
+        payload = replace(catalog, lowering="inductor" if compiled else "eager", program=code)
         plans = find_ladder(temporary, payload) if ladder else ()
         write_payload(replace(payload, plans=plans), temporary)
 

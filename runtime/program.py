@@ -27,7 +27,7 @@ from penstock.runtime.choice import (
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
 from penstock.runtime.files.artifact_files import read_artifact, replace_payload
 from penstock.runtime.files.rates import READERS
-from penstock.runtime.files.safetensors_file import read_header
+from penstock.runtime.files.safetensors_file import read_header, reading
 from penstock.runtime.files.sealed import check_folder
 from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
@@ -79,9 +79,10 @@ def open(path: str | PathLike[str], *, trust: bool = False) -> Program:
     if not isinstance(path, str | PathLike):
         raise SourceError(f"expected the folder of an artifact, got {type(path).__name__}")
     folder = Path(path)
-    payload, digest = read_artifact(folder)
-    with Source(payload.files, folder, mode="buffered"):
-        pass  # opening compares every stamp
+    with reading(folder):
+        payload, digest = read_artifact(folder)
+        with Source(payload.files, folder, mode="buffered"):
+            pass  # opening compares every stamp
     return Program(folder, payload, trust=trust, digest=digest)
 
 
@@ -407,7 +408,8 @@ class Program:
             )
         verify_payload(self._stored)
         if strict:
-            self._check_folder()
+            with reading(self.path):
+                self._check_folder()
         names = self.payload.storage_names()
         in_files = [(s, storage) for s, storage in enumerate(self.payload.storages) if storage.extents]
         for index, storage in in_files:

@@ -85,8 +85,8 @@ class LateReading(AcceleratorDevice):
 class RigRun:
     """A case on the rig, in the order that is set, or on the accelerator of another name.
 
-    `parts` may alter what the runtime is given. The disk is the system's, which has often read before, or with
-    `late_disk`, which is for the rig, one that never has.
+    `parts` may alter what the runtime is given. The disk is the system's, which has often read before, or
+    with `late_disk`, on the rig, one that never has.
     """
 
     case: Case

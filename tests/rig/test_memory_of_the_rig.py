@@ -6,7 +6,6 @@ import gc
 import mmap
 import runpy
 import threading
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
