@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from penstock.runtime.stream import streamer as arena_streamer
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Drop, Range, Schedule, Step, Transfer
@@ -98,6 +100,60 @@ def test_a_failure_between_calls_is_raised_by_the_next_or_mended(streamer, arena
         except SourceError:
             streamer.abort()
     run_pass(streamer, arena)
+
+
+def test_what_is_resident_comes_again_where_not_all_of_it_came(arena):
+    arena.capacity, arena.fail_at = 16, {12}
+    arena.fill_ready = arena.fill
+    plan = make_plan(graphs=2)
+    assert plan.resident == (Range(0, 8), Range(12, 16))
+    streamer = ArenaStreamer(plan, STORAGES, arena, readers=0)
+    with pytest.raises(SourceError, match="disk error at 12"):
+        run_pass(streamer, arena)
+    streamer.abort()
+    for graph in (0, 1):
+        run_pass(streamer, arena, graph)
+    assert arena.fills.count((0, 8)) == 2
+    assert arena.fills.count((12, 16)) == 1
+    streamer.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that the streamer sees, which stands until `now`, in nanoseconds, is set."""
+    clock = SimpleNamespace(now=0)
+    clock.perf_counter_ns = lambda: clock.now
+    monkeypatch.setattr(arena_streamer, "time", clock)
+    return clock
+
+
+def test_a_file_that_changes_behind_the_last_step_fails_the_pass(streamer, arena, clock):
+    for change_after in (2, 0):
+        arena.changed = False
+        streamer.begin(0)
+        for step in streamer.probed(0):
+            streamer.acquire(0, step)
+            streamer.release(0, step)
+            arena.changed |= step == change_after  # no time passes, so that no step looks
+        with pytest.raises(SourceError, match="a file has changed"):
+            streamer.end(0)
+        streamer.abort()
+
+
+def test_files_are_looked_at_every_few_milliseconds_of_a_pass(streamer, arena, clock):
+    streamer.begin(0)
+    looked = []
+    for step, now in enumerate((1_000_000, 10_000_000, 11_000_000)):
+        clock.now, before = now, arena.checks
+        streamer.acquire(0, step)
+        streamer.release(0, step)
+        looked.append(arena.checks - before)
+    assert looked == [0, 1, 0]
+    streamer.end(0)
+    streamer.begin(0)
+    clock.now, arena.changed = 30_000_000, True
+    with pytest.raises(SourceError, match="a file has changed"):
+        streamer.acquire(0, 0)
 
 
 def test_abort_in_the_middle_forgets_all_but_the_resident(streamer, arena):
