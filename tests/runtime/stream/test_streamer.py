@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.runtime.stream import streamer as arena_streamer
+from penstock.runtime.stream.queue import PIECE, tabulate
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Drop, Range, Schedule, Step, Transfer
@@ -37,6 +38,32 @@ def test_every_read_finds_its_bytes_pass_after_pass(streamer, arena):
     assert arena.peak <= 12
     assert set(arena.fills) == {(0, 8), (0, 4), (4, 8), (8, 12), (12, 16)}
     assert arena.fills.count((12, 16)) == 1, "resident bytes are loaded once"
+
+
+@pytest.mark.parametrize(("granule", "piece", "size"), [(1, 3, 3), (2, 3, 2), (4, 3, 4), (1, None, 4)])
+def test_transfers_are_cut_so_that_readers_share_them(granule, piece, size):
+    plan = make_plan()
+    plan = replace(plan, arena=replace(plan.arena, granule=granule))
+    (schedule,), (trace,) = plan.schedules, plan.traces
+    queue = tabulate(plan, schedule, trace, STORAGES, piece=piece).steady
+    assert [(p.start, p.stop, p.step, p.after) for p in queue.pieces] == [
+        (start, min(start + size, t.stop), t.step, t.after)
+        for t in schedule.transfers
+        for start in range(t.start, t.stop, size)
+    ]
+    assert queue.counts[:3] == (-(-UNIT // size),) * 3
+
+
+def test_no_piece_is_larger_than_what_a_reader_copies_at_a_time(arena):
+    plan, scale = make_plan(), PIECE
+    (schedule,) = plan.schedules
+    large = tuple(replace(t, start=t.start * scale, stop=t.stop * scale) for t in schedule.transfers)
+    plan = replace(plan, schedules=(replace(schedule, transfers=large),))
+    streamer = ArenaStreamer(plan, STORAGES, arena, readers=0)
+    pieces = streamer.methods[0].steady.pieces
+    assert {p.stop - p.start for p in pieces} == {PIECE}
+    assert len(pieces) == 3 * UNIT
+    streamer.close()
 
 
 def test_the_resident_step_is_not_probed(streamer):
