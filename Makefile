@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check docs bench sparse soak fuzz sanitize zoo gpu wheels clean help
+.PHONY: run test check docs bench sparse soak fuzz mutants sanitize zoo gpu wheels clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -41,6 +41,9 @@ soak: $(STAMP) ## random problems, plans and orders, many times as many as in th
 
 fuzz: $(STAMP) ## files of strangers, changed at random: so many seconds for each reader (FOR=600 SEED=1 TARGETS=graph)
 	@$(VENV)/bin/python -m tests.trust.fuzz --seconds $(or $(FOR),600) --seed $(or $(SEED),1) $(TARGETS)
+
+mutants: $(STAMP) ## one change at a time, which the closest tests must see (ROOM=runtime/stream SAMPLE=30 SEED=1)
+	@$(VENV)/bin/python -m tests.mutants $(ROOM) --sample $(or $(SAMPLE),30) --seed $(or $(SEED),1)
 
 zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour (SEED=7)
 	@$(VENV)/bin/python benchmarks/zoo_random.py $(if $(SEED),--seed $(SEED))

@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes import probes
 from penstock.passes.annotate import annotate
-from penstock.passes.graph.nodes import copy_graph_module
-from penstock.passes.probes import STREAMER, insert_probes, streaming, streaming_steps
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
+from penstock.passes.probes import STREAMER, insert_probes, streaming, streaming_steps, without_probes
 from penstock.schedule.facts.errors import PassError, PayloadError, StreamError
 from penstock.schedule.facts.model import (
     Arena,
@@ -201,6 +201,25 @@ def test_weights_of_another_shape_are_refused():
         insert_probes(wider, annotate(exported))
 
 
+def test_a_graph_whose_inputs_have_other_names_is_refused():
+    _, exported = export(CASES["Reused"])
+    renamed = copy_graph_module(exported.graph_module)
+    for number, node in enumerate(placeholders_of(renamed.graph)):
+        node.name = f"arg{number}_1"
+    with pytest.raises(PassError, match=r"no input of the graph is the weight 'a\.weight' that method"):
+        insert_probes(renamed, annotate(exported))
+
+
+def test_probes_leave_a_graph_as_they_came():
+    _, exported = export(CASES["Reused"])
+    bare = exported.graph_module
+    probed = insert_probes(bare, annotate(exported))
+    before = str(probed.graph)
+    assert str(without_probes(probed).graph) == str(copy_graph_module(bare).graph)
+    assert str(probed.graph) == before
+    assert without_probes(bare) is bare
+
+
 def test_one_of_several_methods_must_be_named():
     _, exported = export(CASES["Reused"])
     payload = annotate({"prefill": exported, "decode": exported})
@@ -232,6 +251,8 @@ def test_resident_steps_get_no_probes_unless_the_schedule_acts_there():
     assert streaming_steps(streamed, 0, STORAGES) == [2, 3]  # step 3: the transfer starts after it
     in_part = plan_of(reads, (Range(0, 150),), (), (), outside=(2,))
     assert streaming_steps(in_part, 0, STORAGES) == [1]
+    between = plan_of(reads[:1] * 3, (Range(100, 300),), (Transfer(0, 100, 0, -1),), (Drop(0, 100, 2),))
+    assert streaming_steps(between, 0, STORAGES) == [0, 1, 2]  # step 1 reads what is there for now
     with pytest.raises(PassError, match="no schedule for graph 7"):
         streaming_steps(streamed, 7, STORAGES)
 

@@ -13,7 +13,7 @@ from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.lowering import eager
 from penstock.passes.probes import streaming
-from penstock.passes.weights.usage import find_usage, follow
+from penstock.passes.weights.usage import find_usage, follow, is_view
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import decompose, export, prepare, same_bits, weights_of
 
@@ -85,6 +85,18 @@ def test_metadata_is_no_read():
 
     exported = torch.export.export(Sizes(), (torch.randn(4),))
     assert reads_of(exported)[0] == []
+
+
+def test_a_comparison_reads_what_it_compares_whatever_else_it_takes():
+    graph = torch.fx.Graph()
+    weight, tolerance = graph.placeholder("weight"), graph.placeholder("tolerance")
+    weight.meta["val"], tolerance.meta["val"] = torch.zeros(4, device="meta"), 0.5
+    close = graph.call_function(torch.ops.aten.allclose.default, (weight, weight, tolerance))
+    close.meta["val"] = True
+    size = graph.call_function(torch.ops.aten.sym_size.int, (weight, 0))
+    size.meta["val"] = 4
+    assert not is_view(close)
+    assert is_view(size)
 
 
 def test_what_a_branch_writes_or_hands_out_does_not_stream():

@@ -3,6 +3,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.export.graph_signature import InputKind
 
 from penstock.passes.weights.values import storage_identity
 from penstock.schedule.facts.errors import PassError
@@ -108,6 +109,24 @@ def test_what_cannot_be_a_weight_is_refused_by_name(change, words):
         exported = with_value(change)
     with pytest.raises(PassError, match=words):
         weights_of(exported)
+
+
+@pytest.mark.parametrize("change", [{"kind": InputKind.CUSTOM_OBJ}, {"target": None}])
+def test_an_input_that_is_no_tensor_is_refused(change):
+    exported = torch.export.export(nn.Linear(4, 4), (torch.zeros(1, 4),))
+    spec = exported.graph_signature.input_specs[0]
+    for name, value in change.items():
+        setattr(spec, name, value)
+    with pytest.raises(PassError, match="is not a tensor and cannot be a weight"):
+        weights_of(exported)
+
+
+def test_weights_may_stand_behind_the_inputs_of_a_call():
+    exported = torch.export.export(nn.Linear(4, 4), (torch.zeros(1, 4),))
+    expected = {name: weight.fqn for name, weight in weights_of(exported).held.items()}
+    exported.graph_signature.input_specs.reverse()
+    found = {name: weight.fqn for name, weight in weights_of(exported).held.items()}
+    assert found == expected == {"p_weight": "weight", "p_bias": "bias"}
 
 
 def test_a_tensor_hidden_in_the_graph_is_refused():
