@@ -43,6 +43,23 @@ def test_the_opened_program_computes_the_same_and_copies_no_part(kind):
     assert "0.weight" not in opened.state_dict
 
 
+@pytest.mark.parametrize("change", [lambda part: None, lambda part: part.double(), lambda part: part[:1]])
+def test_parts_that_torch_has_taken_out_otherwise_are_refused(change, monkeypatch):
+    decompose = torch.export.ExportedProgram.run_decompositions
+
+    def decomposed_otherwise(exported, *args):
+        opened = decompose(exported, *args)
+        opened._state_dict = {
+            name: change(value) if "original" in name else value for name, value in opened.state_dict.items()
+        }
+        return opened
+
+    exported = export(quantise(linears(layers=2), Hidden))
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", decomposed_otherwise)
+    with pytest.raises(PassError, match="whose parts the graph does not show: dequantise this weight"):
+        with_plain_parts(exported)
+
+
 def test_a_program_of_plain_weights_stays_itself():
     exported = export(linears(layers=2))
     assert with_plain_parts(exported) is exported

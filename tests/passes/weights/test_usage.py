@@ -97,6 +97,7 @@ def test_a_comparison_reads_what_it_compares_whatever_else_it_takes():
     size.meta["val"] = 4
     assert not is_view(close)
     assert is_view(size)
+    assert not is_view(graph.call_module("fused", (weight,)))
 
 
 def test_what_a_branch_writes_or_hands_out_does_not_stream():

@@ -108,11 +108,9 @@ def test_a_failed_read_raises_once_and_the_next_call_works(streamer, arena):
 
 
 def test_a_failed_read_of_a_resident_range_raises_too(arena):
-    arena.gate = threading.Event()
-    arena.fail_at = {12}
-    streamer = ArenaStreamer(make_plan(), STORAGES, arena)
-    threading.Timer(0.05, arena.gate.set).start()
-    with pytest.raises(SourceError):
+    arena.fail_at, arena.fill_ready = {12}, arena.fill  # within the call, and not before it
+    streamer = ArenaStreamer(make_plan(), STORAGES, arena, readers=0)
+    with pytest.raises(SourceError, match="disk error at 12"):
         run_pass(streamer, arena)
     streamer.abort()
     run_pass(streamer, arena)
@@ -200,8 +198,10 @@ def test_a_release_without_its_acquire_is_refused(streamer):
 def test_close_ends_the_readers_even_while_a_transfer_runs(arena):
     arena.gate = threading.Event()
     streamer = ArenaStreamer(make_plan(), STORAGES, arena)
-    threading.Timer(0.05, arena.gate.set).start()
-    streamer.close()
+    closer = threading.Thread(target=streamer.close)
+    closer.start()
+    arena.gate.set()
+    closer.join(10)
     streamer.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("penstock-reader")]
 
@@ -240,13 +240,14 @@ def test_closing_wakes_a_waiting_call(arena):
         except BaseException as error:
             raised.append(error)
 
-    caller = threading.Thread(target=call)
+    caller, closer = threading.Thread(target=call), threading.Thread(target=streamer.close)
     caller.start()
-    threading.Timer(0.05, arena.gate.set).start()
-    streamer.close()
+    closer.start()  # which waits for the reader, and the call does not
     caller.join(10)
-    assert not caller.is_alive()
-    assert all(isinstance(e, StreamError) for e in raised)
+    assert [str(error) for error in raised] == ["the streamed module was closed while it ran"]
+    arena.gate.set()
+    closer.join(10)
+    assert not closer.is_alive()
 
 
 def test_methods_that_share_an_arena_follow_one_another(arena):
