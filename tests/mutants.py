@@ -214,7 +214,7 @@ class Instrumented(ast.NodeTransformer):
         return [*ast.parse(f"__reached__({f'{self._path}:{node.lineno}'!r})").body, node]
 
 
-def _forked(run: Callable[[], object], limit: float) -> str | None:
+def forked(run: Callable[[], object], limit: float) -> str | None:
     """What `run` gave in a child, as JSON; empty where the child died, and None where it took longer."""
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
@@ -285,7 +285,7 @@ def _baseline(room: str, trees: Mapping[str, ast.AST]) -> Any:
         lines = {line: sorted(tests) for line, tests in reached.lines.items()}
         return {"seconds": reached.seconds, "lines": lines}
 
-    result = _forked(measure, 1800)
+    result = forked(measure, 1800)
     if not result:
         raise SystemExit(f"the tests of {room} could not be run")
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -302,7 +302,7 @@ def _judge(mutant: Mutant, tree: ast.AST, baseline: Any) -> str:
     each = 10 + 5 * max(seconds[test] for test in tests)
     mutant.put(True)
     try:
-        result = _forked(
+        result = forked(
             lambda: _run({mutant.path: tree}, tests, each=each), 20 + each + 3 * sum(map(seconds.get, tests))
         )
     finally:

@@ -4,6 +4,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
 from penstock.passes.weights.subclasses import PARTS, with_plain_parts
@@ -58,6 +59,17 @@ def test_parts_that_torch_has_taken_out_otherwise_are_refused(change, monkeypatc
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", decomposed_otherwise)
     with pytest.raises(PassError, match="whose parts the graph does not show: dequantise this weight"):
         with_plain_parts(exported)
+
+
+@pytest.mark.parametrize("kind", [Shown, Hidden])
+def test_parts_without_values_are_parts(kind):
+    with FakeTensorMode():
+        module = linears(layers=2)
+        parts = torch.zeros(512, 256, dtype=torch.int8), torch.zeros(512, 1), torch.float32
+        module[0].weight = nn.Parameter(kind(*parts), requires_grad=False)
+        exported = torch.export.export(module, (torch.zeros(3, 256),), strict=False)
+    weights = {w.fqn: w for w in penstock.annotate(exported).weights}
+    assert [p.name for p in weights["0.weight"].parts] == ["data_", "scale"]
 
 
 def test_a_program_of_plain_weights_stays_itself():
