@@ -148,8 +148,10 @@ def _line(statement: ast.AST) -> str:
 
 def _places(node: ast.AST, scope: str, statement: ast.AST) -> Iterator[tuple[Any, Any, Any, str, ast.AST]]:
     """Yields every node that may be changed, where it hangs, and the scope and the statement it stands in."""
-    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
-        return  # what a message says
+    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr) or getattr(node, "arg", "") == "strict":
+        return  # what a message says, and checks of what cannot be
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         scope = f"{scope}.{node.name}".lstrip(".")
     for field, value in ast.iter_fields(node):

@@ -169,6 +169,7 @@ def test_probes_surround_every_reading_node_and_leave_the_input_alone():
     weights = [[str(node) for node in args[0]] for name, args in calls if name == "acquire"]
     assert weights == [["p_a_bias", "p_a_weight"], ["p_b_bias", "p_b_weight"], ["p_a_bias", "p_a_weight"]]
     assert [args[1:] for name, args in calls if name == "release"] == [(0, 0), (0, 1), (0, 2)]
+    assert probed.code.count("penstock.acquire") == probed.code.count("penstock.release") == 3
 
 
 def test_a_graph_that_was_not_annotated_is_refused():
@@ -251,6 +252,8 @@ def test_resident_steps_get_no_probes_unless_the_schedule_acts_there():
     assert streaming_steps(streamed, 0, STORAGES) == [2, 3]  # step 3: the transfer starts after it
     in_part = plan_of(reads, (Range(0, 150),), (), (), outside=(2,))
     assert streaming_steps(in_part, 0, STORAGES) == [1]
+    starts = plan_of(((1,), (2,)), (Range(0, 200),), (Transfer(200, 300, 1, 0),), (Drop(200, 300, 1),))
+    assert streaming_steps(starts, 0, STORAGES) == [0, 1]  # step 0: the transfer starts after it
     between = plan_of(reads[:1] * 3, (Range(100, 300),), (Transfer(0, 100, 0, -1),), (Drop(0, 100, 2),))
     assert streaming_steps(between, 0, STORAGES) == [0, 1, 2]  # step 1 reads what is there for now
     with pytest.raises(PassError, match="no schedule for graph 7"):

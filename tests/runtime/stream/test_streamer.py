@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.runtime.stream import streamer as arena_streamer
-from penstock.runtime.stream.queue import PIECE, tabulate
+from penstock.runtime.stream.queue import PIECE, first_pass, tabulate
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Drop, Range, Schedule, Step, Transfer
@@ -52,6 +52,54 @@ def test_transfers_are_cut_so_that_readers_share_them(granule, piece, size):
         for start in range(t.start, t.stop, size)
     ]
     assert queue.counts[:3] == (-(-UNIT // size),) * 3
+
+
+def test_each_step_waits_for_what_it_is_the_first_to_read():
+    plan = make_plan()
+    (schedule,), (trace,) = plan.schedules, plan.traces
+    table = tabulate(plan, schedule, trace, STORAGES, piece=UNIT)
+    for loaded in (False, True):
+        queue = first_pass(plan, table, resident_loaded=loaded, piece=UNIT)
+        resident = [] if loaded else [(12, 16, 4, -1)]  # which the call itself waits for
+        streams = [(0, 4, 0, -1), (4, 8, 1, -1), (8, 12, 2, 0)]
+        assert [(p.start, p.stop, p.step, p.after) for p in queue.pieces] == resident + streams
+
+
+def test_what_crosses_calls_is_what_starts_before_one_or_a_boundary_of_its_own():
+    (alone,), both = make_plan().schedules, make_plan(graphs=2)
+    (trace, _) = both.traces
+    assert tabulate(make_plan(), alone, trace, STORAGES).crosses_calls
+    within = both.schedules[0]
+    assert not tabulate(both, within, trace, STORAGES).crosses_calls
+    own = replace(within, boundary=both.boundary)
+    assert tabulate(both, own, trace, STORAGES).crosses_calls
+
+
+def test_a_call_ends_before_what_it_has_started_for_the_next_one_is_there(streamer, arena):
+    streamer.begin(0)
+    for step in streamer.probed(0):
+        streamer.acquire(0, step)
+        if step == 2:
+            arena.gate = threading.Event()  # from here on nothing arrives
+        streamer.release(0, step)
+    streamer.end(0)
+    assert arena.held.isdisjoint(range(4, 8))  # whose transfer waits for step 2
+    arena.gate.set()
+    run_pass(streamer, arena)
+
+
+def test_a_miss_counts_the_time_that_its_reads_took(arena, clock):
+    def fill(start, stop):
+        clock.now += 5
+        return HonestArena.fill(arena, start, stop)
+
+    arena.fill = arena.fill_ready = fill
+    streamer = ArenaStreamer(make_plan(), STORAGES, arena, readers=0)
+    streamer.begin(0)
+    before = streamer.counters.stall_ns
+    streamer.acquire(0, 2)
+    assert (streamer.counters.stall_ns - before, streamer.counters.misses) == (5, 1)
+    streamer.close()
 
 
 def test_no_piece_is_larger_than_what_a_reader_copies_at_a_time(arena):
