@@ -46,7 +46,7 @@ ROOMS = {
     ],
     "schedule/search": [f"tests/schedule/test_{name}.py" for name in ("golden_plans", "ladder", "planner")],
     "passes/weights": ["tests/passes/weights", "tests/passes/test_annotate.py"],
-    "passes/probes.py": ["tests/passes/test_probes.py", "tests/runtime/stream"],
+    "passes/probes.py": ["tests/passes/test_probes.py", "tests/runtime/stream/test_streamer.py"],
 }
 """The tests that are closest to each room."""
 
