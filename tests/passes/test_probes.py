@@ -70,6 +70,19 @@ def test_probes_outside_a_call_are_refused():
         acquire([torch.randn(1)], 0, 0)
 
 
+def test_a_value_is_stored_within_its_step_or_where_no_step_is():
+    slot, recorder = torch.zeros(3), Recorder()
+    with streaming(recorder):
+        torch.ops.penstock.store(slot, torch.ones(3), 4, 0)
+    assert recorder.log == [("acquire", 4, 0), ("release", 4, 0)]
+    assert slot.tolist() == [1, 1, 1]
+    with pytest.raises(StreamError, match="outside a streamed module"):
+        torch.ops.penstock.store(slot, torch.zeros(3), 4, 0)
+    assert slot.tolist() == [1, 1, 1]
+    torch.ops.penstock.store(slot, torch.zeros(3), 4, -1)
+    assert slot.tolist() == [0, 0, 0]
+
+
 def test_a_streamer_is_called_only_within_its_block():
     outer, inner = Recorder(), Recorder()
     with streaming(outer):
@@ -216,7 +229,9 @@ def test_probes_leave_a_graph_as_they_came():
     bare = exported.graph_module
     probed = insert_probes(bare, annotate(exported))
     before = str(probed.graph)
-    assert str(without_probes(probed).graph) == str(copy_graph_module(bare).graph)
+    again = without_probes(probed)
+    assert str(again.graph) == str(copy_graph_module(bare).graph)
+    assert "penstock" not in again.code
     assert str(probed.graph) == before
     assert without_probes(bare) is bare
 

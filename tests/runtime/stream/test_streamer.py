@@ -120,7 +120,8 @@ def test_the_resident_step_is_not_probed(streamer):
 
 def test_prefetch_crosses_the_end_of_a_call(streamer, arena):
     run_pass(streamer, arena)
-    wait_until(lambda: set(range(8)) <= arena.held)
+    settle(streamer)
+    assert set(range(8)) <= arena.held
     before = streamer.counters.stall_ns
     streamer.begin(0)
     streamer.acquire(0, 0)
@@ -393,10 +394,7 @@ def test_readers_that_cannot_start_leave_none_behind(arena, monkeypatch):
     assert not started[0].is_alive()
 
 
-def wait_until(condition) -> None:
-    deadline = threading.Event()
-    for _ in range(1000):
-        if condition():
-            return
-        deadline.wait(0.005)
-    raise AssertionError("did not happen within five seconds")
+def settle(streamer: ArenaStreamer) -> None:
+    """Waits until no reader copies anything and nothing may start."""
+    with streamer._arrived:
+        assert streamer._arrived.wait_for(lambda: not (streamer._in_flight or streamer._startable()), 60)
