@@ -1,4 +1,5 @@
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -192,6 +193,12 @@ def test_a_graph_that_was_not_annotated_is_refused():
         insert_probes(other.graph_module, annotate(exported))
 
 
+def test_what_is_no_graph_is_refused():
+    _, exported = export(CASES["Reused"])
+    with pytest.raises(PassError, match="expected the graph of an exported program, got ExportedProgram"):
+        insert_probes(exported, annotate(exported))
+
+
 def test_a_copy_whose_input_was_renamed_has_the_same_probes():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     exported = torch.export.export(model, (torch.randn(2, 8),))
@@ -273,6 +280,9 @@ def test_resident_steps_get_no_probes_unless_the_schedule_acts_there():
     assert streaming_steps(between, 0, STORAGES) == [0, 1, 2]  # step 1 reads what is there for now
     with pytest.raises(PassError, match="no schedule for graph 7"):
         streaming_steps(streamed, 7, STORAGES)
+    for missing in ({"schedules": ()}, {"traces": ()}):
+        with pytest.raises(PassError, match="no schedule for graph 0"):
+            streaming_steps(replace(streamed, **missing), 0, STORAGES)
 
 
 def test_insertion_with_a_plan_follows_it():
