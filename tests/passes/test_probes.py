@@ -65,6 +65,17 @@ def test_probes_count_as_writes(probe):
         loss.backward()
 
 
+@pytest.mark.parametrize("probe", [acquire, release])
+def test_probes_count_as_writes_beside_tensors_that_count_none(probe):
+    weight = torch.randn(3)
+    with torch.inference_mode():
+        other = torch.randn(3)
+    before = weight._version
+    with streaming(Recorder()):
+        probe([weight, other], 0, 0)
+    assert weight._version == before + 1
+
+
 def test_probes_outside_a_call_are_refused():
     assert STREAMER.get() is None
     with pytest.raises(StreamError, match="outside a streamed module"):
