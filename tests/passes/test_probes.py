@@ -65,8 +65,18 @@ def test_probes_count_as_writes(probe):
         loss.backward()
 
 
+@pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("probe", [acquire, release])
-def test_probes_count_as_writes_beside_tensors_that_count_none(probe):
+def test_probes_count_as_writes_beside_tensors_that_count_none(probe, refused, monkeypatch):
+    real = torch.autograd.graph.increment_version
+
+    def increment(tensors):
+        if any(tensor.is_inference() for tensor in tensors):
+            raise RuntimeError("Inference tensors do not track version counter")
+        real(tensors)
+
+    if refused:  # as some versions of torch do
+        monkeypatch.setattr(torch.autograd.graph, "increment_version", increment)
     weight = torch.randn(3)
     with torch.inference_mode():
         other = torch.randn(3)
