@@ -87,6 +87,7 @@ docs/zoo
 CHANGELOG
 SECURITY
 CONTRIBUTING
+docs/testing
 ```
 """
 """The order of the pages. It is not in README.md, where other readers of Markdown would show it as code."""

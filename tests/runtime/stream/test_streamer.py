@@ -65,6 +65,15 @@ def test_each_step_waits_for_what_it_is_the_first_to_read():
         assert [(p.start, p.stop, p.step, p.after) for p in queue.pieces] == resident + streams
 
 
+@pytest.mark.parametrize(("probed", "step"), [((0, 1, 2), 2), ((), 4)])
+def test_what_only_another_method_reads_is_waited_for_by_the_last_step_or_the_call(probed, step):
+    plan = make_plan()
+    (schedule,), (trace,) = plan.schedules, plan.traces
+    table = replace(tabulate(plan, schedule, trace, STORAGES), needs=((),) * 4, probed=probed)
+    queue = first_pass(plan, table, resident_loaded=True, piece=UNIT)
+    assert [(p.start, p.step) for p in queue.pieces if p.after == -1] == [(0, step), (4, step)]
+
+
 def test_what_crosses_calls_is_what_starts_before_one_or_a_boundary_of_its_own():
     (alone,), both = make_plan().schedules, make_plan(graphs=2)
     (trace, _) = both.traces
