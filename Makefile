@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check docs bench sparse soak fuzz faults sanitize zoo gpu cuda-dry wheels clean help
+.PHONY: run test check docs bench sparse soak fuzz faults mutants sanitize zoo gpu cuda-dry wheels clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -44,6 +44,9 @@ fuzz: $(STAMP) ## files of strangers, changed at random: so many seconds for eac
 
 faults: $(STAMP) ## every call on files goes wrong in every way, one at a time, in all that penstock does with files
 	@PENSTOCK_SOAK=2 $(VENV)/bin/python -m pytest -n $(WORKERS) --timeout=0 tests/faults
+
+mutants: $(STAMP) ## one change at a time, which the closest tests must see (ROOM=runtime/stream SAMPLE=30 SEED=1)
+	@$(VENV)/bin/python -m tests.mutants $(ROOM) --sample $(or $(SAMPLE),30) --seed $(or $(SEED),1)
 
 zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour (SEED=7)
 	@$(VENV)/bin/python benchmarks/zoo_random.py $(if $(SEED),--seed $(SEED))

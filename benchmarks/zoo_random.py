@@ -85,7 +85,7 @@ def visit(library: str, name: str) -> Found:
             again = [_answer(reference, one) for one in calls]
         except Exception as error:
             return Found(library, name, "not counted", first_line(error, Path(folder)))
-        if not all(map(same_bits, again, expected)):
+        if not all(same_bits(*pair) for pair in zip(again, expected, strict=True)):
             return Found(library, name, "not counted", "in memory it says something else each time")
         try:
             applied = _applied(model, folder)

@@ -171,11 +171,11 @@ def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list
     if trace is None or schedule is None:
         raise PassError(f"the plan has no schedule for graph {graph}: make a plan for this program")
     acting = {drop.step for drop in schedule.drops} | {transfer.step for transfer in schedule.transfers}
-    acting |= {transfer.after for transfer in schedule.transfers if transfer.after >= 0}
-    # A negative `after` is a step of the pass before.
+    # A negative `after` is a step of the pass before; numbers beyond a trace are those of no step below.
+    acting |= {transfer.after for transfer in schedule.transfers}
     follows = {one.graph: one.graph if one.follows is None else one.follows for one in plan.traces}
     following = next(one for one in plan.schedules if follows[one.graph] == graph)
-    acting |= {len(trace.steps) + transfer.after for transfer in following.transfers if transfer.after < 0}
+    acting |= {len(trace.steps) + transfer.after for transfer in following.transfers}
     resident = merged(plan.resident)  # neighbouring ranges may cover a storage together
     leaving = {
         s

@@ -62,6 +62,20 @@ def check_functions(text: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{node.name} takes {len(positional)} positional parameters"
 
 
+def check_assertions(text: str) -> Iterator[tuple[int, str]]:
+    """Findings about checks that hold whatever they are given, as (line, sentence)."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Name("all"), args=[ast.Call(func=ast.Name("map"), args=[_, _, _, *_])]):
+                yield (
+                    node.lineno,
+                    "map stops at the shorter list, so nothing may be compared: zip them strictly",
+                )
+            case ast.With(items=[ast.withitem(context_expr=raises)], body=[ast.Pass()]):
+                if ast.unparse(raises).startswith("pytest.raises("):
+                    yield node.lineno, "nothing is called that could raise"
+
+
 def is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether this is a command of the command line: its parameters are options, and never positional."""
     calls = [decorator.func for decorator in node.decorator_list if isinstance(decorator, ast.Call)]
@@ -79,6 +93,7 @@ def check_file(root: Path, path: Path) -> Iterator[str]:
     findings = [*check_text(text, path.suffix)]
     if path.suffix == ".py":
         findings += check_functions(text)
+        findings += check_assertions(text) if path.parts[0] == "tests" else ()
     for line, sentence in findings:
         yield f"{path}:{line}: {sentence}"
 

@@ -57,7 +57,9 @@ def test_a_picture_of_another_size_is_exported_anew_and_found_in_the_cache(tmp_p
             for given in (wide, square, wide):
                 seen = model.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
                 want = reference.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
-                assert all(map(torch.equal, seen.pooler_output, want.pooler_output))
+                assert all(
+                    torch.equal(*pair) for pair in zip(seen.pooler_output, want.pooler_output, strict=True)
+                )
         log = said()
         assert log.count("exporting") == exported
         assert log.count("so numbers of patches are part of the program") == exported // 2

@@ -45,7 +45,7 @@ def outputs(model):
 
 
 def same(got, want):
-    return len(got) == len(want) and all(map(torch.equal, got, want))
+    return len(got) == len(want) and all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
 class Runs:

@@ -101,7 +101,7 @@ def same_bits(got: Any, expected: Any) -> bool:
     """Whether two results are the same tree with the same bits in every tensor."""
     got_leaves, got_tree = pytree.tree_flatten(got)
     leaves, tree = pytree.tree_flatten(expected)
-    return got_tree == tree and all(map(_same_leaf, got_leaves, leaves))
+    return got_tree == tree and all(_same_leaf(*pair) for pair in zip(got_leaves, leaves, strict=True))
 
 
 def _same_leaf(got: Any, expected: Any) -> bool:

@@ -1,4 +1,5 @@
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes import probes
 from penstock.passes.annotate import annotate
-from penstock.passes.graph.nodes import copy_graph_module
-from penstock.passes.probes import STREAMER, insert_probes, streaming, streaming_steps
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
+from penstock.passes.probes import STREAMER, insert_probes, streaming, streaming_steps, without_probes
 from penstock.schedule.facts.errors import PassError, PayloadError, StreamError
 from penstock.schedule.facts.model import (
     Arena,
@@ -64,10 +65,44 @@ def test_probes_count_as_writes(probe):
         loss.backward()
 
 
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("probe", [acquire, release])
+def test_probes_count_as_writes_beside_tensors_that_count_none(probe, refused, monkeypatch):
+    real = torch.autograd.graph.increment_version
+
+    def increment(tensors):
+        if any(tensor.is_inference() for tensor in tensors):
+            raise RuntimeError("Inference tensors do not track version counter")
+        real(tensors)
+
+    if refused:  # as some versions of torch do
+        monkeypatch.setattr(torch.autograd.graph, "increment_version", increment)
+    weight = torch.randn(3)
+    with torch.inference_mode():
+        other = torch.randn(3)
+    before = weight._version
+    with streaming(Recorder()):
+        probe([weight, other], 0, 0)
+    assert weight._version == before + 1
+
+
 def test_probes_outside_a_call_are_refused():
     assert STREAMER.get() is None
     with pytest.raises(StreamError, match="outside a streamed module"):
         acquire([torch.randn(1)], 0, 0)
+
+
+def test_a_value_is_stored_within_its_step_or_where_no_step_is():
+    slot, recorder = torch.zeros(3), Recorder()
+    with streaming(recorder):
+        torch.ops.penstock.store(slot, torch.ones(3), 4, 0)
+    assert recorder.log == [("acquire", 4, 0), ("release", 4, 0)]
+    assert slot.tolist() == [1, 1, 1]
+    with pytest.raises(StreamError, match="outside a streamed module"):
+        torch.ops.penstock.store(slot, torch.zeros(3), 4, 0)
+    assert slot.tolist() == [1, 1, 1]
+    torch.ops.penstock.store(slot, torch.zeros(3), 4, -1)
+    assert slot.tolist() == [0, 0, 0]
 
 
 def test_a_streamer_is_called_only_within_its_block():
@@ -169,6 +204,7 @@ def test_probes_surround_every_reading_node_and_leave_the_input_alone():
     weights = [[str(node) for node in args[0]] for name, args in calls if name == "acquire"]
     assert weights == [["p_a_bias", "p_a_weight"], ["p_b_bias", "p_b_weight"], ["p_a_bias", "p_a_weight"]]
     assert [args[1:] for name, args in calls if name == "release"] == [(0, 0), (0, 1), (0, 2)]
+    assert probed.code.count("penstock.acquire") == probed.code.count("penstock.release") == 3
 
 
 def test_a_graph_that_was_not_annotated_is_refused():
@@ -176,6 +212,12 @@ def test_a_graph_that_was_not_annotated_is_refused():
     _, other = export(CASES["Convolution"])
     with pytest.raises(PassError, match="the graph has no node"):
         insert_probes(other.graph_module, annotate(exported))
+
+
+def test_what_is_no_graph_is_refused():
+    _, exported = export(CASES["Reused"])
+    with pytest.raises(PassError, match="expected the graph of an exported program, got ExportedProgram"):
+        insert_probes(exported, annotate(exported))
 
 
 def test_a_copy_whose_input_was_renamed_has_the_same_probes():
@@ -199,6 +241,27 @@ def test_weights_of_another_shape_are_refused():
     next(iter(wider.graph.nodes)).meta["val"] = torch.empty(12, 8, device="meta")
     with pytest.raises(PayloadError, match=r"'a\.weight' is float32 of shape \[12, 8\]"):
         insert_probes(wider, annotate(exported))
+
+
+def test_a_graph_whose_inputs_have_other_names_is_refused():
+    _, exported = export(CASES["Reused"])
+    renamed = copy_graph_module(exported.graph_module)
+    for number, node in enumerate(placeholders_of(renamed.graph)):
+        node.name = f"arg{number}_1"
+    with pytest.raises(PassError, match=r"no input of the graph is the weight 'a\.weight' that method"):
+        insert_probes(renamed, annotate(exported))
+
+
+def test_probes_leave_a_graph_as_they_came():
+    _, exported = export(CASES["Reused"])
+    bare = exported.graph_module
+    probed = insert_probes(bare, annotate(exported))
+    before = str(probed.graph)
+    again = without_probes(probed)
+    assert str(again.graph) == str(copy_graph_module(bare).graph)
+    assert "penstock" not in again.code
+    assert str(probed.graph) == before
+    assert without_probes(bare) is bare
 
 
 def test_one_of_several_methods_must_be_named():
@@ -232,8 +295,15 @@ def test_resident_steps_get_no_probes_unless_the_schedule_acts_there():
     assert streaming_steps(streamed, 0, STORAGES) == [2, 3]  # step 3: the transfer starts after it
     in_part = plan_of(reads, (Range(0, 150),), (), (), outside=(2,))
     assert streaming_steps(in_part, 0, STORAGES) == [1]
+    starts = plan_of(((1,), (2,)), (Range(0, 200),), (Transfer(200, 300, 1, 0),), (Drop(200, 300, 1),))
+    assert streaming_steps(starts, 0, STORAGES) == [0, 1]  # step 0: the transfer starts after it
+    between = plan_of(reads[:1] * 3, (Range(100, 300),), (Transfer(0, 100, 0, -1),), (Drop(0, 100, 2),))
+    assert streaming_steps(between, 0, STORAGES) == [0, 1, 2]  # step 1 reads what is there for now
     with pytest.raises(PassError, match="no schedule for graph 7"):
         streaming_steps(streamed, 7, STORAGES)
+    for missing in ({"schedules": ()}, {"traces": ()}):
+        with pytest.raises(PassError, match="no schedule for graph 0"):
+            streaming_steps(replace(streamed, **missing), 0, STORAGES)
 
 
 def test_insertion_with_a_plan_follows_it():

@@ -34,6 +34,6 @@ def test_a_stack_streams_to_the_rig(stack: Any, order: str, wrap: Any) -> None:
             before = machine.blocked()
             outputs = [streamed(tokens) for tokens in calls]
             assert machine.blocked() == before  # the streamer never waits
-            assert all(map(torch.equal, outputs, expected))
+            assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
             assert streamed.stats.bytes_moved > plan.streamed_bytes
             assert streamed.stats.misses == 0

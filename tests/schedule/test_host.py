@@ -102,6 +102,12 @@ def test_the_verifier_finds_what_the_host_cannot_do() -> None:
         "lacks": spoiled(plan, staged=(*schedule.staged[:-1], schedule.staged[-1] + 1)),
         "counts of staged bytes": spoiled(plan, staged=schedule.staged[1:]),
         "ascending": replace(plan, host=replace(plan.host, resident=plan.host.resident[::-1])),
+        "ranges of the layout's segments": replace(
+            plan, host=replace(plan.host, resident=(*plan.host.resident, Range(20 * 128, 20 * 128 + 64)))
+        ),
+        "neither on the device nor with the host": replace(
+            spoiled(plan, staging_bytes=0, staged=()), host=replace(plan.host, resident=())
+        ),
     }
     for message, spoilt in wrong.items():
         with pytest.raises(PlanError, match=message):

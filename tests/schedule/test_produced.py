@@ -246,6 +246,13 @@ def test_wrong_plans_are_refused_by_verifier_and_oracle(spoil: Callable[[Plan], 
         oracle.check_plan(STORAGES, plan.traces, plan)
 
 
+@pytest.mark.parametrize("storage", [-1, 1, 2])
+def test_a_step_writes_a_storage_that_is_produced_and_there(storage: int) -> None:
+    plan = with_steps(replace(STEPS[0], writes=(storage,)), *STEPS[1:])(small_plan())
+    with pytest.raises(PlanError, match=f"writes storage {storage}, expected a produced one of 2"):
+        verify_plan(STORAGES, plan.traces, plan)
+
+
 def test_room_is_taken_when_the_step_that_writes_begins() -> None:
     plan = small_plan()
     late = Transfer(64, 128, 1, 0)  # the weight may come while the first step writes: no room for both

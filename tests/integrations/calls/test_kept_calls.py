@@ -49,7 +49,7 @@ def used(cache):
     want = [said_by(models.twin(model)), said_by(models.twin(model), attention_mask=PADDED)]
     with apply(model, "400KB", cache=cache):
         got = [said_by(model), said_by(model, attention_mask=PADDED)]
-    assert all(map(torch.equal, got, want))
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_another_process_runs_what_the_first_one_exported_bit_for_bit(tmp_path, 
     done = run_forked(SCRIPT, *given, warnings="ignore")
     assert done.status == 0, done.err
     got = torch.load(given[-1])
-    assert all(map(torch.equal, got, [said.sequences, *said.logits]))
+    assert all(torch.equal(*pair) for pair in zip(got, [said.sequences, *said.logits], strict=True))
 
 
 def test_a_changed_model_is_exported_again(tmp_path, exports):

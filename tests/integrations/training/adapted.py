@@ -57,4 +57,4 @@ def steps(model, batches):
 
 def equal(one, other):
     """Whether two lists of tensors are bit-equal."""
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+    return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))

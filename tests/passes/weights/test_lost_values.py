@@ -68,6 +68,16 @@ def test_a_fake_program_that_was_saved_is_refused_wherever_it_is_given(
     assert not target.exists()
 
 
+def test_one_fake_input_among_others_tells_a_fake_program() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) * times
+
+    exported = penstock.fake_export(lambda: Scaled(8, 8, bias=False), (torch.zeros(1, 8), 3))
+    with pytest.raises(penstock.PassError, match="have no values"):
+        penstock.annotate(saved_and_loaded(exported))
+
+
 def test_zeros_that_are_meant_are_weights() -> None:
     exported = torch.export.export(Tied(), (torch.zeros(1, 8),))
     assert len(penstock.annotate(exported).storages) == 2

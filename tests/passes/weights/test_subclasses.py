@@ -4,6 +4,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
 from penstock.passes.weights.subclasses import PARTS, with_plain_parts
@@ -41,6 +42,34 @@ def test_the_opened_program_computes_the_same_and_copies_no_part(kind):
     assert type(opened.state_dict["0.weight.scale"]) is nn.Parameter
     assert opened.state_dict["0.weight.data_"].data_ptr() == module[0].weight.data_.data_ptr()
     assert "0.weight" not in opened.state_dict
+
+
+@pytest.mark.parametrize("change", [lambda part: None, lambda part: part.double(), lambda part: part[:1]])
+def test_parts_that_torch_has_taken_out_otherwise_are_refused(change, monkeypatch):
+    decompose = torch.export.ExportedProgram.run_decompositions
+
+    def decomposed_otherwise(exported, *args):
+        opened = decompose(exported, *args)
+        opened._state_dict = {
+            name: change(value) if "original" in name else value for name, value in opened.state_dict.items()
+        }
+        return opened
+
+    exported = export(quantise(linears(layers=2), Hidden))
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", decomposed_otherwise)
+    with pytest.raises(PassError, match="whose parts the graph does not show: dequantise this weight"):
+        with_plain_parts(exported)
+
+
+@pytest.mark.parametrize("kind", [Shown, Hidden])
+def test_parts_without_values_are_parts(kind):
+    with FakeTensorMode():
+        module = linears(layers=2)
+        parts = torch.zeros(512, 256, dtype=torch.int8), torch.zeros(512, 1), torch.float32
+        module[0].weight = nn.Parameter(kind(*parts), requires_grad=False)
+        exported = torch.export.export(module, (torch.zeros(3, 256),), strict=False)
+    weights = {w.fqn: w for w in penstock.annotate(exported).weights}
+    assert [p.name for p in weights["0.weight"].parts] == ["data_", "scale"]
 
 
 def test_a_program_of_plain_weights_stays_itself():

@@ -5,13 +5,15 @@ from functools import partial, wraps
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 
 import penstock
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.lowering import eager
 from penstock.passes.probes import streaming
-from penstock.passes.weights.usage import find_usage, follow
+from penstock.passes.weights.usage import find_usage, follow, is_view
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import decompose, export, prepare, same_bits, weights_of
 
@@ -83,6 +85,19 @@ def test_metadata_is_no_read():
 
     exported = torch.export.export(Sizes(), (torch.randn(4),))
     assert reads_of(exported)[0] == []
+
+
+def test_a_comparison_reads_what_it_compares_whatever_else_it_takes():
+    graph = torch.fx.Graph()
+    weight, tolerance = graph.placeholder("weight"), graph.placeholder("tolerance")
+    weight.meta["val"], tolerance.meta["val"] = torch.zeros(4, device="meta"), 0.5
+    close = graph.call_function(torch.ops.aten.allclose.default, (weight, weight, tolerance))
+    close.meta["val"] = True
+    size = graph.call_function(torch.ops.aten.sym_size.int, (weight, 0))
+    size.meta["val"] = 4
+    assert not is_view(close)
+    assert is_view(size)
+    assert not is_view(graph.call_module("fused", (weight,)))
 
 
 def test_what_a_branch_writes_or_hands_out_does_not_stream():
@@ -206,6 +221,65 @@ def test_what_may_be_a_view_is_followed(name, tail):
         args = (torch.randn(8), torch.tensor(size))
         with torch.no_grad(), streaming(streamer):
             assert same_bits(program(*args), model(*args))
+
+
+class Kept(nn.Module):
+    """Hands `operator` its two weights, and returns the result, or twice the result."""
+
+    def __init__(self, operator, *, returned):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4))
+        self.v = nn.Parameter(torch.randn(4))
+        self.operator, self.returned = operator, returned
+
+    def forward(self, x):
+        result = self.operator(self.w, self.v, x)
+        return (result if self.returned else result * 2), x * self.v
+
+    def kinds(self, *args):
+        with torch.no_grad():
+            return reads_of(torch.export.export(self, args))[1]
+
+
+def test_what_a_custom_operator_may_return_of_a_weight_does_not_stream_where_it_leaves_the_program(tail):
+    kinds = {
+        returned: Kept(lambda w, v, x: tail(w), returned=returned).kinds(torch.randn(4))
+        for returned in (False, True)
+    }
+    assert kinds == {
+        False: {"w": "streamable", "v": "streamable"},
+        True: {"w": "returned", "v": "streamable"},
+    }
+
+
+def test_either_of_two_weights_that_a_custom_operator_may_return_stays(tail, either):
+    """Whoever reads the result reads one of them, and nobody can tell which."""
+    kinds = Kept(lambda w, v, x: either(w, v), returned=False).kinds(torch.randn(4))
+    assert kinds == {"w": "returned", "v": "returned"}
+
+
+@pytest.fixture
+def either(tail):
+    """An operator that returns one of its inputs, as its schema says, with a fake that does not."""
+    library = torch.library.Library("penstock_test", "FRAGMENT")
+    library.define("either(Tensor(a) x, Tensor(a) y) -> Tensor(a)")
+    library.impl("either", lambda x, y: x if x.sum() > 0 else y, "CompositeExplicitAutograd")
+    torch.library.register_fake("penstock_test::either", lambda x, y: x.clone(), lib=library)
+    yield torch.ops.penstock_test.either
+    library._destroy()
+
+
+def test_a_weight_that_a_loop_of_no_rounds_hands_out_does_not_stream():
+    def loop(w, v, x):
+        count = x.sum().to(torch.int64)
+        return while_loop(lambda i, y: i < count, lambda i, y: (i + 1, y + v), (torch.tensor(0), w))[1]
+
+    def scanned(w, v, x):
+        return scan(lambda carry, one: (carry + one + v, carry * 2), w, x.expand(3, 4))[0]
+
+    for operator in (loop, scanned):
+        kinds = Kept(operator, returned=True).kinds(torch.ones(4))
+        assert (kinds["w"], kinds["v"]) == ("returned", "streamable")
 
 
 def test_a_higher_order_operator_without_a_body_may_write():

@@ -3,7 +3,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.export.graph_signature import InputKind
 
+from penstock.passes.weights.lifted import with_own_constants
 from penstock.passes.weights.values import storage_identity
 from penstock.schedule.facts.errors import PassError
 from tests.passes.pass_models import CASES
@@ -108,6 +110,53 @@ def test_what_cannot_be_a_weight_is_refused_by_name(change, words):
         exported = with_value(change)
     with pytest.raises(PassError, match=words):
         weights_of(exported)
+
+
+@pytest.mark.parametrize("change", [{"kind": InputKind.CUSTOM_OBJ}, {"target": None}])
+def test_an_input_that_is_no_tensor_is_refused(change):
+    exported = torch.export.export(nn.Linear(4, 4), (torch.zeros(1, 4),))
+    spec = exported.graph_signature.input_specs[0]
+    for name, value in change.items():
+        setattr(spec, name, value)
+    with pytest.raises(PassError, match="is not a tensor and cannot be a weight"):
+        weights_of(exported)
+
+
+class Shifted(nn.Module):
+    """Adds a constant of its own, which export lifts and numbers."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x):
+        return x + torch.tensor([self.shift, 1.0])
+
+
+def test_constants_that_methods_number_alike_are_told_apart_by_the_method():
+    programs = {
+        f"by{shift}": torch.export.export(Shifted(float(shift)), (torch.zeros(2),)) for shift in (1, 2)
+    }
+    names = {name for exported in programs.values() for name in exported.constants}
+    assert len(names) == 1
+    (name,) = names
+    apart = with_own_constants(programs)
+    assert {method: list(exported.constants) for method, exported in apart.items()} == {
+        "by1": [f"by1.{name}"],
+        "by2": [f"by2.{name}"],
+    }
+    for method, exported in apart.items():
+        assert torch.equal(exported.module()(torch.zeros(2)), programs[method].module()(torch.zeros(2)))
+    alone = {"by1": programs["by1"]}
+    assert with_own_constants(alone)["by1"] is programs["by1"]
+
+
+def test_weights_may_stand_behind_the_inputs_of_a_call():
+    exported = torch.export.export(nn.Linear(4, 4), (torch.zeros(1, 4),))
+    expected = {name: weight.fqn for name, weight in weights_of(exported).held.items()}
+    exported.graph_signature.input_specs.reverse()
+    found = {name: weight.fqn for name, weight in weights_of(exported).held.items()}
+    assert found == expected == {"p_weight": "weight", "p_bias": "bias"}
 
 
 def test_a_tensor_hidden_in_the_graph_is_refused():

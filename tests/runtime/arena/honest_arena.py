@@ -12,6 +12,8 @@ class HonestArena:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.checks = 0
+        self.changed = False
         self.held: set[int] = set()
         self.peak = 0
         self.fills: list[tuple[int, int]] = []
@@ -20,7 +22,9 @@ class HonestArena:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        pass
+        self.checks += 1
+        if self.changed:
+            raise SourceError("a file has changed")
 
     def fill(self, start: int, stop: int) -> int:
         if self.gate is not None:

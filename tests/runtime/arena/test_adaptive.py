@@ -25,6 +25,7 @@ from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.runtime.system.page_cache import is_cached
 from penstock.schedule.facts.errors import SourceError, StreamError
+from penstock.schedule.facts.model import Range
 from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 from tests.runtime.arena.arena_weights import LARGE, SMALL, Weights, content
@@ -176,6 +177,16 @@ def test_granules_that_a_segment_cuts_are_mapped(crowded, weights):
     assert content(crowded, weights, 3) == weights.bytes_of(3)
     assert not is_private(crowded, 5)
     assert not is_private(crowded, 6)
+
+
+def test_whole_granules_of_every_file_go_past_a_cache_without_room(weights, monkeypatch):
+    weights.segments = (Range(0, SMALL), Range(HUGE_PAGE, HUGE_PAGE + LARGE))
+    weights.layout = (*(HUGE_PAGE + place for place in weights.layout[:3]), weights.layout[3] - SMALL_BASE)
+    for arena in opened(weights, monkeypatch, LARGE):
+        arena.fill(3 * HUGE_PAGE, 4 * HUGE_PAGE)
+        assert is_private(arena, 3)
+        expected = weights.content[0][2 * HUGE_PAGE : 3 * HUGE_PAGE]
+        assert bytes_at(arena, 3 * HUGE_PAGE, HUGE_PAGE) == expected
 
 
 @python_only
@@ -331,6 +342,15 @@ def test_what_is_cached_page_by_page_is_read_again_once(paged_cache, weights):
     left += passes_over(paged_cache, weights, range(2, 5), 40)
     assert sorted(left) == [2, 3, 4]
     assert 3 * HUGE_PAGE <= disk_bytes() - before < 4 * HUGE_PAGE  # this process may read a little else
+
+
+@python_only
+def test_a_granule_that_a_segment_cuts_is_never_read_again(paged_cache, weights, monkeypatch):
+    take(monkeypatch, mapping=1, reading=0)
+    read_by_pages(weights)
+    for _ in range(5):
+        assert paged_cache.fill_ready(5 * HUGE_PAGE, LARGE) == LARGE - 5 * HUGE_PAGE
+        paged_cache.drop(5 * HUGE_PAGE, LARGE)
 
 
 def test_what_is_mapped_fast_is_not_read_again(arena, weights):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,13 @@ def test_plans_that_do_not_fit_the_files_are_refused(weights: Weights) -> None:
     for weights.engine, kind in zip(ENGINES, ("anonymous", "mapped"), strict=False):
         with pytest.raises(PlanError, match="two storages lie at layout offset"):
             weights.open(kind)
+
+
+def test_a_storage_at_the_beginning_has_its_phase_too(weights: Weights) -> None:
+    weights.layout = (0, *weights.layout[1:])
+    weights.storages = (replace(weights.storages[0], phase=32), *weights.storages[1:])
+    with pytest.raises(PlanError, match=r"storage 0 lies at byte 0 .* expected 32 modulo 64"):
+        weights.open("anonymous")
 
 
 @over_engines

@@ -105,6 +105,14 @@ def test_more_than_the_pool_is_refused_and_given_back(arena, plan):
     arena.fill(0, GRANULE)
 
 
+def test_a_range_that_is_filled_in_part_gives_all_of_it_back(arena, plan):
+    arena.fill(GRANULE, 2 * GRANULE)
+    arena.drop(0, 3 * GRANULE)
+    assert arena.held_bytes == 0
+    arena.fill(0, plan.arena_bytes)
+    assert arena.held_bytes == arena.mapped_bytes() == plan.arena_bytes
+
+
 def test_a_failed_read_gives_its_granules_back(arena, source, monkeypatch):
     def fail(*args):
         raise SourceError("disk error")
@@ -176,6 +184,7 @@ def test_granules_move_under_several_threads(stack, arena, plan):
 
 def test_reading_a_dropped_granule_faults_when_debugging(stack, plan, source):
     _, part = weights_within(stack, 0, GRANULE)[0]
+    said, say = os.pipe()
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
@@ -186,9 +195,14 @@ def test_reading_a_dropped_granule_faults_when_debugging(stack, plan, source):
         arena.fill(0, GRANULE)
         address = arena.view(part).data_ptr()
         ctypes.string_at(address, 1)
+        os.write(say, b"read")
         arena.drop(0, GRANULE)
+        os.write(say, b", dropped")
         ctypes.string_at(address, 1)
         os._exit(0)
+    os.close(say)
+    with open(said) as words:
+        assert words.read() == "read, dropped"
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import mmap
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from penstock.runtime.files import stamp
 from penstock.runtime.files.safetensors_file import open_for_reading, read_header
 from penstock.runtime.files.stamp import (
     SAMPLE_BYTES,
@@ -66,6 +68,24 @@ def test_samples_cover_ends_and_large_tensors(path: Path, file: WeightFile) -> N
     assert file.nbytes - offsets[-1] <= SAMPLE_BYTES
     assert len(set(offsets)) == len(offsets) <= 64 + 256
     assert any(offset <= header.entries["w"].start < offset + SAMPLE_BYTES for offset in offsets)
+
+
+@pytest.mark.parametrize("brought", [0, SAMPLE_BYTES // 2, OSError(5, "Input/output error")])
+def test_samples_that_do_not_come_whole_past_the_cache_come_through_it(
+    path: Path, file: WeightFile, brought: int | OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = os.preadv, []
+
+    def bring_less(fd: int, buffers: list[mmap.mmap], offset: int) -> int:
+        asked.append(offset)
+        if isinstance(brought, OSError):
+            raise brought
+        return real(fd, [memoryview(buffers[0])[:brought]], offset)
+
+    monkeypatch.setattr(stamp, "open_uncached", lambda path, fd: os.dup(fd))
+    monkeypatch.setattr(os, "preadv", bring_less)
+    check_stamp(file, path.parent, in_place=True)
+    assert asked == list(sample_offsets(read_header(path)))
 
 
 def test_sampling_is_bounded(path: Path, file: WeightFile) -> None:

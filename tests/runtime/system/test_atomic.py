@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.system import atomic
-from penstock.runtime.system.atomic import exchange_paths, write_artifact
+from penstock.runtime.system.atomic import exchange_paths, replace_file, write_artifact
 from penstock.schedule.facts.errors import SourceError
 
 NAMES = ("payload.json", "program/code.txt", "weights.bin")
@@ -148,6 +148,70 @@ def test_system_that_refuses(output: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(SourceError, match=r"could not be written .*Permission denied"):
         write_artifact(output, force=False, build=build("new"))
+
+
+@pytest.fixture
+def disk(output: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk(output)
+    monkeypatch.setattr(os, "fsync", disk.flushing(os.fsync))
+    for where, name in ((os, "rename"), (os, "replace"), (atomic, "exchange_paths")):
+        monkeypatch.setattr(where, name, disk.naming(getattr(where, name)))
+    return disk
+
+
+class Disk:
+    """Notes what was flushed by the time that something takes the name of the output, and what was not."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.flushed: set[int] = set()
+        self.early: list[str] = []
+        self.named = 0
+
+    def flushing(self, flush: Callable[[int], None]) -> Callable[[int], None]:
+        def noted(fd: int) -> None:
+            flush(fd)
+            self.flushed.add(os.fstat(fd).st_ino)
+
+        return noted
+
+    def naming(self, rename: Callable[[Path, Path], object]) -> Callable[[Path, Path], object]:
+        def noted(new: Path, old: Path) -> object:
+            if old == self.output:
+                every = (new, *new.rglob("*"))
+                self.early += [one.name for one in every if one.stat().st_ino not in self.flushed]
+            renamed = rename(new, old)
+            if old == self.output and renamed is not False:
+                self.flushed.clear()
+                self.named += 1
+            return renamed
+
+        return noted
+
+    def check(self) -> None:
+        assert self.named
+        assert self.early == []
+        assert self.output.parent.stat().st_ino in self.flushed, "the name may be lost"
+
+
+@pytest.mark.usefixtures("renaming")
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_is_on_the_disk_before_it_has_its_name(output: Path, disk: Disk, force: bool) -> None:
+    if force:
+        write_artifact(output, force=False, build=build("old"))
+        disk.flushed.clear()
+    write_artifact(output, force=force, build=build("new"))
+    disk.check()
+    assert generations(output) == {"new"}
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_is_on_the_disk_before_it_has_its_name(output: Path, disk: Disk, force: bool) -> None:
+    for content in (b"old", b"new") if force else (b"new",):
+        with replace_file(output, force=force) as fd:
+            os.write(fd, content)
+    disk.check()
+    assert output.read_bytes() == b"new"
 
 
 def test_stale_temporaries_are_removed_and_live_ones_kept(output: Path) -> None:

@@ -56,7 +56,7 @@ def both(plain: nn.Module, module: nn.Module, run: Callable[[nn.Module], object]
         torch.manual_seed(0)
         flat = [leaf for leaf in torch.utils._pytree.tree_leaves(run(one)) if leaf is not None]
         found.append([*flat, torch.get_rng_state()])
-    assert all(map(torch.equal, *found))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     assert_equal(module, plain)
 
 

@@ -151,7 +151,7 @@ def test_gradients_of_each_set(
     with program.load(amount, engine=engine, poison=True, arena="contiguous") as module:
         found = train(module, dtype, ways)
         assert len(found) == len(expected)
-        assert all(map(torch.equal, found, expected))
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
         assert module.stats.misses == 0
 
 

@@ -54,7 +54,10 @@ def test_on_the_simulated_device(tmp_path: Path) -> None:
     expected = [loss.detach(), *(one.grad for one in plain.parameters() if one.requires_grad)]
     floor = program.floor("sim")
     for budget in (floor, "50%", "100%"):
-        assert all(map(torch.equal, gradients(program, budget, "sim", *DECODER.inputs()), expected))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(gradients(program, budget, "sim", *DECODER.inputs()), expected, strict=True)
+        )
 
 
 @pytest.mark.timeout(300)
@@ -75,7 +78,9 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
         )
     expected = gradients(program, "100%", "cpu", x)
     for budget in (program.floor_bytes, "50%"):
-        assert all(map(torch.equal, gradients(program, budget, "cpu", x), expected))
+        assert all(
+            torch.equal(*pair) for pair in zip(gradients(program, budget, "cpu", x), expected, strict=True)
+        )
 
 
 class Turned(nn.Module):

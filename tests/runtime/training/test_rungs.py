@@ -78,7 +78,7 @@ def test_steps_equal_those_of_pytorch(
         assert module.stats.misses == 0
     assert len(found) == len(expected) == 4 + 12
     assert all(one.any() for one in found)
-    assert all(map(torch.equal, found, expected))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def counted(program: Program, length: int) -> int:

@@ -102,7 +102,7 @@ def test_five_steps(
     with program.load(
         floor if budget == "floor" else max(floor, _share(program, budget)), engine=engine
     ) as module:
-        assert all(map(torch.equal, train(module, case), expected))
+        assert all(torch.equal(*pair) for pair in zip(train(module, case), expected, strict=True))
         assert torch.equal(torch.get_rng_state(), state)
         assert_equal(gradients(module), gradients(plain))
         assert module.stats.misses == 0
@@ -151,7 +151,7 @@ def test_a_decoder_of_any_length(tmp_path: Path, spill: bool) -> None:
     plain = DECODER.model()
     expected = train(plain, DECODER)
     with program.load(program.floor(arena="contiguous"), poison=True, arena="contiguous") as module:
-        assert all(map(torch.equal, train(module, DECODER), expected))
+        assert all(torch.equal(*pair) for pair in zip(train(module, DECODER), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))
         if not spill:
             for one in (plain, module):
@@ -166,7 +166,7 @@ def test_statistics_and_the_simulated_device(tmp_path: Path) -> None:
     plain = NORMED.model()
     expected = train(plain, NORMED)
     with program.load(program.floor_bytes, device="sim") as module:
-        assert all(map(torch.equal, train(module, NORMED), expected))
+        assert all(torch.equal(*pair) for pair in zip(train(module, NORMED), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))
         for name, statistic in plain.named_buffers():
             assert torch.equal(statistic, dict(module.named_buffers())[name]), name
@@ -277,7 +277,7 @@ def test_what_is_written_meanwhile(tmp_path: Path) -> None:
     plain, program = case.model(), _compiled(case, tmp_path / "writing.penstock")
     expected = train(plain, case)
     with program.load(program.floor_bytes) as module:
-        assert all(map(torch.equal, train(module, case), expected))
+        assert all(torch.equal(*pair) for pair in zip(train(module, case), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))
         buffers = dict(plain.named_buffers())
         assert all(torch.equal(value, buffers[name]) for name, value in module.named_buffers())
@@ -301,5 +301,5 @@ def test_numbers_out_of_tensors(tmp_path: Path) -> None:
     plain, program = case.model(), _compiled(case, tmp_path / "numbered.penstock")
     expected = train(plain, case)
     with program.load(program.floor_bytes) as module:
-        assert all(map(torch.equal, train(module, case), expected))
+        assert all(torch.equal(*pair) for pair in zip(train(module, case), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))

@@ -94,7 +94,7 @@ def test_five_steps(
     program, plain = programs[dtype], DECODER.model(dtype)
     expected = train(plain, DECODER)
     with program.load(program.floor_bytes if budget == "floor" else budget, engine=engine) as module:
-        assert all(map(torch.equal, train(module, DECODER), expected))
+        assert all(torch.equal(*pair) for pair in zip(train(module, DECODER), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))
         assert_equal(
             dict(module.state_dict()), {n: p for n, p in plain.named_parameters() if p.requires_grad}
@@ -112,7 +112,7 @@ def test_statistics_of_batch_norms(tmp_path: Path) -> None:
     )
     expected = train(plain, NORMED)
     with program.load(program.floor_bytes) as module:
-        assert all(map(torch.equal, train(module, NORMED), expected))
+        assert all(torch.equal(*pair) for pair in zip(train(module, NORMED), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))
         assert set(dict(module.named_buffers())) == set(dict(plain.named_buffers()))
         for name, statistic in plain.named_buffers():
@@ -201,7 +201,7 @@ def test_gradients_asked_for_by_name(plain: nn.Module, module: TrainingModule) -
         torch.manual_seed(0)
         trained = [p for p in one.parameters() if p.requires_grad]
         found.append(torch.autograd.grad(one(*DECODER.inputs())[0], trained))
-    assert all(map(torch.equal, *found))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     assert all(gradient is None for gradient in gradients(module).values())
 
 

@@ -68,7 +68,7 @@ def expected() -> list[torch.Tensor]:
 
 
 def assert_right(module: TrainingModule, expected: list[torch.Tensor]) -> None:
-    assert all(map(torch.equal, gradients(module), expected))
+    assert all(torch.equal(*pair) for pair in zip(gradients(module), expected, strict=True))
 
 
 def test_the_methods_are_planned_in_turn(program: Program, budget: int | str) -> None:

@@ -1,0 +1,136 @@
+"""Loaded weights: what a pass calls and in which order, what calms the threads, and how all is given back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.runtime.stream.interface import Counters, MemoryUse
+from penstock.runtime.stream.passes import LoadedWeights, Resources
+from penstock.schedule.facts.errors import StreamError
+from tests.runtime.stream.four_steps import make_plan
+
+
+class Stub:
+    """A streamer, units, a team and an order of passes in one, which notes what is called."""
+
+    in_reader = False
+    captured = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.counters = Counters()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append(name)
+
+
+def loaded(streamer: Any, **parts: Any) -> LoadedWeights:
+    resources = Resources(streamer, (lambda: streamer.calls.append("memory"), lambda: None))
+    return LoadedWeights(
+        plan=make_plan(), tensors={}, resources=resources, usage=lambda: MemoryUse(1, 2), **parts
+    )
+
+
+def test_a_pass_begins_and_ends_the_streamer_and_begins_the_units() -> None:
+    streamer, units = Stub(), Stub()
+    weights = loaded(streamer, units=units)
+    assert weights.run(0, None, lambda: streamer.calls.append("run") or "output") == "output"
+    assert (streamer.calls, units.calls) == (["begin", "run", "end"], ["begin"])
+    weights.close()
+
+
+@pytest.mark.parametrize("error", [StreamError, KeyboardInterrupt])
+def test_a_pass_that_fails_is_aborted(error: type[BaseException]) -> None:
+    streamer = Stub()
+    weights = loaded(streamer)
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(error):
+        weights.run(0, None, fail)
+    assert streamer.calls == ["begin", "abort"]
+    weights.close()
+
+
+def test_the_team_sleeps_where_readers_bring_more_than_a_quarter_of_what_comes() -> None:
+    streamer, team = Stub(), Stub()
+    weights = loaded(streamer, team=team)
+
+    def bring(moved: int, read: int) -> None:
+        streamer.counters = Counters(
+            streamer.counters.bytes_moved + moved, streamer.counters.bytes_read + read
+        )
+
+    for moved, read in ((100, 26), (100, 25), (100, 26), (0, 0), (100, 100)):
+        weights.run(0, None, lambda: bring(moved, read))  # noqa: B023 (it runs at once)
+    assert team.calls == ["park", "wake", "park", "wake", "park"]
+    weights.close()
+
+
+def test_counters_are_those_of_the_streamer_and_of_the_units() -> None:
+    streamer, units = Stub(), Stub()
+    streamer.counters, units.counters = Counters(1, 2, 3, 4, 5), Counters(10, 20, 30, 40, 50)
+    weights = loaded(streamer, units=units)
+    assert weights.counters == Counters(11, 22, 33, 44, 55)
+    assert weights.unit_wait_ns == 40
+    stats = weights.stats(9)
+    assert (stats.passes, stats.bytes_moved, stats.misses, stats.bytes_written) == (9, 11, 33, 55)
+    assert (stats.held_bytes, stats.peak_bytes, stats.stall_seconds) == (1, 2, 44e-9)
+    weights.close()
+    alone = loaded(streamer)
+    assert (alone.counters, alone.unit_wait_ns) == (Counters(1, 2, 3, 4, 5), 0)
+    alone.close()
+
+
+def test_closing_stops_the_streamer_before_its_memory_goes() -> None:
+    streamer = Stub()
+    weights = loaded(streamer)
+    weights.resources.close_first(lambda: streamer.calls.append("first"))
+    weights.close()
+    assert streamer.calls == ["close", "first", "memory"]
+    assert weights.resources.closed
+
+
+def test_what_was_captured_keeps_its_memory_until_it_is_collected() -> None:
+    streamer, order = Stub(), Stub()
+    order.captured = True
+    weights = loaded(streamer, order=order)
+    weights.close()
+    assert weights.resources.closed
+    assert (streamer.calls, order.calls) == ([], ["close"])
+    del weights
+    assert streamer.calls == ["close", "memory"]
+
+
+@pytest.mark.parametrize("where", ["streamer", "others"])
+def test_what_is_collected_on_a_reader_is_closed_on_another_thread(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamer, main, closed = Stub(), threading.current_thread(), threading.Event()
+    on: list[threading.Thread] = []
+    streamer.close = lambda: on.append(threading.current_thread())
+    resources = Resources(streamer, (closed.set,))
+    there = lambda: threading.current_thread() is main  # noqa: E731
+    if where == "others":
+        resources.in_reader = there
+    else:
+        monkeypatch.setattr(Stub, "in_reader", property(lambda self: there()))
+    resources.close()
+    assert closed.wait(60)
+    assert len(on) == 1
+    assert on[0] is not main
+
+
+def test_a_forked_child_gives_back_memory_and_stops_no_readers() -> None:
+    streamer, closed = Stub(), SimpleNamespace(count=0)
+    resources = Resources(
+        streamer, (lambda: setattr(closed, "count", closed.count + 1),), owner=os.getpid() + 1
+    )
+    resources.close()
+    assert (streamer.calls, closed.count) == ([], 1)
