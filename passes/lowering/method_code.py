@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -37,7 +36,6 @@ from penstock.passes.calls.stored_graph import (
     encode_value,
 )
 from penstock.passes.graph.nodes import copy_graph_module, dtype_name, placeholders_of
-from penstock.passes.weights.usage import METADATA_ONLY
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.payload.text import short
 
@@ -70,28 +68,6 @@ class MethodCode:
     weights: tuple[tuple[str, str], ...]
     activations: Callable[[], Activations]
     like: tuple[Like, ...] | None = None
-
-    def computes_with(self, name: str) -> bool:
-        """Tells whether the graph uses the values of an input, and not only its sizes."""
-        left = [node for node in self.graph().graph.nodes if node.name == name]
-        seen = set(left)
-        while left:
-            for user in left.pop().users:
-                if user.target in METADATA_ONLY or user in seen:
-                    continue
-                if not _may_be_a_view(user):
-                    return True
-                seen.add(user)
-                left.append(user)
-        return False
-
-
-def _may_be_a_view(node: fx.Node) -> bool:
-    """Tells whether the schema of an operator lets a result be a view of an argument that it only reads."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    aliases = [one.alias_info for one in node.target._schema.returns if one.alias_info is not None]
-    return bool(aliases) and not any(one.is_write for one in aliases)
 
 
 def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> MethodCode:
