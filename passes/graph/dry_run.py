@@ -7,6 +7,7 @@ makes values that are alike: what is run is the first of each kind, and what mak
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def dry_run(graph: fx.Graph, inputs: Sequence[object], followed: frozenset[int])
         raise PassError("its nodes call bodies that call bodies, so often that it would take for ever")
     values = _Values(followed, shares=not any(map(_moves, works)))
     given = iter(inputs)
-    with fake_mode_of(inputs), groups_of_any_dtype():
+    with fake_mode_of(inputs), groups_of_any_dtype(), _silent():
         for node in graph.nodes:
             if node.op == "placeholder":
                 values.note(node, next(given))
@@ -57,6 +58,21 @@ def dry_run(graph: fx.Graph, inputs: Sequence[object], followed: frozenset[int])
                         f"node {node.name} cannot run {node.target!s:.100} on what it is given "
                         f"({type(error).__name__}: {sentence(error)})"
                     ) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Within the body, torch logs no traceback where a fake fails, which is raised as the graph's error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(_: logging.LogRecord) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,7 @@ class _Values:
             return known.value
         value = _run(node)
         made = storages_of(value)
-        if known is None and _is_static(value):
+        if known is None and _is_static(value) and self._followed.isdisjoint(made):
             self._known[key] = _Known(value, frozenset(made), given.isdisjoint(made))
         return value
 

@@ -8,7 +8,7 @@ followed as it was when it was compiled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -70,7 +70,7 @@ def _followed(payload: Payload, code: MethodCode) -> Flow:
     made, device = code.graph(), code.signature.device
     bodies = [module for body in made.bodies.values() for module in nested_modules(body)]
     move_graph(made.graph, bodies, device, "cpu")
-    owner = nn.Module()  # no GraphModule, which would write the graph as Python
+    owner: Any = nn.Module()  # no GraphModule, which would write the graph as Python
     for name, body in made.bodies.items():
         setattr(owner, name, body)
     made.graph.owning_module = owner
@@ -83,8 +83,10 @@ def _followed(payload: Payload, code: MethodCode) -> Flow:
             where = "cpu" if indexed(torch.device(weight.device)) == indexed(device) else weight.device
             if s not in bases:
                 bases[s] = torch.empty(payload.storages[s].nbytes, dtype=torch.uint8, device=where)
-        inputs = [tensor_in(bases[weight.parts[0].storage], weight.parts[0]) for weight in held]
-        inputs += [_example(leaf, device) for leaf in code.signature.leaves]
+        inputs: list[object] = [tensor_in(bases[weight.parts[0].storage], weight.parts[0]) for weight in held]
+        inputs += [
+            _example(leaf, device, code.strides.get(k)) for k, leaf in enumerate(code.signature.leaves)
+        ]
         numbers = {storages_of(base)[0]: s for s, base in bases.items()}
         dry_run(made.graph, inputs, frozenset(numbers))
         return follow(made.graph, numbers, _run_body)
@@ -95,12 +97,14 @@ def _run_body(body: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
     return body
 
 
-def _example(leaf: Leaf, device: torch.device) -> object:
+def _example(leaf: Leaf, device: torch.device, stride: tuple[int, ...] | None) -> object:
     """A leaf as it was when the program was exported, without values."""
     if isinstance(leaf, ConstantLeaf):
         return leaf.value
     if isinstance(leaf, TensorLeaf):
         sizes = [one.example if isinstance(one, Dimension) else one for one in leaf.sizes]
         where = "cpu" if leaf.device == device.type else leaf.device
+        if stride is not None:
+            return torch.empty_strided(sizes, stride, dtype=leaf.dtype, device=where)
         return torch.empty(sizes, dtype=leaf.dtype, device=where)
     return leaf.type(1) if leaf.dimension is None else leaf.dimension.example

@@ -13,6 +13,7 @@ from penstock.passes.lowering import recomputed
 from penstock.passes.lowering.archive import encoded_methods
 from penstock.passes.lowering.method_code import decode_method
 from penstock.passes.weights.usage import follow_weights
+from penstock.schedule.facts.errors import PassError
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import export, weights_of
 
@@ -100,3 +101,29 @@ def test_sizes_that_change_in_place_are_those_of_one_value():
     assert values["unsqueeze_"].shape == (1, 2, 3)
     assert values["mul"].shape == (2, 3)
     assert storages_of(values["add"]) != storages_of(values["add_1"])
+
+
+class OfTransposed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x.t().view(2, 2, 8))
+
+
+def test_inputs_lie_as_they_lay_at_the_export():
+    exported = torch.export.export(OfTransposed(), (torch.ones(4, 8).t(),))
+    annotated = annotate_with_values(exported)
+    (code,) = encoded_methods(annotated).values()
+    decoded = decode_method(code)
+    assert decoded.strides == {0: (1, 8)}
+    recomputed.check_uses(annotated.payload, annotated.payload.methods[0], decoded)
+
+
+@pytest.mark.parametrize("strides", [7, [7], [[0]], [[0, 7]], [["0", [1]]], [[0, [1.5]]], [[0, [True]]]])
+def test_strides_that_are_none(strides):
+    annotated = annotate_with_values(torch.export.export(Repeated(), (torch.ones(8, 8),)))
+    stored = json.loads(encoded_methods(annotated)["forward"]) | {"strides": strides}
+    with pytest.raises(PassError, match="is no stride of an input"):
+        decode_method(json.dumps(stored).encode())
