@@ -36,7 +36,8 @@ sparse: $(STAMP) ## measure reads by units, into docs/: experts in memory groups
 			--docs docs/benchmarks.md || exit 1; \
 	done
 
-soak: $(STAMP) ## random problems, plans and orders, many times as many as in the tests, and all cases (TIMES=50)
+soak: $(STAMP) ## a long run of passes and loads (LOADS=1000), and random problems, many times as many as in the tests (TIMES=50)
+	@$(VENV)/bin/python -m tests.soak.endurance --loads $(or $(LOADS),1000) --passes $(or $(LOADS),1000)0
 	@PENSTOCK_SOAK=$(or $(TIMES),50) $(VENV)/bin/python -m pytest -n $(WORKERS) -m random --timeout=0
 
 fuzz: $(STAMP) ## files of strangers, changed at random: so many seconds for each reader (FOR=600 SEED=1 TARGETS=graph)

@@ -432,7 +432,8 @@ class Program:
         """Raise an error unless the folder holds what the payload says, and its code fits the payload."""
         with open_programs(self.path, self._stored) as archive:
             for method in self._stored.methods:
-                check_fits(self._stored, method, read_code(archive, method.name, trust=self.trust))
+                code = read_code(archive, method.name, trust=self.trust)
+                check_fits(self._stored, method, code, trust=self.trust)
         beside = [RECORD]
         if self.training is not None and self.training.sha256:
             read_parameters(self.path, self.training.parameters, self.training.sha256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from penstock.passes.calls.signature import CallSignature
 from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
 from penstock.passes.lowering.inductor import PACKAGE
+from penstock.passes.lowering.recomputed import OTHERS
 from penstock.passes.weights.values import same_bytes
+from penstock.schedule.facts.catalog import IN_ARENA
 from penstock.schedule.facts.errors import TRUST, PayloadError, StreamError
 from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
@@ -52,7 +54,7 @@ def load(folder: Path, payload: Payload, *, trust: bool, index: int = -1) -> Loa
 
     Raises SourceError if the file cannot be read. Raises PayloadError without trust, and if it is not the
     payload's, or was compiled by another version of torch, or for a processor with instructions that this one
-    lacks.
+    lacks. It is not the payload's if a weight that streams stands in the code and in no step of the trace.
     """
     if not trust:
         raise PayloadError(
@@ -65,6 +67,8 @@ def load(folder: Path, payload: Payload, *, trust: bool, index: int = -1) -> Loa
         codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
         load_runner = torch._C._aoti.AOTIModelPackageLoader
         runners = {m.name: load_runner(package, m.name, False, 1, index) for m in payload.methods}
+    for method in payload.methods:
+        _check_brought(payload, method, runners[method.name].get_constant_fqns())
     signatures = {name: code.signature for name, code in codes.items()}
     computed = {t.method for t in payload.traces for s in t.steps if any(one.computed for one in s.sparse)}
     bodies = {name: code.graph().bodies if name in computed else {} for name, code in codes.items()}
@@ -112,6 +116,18 @@ class CompiledMethod:
         """Destroys the runner, before the memory that it reads."""
         self._runner = None
         self._tensors = {}
+
+
+def _check_brought(payload: Payload, method: Method, names: Iterable[str]) -> None:
+    """Raises PayloadError for a weight of the code that streams and that no step of the trace reads."""
+    storages = {weight.fqn: weight.parts[0].storage for weight in payload.tensors}
+    brought = {s for step in payload.trace_for(method.graph).steps for s in step.reads}
+    for name in sorted(storages.keys() & set(names)):
+        storage = payload.storages[storages[name]]
+        if storage.kind in IN_ARENA and storage.nbytes and storages[name] not in brought:
+            raise PayloadError(
+                f"the code of method {method.name!r} reads {name!r}, and no step of its trace does: {OTHERS}"
+            )
 
 
 def _check_machine(payload: Payload) -> None:
