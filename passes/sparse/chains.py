@@ -158,7 +158,7 @@ def _chain(product: fx.Node, weights: Collection[fx.Node], position: Mapping[fx.
     weight = max(
         around & set(weights), key=lambda node: (node.meta["val"].nbytes, position[node]), default=None
     )
-    if weight is None or weight is stack:
+    if weight is None or weight is stack or stack.meta["val"].dim() != 3:
         return None
     inside = {weight: None}
     for node in sorted(around, key=position.__getitem__):
@@ -176,9 +176,16 @@ def _chain(product: fx.Node, weights: Collection[fx.Node], position: Mapping[fx.
                 return None
             if other not in inside:
                 (sliced if of else shared)[other] = None
-    if not any(node.target in _EACH_ELEMENT for node in inside):
+    if not any(_computes(node) for node in inside):
         return None
     return _Chain(tuple(inside), tuple(sliced), tuple(shared))
+
+
+def _computes(node: fx.Node) -> bool:
+    """Tells whether a node does more than move elements; a conversion to the dtype that is there does not."""
+    if node.target is aten.to.dtype:
+        return bool(node.meta["val"].dtype != node.all_input_nodes[0].meta["val"].dtype)
+    return node.target in _EACH_ELEMENT
 
 
 def _sliced_as(operand: fx.Node, node: fx.Node) -> bool | None:

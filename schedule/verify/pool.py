@@ -90,7 +90,7 @@ def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, whe
     slices = read.computed.shape[:1] if read.computed else view.shape[:1]
     if slices != view.shape[:1] or (read.computed and (read.tiles or read.slices != 1)):
         raise PlanError(
-            f"{where} computes {(*slices, 0)[0]} slices from {view.shape[0]} units: expected as many, no tiles"
+            f"{where} computes {(*slices, 0)[0]} slices from {view.shape[0]} units: expected as many"
         )
     stride = view.stride[0] * item
     nbytes = (1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride[1:], strict=True))) * item

@@ -42,6 +42,7 @@ TENSORS = {
     "scale": SCALE,
     "halves": numbers(COUNT, OUT, 2, dtype=torch.bfloat16),
     "one": numbers(1, OUT, 1),
+    "halved": numbers(COUNT, OUT, WIDTH, dtype=torch.bfloat16),
     "row": numbers(WIDTH),
     "numbers": numbers(16),
     "order": torch.tensor([1, 0, 2, 5, 4, 3]),
@@ -155,6 +156,7 @@ WHOLE: dict[str, Any] = {
     "experts one behind the other": product(
         lambda m: torch.cat((m.w[:2], m.w[2:])).to(torch.float32).transpose(1, 2)
     ),
+    "views, and no conversion": product(lambda m: m.halved.to(torch.bfloat16).transpose(1, 2)),
     "experts that a table orders": product(lambda m: m.w[m.order].to(torch.float32).transpose(1, 2)),
     "rounded division": product(lambda m: m.w.to(torch.float32).div(m.row, rounding_mode="floor").mT),
     "a factor of the second": product(lambda m: torch.add(m.w.to(torch.float32), m.scale, alpha=3).mT),
