@@ -91,6 +91,13 @@ def test_a_pass_can_be_captured_and_another_as_well(stack, share):
                 refusal = pytest.raises(penstock.StreamError, match="capture")
                 with nullcontext() if wrap == "barrier" or not crosses else refusal, device.capture():
                     assert torch.equal(module(stack.tokens), stack.expected)
+            moved = [module.stats.bytes_moved]
+            for _ in range(3):  # of which the first starts over, if the capture failed
+                assert torch.equal(module(stack.tokens), stack.expected)
+                moved.append(module.stats.bytes_moved)
+            steady = moved[3] - moved[2]
+            assert moved[2] - moved[1] == steady
+            assert wrap == "overlap" or moved[1] - moved[0] == steady
 
 
 def test_two_modules_of_one_program_run_side_by_side(stack):
