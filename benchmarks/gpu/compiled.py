@@ -48,9 +48,8 @@ def _compare_backend(
     streamed, weights = on_host(module), target.folder / "stack.safetensors"
     save_file(streamed.state_dict(), weights)
     record = penstock.offload(streamed, weights, device=target.device)
-    call = torch.compile(
-        streamed, backend="penstock", options={"budget": "50%", "resident_below": None, **options}
-    )
+    own: dict[str, Any] = {"budget": "50%", "resident_below": None, **options}
+    call = torch.compile(streamed, backend="penstock", options=own)
     equal = all(torch.equal(call(given), expected) for _ in range(2))
     stats = record.stats
     record.close()

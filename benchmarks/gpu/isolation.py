@@ -48,6 +48,8 @@ def run(name: str, arguments: Sequence[str], seconds: float) -> Iterator[dict[st
         try:
             assert process.stdout
             for text in process.stdout:
+                if not text.endswith("\n"):
+                    break  # it was killed while it wrote
                 line = json.loads(text)
                 if "failed" in line and line.keys() == {"step", "failed"}:
                     failed = line["failed"]
