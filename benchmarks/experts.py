@@ -14,7 +14,8 @@ This is the method:
   as penstock has, just before and just after penstock's own token, as many bytes as that last missed. What
   penstock could reach is the time to read the bytes that it missed at this rate, and then to compute what
   `memory` computes, in the same round.
-- With room for all weights, `full` runs beside `memory` alone, at the end.
+- With room for all weights, `full` runs beside `memory` alone, at the end. Both have weights where a mapping
+  of the file has them, modulo 64: products of weights elsewhere take some hundredths less or more.
 - Times are compared within a round, as a virtual machine's speed changes by several times within minutes.
 
 Linux only; groups need root. Peer: `pip install 'penstock[bench]'`.
@@ -140,15 +141,21 @@ def load(job: Job) -> Any:
         return disk_offload(model, job.offloaded, execution_device=torch.device("cpu"))
     model = mapped(job)
     if job.way == "memory":
-        model.load_state_dict(
-            {name: value.clone() for name, value in model.state_dict().items()}, assign=True
-        )
+        copies = {name: copied(value) for name, value in model.state_dict().items()}
+        model.load_state_dict(copies, assign=True)
         machine.drop_cache([job.weights], unmap=True)  # or penstock would read its file from the page cache
     if job.way == "mmap-random":
         for value in model.state_dict().values():
             start = value.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
             machine.advise(start, value.data_ptr() + value.nbytes - start, _MADV_RANDOM)
     return model
+
+
+def copied(value: torch.Tensor) -> torch.Tensor:
+    """A copy at the same address modulo 64, since products of other addresses take other times."""
+    phase = value.data_ptr() % 64
+    copy = torch.empty(phase + value.nbytes, dtype=torch.uint8)[phase:].view(value.dtype).view(value.shape)
+    return copy.copy_(value)
 
 
 def stepping(job: Job) -> Callable[[str], dict[str, Any]]:

@@ -10,10 +10,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from penstock.runtime.files.source import Source
+from penstock.runtime.system.memory import HUGE_PAGE, MADV_HUGEPAGE, hint, round_up
 from penstock.runtime.system.threads import ReaderThreads
 from penstock.schedule.facts.model import Extent, Storage
 
 _PIECE = 16 << 20
+
+_MAPPED_ALONE = 33 << 20
+"""Bytes from which glibc's malloc always maps memory by itself, so that advice to the kernel ends with it."""
 
 
 class HeldStorages:
@@ -82,8 +86,15 @@ class HeldStorages:
 
 
 def bytes_at(phase: int, nbytes: int) -> torch.Tensor:
-    """Flat bytes of new memory whose address is `phase` modulo 64, as is that of the tensor's own storage."""
+    """Flat bytes of new memory whose address is `phase` modulo 64, as is that of the tensor's own storage.
+
+    Large memory has huge pages wherever a whole one lies in it: direct reads into small pages run at half the
+    speed, and a product over huge ones takes some hundredths less time.
+    """
     whole = torch.empty(phase + nbytes, dtype=torch.uint8, device="cpu")  # torch aligns it to 64 bytes
+    if whole.nbytes >= _MAPPED_ALONE:
+        start = round_up(whole.data_ptr(), HUGE_PAGE)
+        hint(start, (whole.data_ptr() + whole.nbytes) // HUGE_PAGE * HUGE_PAGE - start, MADV_HUGEPAGE)
     if not phase or not nbytes:
         return whole[phase:]
     return torch.frombuffer(whole.numpy(), dtype=torch.uint8, offset=phase)

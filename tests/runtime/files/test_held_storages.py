@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 import penstock
+from penstock.runtime.files.reading import bytes_at
 from penstock.runtime.files.source import Source
+from penstock.runtime.system.memory import HUGE_PAGE, round_up
 from penstock.schedule.facts.errors import SourceError
 
 
@@ -33,6 +36,35 @@ def test_loading_returns_before_the_weights_are_read_and_the_call_waits_for_them
         threading.Timer(0.2, gate.set).start()
         assert torch.equal(module(stack.tokens), stack.expected)
         assert gate.is_set()
+
+
+def advised(address: int) -> bool:
+    """Tells whether the kernel was asked for huge pages at an address."""
+    with open("/proc/self/smaps", encoding="utf-8") as file:
+        for line in file:
+            if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+                within = int(match[1], 16) <= address < int(match[2], 16)
+            if within and line.startswith("VmFlags:"):
+                return "hg" in line.split()
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+@pytest.mark.parametrize("phase", [0, 40])
+def test_large_memory_has_huge_pages_where_whole_ones_lie_in_it(phase):
+    memory = bytes_at(phase, 40 << 20)
+    start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    assert start % 64 == phase
+    assert memory.nbytes == 40 << 20
+    first, last = round_up(start, HUGE_PAGE), stop // HUGE_PAGE * HUGE_PAGE
+    assert [advised(at) for at in (start, first - 1, first, last - 1, last)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    small = bytes_at(phase, 8 << 20)  # malloc may keep it for others when it is given back
+    assert not advised(round_up(small.data_ptr(), HUGE_PAGE))
 
 
 def test_a_read_that_fails_in_the_background_is_raised_by_every_call(stack, monkeypatch):
@@ -98,7 +130,9 @@ def test_a_module_that_a_reader_collects_as_garbage_is_closed(stack, monkeypatch
 
 EXIT = """
 import sys, time, penstock
+from penstock.runtime.files.reading import bytes_at
 from penstock.runtime.files.source import Source
+from penstock.runtime.system.memory import HUGE_PAGE, round_up
 program = penstock.open(sys.argv[1])
 plan = program.plan("100%", hardware="rtx4090")
 Source.read_into = lambda *args: time.sleep(2)
