@@ -318,7 +318,8 @@ def run(name: str, place: Path, double: Double, *, most: int, every: int) -> Rep
         if not (fault.changes and bench.is_target(calls[number].path))
     ]
     # Scenarios begin at different ones, so that together they meet more of them.
-    for number, fault in faults[sum(name.encode()) % every :: every]:
+    first = sum(name.encode()) % min(every, len(faults))
+    for number, fault in faults[first::every]:
         bench.inject(number, fault)
     return bench.report
 

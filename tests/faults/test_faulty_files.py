@@ -23,7 +23,7 @@ from tests.hunt import scaled
 ROOT = Path(__file__).parents[2]
 
 ALL = scaled(1) > 1
-SOME = (10**6, 1) if ALL else (1, 23)
+SOME = (10**6, 1) if ALL else (1, 31)
 """How many of the calls that are alike meet faults, and every which fault is injected."""
 
 Inject = Callable[[str, int, int], dict[str, Any]]
