@@ -43,7 +43,7 @@ fuzz: $(STAMP) ## files of strangers, changed at random: so many seconds for eac
 	@$(VENV)/bin/python -m tests.trust.fuzz --seconds $(or $(FOR),600) --seed $(or $(SEED),1) $(TARGETS)
 
 mutants: $(STAMP) ## one change at a time, which the closest tests must see (ROOM=runtime/stream SAMPLE=30 SEED=1)
-	@$(VENV)/bin/python -m tests.mutants $(ROOM) --sample $(or $(SAMPLE),30) --seed $(or $(SEED),1)
+	@$(VENV)/bin/python -m tests.mutants.run $(ROOM) --sample $(or $(SAMPLE),30) --seed $(or $(SEED),1)
 
 zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour (SEED=7)
 	@$(VENV)/bin/python benchmarks/zoo_random.py $(if $(SEED),--seed $(SEED))
