@@ -47,7 +47,7 @@ faults: $(STAMP) ## every call on files goes wrong in every way, one at a time, 
 	@PENSTOCK_SOAK=2 $(VENV)/bin/python -m pytest -n $(WORKERS) --timeout=0 tests/faults
 
 mutants: $(STAMP) ## one change at a time, which the closest tests must see (ROOM=runtime/stream SAMPLE=30 SEED=1)
-	@$(VENV)/bin/python -m tests.mutants $(ROOM) --sample $(or $(SAMPLE),30) --seed $(or $(SEED),1)
+	@$(VENV)/bin/python -m tests.mutants.run $(ROOM) --sample $(or $(SAMPLE),30) --seed $(or $(SEED),1)
 
 zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour (SEED=7)
 	@$(VENV)/bin/python benchmarks/zoo_random.py $(if $(SEED),--seed $(SEED))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import EQUIVALENT, ROOMS, Compiled, Instrumented, forked, mutants_of
+from tests.mutants.changes import mutants_of
+from tests.mutants.run import EQUIVALENT, ROOMS, Compiled, Instrumented, forked
 
 
 @pytest.fixture(autouse=True)

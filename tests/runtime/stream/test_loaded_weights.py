@@ -44,6 +44,19 @@ def test_a_pass_begins_and_ends_the_streamer_and_begins_the_units() -> None:
     weights.close()
 
 
+def test_steps_are_probed_where_something_streams() -> None:
+    streamer = Stub()
+    streamer.probed = {4: (1, 2)}.__getitem__
+    weights = loaded(streamer)
+    assert weights.probed(4) == (1, 2)
+    weights.close()
+    resources = Resources(None, ())
+    alone = LoadedWeights(plan=make_plan(), tensors={}, resources=resources, usage=lambda: MemoryUse(0, 0))
+    assert alone.probed(4) == ()
+    assert alone.run(4, None, lambda: "output") == "output"
+    alone.close()
+
+
 @pytest.mark.parametrize("error", [StreamError, KeyboardInterrupt])
 def test_a_pass_that_fails_is_aborted(error: type[BaseException]) -> None:
     streamer = Stub()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from penstock.passes.probes import NOTHING_STREAMS
-from penstock.runtime.stream.probe_calls import ProbeCalls, Stopwatch, probe_calls
+from penstock.runtime.stream.probe_calls import HostClock, ProbeCalls, Stopwatch, probe_calls
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Step, Trace
 from penstock.schedule.payload.codec import ProbeOrder
@@ -169,6 +171,13 @@ def test_a_stopwatch_tells_leads_reads_and_waits_apart() -> None:
     assert [(step.lead_ns, step.read_ns) for step in trace.steps] == [(10, 20), (11, 21), (0, 0)]
     assert (trace.tail_ns, trace.gap_ns, trace.times) == (7, 0, "measured")
     assert streamer.calls == [("acquire", 5, 1), ("release", 5, 1)]
+
+
+def test_the_clock_of_the_host_counts_nanoseconds() -> None:
+    clock = HostClock()
+    before, moment = time.perf_counter_ns(), clock.now()
+    assert before <= moment <= time.perf_counter_ns()
+    assert clock.ns_between(moment, moment + 5) == 5
 
 
 def test_a_stopwatch_needs_no_streamer() -> None:

@@ -97,6 +97,19 @@ def test_a_call_ends_before_what_it_has_started_for_the_next_one_is_there(stream
     run_pass(streamer, arena)
 
 
+def test_a_step_out_of_turn_is_refused_where_any_method_keeps_values(arena):
+    both = make_plan(graphs=2)
+    steps = list(both.traces[0].steps)
+    steps[2] = replace(steps[2], reads=(), writes=(2,))
+    plan = replace(both, traces=(replace(both.traces[0], steps=tuple(steps)), both.traces[1]))
+    arena.capacity, arena.fill_ready = 16, arena.fill
+    streamer = ArenaStreamer(plan, STORAGES, arena, readers=0)
+    streamer.begin(1)
+    with pytest.raises(StreamError, match="step 1 of graph 1 came out of turn"):
+        streamer.acquire(1, 1)
+    streamer.close()
+
+
 def test_a_miss_counts_the_time_that_its_reads_took(arena, clock):
     def fill(start, stop):
         clock.now += 5

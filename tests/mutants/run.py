@@ -1,6 +1,6 @@
 """`make mutants`: changes one thing in the product at a time, and sees whether the closest tests fail.
 
-    python -m tests.mutants [ROOM ...] [--sample 30] [--seed 1] [--all] [--only TEXT]
+    python -m tests.mutants.run [ROOM ...] [--sample 30] [--seed 1] [--all] [--only TEXT]
 
 Each mutant is compiled from a changed syntax tree, in a process forked for it, so that no file is changed. It
 runs the tests that reached its line when nothing was changed, the quickest first, until one fails.
@@ -28,13 +28,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.mutants.changes import Mutant, mutants_of
 
 ROOMS = {
     "runtime/stream": ["tests/runtime/stream", "tests/runtime/test_misuse.py"],
@@ -50,120 +50,11 @@ ROOMS = {
 }
 """The tests that are closest to each room."""
 
-SWAPPED = {
-    "min": "max",
-    "any": "all",
-    "bisect_left": "bisect_right",
-    **dict(zip(("Lt", "Gt", "Eq", "Is", "In"), ("LtE", "GtE", "NotEq", "IsNot", "NotIn"), strict=True)),
-    **{"Add": "Sub", "BitAnd": "BitOr", "And": "Or"},
-}
-SWAPPED |= {new: old for old, new in SWAPPED.items()}
-"""Operators and functions that are easily mistaken for each other."""
-
-UNCHANGED = {"decorator_list", "annotation", "returns", "bases"}
-"""Parts of a syntax tree that say nothing about behaviour, or at import alone."""
-
 MEMORY = 6 << 30
+"""The most that a mutant may take, which may ask for memory without end."""
+
 EQUIVALENT = re.compile(r"^- `(\S+)`, `(\S+)`: `(.+?)` becomes `(.+?)`", re.M)
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one file: `put` makes it in the file's syntax tree, or takes it back with False."""
-
-    path: str
-    scope: str
-    line: str
-    before: str
-    after: str
-    put: Callable[[bool], None]
-
-    def __str__(self) -> str:
-        return f"`{self.line}`, `{self.scope}`: `{self.before}` becomes `{self.after}`"
-
-
-def replacements(node: ast.AST, scope: str) -> Iterator[ast.AST]:
-    """Yields what may stand in the place of a node."""
-    match node:
-        case ast.Compare():
-            for number, one in enumerate(node.ops):
-                changed = copy.copy(node)
-                changed.ops = [*node.ops[:number], _other(one), *node.ops[number + 1 :]]
-                yield changed
-        case ast.BoolOp() | ast.BinOp(op=ast.Add() | ast.Sub() | ast.BitAnd() | ast.BitOr()):
-            changed = copy.copy(node)
-            changed.op = _other(node.op)
-            yield changed
-        case ast.UnaryOp(op=ast.Not()):
-            yield node.operand
-        case ast.Constant(value=bool() | int()):
-            yield ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
-        case ast.Name(id=name) if name in SWAPPED:
-            yield ast.Name(SWAPPED[name], ast.Load())
-        case ast.Continue():
-            yield ast.Break()
-        case (
-            ast.Expr(value=ast.Call()) | ast.Raise() | ast.AugAssign() | ast.Delete() | ast.Return(value=None)
-        ):
-            yield ast.Pass()
-        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) if not scope.endswith("__init__"):
-            yield ast.Pass()
-
-
-def _other(kind: Any) -> Any:
-    return getattr(ast, SWAPPED[type(kind).__name__])()
-
-
-def mutants_of(path: str, tree: ast.AST) -> Iterator[Mutant]:
-    """Yields every mutant of a file."""
-    seen: dict[str, int] = {}
-    for holder, key, node, scope, statement in _places(tree, "", tree):
-        news = list(replacements(node, scope))
-        if key == "test" and not isinstance(node, ast.Compare | ast.UnaryOp):
-            news.append(ast.UnaryOp(ast.Not(), node))
-        if isinstance(key, tuple) and key[0] == "ifs":
-            news.append(ast.Constant(True))
-        for new in news:
-            put = partial(_put, holder, key, node, ast.fix_missing_locations(ast.copy_location(new, node)))
-            before = _line(statement)
-            put(True)
-            after = "pass" if isinstance(new, ast.Pass) else _line(new if node is statement else statement)
-            put(False)
-            found = Mutant(path, scope or "module", f"{path}:{statement.lineno}", before, after, put)
-            name = f"{scope}: {before} -> {after}"
-            seen[name] = number = seen.get(name, 0) + 1
-            yield found if number == 1 else replace(found, after=f"{after} ({number})")
-
-
-def _put(holder: Any, key: Any, old: ast.AST, new: ast.AST, changed: bool) -> None:
-    if isinstance(key, tuple):
-        getattr(holder, key[0])[key[1]] = new if changed else old
-    else:
-        setattr(holder, key, new if changed else old)
-
-
-def _line(statement: ast.AST) -> str:
-    return ast.unparse(statement).splitlines()[0]
-
-
-def _places(node: ast.AST, scope: str, statement: ast.AST) -> Iterator[tuple[Any, Any, Any, str, ast.AST]]:
-    """Yields every node that may be changed, where it hangs, and the scope and the statement it stands in."""
-    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr) or getattr(node, "arg", "") == "strict":
-        return  # what a message says, and checks of what cannot be
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-        return
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        scope = f"{scope}.{node.name}".lstrip(".")
-    for field, value in ast.iter_fields(node):
-        if field in UNCHANGED:
-            continue
-        for number, child in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(child, ast.AST):
-                inner = child if isinstance(child, ast.stmt) else statement
-                if hasattr(child, "lineno"):
-                    key = (field, number) if isinstance(value, list) else field
-                    yield node, key, child, scope, inner
-                yield from _places(child, scope, inner)
+"""A mutant that docs/testing.md lists, as its file, the function, and the line before and after."""
 
 
 class Compiled(importlib.abc.MetaPathFinder):
@@ -246,8 +137,6 @@ def forked(run: Callable[[], object], limit: float) -> str | None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what the tests have started
         result = Path(folder, "result")
-        if os.environ.get("MUTANTS_SHOW"):
-            print(Path(folder, "out").read_text()[-3000:], Path(folder, "err").read_text()[-3000:])
         return result.read_text() if result.exists() else ""
 
 
@@ -335,7 +224,7 @@ def check_room(room: str, options: argparse.Namespace) -> tuple[int, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.run")
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=", ".join(ROOMS))
     parser.add_argument("--sample", type=int, default=30, help="so many mutants of each room")
     parser.add_argument("--seed", type=int, default=1, help="which ones")
