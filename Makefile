@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check docs bench sparse soak fuzz mutants sanitize zoo gpu wheels clean help
+.PHONY: run test check docs bench sparse soak fuzz faults mutants sanitize zoo gpu cuda-dry wheels clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -36,11 +36,15 @@ sparse: $(STAMP) ## measure reads by units, into docs/: experts in memory groups
 			--docs docs/benchmarks.md || exit 1; \
 	done
 
-soak: $(STAMP) ## random problems, plans and orders, many times as many as in the tests, and all cases (TIMES=50)
+soak: $(STAMP) ## a long run of passes and loads (LOADS=1000), and random problems, many times as many as in the tests (TIMES=50)
+	@$(VENV)/bin/python -m tests.soak.endurance --loads $(or $(LOADS),1000) --passes $(or $(LOADS),1000)0
 	@PENSTOCK_SOAK=$(or $(TIMES),50) $(VENV)/bin/python -m pytest -n $(WORKERS) -m random --timeout=0
 
 fuzz: $(STAMP) ## files of strangers, changed at random: so many seconds for each reader (FOR=600 SEED=1 TARGETS=graph)
 	@$(VENV)/bin/python -m tests.trust.fuzz --seconds $(or $(FOR),600) --seed $(or $(SEED),1) $(TARGETS)
+
+faults: $(STAMP) ## every call on files goes wrong in every way, one at a time, in all that penstock does with files
+	@PENSTOCK_SOAK=2 $(VENV)/bin/python -m pytest -n $(WORKERS) --timeout=0 tests/faults
 
 mutants: $(STAMP) ## one change at a time, which the closest tests must see (ROOM=runtime/stream SAMPLE=30 SEED=1)
 	@$(VENV)/bin/python -m tests.mutants.run $(ROOM) --sample $(or $(SAMPLE),30) --seed $(or $(SEED),1)
@@ -51,9 +55,11 @@ zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour
 sanitize: $(STAMP) ## the native engine and ExecuTorch's delegate under sanitizers of threads, addresses, undefined behaviour
 	@$(VENV)/bin/python -m pytest -n 0 -m sanitize --timeout=0 tests/native tests/backends/executorch/delegate
 
-gpu: $(STAMP) ## on a machine with CUDA: the devices' tests, then benchmarks/gpu.py
-	@$(VENV)/bin/python -m pytest -n 0 tests/runtime/device/test_device.py tests/integrations/test_apply_on_devices.py
-	@$(VENV)/bin/python benchmarks/gpu.py
+gpu: $(STAMP) ## ten minutes on a GPU: what is known only there, a line of JSON each (DEVICE=xpu)
+	@$(VENV)/bin/python -m benchmarks.gpu --results build/gpu.jsonl $(if $(DEVICE),--device $(DEVICE))
+
+cuda-dry: $(STAMP) ## no GPU: CUDA's tests on torch's CUDA build and a counterfeit libcudart; 0.5 GB to download (WHEEL=FILE)
+	@$(VENV)/bin/python scripts/fake-cudart/dry.py $(if $(WHEEL),--wheel $(WHEEL))
 
 wheels: ## a release in dist: the sdist, and wheels for Linux on x86-64 and arm64
 	@scripts/build-wheels
@@ -63,7 +69,7 @@ clean: ## remove the environment and everything that was built
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt $(wildcard native/*.cpp native/*.h native/*.map native/aoti/* native/run/* native/executorch/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or later: make PYTHON=python3.12 ...")'

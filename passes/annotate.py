@@ -17,6 +17,7 @@ from penstock.passes.calls.signature import check_signature
 from penstock.passes.graph.grad_regions import without_grad_regions
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.pipeline import Pipeline, declare
+from penstock.passes.sparse.chains import Trusts, by_expert
 from penstock.passes.sparse.contracts import sparse_reads
 from penstock.passes.sparse.tiles import with_common_units
 from penstock.passes.trace import PRESET_CPU, observe
@@ -72,13 +73,15 @@ def annotate_with_values(
     *,
     hardware: Hardware | str = PRESET_CPU,
     propagated: Collection[fx.GraphModule] = (),
+    trusts: Trusts | None = None,
 ) -> Annotated:
     """Does what `annotate` does, and returns the tensors as well, so that they can be written to files.
 
-    `propagated` are those graphs of programs whose values come from `propagate` already.
+    `propagated` are those graphs of programs whose values come from `propagate` already. With `trusts`,
+    experts that are computed from quantised ones are computed one at a time (`passes/sparse/chains.py`).
     """
     given = _by_method(exported)
-    found = Pipeline(PASSES)(Programs(given, find_hardware(hardware), frozenset(propagated)))
+    found = Pipeline(PASSES)(Programs(given, find_hardware(hardware), frozenset(propagated), trusts))
     payload = Payload(
         lowering="none",
         torch=torch.__version__.split("+", maxsplit=1)[0],
@@ -127,6 +130,7 @@ class Programs:
     programs: Mapping[str, ExportedProgram]
     hardware: Hardware
     propagated: Collection[fx.GraphModule] = frozenset()
+    trusts: Trusts | None = None
     methods: tuple[Method, ...] = ()
     catalog: Catalog = field(default_factory=Catalog)
     held: Mapping[str, Weights] = field(default_factory=dict)
@@ -148,6 +152,15 @@ def each(change: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[Prog
         return replace(found, programs={name: change(one) for name, one in found.programs.items()})
 
     return change_each
+
+
+@declare(requires=("plain parts", "one grad mode"), ensures=("experts by themselves",))
+def compute_experts(found: Programs) -> Programs:
+    """Has experts computed one at a time from quantised ones, by products that are trusted."""
+    if found.trusts is None:
+        return found
+    programs = {name: by_expert(one, found.trusts) for name, one in found.programs.items()}
+    return replace(found, programs=programs)
 
 
 @declare(requires=("plain parts",), ensures=("own constants",))
@@ -217,6 +230,7 @@ PASSES: tuple[Callable[[Programs], Programs], ...] = (
     each(with_plain_parts),
     each(without_grad_regions),
     each(check_signature),
+    compute_experts,
     own_constants,
     number_methods,
     collect_weights,

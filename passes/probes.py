@@ -66,6 +66,10 @@ class CompiledCalls:
         """Call an operator as the method's read number `read` by units; here, all of its weight is there."""
         return operator(*arguments)
 
+    def body(self, name: str) -> fx.GraphModule:
+        """What the method computes for each expert, by the name of the body in its graph."""
+        raise StreamError(f"compiled code computes experts by {name}, which its program lacks: compile again")
+
 
 NOTHING_STREAMS = CompiledCalls()
 """The probes of compiled code whose weights all stay: they return at once."""

@@ -18,6 +18,7 @@ from torch._ops import HigherOrderOperator
 from penstock.passes.graph.nodes import placeholders_of, size_hint, subgraphs_of, tensors_of
 from penstock.passes.graph.propagation import FLOPS, fake_inputs, propagate
 from penstock.passes.probes import STORE
+from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 from penstock.passes.weights.usage import Usage, is_view
 from penstock.schedule.facts.errors import PassError
@@ -107,6 +108,8 @@ def work_of(node: fx.Node) -> Work:
     """Returns what one node of a propagated graph costs: views and placeholders cost nothing."""
     if node.op not in ("call_function", "call_module"):
         return Work()
+    if node.target is BY_EXPERT:
+        return _work_of_experts(node)
     if isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
         work = sum_of(*(_work_of_body(body) for body in subgraphs_of(node)))
         # A segment runs again, and then a product of the same size for the gradient of each product's input.
@@ -121,6 +124,15 @@ def work_of(node: fx.Node) -> Work:
     if node.target in GATHERS and operands:
         operands[0] = min(operands[0], written)
     return Work(node.meta.get(FLOPS, 0), written + sum(operands))
+
+
+def _work_of_experts(node: fx.Node) -> Work:
+    """The work of computing as many experts as the example asks for, and of one product of all rows."""
+    (body,) = subgraphs_of(node)
+    _, _, rows, weight, *_ = node.args
+    sizes = [size_hint(one.meta["val"].shape[0]) for one in (rows, weight)]  # type: ignore[union-attr]
+    *chain, product = [work_of(one) for one in body.graph.nodes if one.op == "call_function"]
+    return sum_of(product, *min(sizes) * chain)
 
 
 def _work_of_body(body: fx.GraphModule) -> Work:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from os import PathLike
@@ -16,7 +17,8 @@ from pathlib import Path
 import torch
 
 from penstock.runtime.files.rates import READERS, measure_answer, measure_populate, measure_read
-from penstock.runtime.files.source import Source
+from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.source import Mode, Source
 from penstock.runtime.files.spill_rates import measure_writes
 from penstock.runtime.measurements import (
     Cache,
@@ -163,8 +165,12 @@ class WeightFiles:
             cache=cache,
         )
 
-    def _open(self, *, direct: bool = True) -> Source:
-        return Source(self.files, self.folder, mode="direct" if direct else "buffered", check=False)
+    @contextmanager
+    def _open(self, *, direct: bool = True) -> Iterator[Source]:
+        """Yields the files, open; what the system refuses meanwhile is a SourceError."""
+        mode: Mode = "direct" if direct else "buffered"
+        with reading(self.folder), Source(self.files, self.folder, mode=mode, check=False) as source:
+            yield source
 
     def _read(self, cache: Cache, shift: int) -> Trials:
         with self._open(direct=cache == "past") as source:

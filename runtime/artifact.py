@@ -31,6 +31,7 @@ from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage, st
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
+from penstock.runtime.sparse.trial import reads_units_only
 from penstock.runtime.system.atomic import write_artifact
 from penstock.runtime.training.parameters import write_parameters
 from penstock.schedule.facts.catalog import part_nbytes
@@ -84,21 +85,20 @@ def compile(
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and get no probes. Such an artifact
     runs with the version of torch, and on the kind of processor, that compiled it. `force` replaces an
     artifact that exists. Weights that `earlier` has hashed in place are not hashed again if their files are
-    unchanged. With `ladder` the artifact gets plans for programs without Python (`Program.write_ladder`). The
-    number of bytes that are about to be written is logged.
+    unchanged. With `ladder` the artifact gets plans for programs without Python (`Program.write_ladder`), and
+    computes quantised experts all at once, as only Python does one at a time. The bytes to write are logged.
 
     Raises PassError for a program that cannot be streamed, and SourceError for weight files that do not
     belong to the program and for an output that cannot be written.
     """
     _check_lowering(lowering, options, resident_below)
     _check_packing(weights, pack, cast, slices)
-    annotated = exported if isinstance(exported, Annotated) else annotate_with_values(exported)
+    annotated = exported if isinstance(exported, Annotated) else _annotate(exported, ladder)
     _check_names(annotated.payload.methods)
-    found = None
+    found, compiled, checkpoint = None, None, Checkpoint((), {})
     if weights is not None:
         checkpoint = _open(weights, annotated, rename, pack=pack)
         found = find_values(_stored_weights(annotated), checkpoint, Rules(rename, cast, slices))
-    compiled = None
     if lowering == "inductor":
         compiled = _compile(annotated, found, options, resident_below)
         annotated = replace(annotated, payload=compiled.payload)
@@ -108,13 +108,19 @@ def compile(
 
     def build(temporary: Path) -> None:
         catalog = writer.write_weights(temporary, hashed)
-        program = _save_program(annotated, compiled, temporary)
-        payload = replace(catalog, lowering="inductor" if compiled else "eager", program=program)
+        checkpoint.check_unchanged()
+        code = _save_program(annotated, compiled, temporary)
+        payload = replace(catalog, lowering="inductor" if compiled else "eager", program=code)
         plans = find_ladder(temporary, payload) if ladder else ()
         write_payload(replace(payload, plans=plans), temporary)
 
     write_artifact(folder, force=force, build=build)
     return open_program(folder, trust=True)  # this process has just made it
+
+
+def _annotate(exported: ExportedProgram | Mapping[str, ExportedProgram], ladder: bool) -> Annotated:
+    """The facts of programs. Without Python nothing computes experts one at a time."""
+    return annotate_with_values(exported, trusts=None if ladder else reads_units_only)
 
 
 def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = None) -> Payload:

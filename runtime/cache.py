@@ -32,7 +32,9 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.runtime.files.artifact_files import PAYLOAD
-from penstock.runtime.system.atomic import is_unfinished, remove_folder, remove_stale
+from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.system.atomic import remove_folder
+from penstock.schedule.atomic_file import is_unfinished, remove_stale
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
@@ -163,16 +165,17 @@ class Cache:
         afterwards. If another process writes the entry first, that one is used, as it is equal. Raises
         SourceError if the entry cannot be written, or if it is damaged while a process uses it.
         """
-        for _ in range(_ATTEMPTS):
-            if (held := _hold(path, made_for)) is not None:
-                if whole():
+        with reading(path):
+            for _ in range(_ATTEMPTS):
+                if (held := _hold(path, made_for)) is not None:
+                    if whole():
+                        return held
+                    held.close()
+                    self._discard(path)
+                self._write(path, write, nbytes)
+                if (held := _hold(path, made_for)) is not None:
+                    self.make_room(0)
                     return held
-                held.close()
-                self._discard(path)
-            self._write(path, write, nbytes)
-            if (held := _hold(path, made_for)) is not None:
-                self.make_room(0)
-                return held
         raise SourceError(f"{path} was removed whenever it had been written: let nobody empty the cache now")
 
     def _write(self, path: Path, write: Callable[[], object], nbytes: int) -> None:
@@ -261,6 +264,11 @@ def prune(
     Entries in use stay. A dry run removes nothing, and returns what would be removed. Raises SourceError if
     the system refuses to remove a file.
     """
+    with reading(folder):
+        return _prune(folder, before, most, dry_run=dry_run)
+
+
+def _prune(folder: Path, before: float, most: float, *, dry_run: bool) -> Pruned:
     entries = list_entries(folder)
     left = sum(one.nbytes for one in entries)
     removed: dict[Path, Entry] = {}
@@ -311,14 +319,18 @@ def _entries(folder: Path) -> Iterator[Entry]:
                 yield _entry(path, "leftover")
             elif _OWN.fullmatch(path.name):
                 yield _entry(path, kind)
-    yield from (_entry(path, "rates") for path in _inside(folder) if path.name == "hardware.json")
+    for path in _inside(folder):
+        if path.name == "hardware.json":
+            yield _entry(path, "rates")
+        elif is_unfinished(path):
+            yield _entry(path, "leftover")
 
 
 def _inside(folder: Path) -> list[Path]:
-    try:
+    """What is in a folder, nothing if it is none. Raises SourceError for one that cannot be listed."""
+    with reading(folder), suppress(FileNotFoundError, NotADirectoryError):
         return sorted(folder.iterdir())
-    except OSError:
-        return []
+    return []
 
 
 def _entry(path: Path, kind: Kind) -> Entry:

@@ -28,7 +28,7 @@ from penstock.runtime.calibrate import THIS_CPU
 from penstock.runtime.choice import least_budget
 from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
 from penstock.runtime.device.memory import DeviceWeights
-from penstock.runtime.device.opening import device_kind, open_device
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_device
 from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.streamer import DeviceStreamer
@@ -43,7 +43,7 @@ from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
 from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.sparse.native import NativeUnits
-from penstock.runtime.sparse.trial import check_trusted
+from penstock.runtime.sparse.trial import check_experts, check_trusted
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream.interface import MemoryUse
 from penstock.runtime.stream.native import NativeStreamer
@@ -84,8 +84,8 @@ class LoadOptions:
         chosen = self.engine == "auto" and not self.debug and library() is not None
         return chosen or self.engine == "native"
 
-    def check(self) -> None:
-        """Raise StreamError for an engine that does not exist, not on this device, or not with `debug`."""
+    def check(self, payload: Payload) -> None:
+        """Raise StreamError for an engine that is not there or not for the device, and for other code."""
         if self.engine not in ENGINES:
             raise StreamError(
                 f"there is no engine {self.engine!r}: choose {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
@@ -94,6 +94,7 @@ class LoadOptions:
             raise StreamError(
                 f"the native engine streams on a CPU, not on {self.device}: leave engine='auto'"
             )
+        check_compiled_for(payload, self.device)
 
 
 def load_module(
@@ -111,8 +112,12 @@ def load_module(
     """
     payload = program.payload
     # The code first: no byte of a weight is read for a program that does not fit, or that needs trust.
-    compiles = payload.lowering == "inductor"
-    code = compiled.load(program.path, payload, trust=program.trust) if compiles else program.lowered
+    check_compiled_for(payload, device.name if device else options.device)
+    code: compiled.LoadedPackage | eager.LoweredProgram = (
+        compiled.load(program.path, payload, trust=program.trust, index=_index_of(options.device))
+        if payload.lowering == "inductor"
+        else program.lowered
+    )
     if device is None and device_kind(options.device) != "cpu":
         device = _open_device(program, plan, options)
     if device is None:
@@ -128,10 +133,10 @@ def load_module(
     try:
         # Tensors made in inference mode could not be written outside it, nor those of a default device read.
         with torch.inference_mode(False), torch.device("cpu"):
+            where = device.torch_device if device else torch.device("cpu")
             if isinstance(code, compiled.LoadedPackage):
-                methods = _compiled_methods(code, weights)
+                methods = _compiled_methods(code, weights, where)
             else:
-                where = device.torch_device if device else torch.device("cpu")
                 methods = _eager_methods(code, weights, where)
             if program.training is not None:
                 return _training_module(program, methods, weights, program.training)
@@ -142,6 +147,24 @@ def load_module(
     if device is None and plan.hardware.name == THIS_CPU and not (options.debug or options.poison):
         sightings = Sightings(program.path, payload, plan, lambda: weights.counters)
     return StreamedModule(methods, weights, program.path.name, sightings)
+
+
+def check_compiled_for(payload: Payload, device: str) -> None:
+    """Raise StreamError for code that was compiled for another kind of device, before anything is read."""
+    if payload.lowering != "inductor":
+        return
+    there = torch.device(device).type if device_kind(device) == ACCELERATOR else "cpu"
+    if compiled.device_of(payload) != there:
+        raise StreamError(
+            f"the program was compiled for {compiled.device_of(payload)}, not for {device}: export and "
+            f"compile it for {there}, or with lowering='eager', which runs on every device"
+        )
+
+
+def _index_of(device: str) -> int:
+    """The index in the name of an accelerator, and -1 where there is none."""
+    index = torch.device(device).index if device_kind(device) == ACCELERATOR else None
+    return -1 if index is None else index
 
 
 def _training_module(
@@ -296,6 +319,16 @@ def _arena_usage(
     return MemoryUse(outside + held, outside + peak, readers, mapped_bytes=mapped)
 
 
+def load_on_accelerator(folder: Path, payload: Payload, plan: Plan, device: str) -> LoadedWeights:
+    """Returns the weights of a verified plan on an accelerator, for code that the caller has compiled.
+
+    Raises BudgetError, before a byte is read, where its host has no room for what streams.
+    """
+    check_host(plan, device, 0)
+    check_room(plan, payload, partial(least_budget, payload, device), device=device)
+    return _load_on_device(folder, payload, plan, open_device(device, plan), poison=False)
+
+
 def _open_device(program: Program, plan: Plan, options: LoadOptions) -> Device:
     payload, beside = program.payload, program.beside_bytes
     check_host(plan, options.device, beside)
@@ -319,10 +352,6 @@ def _load_on_device(
     if plan.pool is not None:
         raise StreamError(
             f"the plan reads weights by units, which {device.name} cannot: make a plan for that device"
-        )
-    if payload.lowering == "inductor" and device.torch_device.type != "cpu":
-        raise StreamError(
-            f"the program was compiled for a CPU, not for {device.name}: compile it with lowering='eager'"
         )
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
         source = open_source(payload.files, folder)
@@ -374,6 +403,8 @@ def _eager_methods(
 
     def load(method: Method) -> LoadedMethod:
         trace = payload.trace_for(method.graph)
+        if device.type == "cpu":
+            check_experts(trace)
         instantiate = partial(
             eager.instantiate, lowered, weights.tensors, method, device=device, units=weights.units
         )
@@ -384,16 +415,21 @@ def _eager_methods(
     return {method.name: load(method) for method in payload.methods}
 
 
-def _compiled_methods(package: compiled.LoadedPackage, weights: LoadedWeights) -> dict[str, LoadedMethod]:
+def _compiled_methods(
+    package: compiled.LoadedPackage, weights: LoadedWeights, device: torch.device
+) -> dict[str, LoadedMethod]:
     """Returns the compiled methods. Their runners are destroyed before the memory that they read."""
     payload = package.payload
     orders = {order.graph: order for order in payload.probes}
     methods: dict[str, LoadedMethod] = {}
     for method in payload.methods:
         trace, order = payload.trace_for(method.graph), orders[method.graph]
-        loaded = compiled.CompiledMethod(package, weights.tensors, method)
+        check_experts(trace)
+        loaded = compiled.CompiledMethod(package, weights.tensors, method, device)
         weights.resources.close_first(loaded.close)
         by_units = sparse_calls(trace, order.units, weights.units) if weights.units else {}
         probed = weights.probed(method.graph)
-        methods[method.name] = LoadedMethod(trace, probed, loaded, order=order, by_units=by_units)
+        methods[method.name] = LoadedMethod(
+            trace, probed, loaded, order=order, by_units=by_units, bodies=package.bodies[method.name]
+        )
     return methods

@@ -270,6 +270,10 @@ def check_room(
     `beside` are bytes of activations and of what is trained. Returns whether there is room for private memory
     beside mapped files. If there is none, they are only mapped: the system then takes back what does not fit,
     and reads it again, where it would have killed the process.
+
+    What planning took (some 31 MiB at its peak) is no part of this: it is over, and the process does not hold
+    it together with weights. What it has left behind counts among what the process has already, and is given
+    back here where it is in the way. To make a plan, a process needs that much at least.
     """
     whole = HostUse.of(plan, payload, device, beside)
     if whole.lacking(lambda _: 0):

@@ -18,7 +18,7 @@ from penstock.runtime.sightings import Sightings
 from penstock.runtime.sparse.recorder import Recorder
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import Gate, LoadedWeights
-from penstock.runtime.stream.probe_calls import ProbeCalls, Stopwatch, probe_calls
+from penstock.runtime.stream.probe_calls import Bodies, ProbeCalls, Stopwatch, probe_calls
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Trace
 from penstock.schedule.payload.codec import ProbeOrder
@@ -32,8 +32,8 @@ class LoadedMethod:
     """A method of a loaded program, with probes at the steps `probed`, where its plan acts.
 
     `probe_all` makes the program with probes at every step. It is None for compiled code, which always has
-    all probes; `order` then has the code's probe calls that enclose each step, and `by_units` by number the
-    reads that a pool serves.
+    all probes; `order` then has the code's probe calls that enclose each step, `by_units` by number the reads
+    that a pool serves, and `bodies` by name what is computed for each expert.
     """
 
     trace: Trace
@@ -42,6 +42,7 @@ class LoadedMethod:
     probe_all: Callable[[], MethodProgram] | None = None
     order: ProbeOrder | None = None
     by_units: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
+    bodies: Bodies = field(default_factory=dict)
 
 
 class StreamedModule(torch.nn.Module):
@@ -70,7 +71,7 @@ class StreamedModule(torch.nn.Module):
         self._sightings = sightings
         self._gate = Gate("a streamed module", "load the program")
         self._calls = {
-            name: probe_calls(method.order, method.probed, weights.streamer, method.by_units)
+            name: probe_calls(method.order, method.probed, weights.streamer, method.by_units, method.bodies)
             for name, method in methods.items()
             if method.order
         }
@@ -156,7 +157,7 @@ class StreamedModule(torch.nn.Module):
             )
             calls = None
             if loaded.order is not None:
-                calls = ProbeCalls(loaded.order, range(steps), stopwatch, loaded.by_units)
+                calls = ProbeCalls(loaded.order, range(steps), stopwatch, loaded.by_units, loaded.bodies)
             run = _running(timed, leaves, calls)
             self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
             self._passes += 1

@@ -27,7 +27,7 @@ from penstock.runtime.choice import (
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
 from penstock.runtime.files.artifact_files import read_artifact, replace_payload
 from penstock.runtime.files.rates import READERS
-from penstock.runtime.files.safetensors_file import read_header
+from penstock.runtime.files.safetensors_file import read_header, reading
 from penstock.runtime.files.sealed import check_folder
 from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
@@ -79,9 +79,10 @@ def open(path: str | PathLike[str], *, trust: bool = False) -> Program:
     if not isinstance(path, str | PathLike):
         raise SourceError(f"expected the folder of an artifact, got {type(path).__name__}")
     folder = Path(path)
-    payload, digest = read_artifact(folder)
-    with Source(payload.files, folder, mode="buffered"):
-        pass  # opening compares every stamp
+    with reading(folder):
+        payload, digest = read_artifact(folder)
+        with Source(payload.files, folder, mode="buffered"):
+            pass  # opening compares every stamp
     return Program(folder, payload, trust=trust, digest=digest)
 
 
@@ -278,9 +279,9 @@ class Program:
         where it was built, and "python" with `debug`. `digest` is what the artifact must have, to the last
         byte, which is read first (`Program.digest`). Close the module, or use it as a context manager.
         """
+        (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check(self.payload)
         if digest is not None:
             self.verify(strict=True, digest=digest)
-        (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check()
         given = PlanRequest(
             budget=0,
             device=device,
@@ -407,7 +408,8 @@ class Program:
             )
         verify_payload(self._stored)
         if strict:
-            self._check_folder()
+            with reading(self.path):
+                self._check_folder()
         names = self.payload.storage_names()
         in_files = [(s, storage) for s, storage in enumerate(self.payload.storages) if storage.extents]
         for index, storage in in_files:
@@ -430,7 +432,8 @@ class Program:
         """Raise an error unless the folder holds what the payload says, and its code fits the payload."""
         with open_programs(self.path, self._stored) as archive:
             for method in self._stored.methods:
-                check_fits(self._stored, method, read_code(archive, method.name, trust=self.trust))
+                code = read_code(archive, method.name, trust=self.trust)
+                check_fits(self._stored, method, code, trust=self.trust)
         beside = [RECORD]
         if self.training is not None and self.training.sha256:
             read_parameters(self.path, self.training.parameters, self.training.sha256)

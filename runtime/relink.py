@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.runtime.files.artifact_files import read_payload, replace_payload
+from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.files.stamp import Progress, compare_header, stamp_file
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
@@ -33,16 +34,22 @@ def relink(
     files in place. The artifact then stays as it was.
     """
     folder = Path(path)
+    with reading(folder):
+        relinked = _relinked(folder, [Path(file).absolute() for file in files])
+    relinked.verify(progress)
+    replace_payload(folder, relinked.payload)
+    return open_program(folder, trust=trust)
+
+
+def _relinked(folder: Path, files: Sequence[Path]) -> Program:
+    """The program of an artifact over other files, whose sizes and headers are those of its own."""
     payload = read_payload(folder)
     in_place = [file for file in payload.files if Path(file.path).is_absolute()]
     if not in_place:
         raise SourceError(f"{folder} holds its weights itself: there is nothing to relink")
-    places = _places(in_place, [Path(file).absolute() for file in files])
+    places = _places(in_place, files)
     stamped = tuple(_stamped(file, places[file.path]) if file in in_place else file for file in payload.files)
-    relinked = Program(folder, replace(payload, files=stamped))
-    relinked.verify(progress)
-    replace_payload(folder, relinked.payload)
-    return open_program(folder, trust=trust)
+    return Program(folder, replace(payload, files=stamped))
 
 
 def _places(in_place: Sequence[WeightFile], given: Sequence[Path]) -> dict[str, Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock._version import __version__
 from penstock.runtime.cache import PLANS, user_cache
 from penstock.runtime.files.artifact_files import DIGEST
-from penstock.runtime.system.atomic import replace_file
+from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.payload.codec import Payload, plan_from_json
@@ -33,7 +33,7 @@ def remember(path: Path, data: bytes) -> None:
     with suppress(OSError, PenstockError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path, force=True) as fd:
-            os.write(fd, data)
+            write_all(fd, data)
 
 
 def remembered_plan(

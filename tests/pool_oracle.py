@@ -86,6 +86,9 @@ def check_units(storages: tuple[Storage, ...], pool: Pool, read: SparseRead) -> 
     must(view.dtype in SIZES and len(view.shape) == len(view.stride) > 0, "units of no tensor")
     must(min(view.shape) > 0, "units without bytes")
     units = [bytes_of(read, number) for number in range(view.shape[0])]
+    if read.computed is not None:
+        must(len(read.computed.shape) > 0 and read.computed.shape[0] == len(units), "slices of no unit")
+        must(not read.tiles and read.slices == 1, "tiles that are computed")
     seen: set[int] = set()
     for number, unit in enumerate(units):
         must(unit.start >= 0 and unit.stop <= storages[view.storage].nbytes, "a unit outside its storage")

@@ -23,6 +23,15 @@ const Json &entry_of(const Json &list, int32_t graph, const char *what) {
     return *found;
 }
 
+// What the program computes for single experts is in its graph, which Python runs.
+void refuse_computed(const Json &steps) {
+    for (const Json &step : steps)
+        for (const Json &one : step.value("sparse", Json::array()))
+            if (!one.value("computed", Json()).is_null())
+                throw Failure(PS_PLAN, "the program computes experts one at a time in " + step.at("name").get<std::string>() +
+                                           ", which only Python does: compile it with --ladder, so that it computes all");
+}
+
 // The tensor that the operator of a read is given, whose slices are those of all units in one.
 at::Tensor tensor_of(const Json &view, int64_t slices, char *storage) {
     auto shape = view.at("shape").get<std::vector<int64_t>>(), stride = view.at("stride").get<std::vector<int64_t>>();
@@ -39,6 +48,7 @@ at::Tensor tensor_of(const Json &view, int64_t slices, char *storage) {
 
 std::map<int64_t, PooledRead> pooled_reads(const Json &payload, const Json &plan, int32_t graph, const ps_engine *engine) {
     std::map<int64_t, PooledRead> found;
+    refuse_computed(entry_of(payload.at("traces"), graph, "steps").at("steps"));
     const Json pool = plan.value("pool", Json());
     if (pool.is_null()) return found;
     const Json &steps = entry_of(plan.at("traces"), graph, "steps").at("steps");

@@ -1,14 +1,18 @@
 #include "safetensors.h"
 
+#include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <random>
 
 #include "../failure.h"
 #include "../files.h"
@@ -82,16 +86,37 @@ int64_t size_of(int fd, const std::string &path) {
     return status.st_size;
 }
 
-// A file beside its target that is removed unless it was renamed.
+// Removes the files of these names that killed runs left: whoever is at work holds a lock on theirs.
+void remove_stale(const std::string &folder, const std::string &prefix) {
+    DIR *const names = opendir(folder.c_str());
+    if (!names) return;
+    while (const dirent *const one = readdir(names)) {
+        const std::string path = folder + one->d_name;
+        if (std::strncmp(one->d_name, prefix.c_str(), prefix.size()) != 0) continue;
+        const Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+        if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0) unlink(path.c_str());
+    }
+    closedir(names);
+}
+
+// A file beside its target, under a name like those of Python's atomic files, that is removed unless it was renamed.
 class Temporary {
   public:
     explicit Temporary(const std::string &target) {
         const size_t slash = target.rfind('/');
-        folder_ = slash == std::string::npos ? "." : target.substr(0, slash + 1);
-        const std::string name = slash == std::string::npos ? target : target.substr(slash + 1);
-        path_ = (slash == std::string::npos ? "" : folder_) + "." + name + ".tmp-" + std::to_string(getpid());
-        fd_ = Descriptor(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
-        if (fd_ < 0) refuse_system(target, "written");
+        folder_ = slash == std::string::npos ? "./" : target.substr(0, slash + 1);
+        const std::string prefix = "." + (slash == std::string::npos ? target : target.substr(slash + 1)) + ".tmp-";
+        remove_stale(folder_, prefix);
+        struct stat named, opened;
+        do {
+            char digits[9];
+            std::snprintf(digits, sizeof digits, "%08x", static_cast<unsigned>(std::random_device()()));
+            path_ = folder_ + prefix + digits;
+            fd_ = Descriptor(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+            if (fd_ < 0) refuse_system(target, "written");
+            flock(fd_, LOCK_EX);  // a file system without locks will do: nobody can then take the file for stale
+            // Another run may have taken it for stale between its creation and its lock.
+        } while (fstat(fd_, &opened) == 0 && (stat(path_.c_str(), &named) != 0 || named.st_ino != opened.st_ino));
     }
     ~Temporary() {
         if (!path_.empty()) unlink(path_.c_str());

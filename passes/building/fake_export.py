@@ -134,12 +134,18 @@ class Built:
         *,
         module: nn.Module | None = None,
     ) -> ExportedProgram:
-        """Export this module, or `module`, which calls it. Raises PassError if the export fails."""
+        """Export this module, or `module`, which calls it. Raises PassError if the export fails.
+
+        The inputs of `module` are those of a call: a number that it is given on the CPU, beside tensors of an
+        accelerator, stays there.
+        """
         by_name = isinstance(example_inputs, Mapping)
         root = self.module if module is None else module
         check_inputs(root, example_inputs)
         given: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._input, given)
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda value: self._input(value, called=module is not None), given
+        )
         try:
             with Guardless(self._stand_in), capable(), quick(), groups_of_any_dtype(), torch.no_grad():
                 exported = torch.export.export(
@@ -202,9 +208,14 @@ class Built:
             return value
         return self._deferred.values(value)
 
-    def _input(self, value: torch.Tensor) -> torch.Tensor:
-        """The fake tensor for an example input, on the first parameter's device or its own accelerator."""
-        device = value.device if is_accelerator(value.device) else self._home
+    def _input(self, value: torch.Tensor, *, called: bool) -> torch.Tensor:
+        """The fake tensor for an example input, on the first parameter's device or its own accelerator.
+
+        Of a call, what has no dimensions or no elements stays on its device: torch takes the former beside
+        tensors of any, and of the latter only sizes are read.
+        """
+        stays = is_accelerator(value.device) or (called and not (value.dim() and value.numel()))
+        device = value.device if stays else self._home
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 

@@ -52,7 +52,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 _CONTROL = """
 associative_scan auto_functionalized auto_functionalized_v2 cond flex_attention flex_attention_backward
-map_impl out_dtype penstock_segment_gradients scan while_loop wrap_with_autocast wrap_with_set_grad_enabled
+map_impl out_dtype penstock_by_expert penstock_segment_gradients scan while_loop wrap_with_autocast
+wrap_with_set_grad_enabled
 """
 """The operators of higher order that may be called: they run bodies of the graph, or an operator it names."""
 

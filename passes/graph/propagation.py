@@ -199,7 +199,7 @@ class _CountingProp(FakeTensorProp):
         if not self._reuses or not isinstance(n.target, OpOverload) or not _is_fake(value, self._mode):
             return None
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        known = self._counted.get((n.target, _facts(args), _facts(kwargs)))
+        known = self._counted.get((n.target, facts_of(args), facts_of(kwargs)))
         if known is None or known.layout != _layout(value):
             return None
         own = set(storages_of(value)).difference(storages_of((args, kwargs)))
@@ -211,7 +211,7 @@ class _CountingProp(FakeTensorProp):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)
-        facts = (target, _facts(args), _facts(kwargs))
+        facts = (target, facts_of(args), facts_of(kwargs))
         if facts in self._counted:
             self._flops = self._counted[facts].flops
             with suppress(RuntimeError):  # symbolic sizes may be too much for C++, and not for the counter
@@ -250,7 +250,7 @@ def _is_fake(value: object, mode: FakeTensorMode) -> bool:
 def _layout(value: object) -> object:
     """Where the elements of the tensors of a nested value lie, and how large their storages are."""
     return [
-        (_facts(one), _facts((one.storage_offset(), one.untyped_storage().nbytes())))
+        (facts_of(one), facts_of((one.storage_offset(), one.untyped_storage().nbytes())))
         for one in tensors_of(value)
     ]
 
@@ -261,16 +261,17 @@ def _aliases(value: object, given: object) -> list[tuple[int, ...]]:
     return [tuple(k for k, one in enumerate(storages) if one == made) for made in storages_of(value)]
 
 
-def _facts(value: Any) -> object:
+def facts_of(value: Any) -> object:
     """What decides about an operator's work, of its arguments: hashable, and equal only where that is."""
     if isinstance(value, torch.Tensor):
-        return (value.dtype, value.device, _facts(tuple(value.shape)), _facts(value.stride()))
+        bits = (value.is_conj(), value.is_neg())  # seen as others than those in memory
+        return (value.dtype, value.device, facts_of(tuple(value.shape)), facts_of(value.stride()), bits)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return (type(value), value.node.expr)
     if isinstance(value, list | tuple):
-        return (type(value), *map(_facts, value))
+        return (type(value), *map(facts_of, value))
     if isinstance(value, dict):
-        return tuple((key, _facts(held)) for key, held in value.items())
+        return tuple((key, facts_of(held)) for key, held in value.items())
     if value is None or isinstance(value, _PLAIN):
         return (type(value), value)
     return object()  # equal to nothing

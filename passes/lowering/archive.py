@@ -17,16 +17,14 @@ from penstock.passes.annotate import Annotated
 from penstock.passes.building.refusals import sentence
 from penstock.passes.calls.stored_program import load_stored, with_types
 from penstock.passes.lowering.method_code import MethodCode, decode_method, encode_method, method_code
+from penstock.passes.lowering.recomputed import OTHERS, check_uses
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import with_values
-from penstock.schedule.facts.catalog import IN_ARENA
 from penstock.schedule.facts.errors import TRUST, PassError, PayloadError, PenstockError, SourceError
 from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
 
 PROGRAM, TRAINING = "program.zip", "training.json"
-
-_OTHERS = "payload and program are not of one compilation, compile again"
 
 
 def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
@@ -118,11 +116,11 @@ def read_code(archive: zipfile.ZipFile, method: str, *, trust: bool) -> MethodCo
     return method_code(load_stored(archive.read(f"{method}.pt2")), held)
 
 
-def check_fits(payload: Payload, method: Method, code: MethodCode) -> None:
+def check_fits(payload: Payload, method: Method, code: MethodCode, *, trust: bool) -> None:
     """Raises PayloadError unless a method's code is for the weights and the steps that the payload has.
 
-    Weights have the dtype, shape and strides that the graph was made for, and what it reads of the arena
-    stands in a step: nothing else would bring it.
+    Weights have the dtype, shape and strides that the graph was made for. Without `trust`, the graph is
+    followed, and has to use them as the payload says (`check_uses`).
     """
     weights = {weight.fqn: weight.parts[0] for weight in payload.tensors}
     like = code.like or [None] * len(code.weights)
@@ -131,26 +129,17 @@ def check_fits(payload: Payload, method: Method, code: MethodCode) -> None:
         got = part and (part.dtype, part.shape, part.stride)
         if got is None or (expected is not None and got != expected):
             raise PayloadError(
-                f"weight {fqn!r} of method {method.name!r} is {got}, expected {expected or 'one'}: {_OTHERS}"
+                f"weight {fqn!r} of method {method.name!r} is {got}, expected {expected or 'one'}: {OTHERS}"
             )
     missing = set(code.signature.to_weight.values()) - {
         fqn for fqn, part in weights.items() if payload.storages[part.storage].kind == "mutable"
     }
     if missing:
         raise PayloadError(
-            f"method {method.name!r} writes {min(missing)!r}, which is no mutable weight: {_OTHERS}"
+            f"method {method.name!r} writes {min(missing)!r}, which is no mutable weight: {OTHERS}"
         )
-    steps = payload.trace_for(method.graph).steps
-    brought = {s for step in steps for s in (*step.reads, *step.writes)}
-    for name, fqn in code.weights:
-        s = weights[fqn].storage
-        storage = payload.storages[s]
-        if s in brought or not storage.nbytes or storage.kind not in IN_ARENA:
-            continue
-        if code.computes_with(name):
-            raise PayloadError(
-                f"method {method.name!r} reads {fqn!r}, and no step of its trace does: {_OTHERS}"
-            )
+    if not trust:
+        check_uses(payload, method, code)
 
 
 def read_training(archive: zipfile.ZipFile) -> Training | None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.calls.signature import CallSignature
 from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
 from penstock.passes.lowering.inductor import PACKAGE
+from penstock.passes.lowering.recomputed import OTHERS
 from penstock.passes.weights.values import same_bytes
+from penstock.schedule.facts.catalog import IN_ARENA
 from penstock.schedule.facts.errors import TRUST, PayloadError, StreamError
 from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
@@ -30,19 +33,28 @@ _LEVELS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 
 @dataclass(frozen=True)
 class LoadedPackage:
-    """The code in an artifact: the runner of each method, and the method's call signature."""
+    """The code in an artifact: the runner of each method, its call signature, and its graph's bodies."""
 
     payload: Payload
     runners: Mapping[str, Any]
     signatures: Mapping[str, CallSignature]
+    bodies: Mapping[str, Mapping[str, fx.GraphModule]]
 
 
-def load(folder: Path, payload: Payload, *, trust: bool) -> LoadedPackage:
+def device_of(payload: Payload) -> str:
+    """Returns the type of the device that a payload's code was compiled for, such as `cpu` or `cuda`."""
+    machine = payload.program.machine if payload.program else ""
+    return machine.partition(" ")[0] or "cpu"
+
+
+def load(folder: Path, payload: Payload, *, trust: bool, index: int = -1) -> LoadedPackage:
     """Reads the file that `inductor.save` wrote. It is machine code, and is loaded with `trust` only.
+
+    `index` is that of the device among those of its type, and -1 for the current one.
 
     Raises SourceError if the file cannot be read. Raises PayloadError without trust, and if it is not the
     payload's, or was compiled by another version of torch, or for a processor with instructions that this one
-    lacks.
+    lacks. It is not the payload's if a weight that streams stands in the code and in no step of the trace.
     """
     if not trust:
         raise PayloadError(
@@ -54,8 +66,13 @@ def load(folder: Path, payload: Payload, *, trust: bool) -> LoadedPackage:
         package = archive.extract(PACKAGE, temporary)
         codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
         load_runner = torch._C._aoti.AOTIModelPackageLoader
-        runners = {m.name: load_runner(package, m.name, False, 1, -1) for m in payload.methods}
-    return LoadedPackage(payload, runners, {name: code.signature for name, code in codes.items()})
+        runners = {m.name: load_runner(package, m.name, False, 1, index) for m in payload.methods}
+    for method in payload.methods:
+        _check_brought(payload, method, runners[method.name].get_constant_fqns())
+    signatures = {name: code.signature for name, code in codes.items()}
+    computed = {t.method for t in payload.traces for s in t.steps if any(one.computed for one in s.sparse)}
+    bodies = {name: code.graph().bodies if name in computed else {} for name, code in codes.items()}
+    return LoadedPackage(payload, runners, signatures, bodies)
 
 
 class CompiledMethod:
@@ -64,9 +81,15 @@ class CompiledMethod:
     It holds the weights' tensors, and the runner that reads them, until `close`.
     """
 
-    def __init__(self, package: LoadedPackage, tensors: Mapping[str, torch.Tensor], method: Method) -> None:
+    def __init__(
+        self,
+        package: LoadedPackage,
+        tensors: Mapping[str, torch.Tensor],
+        method: Method,
+        device: torch.device,
+    ) -> None:
         self._signature = package.signatures[method.name]
-        self.convention = CallingConvention(self._signature, torch.device("cpu"))
+        self.convention = CallingConvention(self._signature, device)
         self._runner = package.runners[method.name]
         weights = {weight.fqn: weight for weight in package.payload.tensors}
         names = self._runner.get_constant_fqns()
@@ -93,6 +116,18 @@ class CompiledMethod:
         """Destroys the runner, before the memory that it reads."""
         self._runner = None
         self._tensors = {}
+
+
+def _check_brought(payload: Payload, method: Method, names: Iterable[str]) -> None:
+    """Raises PayloadError for a weight of the code that streams and that no step of the trace reads."""
+    storages = {weight.fqn: weight.parts[0].storage for weight in payload.tensors}
+    brought = {s for step in payload.trace_for(method.graph).steps for s in step.reads}
+    for name in sorted(storages.keys() & set(names)):
+        storage = payload.storages[storages[name]]
+        if storage.kind in IN_ARENA and storage.nbytes and storages[name] not in brought:
+            raise PayloadError(
+                f"the code of method {method.name!r} reads {name!r}, and no step of its trace does: {OTHERS}"
+            )
 
 
 def _check_machine(payload: Payload) -> None:

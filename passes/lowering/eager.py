@@ -75,7 +75,7 @@ def load(folder: Path, payload: Payload, *, trust: bool = False) -> LoweredProgr
     with open_programs(folder, payload) as archive:
         codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
     for method in payload.methods:
-        check_fits(payload, method, codes[method.name])
+        check_fits(payload, method, codes[method.name], trust=trust)
     return LoweredProgram(payload, codes)
 
 

@@ -32,6 +32,7 @@ _GENERATED = re.compile(r"^(?:cpp_|triton_|kernels\.)\w+\(")
 _SHIM = re.compile(r"aoti_torch_(?:(?:cpu|cuda|xpu|mps)_)?(\w+?)(?:_out)?\(")
 
 _PYTHON_PROBE = re.compile(r"torch\.ops\.penstock\.(acquire|release)\.default\(\[.*\], (\d+), (\d+)\)$")
+_PYTHON_GUARD = re.compile(r"^with torch\.\w+\.(?:_DeviceGuard|device_index)\(\d+\):$")
 _PYTHON_METADATA = re.compile(r"^(?:del \w+$|#|assert_size_stride\(|args\.clear\(\)|[\w, ]+ = args$)")
 _PYTHON_ALIAS = re.compile(r"^(\w+) = (?:reinterpret_tensor\(.*\)|\w+)(?:; del \w+)?(?:  # .*)?$")
 _RESULT = re.compile(r"^[\[(]?(?:[\w:<>&*]+ )*(\w+)(?:\[\d+\])?[\])]? = ")
@@ -97,12 +98,18 @@ def observe_python(source: str, storages: Mapping[str, int], number: int) -> Obs
     cannot be followed.
     """
     walk = _Walk({name: {storage} for name, storage in storages.items()})
+    margin = 8  # blanks before what runs in every call: the body, also within guards of the device
     for raw in _between(source, "def call(self, args):", "\nrunner = Runner("):
         line = raw.strip()
-        if found := _PYTHON_PROBE.match(line):
+        indent = len(raw) - len(raw.lstrip())
+        if line:
+            margin = min(margin, indent)
+        if indent == margin and _PYTHON_GUARD.match(line):
+            margin += 4
+        elif found := _PYTHON_PROBE.match(line):
             if int(found[2]) != number:
                 raise PassError(f"a probe of graph {found[2]} is in the program of graph {number}")
-            walk.call(2 * int(found[3]) + (found[1] == "release"), nested=raw[:9].isspace())
+            walk.call(2 * int(found[3]) + (found[1] == "release"), nested=indent > margin)
         elif not _PYTHON_METADATA.match(line):
             walk.line(line)
     return Observation(tuple(walk.finish()), tuple(walk.calls), tuple(storages))

@@ -16,23 +16,52 @@ from penstock.passes.weights.lifted import Weights
 from penstock.passes.weights.values import has_values, tensor_in, with_values
 from penstock.schedule.facts.errors import PassError
 
+STEP = 512
+"""The alignment in bytes of stand-ins on a device, that of torch's allocators."""
+
 COPIED = 4096
 """The most bytes of a tensor whose values the compiler gets, since it copies small values into the code."""
 
 
-def without_values(exported: ExportedProgram, weights: Weights) -> ExportedProgram:
+def shared_memory(weights: Weights, device: torch.device) -> torch.Tensor | None:
+    """Returns memory of a device in which stand-ins for all weights have room, each at an address of its own.
+
+    It is a little larger than the largest weight. On a CPU, where address space costs nothing, it is None.
+    """
+    if device.type == "cpu":
+        return None
+    largest = max((storage.nbytes for storage in weights.storages), default=0)
+    return torch.empty(largest + STEP * len(weights.storages), dtype=torch.uint8, device=device)
+
+
+def without_values(
+    exported: ExportedProgram, weights: Weights, shared: torch.Tensor | None = None
+) -> ExportedProgram:
     """Returns a copy of the program in which memory that was never written stands in for its weights.
 
-    `weights` holds them by FQN. Tensors of up to COPIED bytes keep their values.
+    `weights` holds them by FQN. Tensors of up to COPIED bytes keep their values, in memory of their own. All
+    others overlap in `shared` where it is given, which must be kept as long as the copy.
     """
     memory: dict[int, torch.Tensor] = {}
+
+    def reserve(s: int) -> torch.Tensor:
+        nbytes = weights.storages[s].nbytes
+        if shared is None:
+            return _reserve(nbytes)
+        empty = torch.empty(0, dtype=torch.uint8, device=shared.device)
+        if nbytes <= COPIED:
+            return empty.new_empty(nbytes)
+        # To Inductor, tensors of one storage and shape are one constant.
+        place = shared.data_ptr() + STEP * s
+        own = torch._C._construct_storage_from_data_pointer(place, shared.device, nbytes)
+        return empty.set_(own)
 
     def empty(name: str, old: Any) -> Any:
         if name not in weights.held:
             return old
         part = weights.held[name].parts[0]
         if part.storage not in memory:
-            memory[part.storage] = _reserve(weights.storages[part.storage].nbytes)
+            memory[part.storage] = reserve(part.storage)
         value = tensor_in(memory[part.storage], part)
         if old.numel() * old.itemsize <= COPIED and has_values(old):
             value.copy_(old)
@@ -64,7 +93,7 @@ def example_arguments(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             shape = [size_hint(size) for size in value.shape]
-            leaves.append(torch.zeros(shape, dtype=value.dtype))
+            leaves.append(torch.zeros(shape, dtype=value.dtype, device=value.device))
         elif node.name in constants:
             leaves.append(constants[node.name])
         else:

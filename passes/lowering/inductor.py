@@ -28,11 +28,11 @@ from torch.export.graph_signature import InputKind
 from penstock.passes.annotate import Annotated
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.graph.propagation import fake_mode_of
-from penstock.passes.graph.retarget import exported_device
 from penstock.passes.lowering.archive import PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
-from penstock.passes.lowering.hollow import example_arguments, without_values
+from penstock.passes.lowering.hollow import example_arguments, shared_memory, without_values
 from penstock.passes.lowering.post_grad import GraphPass, PlacedProbes, ProbePass
+from penstock.passes.lowering.targets import check_ahead, only_device, values_of
 from penstock.passes.lowering.written_buffers import INLINED, OldValues, options_for
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.sparse.operators import numbered_reads, with_operators
@@ -194,9 +194,9 @@ def write_package(compiled: Compiled, path: Path) -> None:
 
 def _compile(compiled: Compiled, method: Method) -> Emitted:
     exported = compiled.programs[method.name]
-    device = exported_device(exported.graph_module)
-    if device.type != "cpu":
-        raise PassError(f"method {method.name!r} is for {device}: this version compiles for the CPU")
+    what = f"method {method.name!r}"
+    device = only_device(values_of(exported.graph_module), what)
+    check_ahead(device, what)
     weights = Weights({weight.fqn: weight for weight in compiled.payload.tensors}, compiled.payload.storages)
     before: list[GraphPass] = [*own_passes(compiled.options), OldValues(weights)]
     probes = ProbePass(method.graph, weights, _fqn_among(compiled.streamed), before)
@@ -206,7 +206,8 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
         **FIXED,
         "post_grad_custom_post_pass": probes,
     }
-    hollow = without_values(exported, weights)
+    shared = shared_memory(weights, device)  # kept until all is compiled
+    hollow = without_values(exported, weights, shared)
     reads = compiled.reads_by_units(method.graph)
     files = _run_inductor(with_operators(hollow, method.graph, reads), method.name, patches)
     return Emitted(files, probes.placed or PlacedProbes((), Work()))

@@ -9,17 +9,17 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from penstock.passes.activations import Activations
+from penstock.passes.calls.inputs import user_placeholders
 from penstock.passes.calls.records import checked, refuse
 from penstock.passes.calls.signature import (
     CallSignature,
@@ -36,8 +36,7 @@ from penstock.passes.calls.stored_graph import (
     encode_graph,
     encode_value,
 )
-from penstock.passes.graph.nodes import copy_graph_module, dtype_name, placeholders_of
-from penstock.passes.weights.usage import METADATA_ONLY
+from penstock.passes.graph.nodes import copy_graph_module, dtype_name, placeholders_of, size_hint
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.payload.text import short
 
@@ -62,7 +61,8 @@ class MethodCode:
 
     `graph()` makes a new graph, which the caller may change. `weights` are its first placeholders, each with
     the FQN of its weight. `activations()` is the memory that intermediate values take. `like` says what each
-    weight is like, None where that is not known.
+    weight is like, None where that is not known. `strides` are those of the leaves of a call at export, by
+    number, where a leaf was not contiguous.
     """
 
     graph: Callable[[], MethodGraph]
@@ -70,28 +70,7 @@ class MethodCode:
     weights: tuple[tuple[str, str], ...]
     activations: Callable[[], Activations]
     like: tuple[Like, ...] | None = None
-
-    def computes_with(self, name: str) -> bool:
-        """Tells whether the graph uses the values of an input, and not only its sizes."""
-        left = [node for node in self.graph().graph.nodes if node.name == name]
-        seen = set(left)
-        while left:
-            for user in left.pop().users:
-                if user.target in METADATA_ONLY or user in seen:
-                    continue
-                if not _may_be_a_view(user):
-                    return True
-                seen.add(user)
-                left.append(user)
-        return False
-
-
-def _may_be_a_view(node: fx.Node) -> bool:
-    """Tells whether the schema of an operator lets a result be a view of an argument that it only reads."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    aliases = [one.alias_info for one in node.target._schema.returns if one.alias_info is not None]
-    return bool(aliases) and not any(one.is_write for one in aliases)
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> MethodCode:
@@ -106,7 +85,20 @@ def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> Method
         signature_of(exported),
         tuple(weights),
         partial(Activations.of, exported, held=held),
+        strides=_strides(exported),
     )
+
+
+def _strides(exported: ExportedProgram) -> dict[int, tuple[int, ...]]:
+    """The example strides of the leaves of a call that are not contiguous, by number."""
+    found = {}
+    for number, node in enumerate(user_placeholders(exported)):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            shape, stride = (tuple(map(size_hint, sizes)) for sizes in (value.shape, value.stride()))
+            if stride != torch.empty(shape, device="meta").stride():
+                found[number] = stride
+    return found
 
 
 def _copied(graph_module: fx.GraphModule) -> MethodGraph:
@@ -147,6 +139,8 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
             "outputs": list(output_names(code.signature)),
             "activations": encode_value([activations.sizes, activations.moments, *held]),
         }
+        if code.strides:
+            stored["strides"] = [[k, list(stride)] for k, stride in code.strides.items()]
     except (PassError, NotImplementedError):
         return None
     return json.dumps(stored, separators=(",", ":"), allow_nan=False).encode()
@@ -181,7 +175,16 @@ def decode_method(data: bytes, *, trust: bool = False) -> MethodCode:
         tuple((dtype, tuple(shape), tuple(stride)) for _, _, dtype, shape, stride in weights)
         if version > 3
         else None,
+        _checked_strides(stored.get("strides", [])),
     )
+
+
+def _checked_strides(stored: Any) -> dict[int, tuple[int, ...]]:
+    for one in stored if isinstance(stored, list) else [stored]:
+        fits = isinstance(one, list) and len(one) == 2 and type(one[0]) is int and isinstance(one[1], list)
+        if not fits or any(type(step) is not int for step in one[1]):
+            refuse(one, "stride of an input")
+    return {number: tuple(stride) for number, stride in stored}
 
 
 def _checked_weights(stored: Any, version: int) -> list[Any]:

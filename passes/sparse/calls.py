@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
-from penstock.passes.sparse.contracts import CONTRACTS
+from penstock.passes.sparse.by_expert import BY_EXPERT
+from penstock.passes.sparse.contracts import CONTRACTS, contract_of
 from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import Pool, SparseRead, Trace
@@ -42,11 +42,13 @@ class SparseCall(torch.nn.Module):
     Where they do not fit together, the operator runs in parts.
     """
 
-    def __init__(self, operator: OpOverload, read: SparseRead, units: Units, graph: int, step: int) -> None:
+    def __init__(
+        self, operator: Callable[..., Any], read: SparseRead, units: Units, graph: int, step: int
+    ) -> None:
         super().__init__()
         self._operator, self._read, self._units = operator, read, units
         self._graph, self._step = graph, step
-        self._contract = CONTRACTS[read.operator]
+        self._contract = contract_of(read)
         tensor = units.tensor(read)
         self._tensor = tensor.flatten(0, 1) if read.slices > 1 else tensor
 
@@ -90,9 +92,10 @@ def call_by_units(graph: fx.Graph, bodies: dict[str, Any], trace: Trace, units: 
             node = nodes.get(step.name)
             if not units.pool.has(read):
                 continue
-            if node is None or str(node.target) != read.operator or read.operator not in CONTRACTS:
+            called = str(BY_EXPERT) if read.computed else read.operator
+            if node is None or str(node.target) != called or called not in CONTRACTS:
                 raise PassError(
-                    f"step {k} ({step.name}) of method {trace.method!r} does not call {read.operator}: "
+                    f"step {k} ({step.name}) of method {trace.method!r} does not call {called}: "
                     "payload and program are not of one compilation, compile again"
                 )
             bodies[name := f"sparse_{k}"] = SparseCall(node.target, read, units, trace.graph, k)

@@ -17,11 +17,12 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
-from penstock.passes.graph.propagation import storages_of
+from penstock.passes.graph.propagation import propagate, storages_of
+from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.sparse.tiles import LEAST as TILED
 from penstock.passes.sparse.tiles import LINEAR, flat, linears, tiled
 from penstock.passes.weights.lifted import Weights
-from penstock.schedule.facts.model import Part, SparseRead, Storage
+from penstock.schedule.facts.model import Computed, Part, SparseRead, Storage
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -39,6 +40,9 @@ class Contract:
     every call needs all slices, of each of which comes a slice of the result on its last dimension: a linear,
     by its rows.
 
+    The rows are argument number `rows`. If there is a number `sliced`, that argument says how many of those
+    behind the index have a slice for each of the weight's.
+
     A unit is a slice, or a run of several slices.
     """
 
@@ -47,6 +51,8 @@ class Contract:
     ends: bool = False
     wraps: bool = False
     listed: bool = False
+    rows: int = 0
+    sliced: int | None = None
 
     def operands(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """The weight and the index among the arguments of a call."""
@@ -61,6 +67,16 @@ class Contract:
         changed[self.weight] = weight
         if self.index is not None:
             changed[self.index] = [index] if self.listed else index
+        return tuple(changed)
+
+    def narrowed(self, arguments: Sequence[Any], slices: slice, rows: slice) -> Arguments:
+        """The arguments of a call by `ends` with some slices of the weight and their rows."""
+        weight, ends = self.operands(arguments)
+        changed = list(self.replaced(arguments, weight[slices], ends[slices] - rows.start))
+        changed[self.rows] = arguments[self.rows][rows]
+        if self.sliced is not None and self.index is not None:
+            for k in range(self.index + 1, self.index + 1 + arguments[self.sliced]):
+                changed[k] = arguments[k][slices]
         return tuple(changed)
 
     def units(self, index: torch.Tensor | None, count: int, slices: int = 1) -> list[int]:
@@ -82,7 +98,8 @@ class Contract:
     def asked(self, node: fx.Node, count: int) -> int:
         """The most slices that a call of a propagated node's example sizes names."""
         _, index = self.operands(node.args)
-        counted = node.args[0].meta["val"].shape[:1] if self.ends else index.meta["val"].shape  # type: ignore[union-attr]
+        rows: fx.Node = node.args[self.rows]  # type: ignore[assignment]
+        counted = rows.meta["val"].shape[:1] if self.ends else index.meta["val"].shape
         return min(count, math.prod(size_hint(size) for size in counted))
 
 
@@ -92,9 +109,20 @@ CONTRACTS: dict[str, Contract] = {
     "aten.index.Tensor": Contract(weight=0, index=1, wraps=True, listed=True),
     "aten._grouped_mm.default": Contract(weight=1, index=2, ends=True),
     "transformers.grouped_mm_fallback.default": Contract(weight=1, index=2, ends=True),
+    str(BY_EXPERT): Contract(weight=3, index=4, ends=True, rows=2, sliced=1),
     LINEAR: Contract(weight=1, index=None),
 }
 """The contracts by the operators' names."""
+
+
+def contract_of(read: SparseRead) -> Contract:
+    """The contract of what a program calls for a read: the operator, or what computes its operand as well."""
+    return CONTRACTS[str(BY_EXPERT) if read.computed else read.operator]
+
+
+def computed_like(value: torch.Tensor) -> Computed:
+    """The geometry of a tensor of static sizes."""
+    return Computed(dtype_name(value.dtype), tuple(value.shape), tuple(value.stride()))
 
 
 def sparse_reads(
@@ -123,6 +151,9 @@ def sparse_reads(
             route = routes.setdefault((index, contract.ends), len(routes))
             asked = contract.asked(node, view.shape[0])
             read = SparseRead(view, str(node.target), route, asked)
+            if node.target is BY_EXPERT:
+                operator, computed = _in_body(node)
+                read = replace(read, operator=operator, computed=computed)
             if _has_units(read, storages[read.storage]):
                 found[node.name] = read
     found |= _by_tiles(graph_module.graph, held, weights, storages, len(routes))
@@ -157,6 +188,17 @@ def _by_tiles(
             number, (count, rows, _) = route + len(found), tiles.shape
             found[node.name] = SparseRead(tiles, LINEAR, number, asked=count, slices=rows, tiles=True)
     return found
+
+
+def _in_body(node: fx.Node) -> tuple[str, Computed]:
+    """The product in the body of a node, and the stack that all of its operands together give that."""
+    body, _, *operands = node.args
+    owner = node.graph.owning_module
+    module = getattr(owner, str(body.target))  # type: ignore[union-attr]
+    whole = propagate(module, [one.meta["val"].detach() for one in operands])  # type: ignore[union-attr]
+    (product,) = whole.graph.output_node().all_input_nodes
+    stack: fx.Node = product.args[1]  # type: ignore[assignment]
+    return str(product.target), computed_like(stack.meta["val"])
 
 
 def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
-from penstock.passes.graph.nodes import copy_graph_module
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, subgraphs_of
 from penstock.passes.probes import STREAMER, CompiledCalls
+from penstock.passes.sparse.by_expert import BY_EXPERT, FIRST
 from penstock.passes.sparse.calls import SparseCall, Units
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import SparseRead, Storage, Trace
@@ -38,8 +40,16 @@ _OVERLOADS = {
     ),
     "transformers.grouped_mm_fallback.default": ("grouped_mm_fallback", f"{_ROWS}, Tensor offs"),
     "aten.linear.default": ("linear", f"{_ROWS}, Tensor? bias"),
+    str(BY_EXPERT): (
+        "by_expert",
+        f"{_ROWS}, Tensor ends, Tensor[] others, int sliced, str body, int width, int stride",
+    ),
 }
-"""For each operator with a contract, the name of its overload, and its arguments without default values."""
+"""For each operator with a contract, the name of its overload, and its arguments without default values.
+
+The body of `by_expert` is one of the method's, by its name there; its result has rows of `width` elements,
+`stride` elements apart.
+"""
 
 
 def numbered_reads(trace: Trace, storages: Sequence[Storage]) -> list[tuple[str, SparseRead]]:
@@ -57,20 +67,47 @@ def with_operators(
 ) -> ExportedProgram:
     """Returns a copy of a program in which the nodes of numbered reads call the operators of this module.
 
-    Raises PassError if the reads are not those of the program.
+    Other experts that are computed one at a time are computed all at once, as the model does. Raises
+    PassError if the reads are not those of the program.
     """
     copied = copy.copy(exported)
     copied._graph_module = copy_graph_module(exported.graph_module)
     nodes = {node.name: node for node in copied.graph.nodes}
     for number, (name, read) in enumerate(reads):
         node = nodes.get(name)
-        if node is None or str(node.target) != read.operator:
-            raise PassError(f"node {name!r} of the program does not call {read.operator}: annotate it again")
-        missing = node.target._schema.arguments[len(node.args) :]
-        node.args = (*node.args, *(one.default_value for one in missing), graph, number)
-        node.target = getattr(torch.ops.penstock.by_units, _OVERLOADS[read.operator][0])
+        called = str(BY_EXPERT) if read.computed else read.operator
+        if node is None or str(node.target) != called:
+            raise PassError(f"node {name!r} of the program does not call {called}: annotate it again")
+        node.args = (*(_by_expert(node) if read.computed else _with_defaults(node)), graph, number)
+        node.target = getattr(torch.ops.penstock.by_units, _OVERLOADS[called][0])
+    for node in nodes.values():
+        if node.target is BY_EXPERT:
+            _compute_whole(node)
+    copied.graph.eliminate_dead_code(lambda node: node.op != "get_attr")
     copied.graph_module.recompile()
     return copied
+
+
+def _with_defaults(node: fx.Node) -> tuple[Any, ...]:
+    missing = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+    return (*node.args, *(one.default_value for one in missing))
+
+
+def _by_expert(node: fx.Node) -> tuple[Any, ...]:
+    """What `by_units.by_expert` is given in the place of a node, but for the numbers."""
+    body, sliced, rows, weight, ends, *others = node.args
+    value = node.meta["val"]
+    return rows, weight, ends, others, sliced, str(body.target), value.shape[1], value.stride(0)  # type: ignore[union-attr]
+
+
+def _compute_whole(node: fx.Node) -> None:
+    """Puts the body of a node that computes experts one at a time in the node's place."""
+    (body,) = subgraphs_of(node)
+    inputs = dict(zip(placeholders_of(body.graph), node.args[FIRST:], strict=True))
+    with node.graph.inserting_before(node):
+        result = node.graph.graph_copy(body.graph, inputs)  # type: ignore[arg-type]
+    node.replace_all_uses_with(result)  # type: ignore[arg-type]
+    node.graph.erase_node(node)
 
 
 def sparse_calls(trace: Trace, steps: Sequence[int], units: Units) -> dict[int, SparseCall]:
@@ -79,7 +116,7 @@ def sparse_calls(trace: Trace, steps: Sequence[int], units: Units) -> dict[int, 
     for number, k in enumerate(steps):
         for read in trace.steps[k].sparse if k >= 0 else ():
             if units.pool.has(read):
-                operator = _defined(read.operator)
+                operator = BY_EXPERT if read.computed else _defined(read.operator)
                 calls[number] = SparseCall(operator, read, units, trace.graph, k)
     return calls
 
@@ -99,13 +136,30 @@ def _defined(name: str) -> torch._ops.OpOverload:
     return found
 
 
+def _run_by_expert(*arguments: Any) -> Any:
+    rows, weight, ends, others, sliced, body, _, _, graph, read = arguments
+    calls = _calls()
+    return calls.read_by_units(
+        graph, read, BY_EXPERT, (calls.body(body), sliced, rows, weight, ends, *others)
+    )
+
+
+def _rows_of_experts(*arguments: Any) -> Any:
+    rows, width, stride = arguments[0], *arguments[6:8]
+    return rows.new_empty_strided((rows.shape[0], width), (stride, 1))
+
+
+def _calls() -> CompiledCalls:
+    calls = STREAMER.get()
+    if not isinstance(calls, CompiledCalls):
+        raise StreamError("compiled code that reads by units ran outside a streamed module")
+    return calls
+
+
 def _kernel(name: str) -> Callable[..., Any]:
     def read_by_units(*arguments: Any) -> Any:
         *given, graph, read = arguments
-        calls = STREAMER.get()
-        if not isinstance(calls, CompiledCalls):
-            raise StreamError("compiled code that reads by units ran outside a streamed module")
-        return calls.read_by_units(graph, read, _defined(name), given)
+        return _calls().read_by_units(graph, read, _defined(name), given)
 
     return read_by_units
 
@@ -124,8 +178,10 @@ def _register() -> Any:
     library: Any = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, (overload, arguments) in _OVERLOADS.items():
         library.define(f"by_units.{overload}({arguments}, int graph, int read) -> Tensor")
-        library.impl(f"by_units.{overload}", _kernel(name), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"penstock::by_units.{overload}", _shapes(name), lib=library)
+        own = name == str(BY_EXPERT)
+        kernel, shapes = (_run_by_expert, _rows_of_experts) if own else (_kernel(name), _shapes(name))
+        library.impl(f"by_units.{overload}", kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"penstock::by_units.{overload}", shapes, lib=library)
     return library
 
 

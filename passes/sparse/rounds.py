@@ -53,7 +53,7 @@ def _by_tiles(operator: Operator, arguments: Arguments, rounds: Rounds) -> torch
 
 def _by_ends(contract: Contract, operator: Operator, arguments: Arguments, rounds: Rounds) -> torch.Tensor:
     weight, ends = contract.operands(arguments)
-    rows, result = arguments[0], None
+    rows, result = arguments[contract.rows], None
     at, parts = ends.tolist(), rounds.parts
     if [*at, rows.shape[0]] != sorted([0, *at, rows.shape[0]])[1:]:
         raise StreamError(
@@ -65,9 +65,9 @@ def _by_ends(contract: Contract, operator: Operator, arguments: Arguments, round
         stop = part[-1] + 1 if k + 1 < len(parts) else weight.shape[0]
         start = at[first - 1] if first else 0
         end = at[stop - 1] if k + 1 < len(parts) else rows.shape[0]
-        own = contract.replaced(arguments, weight[first:stop], ends[first:stop] - start)
+        own = contract.narrowed(arguments, slice(first, stop), slice(start, end))
         with rounds.hold(part):
-            made = operator(rows[start:end], *own[1:])
+            made = operator(*own)
         if result is None:  # rows may be longer in memory than they are wide
             shape = (rows.shape[0], made.shape[1])
             result = made.new_empty_strided(shape, made.stride())

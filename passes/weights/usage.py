@@ -7,7 +7,7 @@ may be streamed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ def follow_weights(
         )
         if before.name in weights.held
     }
-    return found, follow(found, aliases)
+    return found, follow(found.graph, aliases)
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,20 @@ class Flow:
     escaping: frozenset[int]
 
 
-def follow(graph_module: fx.GraphModule, aliases: dict[int, int]) -> Flow:
-    """Follows storages through a propagated graph; `aliases` maps a fake storage to its number."""
+Run = Callable[[fx.GraphModule, Sequence[object]], fx.GraphModule]
+"""A function that runs a graph module on fake inputs, as `propagate` does, and returns it with its values."""
+
+
+def follow(graph: fx.Graph, aliases: dict[int, int], run: Run = propagate) -> Flow:
+    """Follows storages through a propagated graph; `aliases` maps a fake storage to its number.
+
+    The bodies of control flow are propagated by `run`.
+    """
     aliases = dict(aliases)
     reads: dict[str, tuple[int, ...]] = {}
     written: set[int] = set()
     escaping: set[int] = set()
-    for node in graph_module.graph.nodes:
+    for node in graph.nodes:
         touched = _touched(node.all_input_nodes, aliases)
         if not touched or node.op == "get_attr":
             continue
@@ -133,7 +140,7 @@ def follow(graph_module: fx.GraphModule, aliases: dict[int, int]) -> Flow:
             escaping |= touched
         elif isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
             reads[node.name] = tuple(sorted(touched))
-            inner = _follow_operands(node, aliases)
+            inner = _follow_operands(node, aliases, run)
             written |= inner.written
             # What a called graph module returns was seen when it ran on fakes.
             escaping |= inner.escaping if node.op == "call_function" else frozenset()
@@ -221,7 +228,7 @@ def _passed(node: fx.Node, operator: OpOverload) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
-def _follow_operands(node: fx.Node, aliases: dict[int, int]) -> Flow:
+def _follow_operands(node: fx.Node, aliases: dict[int, int], run: Run) -> Flow:
     """Follows operands into the bodies of control flow, or into a graph module that the node calls.
 
     Operands stand in the order of a body's inputs, behind the arguments of the operator itself. In doubt,
@@ -249,7 +256,7 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int]) -> Flow:
         ):
             by_number[number] = _touched([operand], aliases)
             inner_aliases |= dict.fromkeys(storages_of(fake), number)
-        inner = follow(propagate(body, fakes), inner_aliases)
+        inner = follow(run(body, fakes).graph, inner_aliases, run)
         written.update(*(by_number[number] for number in inner.written))
         escaping.update(*(by_number[number] for number in inner.escaping))
     return Flow({}, frozenset(written), frozenset(escaping))

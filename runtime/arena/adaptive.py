@@ -8,6 +8,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby, pairwise
 
 from penstock.runtime.arena.base import FreeGranules
@@ -158,7 +159,8 @@ class AdaptiveArena(MappedArena):
     def _leaves_cache(self, granule: int) -> bool:
         """Take a granule out of the page cache; false where all of it stays."""
         file, base = self._files[bisect_right(self._starts, granule) - 1]
-        os.posix_fadvise(self._source.fd(file), granule - base, self._granule, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # advice that the system does not take leaves the granule where it is
+            os.posix_fadvise(self._source.fd(file), granule - base, self._granule, os.POSIX_FADV_DONTNEED)
         assert self._cache is not None  # or nothing would have been found cached
         return not all(cached_pages(self._cache.address + granule, self._granule))
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 import torch
 
-from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
 from penstock.runtime.checkpoint.torch_file import SUFFIXES
-from penstock.runtime.files.pack import BLOCK, PackEntry, check_space, write_packed
-from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files
+from penstock.runtime.files.pack import BLOCK, Chunk, PackEntry, check_space, write_packed
+from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, reading
 from penstock.runtime.files.stamp import Progress, count_bytes
 from penstock.runtime.system.atomic import check_output, write_artifact
 from penstock.schedule.facts.errors import SourceError
@@ -58,7 +58,7 @@ def convert(
     """
     checkpoint = open_checkpoint(source, only)
     entries = sorted(
-        (_entry(name, one, checkpoint.files, dtype) for name, one in checkpoint.tensors.items()),
+        (_entry(name, one, checkpoint, dtype) for name, one in checkpoint.tensors.items()),
         key=lambda entry: (entry.nbytes % BLOCK > 0, entry.nbytes % 64 > 0),
     )
     if not entries:
@@ -103,7 +103,9 @@ def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> Non
 
 def _refuse_strangers(folder: Path) -> None:
     """Refuse a folder that holds more than a checkpoint's weights: replacing it would remove all of it."""
-    if folder.is_dir() and (folder / INDEX).is_file():
+    with reading(folder):
+        if not folder.is_dir() or not (folder / INDEX).is_file():
+            return
         own = {INDEX, *(path.name for path in index_files(folder / INDEX))}
         if others := sorted({path.name for path in folder.iterdir()} - own):
             raise SourceError(
@@ -129,7 +131,7 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[PackEntry]], total: i
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n"
 
 
-def _entry(name: str, found: StoredTensor, files: Sequence[Path], dtype: str | None) -> PackEntry:
+def _entry(name: str, found: StoredTensor, checkpoint: Checkpoint, dtype: str | None) -> PackEntry:
     before = TORCH_NAMES.get(found.dtype)
     after = _dtype_after(name, before, dtype)
     if before is None or after is None:
@@ -137,8 +139,13 @@ def _entry(name: str, found: StoredTensor, files: Sequence[Path], dtype: str | N
             f"tensor {name!r} of {found.origin} is {found.dtype}, less than a byte an element, which is not "
             "written here: leave it out (only=)"
         )
-    reading = Reading(found, found.whole, cast=after if after != before else None)
-    return PackEntry(name, after, found.shape, reading.nbytes, lambda: reading.chunks(files))
+    stored = Reading(found, found.whole, cast=after if after != before else None)
+
+    def chunks() -> Iterator[Chunk]:
+        yield from stored.chunks(checkpoint.files)
+        checkpoint.check_unchanged(found)
+
+    return PackEntry(name, after, found.shape, stored.nbytes, chunks)
 
 
 def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:

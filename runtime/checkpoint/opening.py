@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from penstock.runtime.checkpoint.distributed_file import METADATA, is_distribute
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor, from_entry
 from penstock.runtime.checkpoint.torch_file import SUFFIXES, read_entries
 from penstock.runtime.files.pack import PAD_PREFIX
-from penstock.runtime.files.safetensors_file import index_files, read_header
+from penstock.runtime.files.safetensors_file import index_files, read_header, read_index, reading
 from penstock.schedule.facts.errors import SourceError
 
 _log = logging.getLogger(__name__)
@@ -24,15 +23,36 @@ _log = logging.getLogger(__name__)
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
 
+FileState = tuple[int, int, int]
+"""Size, modification time and inode of a file."""
+
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name, and the files that their boxes refer to by number."""
+    """Tensors by name, and the files that their boxes refer to by number.
+
+    `states` are what the system said of the files before they were looked into.
+    """
 
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]
+    states: tuple[FileState, ...] = ()
+
+    def check_unchanged(self, tensor: StoredTensor | None = None) -> None:
+        """Raise SourceError if a file (of a tensor) was changed or replaced since it was opened.
+
+        What was read of it meanwhile may be another checkpoint's.
+        """
+        for number in {box.file for box in tensor.boxes} if tensor else range(len(self.files)):
+            path = self.files[number]
+            with reading(path):
+                changed = _state_of(path) != self.states[number]
+            if changed:
+                raise SourceError(
+                    f"{path} was written to or replaced while it was read: leave it as it is, and try again"
+                )
 
 
 def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
@@ -42,12 +62,15 @@ def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
     SourceError for a file that cannot be read, for a tensor that two files hold, and for a pattern that
     matches no tensor.
     """
-    patterns = (only,) if isinstance(only, str) else tuple(only)
+    given = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
+    with reading(given[0] if given else Path()):
+        return _open(given, (only,) if isinstance(only, str) else tuple(only))
 
+
+def _open(given: Sequence[Path], patterns: Sequence[str]) -> Checkpoint:
     def wanted(name: str) -> bool:
         return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    given = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
     folders = [path for path in given if is_distributed(path)]
     others = [path for path in given if path not in folders]
     named: dict[Path, Path] = {}
@@ -56,6 +79,7 @@ def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
             # Judged by the link's own name: in the hub's cache, names are links to files without a suffix.
             named.setdefault(file.resolve(), file.absolute())
     files = {path: number for number, path in enumerate(named.values())}
+    states = {path: _state_of(path) for path in files}
     tensors: dict[str, StoredTensor] = {}
     nbytes: dict[Path, int] = {}
     for path, number in list(files.items()):
@@ -70,12 +94,18 @@ def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
             raise SourceError(
                 f"{folder} holds {METADATA} and safetensors files: name the files of one checkpoint"
             )
+        states |= {path: _state_of(path) for path in folder.resolve().rglob("*") if path.is_file()}
         _add(tensors, read_tensors(folder.resolve(), files, wanted))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in tensors):
             where = ", ".join(map(str, given))
             raise SourceError(f"no tensor of {where} is called {pattern!r} (only=): correct the pattern")
-    return Checkpoint(tuple(files), tensors)
+    return Checkpoint(tuple(files), tensors, tuple(states[path] for path in files))
+
+
+def _state_of(path: Path) -> FileState:
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns, state.st_ino
 
 
 def _files(path: Path, wanted: Callable[[str], bool] | None = None) -> tuple[Path, ...]:
@@ -143,10 +173,12 @@ def _note_total(index: Path, nbytes: Mapping[Path, int]) -> None:
 
     Published ones are often wrong, above all where weights are tied, so that alone is no error.
     """
-    fields = json.loads(index.read_bytes())
+    fields = read_index(index)
     metadata = fields.get("metadata")
     expected = metadata.get("total_size") if isinstance(metadata, dict) else None
     files = {(index.parent / name).resolve() for name in fields["weight_map"].values()}
+    if files - nbytes.keys():
+        raise SourceError(f"{index} was written to while it was read: leave it as it is, and try again")
     found = sum(nbytes[file] for file in files)
     if isinstance(expected, int) and expected != found:
         _log.warning(

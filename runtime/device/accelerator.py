@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 
 from penstock.runtime.device.disk import DiskedDevice
+from penstock.runtime.device.pageable import PageableEvent, PageableStream, as_recorded
 from penstock.runtime.device.protocol import Move, aligned_bytes
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 
+Stream: TypeAlias = torch.Stream | PageableStream
+
 PAGE = max(4096, mmap.PAGESIZE)
+"""The bytes of host memory that are locked together, and never shared by two registrations."""
 
 PIECE = 32 << 20
 """The most bytes of one copy: about a millisecond of a PCIe link."""
@@ -54,7 +59,7 @@ class AcceleratorDevice(DiskedDevice):
     """An accelerator by its name. Raises StreamError where torch finds none.
 
     Host memory is page-locked by torch's own allocator, which may round it up to a power of two. Without
-    `page_lock` it is ordinary: the driver copies from it in pieces of its own, and the host waits for that.
+    `page_lock` it is ordinary, and threads make the copies of the streams that are opened (pageable.py).
     """
 
     def __init__(self, name: str, *, page_lock: bool = True) -> None:
@@ -62,7 +67,7 @@ class AcceleratorDevice(DiskedDevice):
         super().__init__()
         self.name = str(self.torch_device)
         self._page_lock = page_lock
-        self._streams: list[torch.Stream] = []
+        self._streams: list[Stream] = []
 
     @property
     def model(self) -> str:
@@ -110,38 +115,45 @@ class AcceleratorDevice(DiskedDevice):
             return torch.empty(0, dtype=torch.uint8)
         return self._lock(nbytes) if self._page_lock else aligned_bytes(nbytes, PAGE)
 
-    def open_stream(self, name: str) -> torch.Stream:
-        # Streams of a pool are handed out again: of this priority, none is one that the caller computes on.
-        self._streams.append(torch.Stream(self.torch_device, priority=-1))
+    def open_stream(self, name: str) -> Stream:
+        stream = self._new_stream()
+        self._streams.append(stream if self._page_lock else PageableStream(stream, self._event))
         return self._streams[-1]
 
     def current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.torch_device)
 
-    def copy(self, stream: torch.Stream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
-        with stream:
+    def copy(self, stream: Stream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
+        def work() -> None:
             for move in chain.from_iterable(map(_pieces, moves)):
                 arriving = move.source[move.start : move.start + move.nbytes]
                 target[move.target : move.target + move.nbytes].copy_(arriving, non_blocking=True)
 
-    def copy_out(
-        self, stream: torch.Stream, source: torch.Tensor, moves: Sequence[Move], label: object
-    ) -> None:
-        with stream:
+        self._run(stream, work)
+
+    def copy_out(self, stream: Stream, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
+        def work() -> None:
             for move in chain.from_iterable(map(_pieces, moves)):
                 leaving = source[move.target : move.target + move.nbytes]
                 move.source[move.start : move.start + move.nbytes].copy_(leaving, non_blocking=True)
 
-    def fill(self, stream: torch.Stream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
-        with stream:
-            target[start:stop].fill_(value)
+        self._run(stream, work)
+
+    def fill(self, stream: Stream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
+        self._run(stream, lambda: target[start:stop].fill_(value))
 
     def trim(self) -> None:
         with suppress(RuntimeError):  # not while something is captured, or on a lost device
             torch.accelerator.empty_cache()
 
     def finish(self) -> None:
+        for stream in self._streams:  # a thread may have work that the device does not know of
+            stream.synchronize()
         torch.accelerator.synchronize(self.torch_device)
+
+    @property
+    def in_reader(self) -> bool:
+        return super().in_reader or any(stream.includes_caller for stream in self._threads)
 
     def close(self) -> None:
         if os.getpid() != self._process:
@@ -151,8 +163,14 @@ class AcceleratorDevice(DiskedDevice):
         for stream in self._streams:
             with suppress(RuntimeError):  # a device that was lost does not answer
                 stream.synchronize()
+        for thread in self._threads:
+            thread.close()
         self._streams.clear()
         self._disks.clear()
+
+    @property
+    def _threads(self) -> list[PageableStream]:
+        return [stream for stream in self._streams if isinstance(stream, PageableStream)]
 
     def _lock(self, nbytes: int) -> torch.Tensor:
         """Returns `nbytes` of page-locked memory that begin at a page."""
@@ -163,13 +181,34 @@ class AcceleratorDevice(DiskedDevice):
         start = -whole.data_ptr() % PAGE
         return whole[start : start + nbytes]
 
-    def _record(self, stream: torch.Stream) -> torch.Event:
+    def _new_stream(self) -> torch.Stream:
+        # Streams of a pool are handed out again: of this priority, none is one that the caller computes on.
+        return torch.Stream(self.torch_device, priority=-1)
+
+    def _run(self, stream: Stream, work: Callable[[], object]) -> None:
+        """Enqueue work on a stream: here, or on the thread that drives it."""
+        if not isinstance(stream, PageableStream):
+            with stream:
+                work()
+        elif self.capturing:
+            raise StreamError("a graph cannot copy from ordinary memory: load without page_lock=False")
+        else:
+            stream.run(work)
+
+    def _record(self, stream: Stream) -> torch.Event | PageableEvent:
+        return stream.record() if isinstance(stream, PageableStream) else self._event(stream)
+
+    def _event(self, stream: torch.Stream) -> torch.Event:
+        """Returns an event that is recorded on a stream of torch's."""
         event = torch.Event(self.torch_device)
         event.record(stream)
         return event
 
-    def _wait(self, stream: torch.Stream, event: torch.Event) -> None:
-        stream.wait_event(event)
+    def _wait(self, stream: Stream, event: torch.Event | PageableEvent) -> None:
+        if isinstance(stream, PageableStream):
+            stream.wait_event(event)
+        else:
+            stream.wait_event(as_recorded(event))
 
 
 class EventClock:

@@ -1,4 +1,4 @@
-"""Drives a CUDA device: as any accelerator, with host memory of exact size, and waits that do not spin."""
+"""Drives a CUDA device: as any accelerator, with host memory to the page, and waits that do not spin."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ class CudaDevice(AcceleratorDevice):
         self._locked: dict[int, torch.Tensor] = {}
         finalize(self, _unlock, self._locked, os.getpid()).atexit = False
 
-    def open_stream(self, name: str) -> torch.Stream:
-        self._streams.append(torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
-        return self._streams[-1]
-
     def current_stream(self) -> torch.Stream:
         return torch.cuda.current_stream(self.torch_device)
 
@@ -33,21 +29,28 @@ class CudaDevice(AcceleratorDevice):
         return torch.cuda.is_current_stream_capturing()
 
     def _lock(self, nbytes: int) -> torch.Tensor:
-        memory = aligned_bytes(nbytes, PAGE).zero_()  # by all threads; registering takes pages one by one
+        # torch takes memory for page-locked, and captures copies from it, if its storage begins in a
+        # registered range. A page behind is this memory's too, so that no page is registered twice.
+        memory = aligned_bytes(nbytes + PAGE, PAGE)[:nbytes]
+        memory.zero_()  # by all threads; registering takes pages one by one
+        start = _start(memory)
         with torch.cuda.device(self.torch_device):
-            code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
+            code = int(_runtime().cudaHostRegister(start, memory.data_ptr() + nbytes - start, 0))
         if code:
             with suppress(RuntimeError):  # the next kernel would raise what is left of this error
                 torch.zeros(1, device=self.torch_device)
             raise refused_lock(nbytes, f"CUDA error {code}")
-        self._locked[memory.data_ptr()] = memory
+        self._locked[start] = memory
         return memory
 
     def free_host(self, memory: torch.Tensor) -> None:
-        if self._locked.pop(memory.data_ptr(), None) is not None:
-            _runtime().cudaHostUnregister(memory.data_ptr())
+        if self._locked.pop(_start(memory), None) is not None:
+            _runtime().cudaHostUnregister(_start(memory))
 
-    def _record(self, stream: Any) -> Any:
+    def _new_stream(self) -> torch.Stream:
+        return torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def _event(self, stream: Any) -> Any:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch.Event always spins
         event.record(stream)
         return event
@@ -55,6 +58,10 @@ class CudaDevice(AcceleratorDevice):
     def close(self) -> None:
         super().close()
         _unlock(self._locked, self._process)
+
+
+def _start(memory: torch.Tensor) -> int:
+    return memory.untyped_storage().data_ptr()
 
 
 def _unlock(locked: dict[int, torch.Tensor], owner: int) -> None:

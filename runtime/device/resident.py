@@ -21,7 +21,17 @@ Batch = list[tuple[Load, int]]
 
 
 def load_resident(device: Device, disk: Stream, memory: torch.Tensor, work: Sequence[Load]) -> None:
-    """Load all of `work` through `memory`: one half is read into while the other is copied."""
+    """Load all of `work` through `memory`: one half is read into while the other is copied.
+
+    Nothing is copied from `memory` any more when this returns, or raises.
+    """
+    try:
+        _load(device, disk, memory, work)
+    finally:
+        device.synchronize(device.record(device.current_stream()))
+
+
+def _load(device: Device, disk: Stream, memory: torch.Tensor, work: Sequence[Load]) -> None:
     copied: Event | None = None
     before: tuple[Batch, Event] | None = None
     for batch in _batches(work, memory):
@@ -34,7 +44,7 @@ def load_resident(device: Device, disk: Stream, memory: torch.Tensor, work: Sequ
             copied = _copy(device, memory, *before)
         before = batch, read
     if before is not None:
-        device.synchronize(_copy(device, memory, *before))
+        _copy(device, memory, *before)
 
 
 def _copy(device: Device, memory: torch.Tensor, batch: Batch, read: Event) -> Event:

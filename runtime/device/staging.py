@@ -57,7 +57,7 @@ class Staging:
             self._device.wait(self._disk, self._device.record(stream))
         self._slots.clear()
         self._ready.clear()
-        self._used = self._head = 0
+        self._used = 0
         missing = [[item for item in items if self._host.missing(item)] for items in (first, steady)]
         self._upcoming = chain(missing[0], cycle(missing[1]))
         self._next = next(self._upcoming, None)

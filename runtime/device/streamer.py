@@ -117,6 +117,22 @@ class DeviceStreamer(StreamEngine):
     def _check(self) -> None:
         if self._closed:
             raise StreamError("the streamed module is closed: load the program again")
+        if self._device.capturing:
+            self._check_capture()
+
+    def _check_capture(self) -> None:
+        """Raise StreamError if replays of a pass would not do what the pass does."""
+        if self._ring_bytes:
+            raise StreamError(
+                "a pass that reads weights from disk cannot be captured as a graph, whose replays would copy "
+                "old bytes: load with more host_memory="
+            )
+        crosses = any(method.crosses_calls for method in self.methods.values())
+        if crosses and self._plan.wrap == "overlap":
+            raise StreamError(
+                "a pass that brings weights for the next one cannot be captured as a graph: make the plan "
+                "with wrap='barrier'"
+            )
 
     def _start(self, method: MethodTable) -> None:
         self._enter(method)
@@ -218,13 +234,12 @@ class DeviceStreamer(StreamEngine):
 
     def _has_read(self, slot: StagedRead, block: Callable[[], bool]) -> bool:
         """Make the next copies run after a read of the disk, for which only the host can wait."""
+        late = not self._device.query(slot.read)
+        if late and not block():
+            return False
         began = perf_counter_ns()
-        if not self._device.query(slot.read):
-            if not block():
-                return False
-            self._device.synchronize(slot.read)
-            self.counters.stall_ns += perf_counter_ns() - began
         self._device.wait(self._copies, slot.read)
+        self.counters.stall_ns += perf_counter_ns() - began if late else 0
         return True
 
     def _freed(self, piece: Piece) -> Event:

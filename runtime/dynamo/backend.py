@@ -7,7 +7,7 @@ Each piece is a method, so that pieces may run in any order; each begins with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from torch import fx
 from torch._guards import CompileContext
 
+from penstock.passes.graph.nodes import tensors_of
 from penstock.passes.lowering.inductor import check_options
+from penstock.passes.lowering.targets import only_device
 from penstock.runtime.dynamo.offload import Home, Offloaded, home_of
 from penstock.runtime.dynamo.session import Lowering, Session, lower_by_inductor, run_inductor
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
@@ -66,6 +68,8 @@ def compile_for(
     homes = {i: home for i, value in enumerate(inputs) if (home := home_of(value))}
     _check_inputs(inputs, homes)
     _check_attributes(graph_module)
+    if homes:
+        only_device(_placed(graph_module, inputs), "the graph")
     if not homes:
         return alone(graph_module, inputs)
     records = {id(home.offloaded): home.offloaded for home in homes.values()}
@@ -76,6 +80,17 @@ def compile_for(
     _check_recompilations()
     session = _session(next(iter(records.values())), own)
     return session.compile(graph_module, inputs, homes, lower)
+
+
+def _placed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[str, torch.device]]:
+    """The tensors of a graph of Dynamo's, and where they lie: its inputs first."""
+    for i, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor):
+            home = home_of(value)
+            yield f"weight {home.fqn!r}" if home else f"input {i}", value.device
+    for node in graph_module.graph.nodes:
+        for value in tensors_of(node.meta.get("example_value")):
+            yield f"value {node.name!r}", value.device
 
 
 def _check_attributes(graph_module: fx.GraphModule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -12,9 +13,12 @@ from typing import Any, NoReturn
 import torch
 
 from penstock.passes.building.refusals import refuse_scripted
+from penstock.passes.lowering.targets import check_generator
 from penstock.passes.weights.values import part_of, storage_bytes, storage_identity, tensor_in
 from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.device.accelerator import find_accelerator
+from penstock.runtime.device.opening import ACCELERATOR, device_kind
 from penstock.runtime.files.safetensors_file import index_files
 from penstock.runtime.files.stamp import stamp_file
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
@@ -31,13 +35,14 @@ HOME = "penstock_home"
 class Offloaded:
     """The parameters of a module that are now in files only, which gave `nbytes` of memory back.
 
-    `sessions` has what streams them, once the module has been compiled.
+    They are streamed to `device`. `sessions` has what streams them, once the module has been compiled.
     """
 
     weights: tuple[Weight, ...]
     storages: tuple[Storage, ...]
     files: tuple[WeightFile, ...]
     nbytes: int
+    device: str = "cpu"
     sessions: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -64,6 +69,7 @@ def offload(
     checkpoint: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     rename: Rename = None,
+    device: str = "cpu",
 ) -> Offloaded:
     """Replace a module's parameters by ones without memory, whose bytes lie in safetensors files.
 
@@ -71,16 +77,20 @@ def offload(
     values that the module has (parameters on the meta device have none, and take the files'). `rename`
     maps an FQN to a tensor's name. Buffers stay, and so do recurrent layers, which Dynamo leaves to
     Python. Run the module through `torch.compile(module, backend="penstock", options={"budget": ...})`.
-    The bytes that were given back are logged.
+    The bytes that were given back are logged. On a `device` other than the CPU, such as `cuda`, buffers and
+    recurrent layers go there, and weights as they are needed.
 
     Raises SourceError for files that are not the module's, PassError for parameters that cannot leave
-    memory. The module is then as it was.
+    memory, or for a device that Inductor does not compile for; StreamError where there is no such device. The
+    module is then as it was.
     """
     refuse_scripted(module)
+    where = _place(device)
+    buffers = _moved_buffers(module, where)
     given = [checkpoint] if isinstance(checkpoint, str | PathLike) else list(checkpoint)
     files = tuple(path.resolve() for path in index_files([Path(one) for one in given]))
     parameters = _streamable(module)
-    weights, storages = _catalog(parameters)
+    weights, storages = _catalog(parameters, where)
     if isinstance(rename, Mapping):  # which may tell of buffers, too
         rename = {fqn: names for fqn, names in rename.items() if fqn in parameters}
     found = find_values(weights, open_checkpoint(files), Rules(rename))
@@ -88,10 +98,33 @@ def offload(
     stamps = tuple(stamp_file(path, recorded_path=str(path)) for path in files)
     identities = {storage_identity(p): p for p in parameters.values() if p.device.type != "meta"}
     nbytes = sum(p.untyped_storage().nbytes() for p in identities.values())
-    record = Offloaded(weights, found.placed(storages), stamps, nbytes)
-    _replace(module, parameters, record)
+    record = Offloaded(weights, found.placed(storages), stamps, nbytes, str(where))
+    _replace(module, parameters, buffers, record)
     _log.info("%s of parameters given back", format_size(nbytes))
     return record
+
+
+def _place(device: str) -> torch.device:
+    """The device of that name. Raises StreamError without it, PassError if Inductor has no code for it."""
+    if device == "cpu":
+        return torch.device("cpu")
+    if device_kind(device) != ACCELERATOR:
+        raise StreamError(f"torch.compile runs on devices of torch's, and not on {device!r}")
+    found = find_accelerator(device)
+    check_generator(found, "the module")
+    return found
+
+
+def _moved_buffers(module: torch.nn.Module, where: torch.device) -> dict[torch.Tensor, torch.Tensor]:
+    """The module's buffers, each with itself on the device. Raises PassError for one that has no values."""
+    if where.type == "cpu":
+        return {buffer: buffer for buffer in module.buffers()}
+    for name, buffer in module.named_buffers():
+        if buffer.device.type == "meta":
+            raise PassError(
+                f"buffer {name!r} is on the meta device and has no values for {where}: make it real"
+            )
+    return {buffer: buffer.to(where) for buffer in module.buffers()}
 
 
 def _streamable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -107,7 +140,9 @@ def home_of(value: object) -> Home | None:
     return home if isinstance(home, Home) else None
 
 
-def _catalog(parameters: dict[str, torch.nn.Parameter]) -> tuple[tuple[Weight, ...], tuple[Storage, ...]]:
+def _catalog(
+    parameters: dict[str, torch.nn.Parameter], where: torch.device
+) -> tuple[tuple[Weight, ...], tuple[Storage, ...]]:
     numbers: dict[tuple[str, int], int] = {}
     weights: list[Weight] = []
     sizes: dict[int, int] = {}
@@ -121,7 +156,7 @@ def _catalog(parameters: dict[str, torch.nn.Parameter]) -> tuple[tuple[Weight, .
             )
         number = numbers.setdefault(storage_identity(value), len(numbers))
         sizes[number] = max(sizes.get(number, 0), value.untyped_storage().nbytes())
-        weights.append(Weight(fqn, "parameter", "cpu", (part_of(value, number),)))
+        weights.append(Weight(fqn, "parameter", str(where), (part_of(value, number),)))
     return tuple(weights), tuple(Storage(nbytes, "streamable") for nbytes in sizes.values())
 
 
@@ -143,18 +178,32 @@ def _check_values(weights: Sequence[Weight], parameters: dict[str, torch.nn.Para
                 )
 
 
-def _replace(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], record: Offloaded) -> None:
-    """Puts a parameter without memory in the place of each; tied ones stay tied."""
-    memory = [torch.empty(storage.nbytes, dtype=torch.uint8) for storage in record.storages]
-    new: dict[int, torch.nn.Parameter] = {}
+def _replace(
+    module: torch.nn.Module,
+    parameters: dict[str, torch.nn.Parameter],
+    buffers: Mapping[torch.Tensor, torch.Tensor],
+    record: Offloaded,
+) -> None:
+    """Puts a parameter without memory in the place of each, and other buffers; tied ones stay tied."""
+    held: dict[int, list[Weight]] = defaultdict(list)
     for weight in record.weights:
-        part, old = weight.parts[0], parameters[weight.fqn]
-        if id(old) not in new:
-            new[id(old)] = torch.nn.Parameter(tensor_in(memory[part.storage], part), requires_grad=False)
-            setattr(new[id(old)], HOME, Home(record, weight.fqn))
-    for flat in memory:
-        flat.untyped_storage().resize_(0)
+        held[weight.parts[0].storage].append(weight)
+    new: dict[int, torch.nn.Parameter] = {}
+    for s, weights in held.items():
+        # A device has memory for one at a time, which is given back at once.
+        memory = torch.empty(record.storages[s].nbytes, dtype=torch.uint8, device=record.device)
+        for weight in weights:
+            old = parameters[weight.fqn]
+            if id(old) not in new:
+                tensor = tensor_in(memory, weight.parts[0])
+                new[id(old)] = torch.nn.Parameter(tensor, requires_grad=False)
+                setattr(new[id(old)], HOME, Home(record, weight.fqn))
+        memory.untyped_storage().resize_(0)
     for one in module.modules():
+        if isinstance(one, torch.nn.RNNBase):
+            one.to(record.device)
+        for name, buffer in list(one.named_buffers(recurse=False)):
+            setattr(one, name, buffers[buffer])
         own = dict(one.named_parameters(recurse=False, remove_duplicate=False))
         replaced = {name: new[id(value)] for name, value in own.items() if id(value) in new}
         for name, value in replaced.items():

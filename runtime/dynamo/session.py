@@ -23,7 +23,7 @@ from penstock.passes.probes import CompiledCalls
 from penstock.passes.weights.lifted import Weights
 from penstock.runtime.choice import PlanRequest, decide
 from penstock.runtime.dynamo.offload import Home, Offloaded, home_of
-from penstock.runtime.loading import LoadOptions, load_weights
+from penstock.runtime.loading import LoadOptions, load_on_accelerator, load_weights
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import Gate, LoadedWeights
 from penstock.runtime.stream.probe_calls import probe_calls
@@ -148,8 +148,12 @@ class Session:
         )
 
     def _load(self) -> LoadedWeights:
-        self.plan = decide(Path(), self._payload, PlanRequest(self.budget))
-        loaded = load_weights(Path(), self._payload, self.plan, LoadOptions())
+        device = self._record.device
+        self.plan = decide(Path(), self._payload, PlanRequest(self.budget, device=device))
+        if device == "cpu":
+            loaded = load_weights(Path(), self._payload, self.plan, LoadOptions())
+        else:
+            loaded = load_on_accelerator(Path(), self._payload, self.plan, device)
         loaded.wait()
         for order in self._payload.probes:
             probed = loaded.probed(order.graph)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from penstock.runtime.files.safetensors_file import open_descriptor
+from penstock.runtime.files.safetensors_file import close_read, open_descriptor, reading
 from penstock.runtime.files.stamp import check_open_file, locate
 from penstock.runtime.system.page_cache import open_uncached
 from penstock.schedule.facts.errors import SourceError
@@ -77,7 +77,8 @@ class DirectFile:
 
     def check_unchanged(self) -> None:
         """Raise SourceError unless size and modification time are those at opening (one fstat)."""
-        found = os.fstat(self.fd)
+        with reading(self.path):
+            found = os.fstat(self.fd)
         if found.st_size < self.nbytes:
             raise SourceError(
                 f"{self.path} has been truncated while in use: expected {self.nbytes} bytes, "
@@ -92,9 +93,9 @@ class DirectFile:
 
     def close(self) -> None:
         """Close both descriptors, once."""
-        os.close(self.fd)
+        close_read(self.fd)
         if self.direct_fd >= 0:
-            os.close(self.direct_fd)
+            close_read(self.direct_fd)
 
     def _read_in_place(self, offset: int, address: int, nbytes: int) -> None:
         head = min(-offset % self.block, nbytes)
@@ -160,14 +161,15 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
     in_place = Path(file.path).is_absolute()
     fd = -1
     try:
-        fd = open_descriptor(path)
-        status = os.fstat(fd)  # taken before the check, so that a change during the check is noticed later
-        if check:
-            check_open_file(fd, path, file, in_place=in_place)
-        direct_fd, block = _open_direct(path, fd) if direct else (-1, 0)
+        with reading(path):
+            fd = open_descriptor(path)
+            status = os.fstat(fd)  # taken before the check, so that a change meanwhile is noticed later
+            if check:
+                check_open_file(fd, path, file, in_place=in_place)
+            direct_fd, block = _open_direct(path, fd) if direct else (-1, 0)
     except BaseException as error:
         if fd >= 0:
-            os.close(fd)
+            close_read(fd)
         if isinstance(error, SourceError) and in_place:
             raise SourceError(
                 f"{error}; an identical copy is accepted by `penstock relink {folder} {path.name}`"
@@ -202,7 +204,7 @@ def usable_directly(fd: int) -> tuple[int, int]:
     """Returns a descriptor past the page cache and its block in bytes, or closes it: (-1, 0)."""
     block = _direct_block(fd) if fd >= 0 else 0
     if fd >= 0 and not block:
-        os.close(fd)
+        close_read(fd)
     return (fd, block) if block else (-1, 0)
 
 

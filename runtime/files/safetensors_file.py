@@ -12,10 +12,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock.schedule.facts.errors import SourceError
 
@@ -181,12 +181,35 @@ def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | Non
 def open_for_reading(path: Path) -> Iterator[int]:
     """Yields a descriptor of a weight file, closed at the end.
 
-    Raises SourceError if the system does not open it.
+    Raises SourceError if the system does not open it, and for what it refuses meanwhile.
     """
-    fd = open_descriptor(path)
+    with reading(path):
+        fd = open_descriptor(path)
+        try:
+            yield fd
+        finally:
+            close_read(fd)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise SourceError for what the system refuses while `path` is read, or files in it.
+
+    What is named is the path in the system's own error, if it has one.
+    """
     try:
-        yield fd
-    finally:
+        yield
+    except OSError as error:
+        where = path if error.filename is None else os.fsdecode(error.filename)
+        raise SourceError(
+            f"{where} cannot be read ({error.strerror or error}): check its permissions and the disk, then "
+            "try again"
+        ) from error
+
+
+def close_read(fd: int) -> None:
+    """Close a descriptor that was read from: where the system complains of it, nothing can be lost."""
+    with suppress(OSError):
         os.close(fd)
 
 
@@ -220,12 +243,18 @@ def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[P
     return files
 
 
-def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
+def read_index(index: Path) -> dict[str, Any]:
+    """Returns what an index says, whose `weight_map` has names of files. Raises SourceError if it is none."""
     with open_for_reading(index) as fd:
         fields = _parse_json(read_exactly(fd, 0, os.fstat(fd).st_size, index), index, what=_INDEX)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         refuse(index, "weight_map is not an object that gives each tensor its file", what=_INDEX)
+    return fields
+
+
+def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
+    weight_map = read_index(index)["weight_map"]
     names = dict.fromkeys(file for name, file in weight_map.items() if wanted is None or wanted(name))
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from penstock.runtime.files.safetensors_file import (
     Header,
+    close_read,
     open_for_reading,
     parse_header,
     read_exactly,
@@ -156,7 +157,7 @@ def _hash_samples(fd: int, header: Header, path: Path) -> str:
     uncached = open_uncached(path, fd)
     with ExitStack() as opened:
         if uncached >= 0:
-            opened.callback(os.close, uncached)
+            opened.callback(close_read, uncached)
         block = opened.enter_context(mmap.mmap(-1, SAMPLE_BYTES))
         for offset in sample_offsets(header):
             nbytes = min(SAMPLE_BYTES, header.file_nbytes - offset)

@@ -2,9 +2,10 @@
 
 A copy may run at any time between the moment at which it is enqueued and the moment at which something waits
 for it. Here it runs at the last possible moment, and so does a read of a disk. The caller's kernels run at
-once, as they are called. Vector clocks (races.py) tell whether an event orders every two accesses of the same
-bytes, so a missing wait is found even if the data happens to be right. Staging memory is overwritten as soon
-as it has been copied.
+once, as they are called, on whichever of his streams is current. Vector clocks (races.py) tell whether an
+event orders every two accesses of the same bytes, so a missing wait is found even if the data happens to be
+right. Giving memory back is an access too, by the host. Staging memory is overwritten as soon as it has been
+copied. Each time that the host waits is counted.
 
 The virtual clock runs on a `Hardware`: a transfer takes latency and bytes over bandwidth, a read those of
 the disk, kernels the times of their trace. Nothing here takes real time into account.
@@ -12,8 +13,9 @@ the disk, kernels the times of their trace. Nothing here takes real time into ac
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +32,9 @@ from penstock.schedule.facts.sizes import format_size
 
 HOST = "the host"
 KERNELS = "the stream of the kernels"
+
+_ALL = 1 << 62
+"""More bytes than any memory has."""
 
 
 @dataclass
@@ -51,10 +56,12 @@ class SimStream:
     """A stream with the operations that it has still to run, and its virtual clock.
 
     An operation is a function, and the events it must wait for before it runs. After an error none runs.
-    `waited_ns` is the time of the latest event that the stream has waited for.
+    `of_kernels` says that the stream is the caller's, whose kernels run when they are called. `waited_ns` is
+    the time of the latest event that the stream has waited for.
     """
 
     name: str
+    of_kernels: bool = False
     waiting: deque[tuple[Callable[[], object], tuple[SimEvent, ...]]] = field(default_factory=deque)
     pending: list[SimEvent] = field(default_factory=list)
     enqueued: int = 0
@@ -84,7 +91,10 @@ def _make_event(
 
 
 class SimDevice:
-    """`hardware` gives the clock and the memory; without one there is no limit and copies take no time."""
+    """`hardware` gives the clock and the memory; without one there is no limit and copies take no time.
+
+    `waits` counts how often the host has waited, by for what: `a disk`, `a stream` or `the device`.
+    """
 
     def __init__(self, hardware: Hardware | None = None, *, name: str = "sim") -> None:
         self.name = name
@@ -92,8 +102,10 @@ class SimDevice:
         self.hardware = hardware
         self.detector = RaceDetector()
         self.copied_ns = 0
-        self._kernels = SimStream(KERNELS)
-        self._streams = [self._kernels]
+        self.waits: Counter[str] = Counter()
+        self._kernels = SimStream(KERNELS, of_kernels=True)  # the one that is current
+        self._of_kernels = [self._kernels]
+        self._streams: list[SimStream] = []
         self._held: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._read_once: set[int] = set()
@@ -127,7 +139,7 @@ class SimDevice:
         return memory
 
     def free_host(self, memory: torch.Tensor) -> None:
-        self._names.pop(memory.data_ptr(), None)
+        self._give_back(self._names.pop(memory.data_ptr(), ""))
 
     def trim(self) -> None:
         pass
@@ -146,6 +158,20 @@ class SimDevice:
 
     def current_stream(self) -> SimStream:
         return self._kernels
+
+    def open_kernels(self, name: str) -> SimStream:
+        """Opens another stream of the caller's."""
+        self._of_kernels.append(SimStream(f"stream {name!r} of kernels", of_kernels=True))
+        return self._of_kernels[-1]
+
+    @contextmanager
+    def kernels_on(self, stream: SimStream) -> Iterator[None]:
+        """Have kernels be called on a stream of the caller's, which is current until the end."""
+        before, self._kernels = self._kernels, stream
+        try:
+            yield
+        finally:
+            self._kernels = before
 
     def open_disk(self, source: Source) -> SimDisk:
         lanes = tuple(SimStream(f"the disk's reader {number}") for number in range(READERS))
@@ -227,11 +253,13 @@ class SimDevice:
         for one in stream.lanes if isinstance(stream, SimDisk) else (stream,):
             self._operation(one)
             self.detector.join(one.name, event.known)
-            if one is not self._kernels:
+            if not one.of_kernels:
                 one.pending.append(event)
-        if event.of_disk and not isinstance(stream, SimDisk):
+        if isinstance(stream, SimDisk):
+            return
+        if event.of_disk:
             self.synchronize(event)
-        elif stream is self._kernels:
+        elif stream.of_kernels:
             self._run(event)
 
     def query(self, event: SimEvent) -> bool:
@@ -242,13 +270,16 @@ class SimDevice:
         return done
 
     def synchronize(self, event: SimEvent) -> None:
+        if not event.of_disk:
+            self.waits["a stream"] += 1
+        elif not self.query(event):
+            self.waits["a disk"] += 1
         self.detector.join(HOST, event.known)
         self._run(event)
 
     def finish(self) -> None:
-        for stream in self._streams:
-            while stream.waiting:
-                self._step(stream)
+        self.waits["the device"] += 1
+        self._run_all([*self._streams, *self._of_kernels])
 
     @property
     def capturing(self) -> bool:
@@ -259,13 +290,16 @@ class SimDevice:
         return False  # The device has no threads of its own: all work runs on the caller's thread.
 
     def close(self) -> None:
-        self.finish()
+        """Wait for the streams that were opened here, but not for kernels. A second call does nothing."""
+        self._run_all(self._streams)
         self._held.clear()
+        while self._names:
+            self._give_back(self._names.popitem()[1])
 
     # The accesses of the program's kernels, reported by the module that runs on this device.
 
     def compute(self, ns: int) -> None:
-        """Advance the virtual clock of the kernels by `ns` nanoseconds."""
+        """Advance the virtual clock of the stream that is current by `ns` nanoseconds."""
         self._kernels.time_ns += ns
 
     def kernels_touch(
@@ -278,7 +312,7 @@ class SimDevice:
     @property
     def now_ns(self) -> int:
         """The virtual time at which the kernels enqueued so far have ended."""
-        return self._kernels.time_ns
+        return max(stream.time_ns for stream in self._of_kernels)
 
     # How operations come to run.
 
@@ -302,8 +336,20 @@ class SimDevice:
         stream.waiting.append((run, tuple(stream.pending)))
         stream.pending.clear()
         stream.enqueued += 1
-        if stream is self._kernels:
+        if stream.of_kernels:
             self._step(stream)
+
+    def _run_all(self, streams: Sequence[SimStream]) -> None:
+        """Run all that is enqueued on streams, as the host knows then."""
+        for stream in streams:
+            while stream.waiting:
+                self._step(stream)
+            self.detector.join(HOST, self.detector.clock_of(stream.name))
+
+    def _give_back(self, name: str) -> None:
+        """Have the host touch all bytes of memory that goes back to the system, where others write to it."""
+        self.detector.tick(HOST)
+        self.detector.access(name, 0, _ALL, HOST, "giving the memory back", writes=True)
 
     def _step(self, stream: SimStream) -> None:
         """Run the stream's next operation, and before it all that it waits for."""
@@ -315,7 +361,7 @@ class SimDevice:
             if stream.error is None:
                 run()
         except Exception as error:
-            if stream is self._kernels:
+            if stream.of_kernels:
                 raise
             stream.error = error
 

@@ -50,6 +50,13 @@ class RaceDetector:
         """The number of accesses that are kept to compare later ones with."""
         return sum(map(len, self._last.values()))
 
+    def copy(self) -> RaceDetector:
+        """Returns another detector, which knows what this one knows now."""
+        made = RaceDetector()
+        made._clocks = {thread: dict(clock) for thread, clock in self._clocks.items()}
+        made._last = {memory: list(accesses) for memory, accesses in self._last.items()}
+        return made
+
     def tick(self, thread: str) -> int:
         """Count another operation of the thread, and return its stamp."""
         clock = self._clocks.setdefault(thread, {})

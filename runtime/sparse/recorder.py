@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.runtime.sparse.base import PooledUnits
-from penstock.runtime.system.atomic import replace_file
+from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.payload.routes import MOST_BYTES, routes_from_bytes, routes_to_bytes
 from penstock.schedule.sparse.routes import Ask, Routes
@@ -46,8 +46,8 @@ class Recorder:
         Raises SourceError where the file cannot be written, and PayloadError for more than 64 MiB of routes.
         """
         data = routes_to_bytes(self.routes)
-        with replace_file(Path(path), force=force) as fd, open(fd, "wb", closefd=False) as file:
-            file.write(data)
+        with replace_file(Path(path), force=force) as fd:
+            write_all(fd, data)
 
     # What the units call.
 

@@ -33,7 +33,7 @@ from penstock.runtime.system.memory import (
     hint,
     round_up,
 )
-from penstock.schedule.facts.errors import PenstockError, PlanError
+from penstock.schedule.facts.errors import PenstockError, PlanError, StreamError
 from penstock.schedule.facts.model import Decisions, Part, SparseRead, Step, Trace
 
 _log = logging.getLogger(__name__)
@@ -81,6 +81,21 @@ def check_trusted(plan: Decisions) -> None:
                     )
 
 
+def check_experts(trace: Trace) -> None:
+    """Raise StreamError if experts are computed one at a time for a product that needs all of them.
+
+    The program was compiled where that gave the bits of all of them together, which is tried again here.
+    """
+    for step in trace.steps:
+        for one in step.sparse:
+            if one.computed is not None and not _trusted(one, step):
+                raise StreamError(
+                    f"the program computes experts one at a time in {step.name}, and {one.operator} was not "
+                    "seen to give the bits of all of them together in this process: compile it on this "
+                    "machine, for as many threads"
+                )
+
+
 def reads_units_only(read: SparseRead) -> bool:
     """Tells whether the operator of a read touches only units that its operand names, and repeats its bits.
 
@@ -93,7 +108,10 @@ def reads_units_only(read: SparseRead) -> bool:
     if call is None:
         _log.warning("%s is defined nowhere in this process: its weights are read whole", read.operator)
         return False
-    view = _shortened(replace(read.view, storage=0, offset=read.view.offset % PAGE), read.slices)
+    own = replace(read.view, storage=0, offset=read.view.offset % PAGE)
+    if read.computed:  # one slice after another, from slices that are named: it is given no others
+        own = Part("", read.computed.dtype, read.computed.shape, read.computed.stride, 0, 0)
+    view = _shortened(own, read.slices)
     return _tried(read.operator, call, view, read.slices, torch.get_num_threads())
 
 
@@ -153,11 +171,16 @@ def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -
         if not contract.ends:  # what cannot be put together from rounds fails here
             rounds = Rounds(parts, lambda _: nullcontext(), read.slices)
             return same_bytes(run_in_rounds(contract, call, arguments, rounds), result)
-        # The same rows with these units alone give the same bits.
+        # The same rows with these units alone, together and one by one, give the same bits.
         _, ends = contract.operands(arguments)
         ends = ends[named]
         few = _like(tensor[named], tensor)
-        return torch.equal(result, call(arguments[0], *contract.replaced(arguments, few, ends)[1:]))
+        alone = (arguments[0], *contract.replaced(arguments, few, ends)[1:])
+        single = [
+            call(*contract.narrowed(alone, slice(k, k + 1), slice(2 * k, 2 * k + 2)))
+            for k in range(len(named))
+        ]
+        return all(torch.equal(result, other) for other in (call(*alone), torch.cat(single)))
 
 
 def _sees_reads(address: int) -> bool:

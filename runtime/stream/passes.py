@@ -187,17 +187,16 @@ class Gate:
         """Hold the gate while one call runs."""
         if os.getpid() != self._owner:
             raise StreamError(f"a forked child cannot run {self._what}: {self._again} in the child")
-        if not self._lock.acquire(blocking=False):
-            raise StreamError(f"another thread is running this module: {self._again} once per thread")
-        try:
+        with self._holding(f"another thread is running this module: {self._again} once per thread"):
             self._refuse_running("called")
-            self._running = True
             try:
-                yield
-            finally:
+                try:
+                    self._running = True
+                    yield
+                finally:
+                    self._running = False
+            finally:  # an interrupt may have come before the line above
                 self._running = False
-        finally:
-            self._lock.release()
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -205,17 +204,24 @@ class Gate:
         if os.getpid() != self._owner:  # where the lock may be held by a thread of the parent only
             yield
             return
-        if not self._lock.acquire(blocking=False):
-            raise StreamError("the module cannot be closed while a call runs in it: wait for that call")
-        try:
+        with self._holding("the module cannot be closed while a call runs in it: wait for that call"):
             self._refuse_running("closed")
             yield
-        finally:
-            self._lock.release()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Hold the gate while what later calls run is changed, once the call of another thread has ended."""
+        with self._lock:
+            yield
+
+    @contextmanager
+    def _holding(self, refusal: str) -> Iterator[None]:
+        """Hold the lock. Raises StreamError if another thread does.
+
+        The lock is tried, and then taken by a `with`: wherever an interrupt comes, that gives it back.
+        """
+        if not self._lock.acquire(blocking=False) or self._lock.release():  # type: ignore[func-returns-value]
+            raise StreamError(refusal)
         with self._lock:
             yield
 

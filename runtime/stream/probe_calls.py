@@ -7,11 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
+from torch import fx
+
 from penstock.passes.probes import NOTHING_STREAMS, CompiledCalls, Probes
 from penstock.passes.trace import with_measured
 from penstock.schedule.facts.model import Trace
 from penstock.schedule.payload.codec import ProbeOrder
 
+Bodies = Mapping[str, fx.GraphModule]
 _EDGE = -1
 _Result = TypeVar("_Result")
 
@@ -21,14 +24,16 @@ def probe_calls(
     probed: Collection[int],
     streamer: Probes | None,
     by_units: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
+    bodies: Bodies = MappingProxyType({}),
 ) -> CompiledCalls:
     """Returns the target of a compiled program's calls.
 
     `streamer` streams the steps `probed`, and `by_units` has by number the reads that a pool serves.
+    `bodies` are those of the program's graph.
     """
     if streamer is None and not order.units:
         return NOTHING_STREAMS
-    return ProbeCalls(order, probed, streamer or NOTHING_STREAMS, by_units)
+    return ProbeCalls(order, probed, streamer or NOTHING_STREAMS, by_units, bodies)
 
 
 class ProbeCalls(CompiledCalls):
@@ -44,8 +49,10 @@ class ProbeCalls(CompiledCalls):
         probed: Collection[int],
         probes: Probes,
         by_units: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
+        bodies: Bodies = MappingProxyType({}),
     ) -> None:
         self._graph = order.graph
+        self._bodies = bodies
         self._probes = probes
         self._by_units = by_units
         self._raised: BaseException | None = None
@@ -81,6 +88,9 @@ class ProbeCalls(CompiledCalls):
         except BaseException as error:
             self._raised = error
             raise
+
+    def body(self, name: str) -> fx.GraphModule:
+        return self._bodies[name] if name in self._bodies else super().body(name)
 
     def _pass(self, call: int) -> None:
         ended, begun = self._closes.get(call), self._opens.get(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.runtime.system.memory import Reservation, cached_pages
@@ -34,11 +35,12 @@ def open_uncached(path: Path, fd: int) -> int:
         uncached = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag) if flag else -1
     except OSError:
         return -1
-    # The path may have been renamed over since `fd` was opened.
-    if uncached >= 0 and not os.path.samestat(os.fstat(uncached), os.fstat(fd)):
-        os.close(uncached)
-        return -1
-    return uncached
+    if uncached >= 0:
+        with suppress(OSError):  # the path may have been renamed over since `fd` was opened
+            if os.path.samestat(os.fstat(uncached), os.fstat(fd)):
+                return uncached
+            os.close(uncached)
+    return -1
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:

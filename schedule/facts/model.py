@@ -23,6 +23,7 @@ from penstock.schedule.facts.catalog import Role as Role
 from penstock.schedule.facts.catalog import Storage as Storage
 from penstock.schedule.facts.catalog import Weight as Weight
 from penstock.schedule.facts.catalog import WeightFile as WeightFile
+from penstock.schedule.facts.units import Computed as Computed
 from penstock.schedule.facts.units import Pool as Pool
 from penstock.schedule.facts.units import SparseRead as SparseRead
 

@@ -11,6 +11,16 @@ from penstock.schedule.facts.catalog import ITEM_SIZES, STRICT, Part, part_nbyte
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A tensor that a program computes from units, each slice on dimension 0 from one of them."""
+
+    __pydantic_config__: ClassVar = STRICT
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SparseRead:
     """A read that needs of a tensor only the slices on dimension 0, its units, that an operand names.
 
@@ -22,6 +32,8 @@ class SparseRead:
     With `tiles`, every call needs all units, which are the tiles of a product that may be computed one after
     another. If `slices` is more than 1, a unit is a run of so many slices: the operator is given the tensor
     whose dimension 0 is the first two of `view` in one.
+
+    If `computed` is there, the operator is given that in the place of `view`, a slice at a time.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -31,6 +43,7 @@ class SparseRead:
     asked: int
     slices: int = 1
     tiles: bool = False
+    computed: Computed | None = None
 
     @property
     def storage(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import (
+    Computed,
     Decisions,
     Drop,
     Hardware,
@@ -97,8 +98,22 @@ def _sparse_faults(read: SparseRead, path: str, storages: int) -> Iterator[str]:
     joined = len(view.shape) > 1 and view.stride[0] == view.shape[1] * view.stride[1]
     if read.slices != 1 and not (joined and view.shape[1] == read.slices > 1):
         yield f"{path}.slices: expected 1, or {view.shape[1:2]}, one after another, got {read.slices}"
+    if read.computed is not None:
+        yield from _computed_faults(read, read.computed, f"{path}.computed")
     if read.unit_stride < read.unit_nbytes:
         yield f"{path}.view: expected slices on dimension 0 that do not overlap, got stride {view.stride}"
+
+
+def _computed_faults(read: SparseRead, made: Computed, path: str) -> Iterator[str]:
+    """What is computed from the units of a read is a tensor with as many slices."""
+    if made.dtype not in ITEM_SIZES or not made.shape or len(made.shape) != len(made.stride):
+        yield f"{path}: expected a tensor of a torch dtype, with dimensions and a stride for each"
+        return
+    for name, values in (("shape", made.shape), ("stride", made.stride)):
+        for value in values:
+            yield from size_faults(value, f"{path}.{name}", 1 if name == "shape" else 0)
+    if made.shape[0] != read.count or read.slices > 1 or read.tiles:
+        yield f"{path}: expected a slice for each of {read.count} units, which are no tiles, got {made.shape}"
 
 
 def facts_faults(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterator[str]:

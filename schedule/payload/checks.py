@@ -102,6 +102,9 @@ def _version(payload: Payload) -> Iterator[str]:
         yield f"$.version: expected 6 of a payload for a .pte, got 5 with {got}"
     traced = (*payload.traces, *(trace for plan in payload.plans for trace in plan.traces))
     sparse = any(step.sparse for trace in traced for step in trace.steps)
+    reads = (one for trace in traced for step in trace.steps for one in step.sparse)
+    if payload.version < 11 and any(one.computed for one in reads):
+        yield f"$.version: expected 11 of a payload with computed units, got {payload.version}"
     if payload.version < 9 and (sparse or any(plan.pool for plan in payload.plans)):
         yield f"$.version: expected 9 of a payload with reads by units, got {payload.version}"
     if payload.version < 10 and any(order.units for order in payload.probes):

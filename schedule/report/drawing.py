@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock.schedule.atomic_file import refuse_existing, replace_file
 from penstock.schedule.clock.event_graph import simulate
 from penstock.schedule.clock.turns import joined
-from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.errors import PlanError, SourceError
 from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_time
 from penstock.schedule.report.page.render import render_page
@@ -158,16 +157,13 @@ def _named(what: str, name: str, pid: int, tid: int) -> Event:
 
 
 def _new_file(path: str | PathLike[str], *, force: bool) -> Path:
+    """The path of a file to write. Raises PlanError where it cannot be written, before any work is done."""
     target = Path(path)
-    if (target.exists() or target.is_symlink()) and not force:
-        raise PlanError(_exists(target))
+    with _as_plan_errors():
+        refuse_existing(target, force=force)
     if not target.parent.is_dir():
         raise PlanError(f"{target.parent} is not a folder that exists; create it, or choose another output")
     return target
-
-
-def _exists(target: Path) -> str:
-    return f"{target} exists; choose another output, or overwrite it with --force (force=True)"
 
 
 def _write(target: Path, pieces: Iterable[str], *, force: bool) -> None:
@@ -176,34 +172,17 @@ def _write(target: Path, pieces: Iterable[str], *, force: bool) -> None:
     Raises:
         PlanError: `target` exists and `force` is not given, or it cannot be written.
     """
-    temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.writelines(pieces)
-                file.flush()
-                os.fsync(file.fileno())
-            if force:
-                os.replace(temporary, target)
-            else:
-                _publish(temporary, target)
-        finally:
-            with suppress(FileNotFoundError):
-                temporary.unlink()
-    except FileExistsError as error:
-        raise PlanError(_exists(target)) from error
-    except OSError as error:
-        raise PlanError(
-            f"{target} could not be written ({error}); check the space left and the permissions"
-        ) from error
+    with (
+        _as_plan_errors(),
+        replace_file(target, force=force) as fd,
+        open(fd, "w", encoding="utf-8", closefd=False) as file,
+    ):
+        file.writelines(pieces)
 
 
-def _publish(temporary: Path, target: Path) -> None:
-    """Rename the temporary file to `target`. Raises FileExistsError if that name was taken meanwhile."""
+@contextmanager
+def _as_plan_errors() -> Iterator[None]:
     try:
-        os.link(temporary, target)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links: take the name with an empty file, then replace that file
-        target.touch(exist_ok=False)
-        os.replace(temporary, target)
+        yield
+    except SourceError as error:
+        raise PlanError(str(error)) from error

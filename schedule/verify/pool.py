@@ -87,6 +87,11 @@ def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, whe
     view, item = read.view, ITEM_SIZES.get(read.view.dtype, 0)
     if not item or len(view.shape) != len(view.stride) or min(view.shape, default=0) < 1:
         raise PlanError(f"{where} reads units of a tensor of {view.dtype} {view.shape}, which has none")
+    slices = read.computed.shape[:1] if read.computed else view.shape[:1]
+    if slices != view.shape[:1] or (read.computed and (read.tiles or read.slices != 1)):
+        raise PlanError(
+            f"{where} computes {(*slices, 0)[0]} slices from {view.shape[0]} units: expected as many"
+        )
     stride = view.stride[0] * item
     nbytes = (1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride[1:], strict=True))) * item
     count, end = view.shape[0], view.offset + (view.shape[0] - 1) * stride + nbytes

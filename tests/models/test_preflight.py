@@ -97,7 +97,7 @@ def test_what_an_export_is_spared_changes_no_figure(
     asked = (str(folder), "--hardware", "h200", "--budget", "25%", "--context", "100")
     found = facts(*asked)
     monkeypatch.setattr(fake_export, "quick", nullcontext)
-    monkeypatch.setattr(propagation, "_facts", lambda value: object())  # nothing counts as seen
+    monkeypatch.setattr(propagation, "facts_of", lambda value: object())  # nothing counts as seen
     assert facts(*asked) == found
 
 

@@ -15,7 +15,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE.parent.parent / "build" / "rig"
-SOURCES = ("rig.cpp", "kernels.h", "memory.h", "streams.h")
+SOURCES = ("rig.cpp", "kernels.h", "locked.h", "memory.h", "streams.h")
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
 
 

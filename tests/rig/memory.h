@@ -2,7 +2,7 @@
 //
 // Freed blocks are kept for the stream that they were made on, overwritten with 0xFF on that stream, and given out
 // again at once: as with CUDA's allocator, what another stream still reads there is lost unless the program has
-// ordered it. Page-locked host memory is what has been registered, or what torch's pin_memory got here.
+// ordered it.
 #pragma once
 
 #include <sys/mman.h>
@@ -13,102 +13,13 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include "locked.h"
 #include "streams.h"
 
 namespace rig {
 
 constexpr size_t kSpan = size_t(1) << 34;  // addresses of a device, and of the bytes behind them
 constexpr size_t kBlock = 512;             // all blocks are multiples of it, and begin at one
-
-// The page-locked ranges of the host.
-class Locked {
-  struct Range {
-    uintptr_t stop = 0;
-    bool owned = false, removed = false;
-    int copies = 0;
-  };
-  using Ranges = std::map<uintptr_t, Range>;
-
- public:
-  // Returns false where the range touches one that is registered.
-  bool add(void* start, size_t nbytes, bool owned) {
-    std::lock_guard lock(mutex_);
-    auto next = ranges_.upper_bound(address(start));
-    if (next != ranges_.end() && next->first < address(start) + nbytes) return false;
-    if (next != ranges_.begin() && std::prev(next)->second.stop > address(start)) return false;
-    ranges_[address(start)] = {address(start) + nbytes, owned, false, 0};
-    return true;
-  }
-
-  bool remove(void* start) {
-    std::lock_guard lock(mutex_);
-    auto found = ranges_.find(address(start));
-    if (found == ranges_.end()) return false;
-    if (found->second.copies == 0) {
-      erase(found);
-    } else {
-      found->second.removed = true;
-    }
-    return true;
-  }
-
-  bool holds(const void* start, size_t nbytes) {
-    std::lock_guard lock(mutex_);
-    return find(start, nbytes) != ranges_.end();
-  }
-
-  // A copy on its way: pin_memory's memory outlives it; what was registered has to stay so until it has run.
-  class Copy {
-   public:
-    Copy(Locked& all, const void* start, size_t nbytes) : all_(all) {
-      std::lock_guard lock(all_.mutex_);
-      range_ = all_.find(start, nbytes);
-      range_->second.copies++;
-    }
-    ~Copy() {
-      std::lock_guard lock(all_.mutex_);
-      if (--range_->second.copies == 0 && range_->second.removed) all_.erase(range_);
-    }
-    Copy(const Copy&) = delete;
-
-    void check() {
-      std::lock_guard lock(all_.mutex_);
-      bool gone = range_->second.removed && !range_->second.owned;
-      TORCH_CHECK(!gone, "a copy runs after its host memory was unregistered");
-    }
-
-   private:
-    Locked& all_;
-    Ranges::iterator range_;
-  };
-
-  size_t bytes() {
-    std::lock_guard lock(mutex_);
-    size_t sum = 0;
-    for (auto& [start, range] : ranges_) sum += range.removed ? 0 : range.stop - start;
-    return sum;
-  }
-
- private:
-  static uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
-
-  Ranges::iterator find(const void* start, size_t nbytes) {
-    auto next = ranges_.upper_bound(address(start));
-    if (next == ranges_.begin()) return ranges_.end();
-    auto found = std::prev(next);
-    return found->second.stop >= address(start) + nbytes ? found : ranges_.end();
-  }
-
-  void erase(Ranges::iterator found) {
-    if (found->second.owned) free(reinterpret_cast<void*>(found->first));
-    ranges_.erase(found);
-  }
-
-  std::mutex mutex_;
-  Ranges ranges_;
-};
-
-Locked& locked();
 
 // The memory of one device.
 class Memory {
@@ -233,7 +144,7 @@ class Memory {
     collect();
     try {
       streams().wait_for_device(device_, "emptying the cache");
-    } catch (const c10::Error&) {  // a device that has failed runs nothing any more
+    } catch (const std::exception&) {  // a device that has failed runs nothing any more
     }
     for (auto& [key, list] : free_) {
       for (char* pointer : list) {

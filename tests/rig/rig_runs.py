@@ -1,37 +1,109 @@
 """Plans run on the rig without a model: what each step's kernels find is kept there, and compared at the end.
 
 So nothing but the streamer's own waits orders anything: a kernel that runs too early, or a copy that comes
-too early, shows as wrong bytes.
+too early, shows as wrong bytes. It is compared when all is closed, so that closing too early shows, too.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
 
 from penstock.runtime.device.accelerator import AcceleratorDevice
+from penstock.runtime.device.disk import DiskEvent, DiskStream
 from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.opening import open_accelerator
+from penstock.runtime.device.pass_order import PassOrder
+from penstock.runtime.device.protocol import FileRead
 from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.files.source import Source
 from penstock.runtime.stream.interface import Streamer
 from tests.rig import machine
-from tests.runtime.device.device_runs import Case, CountError, Parts, WrongBytesError
+from tests.runtime.device.device_runs import (
+    POLICIES,
+    BrokenError,
+    Case,
+    CountError,
+    Parts,
+    WrongBytesError,
+    cases,
+    totals_of,
+)
+
+
+class LateDisk(DiskStream):
+    """Reads what somebody waits for and no earlier, the newest first: reads have no order but by waits."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._late: list[tuple[Future[None], Callable[[], None]]] = []
+        self._lock = threading.Lock()
+
+    def record(self) -> DiskEvent:
+        return LateEvent(self, super().record().submitted)
+
+    def demand(self, reads: Sequence[Future[None]]) -> None:
+        with self._lock:
+            for read, work in reversed([one for one in self._late if one[0] in reads]):
+                self._guarded(work)
+                read.set_result(None)
+            self._late = [one for one in self._late if not one[0].done()]
+
+    def _submit(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
+        with self._lock:
+            new = [(Future[None](), self._reader(target, one)) for one in reads]
+            self._late += new
+        self._reads = [read for read in self._reads if not read.done()] + [read for read, _ in new]
+
+
+class LateEvent(DiskEvent):
+    """An event of a late disk."""
+
+    def synchronize(self) -> None:
+        stream: Any = self.stream
+        stream.demand(self.submitted.result())
+        super().synchronize()
+
+
+class LateReading(AcceleratorDevice):
+    """The rig with a late disk behind it."""
+
+    def open_disk(self, source: Source) -> LateDisk:
+        disk = LateDisk(source)
+        self._disks.append(disk)
+        return disk
 
 
 @dataclass
 class RigRun:
-    """A case on the rig, in the order that is set. `parts` may alter what the runtime is given."""
+    """A case on the rig, in the order that is set, or on the accelerator of another name.
+
+    `parts` may alter what the runtime is given. The disk is the system's, which has often read before, or
+    with `late_disk`, on the rig, one that never has.
+    """
 
     case: Case
     parts: Parts = field(default_factory=Parts)
+    name: str = "rig"
+    late_disk: bool = False
 
     def go(self) -> int:
         """Run all passes, and return the bytes moved. Raises WrongBytesError for what a step found."""
         one, parts = self.case, self.parts
-        device = AcceleratorDevice("rig")
+        device = LateReading(self.name) if self.late_disk else open_accelerator(self.name)
         given = parts.device(device)
-        self.found: list[tuple[int, torch.Tensor]] = []
+        self.found: list[tuple[int, torch.Tensor, torch.Stream]] = []
+        streams = [
+            torch.accelerator.current_stream(),
+            *(torch.Stream(self.name) for _ in range(1, one.streams)),
+        ]
         try:
             self.weights = DeviceWeights(
                 parts.plan_of_weights(one.plan), one.storages, given, parts.source(one.source)
@@ -41,18 +113,28 @@ class RigRun:
             streamer = parts.streamer(inner)
             for storage in one.plan.outside:
                 self._keep(storage)
-            for graph, how in one.passes:
+            order, blocked = PassOrder(given), self._blocked()
+            for number, (graph, how) in enumerate(one.passes):
                 parts.begin_pass(how)
-                self._run(streamer, graph, how)
+                with suppress(BrokenError), streams[number % len(streams)], order.turn():
+                    self._run(streamer, graph, how)
+            if not self.weights.host.ring.numel() and self._blocked() != blocked:  # its threads wait, too
+                raise CountError(f"{one.name}: the host waited, {self._blocked()} instead of {blocked}")
+            streamer.close()
+            order.close()
+            device.close()
+            self.weights.close()
             self._compare()
             if bool(streamer.counters.misses) != any(how == "backwards" for _, how in one.passes):
                 raise CountError(f"{one.name}: {streamer.counters.misses} misses")
-            streamer.close()
             return streamer.counters.bytes_moved
         finally:
-            torch.ops.rig.set_policy("soon", 0)
-            torch.accelerator.synchronize()
+            device.finish()
             device.close()
+
+    def _blocked(self) -> dict[str, int]:
+        """How often the host has waited for the device so far, which only the rig tells."""
+        return machine.blocked() if self.name == "rig" else {}
 
     def _run(self, streamer: Streamer, graph: int, how: str) -> None:
         probed, count = streamer.probed(graph), len(self.case.plan.traces[graph].steps)
@@ -72,8 +154,8 @@ class RigRun:
         if how == "raises":
             streamer.acquire(graph, probed[len(probed) // 2])
             streamer.abort()
-        else:
-            streamer.end(graph)
+            raise BrokenError
+        streamer.end(graph)
 
     def _keep(self, storage: int) -> None:
         """Have a kernel read a storage where the plan has it."""
@@ -81,20 +163,28 @@ class RigRun:
         if self.case.storages[storage].nbytes:
             if place is None:
                 raise WrongBytesError(f"{self.case.name}: storage {storage} is nowhere")
-            self.found.append((storage, place[0][place[1] : place[2]].clone()))
+            kept = place[0][place[1] : place[2]].clone()
+            self.found.append((storage, kept, torch.accelerator.current_stream()))
 
     def _compare(self) -> None:
         contents: Any = memoryview(self.case.source.contents)
-        for storage, kept in self.found:
+        for storage, kept, stream in self.found:
             extents = self.case.storages[storage].extents
             expected = b"".join(contents[e.file_offset : e.file_offset + e.nbytes] for e in extents)
-            if bytes(kept.cpu().numpy().data) != expected:
+            with stream:
+                same = bytes(kept.cpu().numpy().data) == expected
+            if not same:
                 raise WrongBytesError(f"{self.case.name}: storage {storage} is not what the file has")
 
 
-def run_everywhere(parts: Parts, cases: Any, orders: Any = machine.ORDERS) -> None:
-    """All cases in all orders; raises what the first to fail raises."""
-    for order in orders:
-        for one in cases:
+def run_everywhere(parts: Parts, some: Sequence[Case], orders: Any = machine.ORDERS) -> None:
+    """Some cases in some orders; raises what the first to fail raises.
+
+    As many bytes are moved as on the simulated device, unless how many there are is up to a disk.
+    """
+    for order, one, late_disk in product(orders, some, (False, True)):
+        if not late_disk or (one.plan.host and order[0] == "late"):
             with machine.ordered(*order):
-                RigRun(one, parts).go()
+                moved = RigRun(one, parts, late_disk=late_disk).go()
+            if one in cases() and moved != totals_of(one, *POLICIES[0]).bytes_moved:
+                raise CountError(f"{one.name}: {moved} bytes were moved")

@@ -3,10 +3,14 @@
 // An operation is a kernel, a copy, or a wait for a mark of another stream. A mark is a stream and a position in it;
 // it is reached once so many operations of that stream are done. Whoever waits for a mark demands it. What a policy
 // keeps back runs only once it is demanded, and then no further than the mark: so late is as late as is legal.
+//
+// A mark also tells a time, which no policy and no busy machine changes: an operation takes a millisecond, and begins
+// when the one before it on its stream has ended, or what it waits for if that is later.
 #pragma once
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -15,11 +19,10 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
-
-#include <c10/util/Exception.h>
 
 namespace rig {
 
@@ -31,6 +34,7 @@ struct Stream;
 struct Mark {
   Stream* stream = nullptr;
   uint64_t position = 0;
+  uint64_t milliseconds = 0;
 };
 
 struct Operation {
@@ -46,6 +50,7 @@ struct Stream {
   int device, id;  // id 0 is the default stream, then come the pool's, then those of high priority
   std::deque<Operation> waiting;
   uint64_t enqueued = 0, done = 0;
+  uint64_t milliseconds = 0;  // at which the last operation enqueued ends
   uint64_t demanded = 0;  // may run up to here under any policy
   uint64_t released = 0;  // may run up to here under the random policy
   bool started = false;
@@ -93,7 +98,7 @@ class Streams {
 
   Mark end_of(Stream* stream) {
     std::lock_guard lock(mutex_);
-    return {stream, stream->enqueued};
+    return {stream, stream->enqueued, stream->milliseconds};
   }
 
   bool reached(Mark mark) {
@@ -144,10 +149,12 @@ class Streams {
 
  private:
   void check(int device) const {
-    TORCH_CHECK(errors_[device].empty(), "the rig's device ", device, " has failed: ", errors_[device]);
+    if (errors_[device].empty()) return;
+    throw std::runtime_error("device " + std::to_string(device) + " has failed: " + errors_[device]);
   }
 
   Mark push(Stream* stream, Operation operation) {
+    stream->milliseconds = std::max(stream->milliseconds, operation.after.milliseconds) + 1;
     stream->waiting.push_back(std::move(operation));
     stream->enqueued++;
     if (policy_ == Policy::random && random_() % 2) {
@@ -161,7 +168,7 @@ class Streams {
       std::thread([this, stream] { work(stream); }).detach();
     }
     changed_.notify_all();
-    return {stream, stream->enqueued};
+    return {stream, stream->enqueued, stream->milliseconds};
   }
 
   void demand(Mark mark) {
@@ -178,7 +185,7 @@ class Streams {
 
   void finish_all(std::unique_lock<std::mutex>& lock, int device) {
     for (size_t k = 0; k < started_.size(); k++)  // one that starts meanwhile is waited for, too
-      if (started_[k]->device == device) finish(lock, {started_[k], started_[k]->enqueued});
+      if (started_[k]->device == device) finish(lock, {started_[k], started_[k]->enqueued, 0});
   }
 
   bool lags(const Stream* stream) const {
@@ -222,10 +229,8 @@ class Streams {
         lock.unlock();
         try {
           operation.run();
-        } catch (const c10::Error& caught) {
-          found = caught.what_without_backtrace();
         } catch (const std::exception& caught) {
-          found = caught.what();
+          found = words_of(caught);
         }
         operation.run = nullptr;  // what it holds is let go without the lock
         lock.lock();
@@ -236,7 +241,9 @@ class Streams {
     }
   }
 
+  // These two are for whoever has these streams to define.
   static void prepare_thread();
+  static std::string words_of(const std::exception& error);
 
   std::mutex mutex_;
   std::condition_variable changed_;

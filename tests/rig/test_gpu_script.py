@@ -1,41 +1,262 @@
-"""`make gpu`'s benchmark runs from its first cell to its table on a device that is no CPU."""
+"""`make gpu` runs from its first step to its last on the rig, and what goes wrong is a line."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks.gpu import __main__ as script
+from benchmarks.gpu import bits, copying, llama, overlap, passes
+from benchmarks.gpu.isolation import ROOT, environment
+from benchmarks.gpu.steps import STEPS
+from benchmarks.gpu.target import Target, WrongResultError
 from penstock.demo.llama import Shape, make_meta_decoder
-from penstock.runtime import calibrate
+from penstock.runtime.device.accelerator import AcceleratorDevice
 from tests.rig import machine
+from tests.rig.building import build
+from tests.runtime.device.device_suite import CHECKS, FAULTS
+
+ON_THE_RIG = ("--device", "rig", "--scale", "0.0005", "--patience", "20")
 
 
-def test_the_benchmark_of_a_gpu_runs_on_the_rig(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "CALLS", (("llama", 1), ("llama", 8)))
-    monkeypatch.setattr(gpu, "SHARES", (0.0, 1.0))
-    monkeypatch.setattr(gpu, "PEERS", {})
-    monkeypatch.setattr(calibrate, "_DEVICE_MATRIX", 64)
-    monkeypatch.setattr(calibrate, "_DEVICE_BUFFER", 1 << 20)
-    with machine.ordered("late"):
-        gpu.main(device="rig", sizes="1MiB", rounds=1, json_path=tmp_path / "gpu.json")
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [(row["model"], row["tokens"]) for row in found["rows"]] == [
-        call for call in gpu.CALLS for _ in gpu.SHARES
+def hide(folder: Path, how: str, *packages: str) -> str:
+    """A folder for PYTHONPATH in which these packages are files that do not import."""
+    folder.mkdir()
+    for package in packages:
+        (folder / f"{package}.py").write_text(f"{how}\n")
+    return str(folder)
+
+
+def run(arguments: Sequence[str], hidden: str = "") -> tuple[int, list[dict[str, Any]], str]:
+    """The script's exit status, its lines, and what it printed on its standard error."""
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    surroundings = environment()
+    surroundings["PYTHONPATH"] = os.pathsep.join([hidden, surroundings["PYTHONPATH"]])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=surroundings, check=False)
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+@pytest.mark.timeout(1500)
+def test_ten_minutes_on_a_gpu_are_tried_on_the_rig(tmp_path: Path) -> None:
+    build()  # outside of the steps' limits
+    results = tmp_path / "build" / "gpu.jsonl"
+    hidden = hide(tmp_path / "hidden", "raise ModuleNotFoundError(__name__)", "pytest", "hypothesis", "typer")
+    status, lines, said = run([*ON_THE_RIG, "--results", str(results)], hidden)
+    assert [json.loads(line) for line in results.read_text().splitlines()] == lines
+    outcomes = [(line["step"], line["outcome"]) for line in lines if "outcome" in line]
+    assert outcomes == [(step, "done") for step in STEPS], said
+    assert status == 0
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        if "outcome" not in line:
+            found[line.pop("step")].append(line)
+    assert list(found) == ["check", *STEPS]
+    assert found["check"][0]["missing"] == []
+    assert found["machine"][0]["product"] == f"rig, {machine.MEMORY} bytes"
+    assert found["machine"][0]["measures"] is False
+    assert found["suite"] == [{"checks": len(CHECKS), "faults": len(FAULTS), "failed": 0}]
+    _check_copies(found["copies"])
+    _check_overlap(found["overlap"])
+    _check_bits(found["bits"])
+    _check_passes(found)
+    _check_llama(found)
+    backend, ahead = found["inductor"]
+    assert (backend["what"], backend["equal"], backend["misses"]) == ("torch.compile", True, 0)
+    assert backend["bytes_moved"] > 0
+    assert ahead == {
+        "what": "AOTInductor",
+        "refused": "method 'forward' is for rig:0, and code of AOTInductor runs on cpu, cuda, xpu, mps only",
+    }
+
+
+def _check_copies(lines: list[dict[str, Any]]) -> None:
+    locking, *copies = lines
+    assert locking["nbytes"] == int(copying.TRANSFER * 0.0005) // 4096 * 4096
+    assert locking["seconds_a_gib"] > locking["seconds"] > 0
+    assert len(copies) == len(copying.PIECES_MIB)
+    for line in copies:
+        assert line["equal"] is True
+        assert line["pieces"] == -(-locking["nbytes"] // line["piece_bytes"])
+        # An operation of the rig takes a millisecond, and the record of an event is one.
+        assert line["bytes_per_s"] == pytest.approx(locking["nbytes"] / (line["pieces"] + 1) * 1e3)
+        assert line["bytes_per_s_under_products"] == line["bytes_per_s"]
+        assert line["products_s"] == line["products_under_copies_s"] == (copying.PRODUCTS + 1) / 1e3
+
+
+def _check_overlap(lines: list[dict[str, Any]]) -> None:
+    assert [line["share"] for line in lines] == list(overlap.SHARES)
+    transfers = [line["transfers"] for line in lines]
+    assert transfers == sorted(transfers, reverse=True)
+    assert min(transfers) > 0
+    for line in lines:
+        assert line["equal"] is True
+        assert line["copying_ms"] == 2 * line["transfers"]  # a copy, and the record behind it
+        assert 0 < line["both_ms"] <= min(line["copying_ms"], line["computing_ms"])
+        assert line["hidden"] == line["both_ms"] / min(line["copying_ms"], line["computing_ms"])
+        assert line["computing_ms"] < line["ms"]
+
+
+def _check_bits(lines: list[dict[str, Any]]) -> None:
+    keys = [(line["bias"], line["tokens"], line.get("alignment")) for line in lines]
+    assert sorted(keys[:12]) == [
+        (bias, tokens, alignment)
+        for bias in (False, True)
+        for tokens in (1, 512)
+        for alignment in bits.ALIGNMENTS
     ]
-    for row in found["rows"]:
-        assert row["equal"]
-        assert row["misses"] == 0
-        assert 0 < row["held_bytes"] <= row["budget"]
-        assert row["seconds"] > 0
-        assert row["driver_bytes"] >= row["held_bytes"]
-    assert found["device"] == f"rig, {machine.MEMORY} bytes"
-    assert capsys.readouterr().out.count("| yes |") == len(found["rows"])
+    assert sorted(keys[12:]) == [(bias, tokens, None) for bias in (False, True) for tokens in (1, 512)]
+    assert all(line["equal"] is True for line in lines)
+
+
+def _check_passes(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert [(line["share"], line["wrap"]) for line in found["streams"]] == [
+        (share, wrap) for share in (0.0, 0.5) for wrap in ("overlap", "barrier")
+    ]
+    assert all(line["equal"] is True and line["misses"] == 0 for line in found["streams"])
+    assert [line["share"] for line in found["closing"]] == [0.0, 0.5, 1.0]
+    assert all(line["equal"] is True and line["overwritten_bytes"] > 0 for line in found["closing"])
+    graphed = {"captured": False, "equal_after_a_broken_capture": True, "equal": True}
+    assert found["graphs"] == [{"share": s, **graphed, "equal_after_closing": None} for s in (0.0, 0.5)]
+
+
+def _check_llama(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert [(line["tokens"], line["share"]) for line in found["llama"]] == [
+        (tokens, share) for tokens in llama.TOKENS for share in llama.SHARES
+    ]
+    for line in found["llama"]:
+        assert line["equal"] is True
+        assert line["misses"] == 0
+        assert 0 < line["held_bytes"] <= line["budget"] <= line["weights"]
+        assert line["driver_bytes"] >= line["held_bytes"]
+        assert line["over_limit"] == line["seconds"] / max(line["resident_s"], line["copying_s"])
+        assert line["over_prediction"] == line["seconds"] / line["predicted_s"]
+        assert (line["copying_s"] > 0) == (line["share"] < 1)
+    assert [line["share"] for line in found["replay"]] == list(llama.SHARES)
+    assert all(line["equal"] is True and line["captured"] is False for line in found["replay"])
+    assert [(line["tokens"], line["peer"]) for line in found["peers"]] == [
+        (tokens, peer) for tokens in llama.TOKENS for peer in llama.PEERS
+    ]
+    for line in found["peers"]:
+        if line["peer"] == "accelerate":
+            assert line["equal"] is True
+            assert line["seconds"] > 0
+        else:
+            assert line["skipped"] == "diffusers copies on streams of cuda and xpu alone"
+
+
+def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path: Path) -> None:
+    results = tmp_path / "gpu.jsonl"
+    results.write_text('{"step": "of another day"}')
+    arguments = [
+        "--device",
+        "cuda:7",
+        "--patience",
+        "20",
+        "--only",
+        "machine,copies",
+        "--results",
+        str(results),
+    ]
+    status, lines, said = run(arguments)
+    assert status == 1
+    assert [line["step"] for line in lines] == ["check", "machine", "copies"]
+    for line in lines[1:]:
+        assert line["outcome"] == "failed"
+        assert line["reason"].startswith("StreamError: there is no device 'cuda:7' here")
+    assert "Traceback" in said
+    kept = [json.loads(line) for line in results.read_text().splitlines()]
+    assert kept == [{"step": "of another day"}, *lines]
+    assert list(tmp_path.iterdir()) == [results]
+
+
+def test_a_step_that_crashes_is_a_line(tmp_path: Path) -> None:
+    hidden = hide(tmp_path / "hidden", "import os\nos.abort()", "torch")
+    status, lines, said = run([*ON_THE_RIG, "--only", "machine"], hidden)
+    assert status == 1
+    assert lines[1]["reason"].startswith("it was killed by SIGABRT: ")
+    assert "Fatal Python error: Aborted" in said
+
+
+def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path: Path) -> None:
+    hidden = hide(tmp_path / "hidden", "import threading\nthreading.Event().wait()", "torch")
+    patience = str(5 / STEPS["machine"].seconds)
+    status, lines, said = run(["--patience", patience, "--only", "machine"], hidden)
+    assert status == 1
+    assert lines[1]["reason"] == "it was killed after its 5 s"
+    assert "torch.py" in said
+
+
+def test_without_time_the_last_steps_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--device", "rig", "--minutes", "0", "--only", "llama,peers"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [
+        {"step": step, "outcome": "failed", "reason": "all the time is used up"}
+        for step in ("llama", "peers")
+    ]
+
+
+def test_what_is_missing_is_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = script.find_spec
+    for gone, what in ({"pydantic"}, script.CARRIED), ({"scipy", "accelerate"}, "scipy"):
+        monkeypatch.setattr(
+            script, "find_spec", lambda name, gone=gone: None if name in gone else there(name)
+        )
+        assert script.main([]) == 2
+        (line,) = (json.loads(text) for text in capsys.readouterr().out.splitlines())
+        assert line["missing"] == sorted(gone - {"accelerate"})
+        assert line["left_out"] == ({"accelerate": "peers"} if "accelerate" in gone else {})
+        assert f"carry the wheels of {what} and" in line["do"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "copies,steps"], "there is no step steps: choose from machine, suite"),
+        (["--scale", "2"], "--scale is a share of the full sizes, above 0 and at most 1, got 2.0"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_its_help_names_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"\n  {name} " in said for name in STEPS)
+    assert "examples:\n" in said
+
+
+def test_wrong_bits_fail_a_step(late: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of the device gives other bytes, and the steps that compare outputs say so."""
+
+    def copy(self: Any, stream: Any, target: torch.Tensor, moves: Any, label: object) -> None:
+        inner(self, stream, target, moves, label)
+        self.fill(stream, target, moves[-1].target, moves[-1].target + 2, 0)
+
+    inner = AcceleratorDevice.copy
+    monkeypatch.setattr(AcceleratorDevice, "copy", copy)
+    target = Target("rig", 0.0005, tmp_path)
+    for measure in (overlap.measure, bits.measure, passes.run_streams, passes.run_closing, passes.run_graphs):
+        lines: list[dict[str, Any]] = []
+        with torch.no_grad(), pytest.raises(WrongResultError):
+            measure(target, lambda lines=lines, **figures: lines.append(figures))
+        assert lines[-1]["equal"] is False
 
 
 def test_a_decoder_makes_its_angles_where_its_tokens_are(late: None) -> None:

@@ -47,6 +47,31 @@ def test_a_clock_of_events_starts_nothing_early(late: None) -> None:
     assert there.tolist() == [1] * 8
 
 
+def test_times_of_streams_can_be_compared(order: str) -> None:
+    """What waits for another stream begins when that has come there; else it runs beside it."""
+    streams = [torch.Stream("rig") for _ in range(2)]
+
+    def now(stream: torch.Stream) -> torch.Event:
+        event = torch.Event("rig", enable_timing=True)
+        event.record(stream)
+        return event
+
+    values = torch.zeros(8, device="rig")
+    streams[1].wait_stream(streams[0])
+    began, beside = now(streams[0]), now(streams[1])
+    with streams[0]:
+        for _ in range(20):
+            values.add_(1)
+    done = now(streams[0])
+    streams[1].wait_event(done)
+    behind = now(streams[1])
+    torch.accelerator.synchronize()
+    assert began.elapsed_time(done) == 21
+    assert done.elapsed_time(began) == -21
+    assert began.elapsed_time(beside) == 1  # the wait of its stream is behind an event of the other
+    assert done.elapsed_time(behind) == 2  # the wait, and the record
+
+
 def test_a_device_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "_DEVICE_MATRIX", 64)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+import mmap
+import runpy
+import threading
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,11 +20,15 @@ import penstock
 from penstock.runtime.device import accelerator, cuda, streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.cuda import CudaDevice
-from penstock.runtime.device.protocol import Move
+from penstock.runtime.device.pageable import PageableStream
+from penstock.runtime.device.protocol import FileRead, Move
+from penstock.runtime.device.resident import load_resident
+from penstock.runtime.files.ranges import FileRange
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from tests.rig import machine
+from tests.runtime.device.device_runs import Memory
 
 VALUES = torch.randn(2, 100)
 
@@ -47,19 +54,21 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 class Registering(CudaDevice):
     """The rig, whose host memory is registered as CUDA's is. Streams and events are torch's common ones."""
 
-    open_stream = AcceleratorDevice.open_stream
     current_stream = AcceleratorDevice.current_stream
     capturing = AcceleratorDevice.capturing
-    _record = AcceleratorDevice._record
+    _new_stream = AcceleratorDevice._new_stream
+    _event = AcceleratorDevice._event
 
 
 class Runtime:
     """The two calls of CUDA's runtime that register memory, on the rig."""
 
     refuses = 0
+    devices: ClassVar[list[int]] = []  # those that were current as memory was registered
 
     @classmethod
     def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 (the runtime's name)
+        cls.devices.append(torch.accelerator.current_device_index())
         return cls.refuses or (0 if torch.ops.rig.lock(address, nbytes) else 712)
 
     @staticmethod
@@ -71,8 +80,9 @@ class Runtime:
 @pytest.fixture
 def registering(monkeypatch: pytest.MonkeyPatch) -> type[Registering]:
     monkeypatch.setattr(cuda, "_runtime", lambda: Runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.accelerator.device_index(device.index))
     monkeypatch.setattr(Runtime, "refuses", 0)
+    monkeypatch.setattr(Runtime, "devices", [])
     return Registering
 
 
@@ -89,7 +99,7 @@ def test_nothing_is_copied_from_memory_that_is_not_locked(program: Program, orde
 
 
 @pytest.mark.parametrize("share", ["50%", "100%"])
-def test_memory_of_exact_size_is_registered_and_no_other_is_left(
+def test_memory_is_registered_to_the_page_and_none_is_left(
     program: Program, order: str, registering: type[Registering], share: str
 ) -> None:
     before = torch.ops.rig.locked_bytes()
@@ -97,10 +107,12 @@ def test_memory_of_exact_size_is_registered_and_no_other_is_left(
         with torch.no_grad():
             streamed = load(program, share, registering("rig"))
             streamed(VALUES.to("rig"))
-        held = torch.ops.rig.locked_bytes() - before
-        assert held == streamed.stats.pinned_bytes == (streamed.plan.streamed_bytes if share == "50%" else 0)
+        pinned = streamed.stats.pinned_bytes
+        assert pinned == (streamed.plan.streamed_bytes if share == "50%" else 0)
+        assert pinned <= torch.ops.rig.locked_bytes() - before < pinned + accelerator.PAGE
         if closes:
             streamed.close()
+            assert torch.ops.rig.locked_bytes() == before
         del streamed
         gc.collect()
         assert torch.ops.rig.locked_bytes() == before
@@ -113,27 +125,165 @@ def test_a_device_that_is_dropped_leaves_nothing_registered(
     device = registering("rig")
     memory = [device.allocate_host(nbytes) for nbytes in (1, 5000, 1 << 20)]
     assert [one.data_ptr() % accelerator.PAGE for one in memory] == [0, 0, 0]
-    assert torch.ops.rig.locked_bytes() == before + 1 + 5000 + (1 << 20)
+    assert [one.is_pinned() for one in memory] == [True, True, True]  # or no graph could copy from it
+    ranges = sorted((one.untyped_storage().data_ptr(), one.data_ptr() + len(one)) for one in memory)
+    assert torch.ops.rig.locked_bytes() - before == sum(stop - start for start, stop in ranges)
+    pages = [(start // accelerator.PAGE, (stop - 1) // accelerator.PAGE) for start, stop in ranges]
+    assert all(first[1] < second[0] for first, second in pairwise(pages))  # none is registered twice
     device.free_host(memory[1])
-    assert torch.ops.rig.locked_bytes() == before + 1 + (1 << 20)
+    assert [one.is_pinned() for one in memory] == [True, False, True]
     del device
     gc.collect()
     assert torch.ops.rig.locked_bytes() == before
 
 
+def test_memory_is_registered_on_the_device_it_is_for_by_pages_of_the_system(
+    late: None, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (accelerator, cuda):
+        monkeypatch.setattr(module, "PAGE", 1 << 16)
+    for name in ("rig:1", "rig:0", "rig"):
+        device = registering(name)
+        assert device.allocate_host(5000).data_ptr() % (1 << 16) == 0
+        device.close()
+    assert Runtime.devices == [1, 0, 0]
+    memory = [AcceleratorDevice("rig").allocate_host(5000) for _ in range(8)]
+    assert {one.data_ptr() % (1 << 16) for one in memory} == {0}
+    monkeypatch.setattr(mmap, "PAGESIZE", 1 << 16)  # as on many machines that are no x86
+    assert runpy.run_path(str(accelerator.__file__))["PAGE"] == 1 << 16
+
+
+def test_memory_of_a_load_that_fails_stays_until_its_copies_have_run(
+    order: str, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, copies, second = registering("rig"), list[object](), threading.Event()
+
+    class Breaking(Memory):
+        def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+            if offset == 8192:
+                assert second.wait(20)
+                raise penstock.SourceError("the disk is broken")
+            super().read_into(file, offset, address, nbytes)
+
+    def copy(*args: Any) -> None:
+        AcceleratorDevice.copy(device, *args)
+        copies.append(args)
+        if len(copies) == 2:
+            second.set()
+
+    monkeypatch.setattr(device, "copy", copy)
+    before = torch.ops.rig.locked_bytes()
+    source: Any = Breaking(bytes(12288))
+    disk, target = device.open_disk(source), device.allocate(12288, "a test")
+    work = [(target, FileRange(at, at + 4096, 0, at, at)) for at in (0, 4096, 8192)]
+    with pytest.raises(penstock.SourceError, match="the disk is broken"):
+        load_resident(device, disk, device.allocate_host(8192), work)
+    device.close()
+    torch.accelerator.synchronize()  # raises if memory was unregistered under a copy
+    assert (len(copies), torch.ops.rig.locked_bytes()) == (2, before)
+
+
 def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(
-    program: Program, late: None, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
+    program: Program, order: str, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Runtime, "refuses", 2)
     with pytest.raises(penstock.StreamError, match=r"page-locked \(CUDA error 2\): .* \(page_lock=False\)"):
         load(program, "50%", registering("rig"))
     values = VALUES.to("rig")
-    with torch.no_grad(), load(program, "50%", registering("rig", page_lock=False)) as streamed:
-        before = machine.blocked().get("a pageable copy to the device", 0)
-        expected = Uneven().requires_grad_(False)
-        expected.load_state_dict({name: one.cpu() for name, one in streamed._weights.tensors.items()})
-        streamed(values)
-        assert machine.blocked()["a pageable copy to the device"] > before
+    with torch.no_grad(), load(program, "100%", AcceleratorDevice("rig")) as resident:
+        expected = resident(values)
+        for share in ("50%", "70%"):
+            with load(program, share, registering("rig", page_lock=False)) as streamed:
+                outputs = [streamed(values) for _ in range(3)]
+                assert all(torch.equal(output, expected) for output in outputs)
+                assert (streamed.stats.misses, torch.ops.rig.locked_bytes()) == (0, 0)
+                assert machine.blocked()["a pageable copy to the device"] > 3
+
+
+def test_a_thread_copies_from_ordinary_memory_and_the_host_goes_on(program: Program, order: str) -> None:
+    device = AcceleratorDevice("rig", page_lock=False)
+    with torch.no_grad(), load(program, "50%", device) as streamed:
+        inner: Any = streamed._weights.streamer
+        streamed(VALUES.to("rig"))
+        device.finish()
+        gate, opened, current = threading.Event(), list[bool](), list[torch.Stream]()
+        inner._copies.run(lambda: opened.append(gate.wait(20)))
+        inner._copies.run(lambda: current.append(torch.accelerator.current_stream()))
+        blocked, moved, before = machine.blocked(), inner.counters.bytes_moved, torch.Event("rig")
+        first = inner.probed(0)[0]
+        inner.begin(0)
+        inner.acquire(0, first)
+        inner.release(0, first)
+        before.record()
+        assert inner.counters.bytes_moved > moved  # a copy is enqueued, behind the gate
+        assert not device.query(device.record(inner._copies))
+        assert (machine.blocked(), opened) == (blocked, [])
+        inner.abort()
+        gate.set()
+        device.finish()
+        assert (opened, current) == ([True], [inner._copies._stream])
+        assert machine.blocked()["a pageable copy to the device"] > blocked["a pageable copy to the device"]
+
+
+def test_finishing_waits_for_threads_first_whose_work_the_device_does_not_know(
+    late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, gate, order = AcceleratorDevice("rig", page_lock=False), threading.Event(), list[str]()
+    copies = device.open_stream("copies")
+    copies.run(lambda: order.append("the thread") if gate.wait(20) else None)
+    synchronize = PageableStream.synchronize
+    monkeypatch.setattr(PageableStream, "synchronize", lambda stream: (gate.set(), synchronize(stream)))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: order.append("the device"))
+    device.finish()
+    gate.set()
+    assert order == ["the thread", "the device"]
+    device.close()
+
+
+def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(
+    late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = AcceleratorDevice("rig", page_lock=False)
+    copies, other = device.open_stream("copies"), device.open_stream("others")
+    target, source = device.allocate(4, "a test"), device.allocate_host(8)
+    seen = list[bool]()
+    copies.run(lambda: seen.append(device.in_reader))
+    device.synchronize(device.record(copies))
+    assert (seen, device.in_reader) == ([True], False)
+    device.copy(copies, target, [Move(source, 0, 0, 8)], "too long")
+    event = device.record(copies)
+    device.wait(other, event)
+    for call in (device.synchronize, lambda one: device.wait(device.current_stream(), one)):
+        with pytest.raises(RuntimeError, match="must match the existing size"):
+            call(event)
+    assert device.query(event)
+    copies.run(lambda: seen.append(False))
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        device.synchronize(device.record(other))
+    monkeypatch.setattr(AcceleratorDevice, "capturing", True)
+    with pytest.raises(penstock.StreamError, match="a graph cannot copy from ordinary memory"):
+        device.copy(copies, target, [Move(source, 0, 0, 4)], "in a capture")
+    device.close()
+    device.close()
+    assert seen == [True]
+
+
+def test_closing_a_device_ends_its_copies_before_their_memory_and_its_threads(
+    late: None, registering: type[Registering]
+) -> None:
+    before = threading.active_count()
+    for page_lock in (True, False):
+        device = registering("rig", page_lock=page_lock)
+        copies, target = device.open_stream("copies"), device.allocate(64, "a test")
+        source: Any = Memory(bytes(range(64)))
+        disk, memory = device.open_disk(source), device.allocate_host(64)
+        device.read(disk, memory, [FileRead(0, 0, 0, 64)], "a read")
+        device.wait(copies, device.record(disk))
+        device.copy(copies, target, [Move(memory, 0, 0, 64)], "a copy")
+        device.close()
+        torch.accelerator.synchronize()  # raises if memory was unregistered under a copy
+        assert target.tolist() == list(range(64))
+        assert threading.active_count() == before
 
 
 def test_weights_lie_as_the_allocator_aligns_wherever_files_have_them(tmp_path: Path, late: None) -> None:
@@ -176,8 +326,10 @@ def test_large_copies_are_cut_and_bring_the_same(program: Program, order: str, m
     source = device.allocate_host(250)
     source.copy_(host)
     back = device.allocate_host(300).zero_()
+    before = machine.blocked()
     device.copy(copies, there, [Move(source, 3, 50, 200)], "a copy")
     device.copy_out(copies, there, [Move(back, 50, 50, 200)], "a copy back")
+    assert machine.blocked() == before
     device.synchronize(device.record(copies))
     assert back.tolist() == [0] * 50 + list(range(3, 203)) + [0] * 50
     device.close()

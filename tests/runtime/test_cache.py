@@ -182,6 +182,10 @@ def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache: Ca
     leftover = cache.weights / f".{name_of(1)}.tmp-00000000"
     leftover.mkdir(parents=True)
     (leftover / "data").write_bytes(bytes(700))
+    rates = (
+        cache.folder / ".hardware.json.tmp-00000000"
+    )  # beside the entry of the only kind that has no folder
+    rates.write_bytes(bytes(70))
     found = []
 
     def build(folder: Path) -> None:
@@ -191,9 +195,25 @@ def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache: Ca
     write_artifact(cache.weights / name_of(2), force=False, build=build)
     listed, removed, kept = found
     assert {one.kind for one in listed} == {"leftover"}
-    assert [one.nbytes for one in removed] == [700]
-    assert paths(removed) == {leftover}
+    assert {one.path: one.nbytes for one in removed} == {leftover: 700, rates: 70}
     assert kept
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = add_weights(cache, 1)
+
+    def refuse(folder: Path) -> None:
+        raise OSError(5, "Input/output error", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", refuse)
+        for ask in (list_entries, prune):
+            with pytest.raises(SourceError, match=r"weights cannot be read \(Input/output error\)"):
+                ask(cache.folder)
+    assert paths(list_entries(cache.folder)) == {path}
+    assert list_entries(cache.folder / "none") == ()
 
 
 def test_the_limit_makes_room_before_writing_and_never_takes_what_is_in_use(

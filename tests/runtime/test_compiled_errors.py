@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.passes.lowering import compiled as compiled_code
 from penstock.runtime.program import Program
 from penstock.schedule.payload.codec import Payload
 from tests.runtime.compiled_models import export
@@ -47,6 +48,17 @@ def test_an_artifact_of_another_machine_is_refused_by_name(compiled, change, mes
         payload = replace(payload, **change)
     with pytest.raises(penstock.PayloadError, match=message):
         Program(compiled["odd"].program.path, payload, trust=True).load("50%")
+
+
+def test_code_that_reads_a_weight_that_no_step_brings(compiled):
+    program = compiled["odd"].program
+    (trace, *others) = program.payload.traces
+    read = trace.steps[-1].reads[0]
+    steps = tuple(replace(step, reads=tuple(s for s in step.reads if s != read)) for step in trace.steps)
+    payload = replace(program.payload, traces=(replace(trace, steps=steps), *others))
+    name = next(w.fqn for w in payload.tensors if w.parts[0].storage == read)
+    with pytest.raises(penstock.PayloadError, match=f"'{name}', and no step of its trace does"):
+        compiled_code.load(program.path, payload, trust=True)
 
 
 class Conjugated(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -66,6 +67,19 @@ def test_each_method_of_several_runs(run, laddered, tmp_path, method, length):
     with fresh, torch.inference_mode():
         expected = fresh.call(method, tokens, positions)
     assert torch.equal(load_file(tmp_path / "out.safetensors")["output"], expected)
+
+
+def test_what_a_killed_run_left_beside_the_output_goes_and_what_is_being_written_stays(
+    run, laddered, inputs, tmp_path
+):
+    stale, live, other = (tmp_path / f".{name}" for name in ("out.tmp-1", "out.tmp-2", "other.tmp-1"))
+    for path in (stale, live, other):
+        path.touch()
+    with live.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = run(laddered["odd"].path, "--budget", "60%", "--input", inputs, "--output", "out")
+        assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in tmp_path.iterdir() if "tmp-" in path.name} == {live.name, other.name}
 
 
 def test_machine_code_runs_for_whoever_trusts_it_alone(run, laddered):

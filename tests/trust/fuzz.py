@@ -2,9 +2,9 @@
 
     python -m tests.trust.fuzz [TARGET ...] [--seconds 60] [--seed 1]
 
-Each case is opened in a child. It has to end in a result or a PenstockError, within ten seconds, and may not
-end the process. What does otherwise is printed with its number, and its file is kept in build/fuzz: a case is
-made of the target, the seed and its number alone.
+Each case is opened in a child. It has to end in a result or a PenstockError, within ten seconds of the
+processor, and may not end the process. What does otherwise is printed with its number, and its file is kept
+in build/fuzz: a case is made of the target, the seed and its number alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 from tests.trust.fuzz_targets import NAMES, make_target
 
-LONGEST = 10.0
+LONGEST, STUCK = 10.0, 120.0
+"""Seconds of the processor that a case may take, and seconds of the clock, in which it may do nothing."""
+
 MEMORY = 16 << 30
 KEPT = Path("build/fuzz")
 
@@ -45,7 +48,33 @@ def outcome(use: object, data: bytes) -> str:
     return "fine"
 
 
-def _work(name: str, seed: int, number: Synchronized[int], begun: Synchronized[float], said: object) -> None:
+@dataclass(frozen=True)
+class _Case:
+    """What a child says of the case that it is at: its number, and the two times at which it began.
+
+    The times are of the clock, and of the processor in this process. They are in the future while a target is
+    made.
+    """
+
+    number: Synchronized[int]
+    clock: Synchronized[float]
+    processor: Synchronized[float]
+
+    def begin(self) -> None:
+        self.clock.value, self.processor.value = time.monotonic(), time.process_time()
+
+    def is_hanging(self, process: int) -> bool:
+        """Tells whether the child of that number is at the case for too long."""
+        used = _processor_seconds(process) - self.processor.value
+        return used > LONGEST or time.monotonic() - self.clock.value > STUCK
+
+
+def _processor_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _work(name: str, seed: int, case: _Case, said: object) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     os.nice(10)
@@ -55,11 +84,10 @@ def _work(name: str, seed: int, number: Synchronized[int], begun: Synchronized[f
         target = make_target(name, Path(folder))
         outcome(target.use, target.seeds[0])  # imports what it needs
         while True:
-            with begun.get_lock():
-                begun.value = time.monotonic()
-            found = outcome(target.use, target.case(seed, number.value))
-            said.put((number.value, found))  # type: ignore[attr-defined]
-            number.value += 1
+            case.begin()
+            found = outcome(target.use, target.case(seed, case.number.value))
+            said.put((case.number.value, found))  # type: ignore[attr-defined]
+            case.number.value += 1
 
 
 class Run:
@@ -71,29 +99,29 @@ class Run:
         self.faults: dict[str, int] = {}
         context = multiprocessing.get_context("fork")
         self._context, self._said = context, context.SimpleQueue()
-        self._number, self._begun = context.Value("q", 0), context.Value("d", 0.0)
+        self._case = _Case(context.Value("q", 0), context.Value("d", 0.0), context.Value("d", 0.0))
 
     def run(self, seconds: float) -> None:
         """Fuzz for so long."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self._begun.value = time.monotonic() + 60  # to make the target
+            self._case.clock.value = self._case.processor.value = time.monotonic() + 1e6  # it is made first
             child = self._context.Process(
-                target=_work, args=(self.name, self.seed, self._number, self._begun, self._said), daemon=True
+                target=_work, args=(self.name, self.seed, self._case, self._said), daemon=True
             )
             child.start()
             while child.is_alive() and time.monotonic() < end:
                 child.join(0.2)
                 self._listen()
-                if time.monotonic() - self._begun.value > LONGEST:
+                if child.is_alive() and self._case.is_hanging(child.pid):
                     self._fault("hang")
                     break
-            if not child.is_alive():
+            if child.exitcode is not None:
                 self._listen()
                 self._fault(f"crash: the process ended with {child.exitcode}")
             child.kill()
             child.join()
-            self._number.value += 1
+            self._case.number.value += 1
         self._listen()
 
     def _listen(self) -> None:
@@ -105,7 +133,7 @@ class Run:
 
     def _fault(self, what: str) -> None:
         self.counts[what.partition(":")[0]] += 1
-        self._note(what, self._number.value)
+        self._note(what, self._case.number.value)
 
     def _note(self, what: str, number: int) -> None:
         if what not in self.faults:

@@ -18,18 +18,17 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-import penstock
 from penstock.passes.calls.expressions import parse
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading
-from penstock.runtime.files.artifact_files import digest_line
 from penstock.runtime.sparse.recorder import read_routes
 from penstock.schedule.payload.codec import Payload, plan_from_json, verify_payload
 from penstock.schedule.payload.routes import routes_to_bytes
 from penstock.schedule.sparse.routes import Ask, RoutedRead, Routes
 from tests.schedule.payload.payload_example import BYTES, PLAN
-from tests.trust.hostile import X, make_artifact, write_program
+from tests.trust.hostile import X
 from tests.trust.mutations import mutate_bytes, mutate_json
+from tests.trust.whole_artifacts import change_facts, change_graph, wholes
 
 Mutate = Callable[[random.Random, bytes], bytes]
 
@@ -62,28 +61,6 @@ def make_target(name: str, folder: Path) -> Target:
     return _TARGETS[name](folder)
 
 
-def _run(artifact: Path) -> None:
-    """Opens, plans, loads and calls. What an operator refuses in a call is its own error, and not a fault."""
-    program = penstock.open(artifact)
-    program.split_memory("1GiB")
-    plan = program.plan(max(program.floor_bytes, program.weight_bytes * 9 // 10), hardware="laptop")
-    with program.load(plan=plan) as module:
-        try:
-            module(X, torch.ones(5))
-        except penstock.PenstockError:
-            raise
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            NotImplementedError,
-            KeyError,
-        ):
-            pass
-
-
 def _payload(folder: Path) -> Target:
     return Target(
         (BYTES,),
@@ -92,29 +69,12 @@ def _payload(folder: Path) -> Target:
     )
 
 
-def _artifact(folder: Path) -> Target:
-    artifact = make_artifact(folder / "model.penstock")
-    plain = (artifact / "payload.json").read_bytes()
-    planned = penstock.open(artifact).write_ladder().path / "payload.json"
-
-    def use(data: bytes) -> None:
-        (artifact / "payload.json").write_bytes(data)
-        (artifact / "payload.json.sha256").write_bytes(digest_line(data))
-        _run(artifact)
-
-    return Target((plain, planned.read_bytes()), (mutate_json,), use)
+def _artifact(_: Path) -> Target:
+    return Target(wholes().documents, (change_facts,), wholes().use)
 
 
-def _graph(folder: Path) -> Target:
-    artifact = make_artifact(folder / "model.penstock")
-    with zipfile.ZipFile(artifact / "program.zip") as archive:
-        stored = archive.read("forward.json")
-
-    def use(data: bytes) -> None:
-        write_program(artifact, {"forward.json": data})
-        _run(artifact)
-
-    return Target((stored,), (mutate_json, mutate_json, mutate_json, mutate_bytes), use)
+def _graph(_: Path) -> Target:
+    return Target(wholes().documents, (change_graph,), wholes().use)
 
 
 def _expressions(folder: Path) -> Target:

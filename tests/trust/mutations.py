@@ -56,6 +56,12 @@ def mutate_bytes(chosen: random.Random, data: bytes) -> bytes:
 def mutate_json(chosen: random.Random, data: bytes) -> bytes:
     """Changes one value or a few of JSON, which stays JSON: other numbers, texts, types, places, copies."""
     tree = json.loads(data)
+    mutate_tree(chosen, tree)
+    return json.dumps(tree).encode()
+
+
+def mutate_tree(chosen: random.Random, tree: Any) -> None:
+    """Does what `mutate_json` does to the value of a document, in place."""
     for _ in range(chosen.choice((1, 1, 1, 2, 3))):
         places = list(_places(tree))
         if not places:
@@ -75,7 +81,25 @@ def mutate_json(chosen: random.Random, data: bytes) -> bytes:
             holder.insert(key, json.loads(json.dumps(holder[key])))
         elif isinstance(holder, dict):
             holder[chosen.choice((*TEXTS, *holder))] = json.loads(json.dumps(holder[key]))
-    return json.dumps(tree).encode()
+
+
+def exchange(chosen: random.Random, tree: Any) -> None:
+    """Gives a value of a document the place of another one of the same key and type, or of both each other's.
+
+    Unlike most values, such values are often valid where they come to stand.
+    """
+    alike: dict[tuple[object, ...], list[tuple[Any, Any]]] = {}
+    for holder, key in _places(tree):
+        name = key if isinstance(holder, dict) else (id(holder) if chosen.random() < 0.5 else "item")
+        alike.setdefault((name, type(holder[key])), []).append((holder, key))
+    several = [places for places in alike.values() if len(places) > 1]
+    if not several:
+        return
+    (one, here), (other, there) = chosen.sample(chosen.choice(several), 2)
+    first, second = (json.loads(json.dumps(value)) for value in (one[here], other[there]))
+    one[here] = second
+    if chosen.random() < 0.5 and _is_in(other, there):
+        other[there] = first
 
 
 def _places(tree: Any) -> Any:

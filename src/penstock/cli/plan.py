@@ -88,11 +88,11 @@ def _write_report(found: Advice, artifact: str, report: Path, *, force: bool) ->
 
 
 def _write(found: Advice, *, output: Path | None, timeline: Path | None, force: bool) -> None:
-    from penstock.runtime.system.atomic import replace_file
+    from penstock.schedule.atomic_file import replace_file, write_all
 
     if output is not None:
-        with replace_file(output, force=force) as fd, open(fd, "wb", closefd=False) as file:
-            file.write(found.plan.to_json().encode())
+        with replace_file(output, force=force) as fd:
+            write_all(fd, found.plan.to_json().encode())
     if timeline is not None:
         found.plan.save_timeline(timeline, force=force)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
 from penstock.runtime.files.pack import PackedTensor, PackEntry
 from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES, read_header
 from penstock.runtime.files.stamp import file_chunks
-from penstock.runtime.system.atomic import replace_file
+from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.facts.errors import SourceError
 
 _log = logging.getLogger(__name__)
@@ -174,5 +173,5 @@ def _is_whole(folder: Path) -> bool:
         if digest.hexdigest() != sha256:
             return False
     with suppress(SourceError), replace_file(folder / _SUMS, force=True) as written:
-        os.write(written, json.dumps(facts | {_STATE: now}).encode())
+        write_all(written, json.dumps(facts | {_STATE: now}).encode())
     return True

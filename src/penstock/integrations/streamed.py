@@ -35,6 +35,7 @@ from penstock.passes.lowering.eager import LoweredProgram
 from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.device.accelerator import find_accelerator
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
+from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.training.module import TrainingCall
@@ -291,7 +292,9 @@ class Component:
     def refuse_lost(self) -> None:
         """Raise SourceError where a weight file is missing, before anything is given up for it."""
         for file in self.weights:
-            if not file.is_file():
+            with reading(file):
+                there = file.is_file()
+            if not there:
                 raise SourceError(
                     f"{file} is gone, and it held the weights of {self.name}, which are not in memory: put "
                     "the file back; where that cannot be, restore() is impossible too, so load the model "

@@ -253,7 +253,7 @@ def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def _write(path: Path, tensors: dict[str, torch.Tensor], *, force: bool) -> None:
     from safetensors.torch import save
 
-    from penstock.runtime.system.atomic import replace_file
+    from penstock.schedule.atomic_file import replace_file, write_all
 
     try:
         data = save({name: t.contiguous().clone() for name, t in tensors.items()})
@@ -262,8 +262,8 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], *, force: bool) -> None
         raise SourceError(
             f"outputs of {dtypes} cannot be written to a safetensors file ({error}); leave --output out"
         ) from error
-    with replace_file(path, force=force) as fd, open(fd, "wb", closefd=False) as file:
-        file.write(data)
+    with replace_file(path, force=force) as fd:
+        write_all(fd, data)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

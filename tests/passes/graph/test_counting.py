@@ -35,7 +35,7 @@ def test_layers_that_repeat_are_counted_once_and_all_alike(monkeypatch, dynamic)
     found = counted(exported)
     assert len(counters) == 4  # three kinds of a linear, and GELU
     counters.clear()
-    monkeypatch.setattr(propagation, "_facts", lambda value: object())
+    monkeypatch.setattr(propagation, "facts_of", lambda value: object())
     assert counted(exported) == found
     assert len(counters) == 10
     assert [flops for flops in found if flops] == [640] * 4 + [1920, 960]
@@ -58,7 +58,7 @@ def test_modules_of_other_threads_see_no_hook_while_operators_are_counted(monkey
 
 
 def test_arguments_are_alike_only_where_the_work_is():
-    facts = propagation._facts
+    facts = propagation.facts_of
     one = torch.ones(2, 3)
     assert facts((one, 1)) == facts((torch.zeros(2, 3), 1))
     for other in (
@@ -72,6 +72,8 @@ def test_arguments_are_alike_only_where_the_work_is():
     ):
         assert facts(other) != facts((one, 1))
     assert facts(object()) != facts(object())
+    turned = torch.ones(2, dtype=torch.complex64)
+    assert facts(turned) != facts(turned.conj())
 
 
 @pytest.mark.parametrize("dynamic", [None, {"input": {0: ROWS}}])

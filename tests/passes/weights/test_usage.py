@@ -292,7 +292,7 @@ def test_a_higher_order_operator_without_a_body_may_write():
     for node in exported.graph.nodes:
         if node.name in weights.held:
             aliases[storages_of(node.meta["val"])[0]] = weights.storage_of(node.name)
-    flow = follow(exported.graph_module, aliases)
+    flow = follow(exported.graph, aliases)
     names = {w.fqn for w in weights.held.values() if w.parts[0].storage in flow.written}
     assert names == {"a.weight", "a.bias", "scale"}
 

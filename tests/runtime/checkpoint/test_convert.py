@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.runtime.checkpoint import stored_tensor
 from penstock.runtime.checkpoint.convert import INDEX, convert
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.schedule.facts.errors import SourceError
@@ -182,3 +184,26 @@ def test_the_command(tmp_path: Path, penstock: Command) -> None:
     assert json.loads(done.out)["tensors"] == 7
     assert same(read(output), tensors())
     assert penstock("convert", tmp_path / "model.pt", "-o", output).status == 2
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, other, target = (tmp_path / f"{name}.safetensors" for name in ("source", "other", "target"))
+    save_file(tensors(), source)
+    save_file({name: value.flip(0) if value.dim() else value for name, value in tensors().items()}, other)
+    read = stored_tensor.read_exactly
+
+    def meanwhile(*given: Any) -> bytes:
+        if other.exists():
+            other.replace(source)
+        return read(*given)
+
+    monkeypatch.setattr(stored_tensor, "read_exactly", meanwhile)
+    with pytest.raises(
+        SourceError, match=r"source\.safetensors was written to or replaced while it was read"
+    ):
+        convert(source, target)
+    assert [one.name for one in tmp_path.iterdir()] == [source.name]
+    convert(source, target)
+    assert same(load_file(target), load_file(source))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.sim.device import SimDevice
@@ -28,6 +30,10 @@ UNIT = 256
 HARDWARE = Hardware("toy", 1e12, 1e11, 1e9, 100, disk_bytes_per_s=0.5e9, disk_latency_ns=50)
 
 
+class BrokenError(Exception):
+    """What a pass raises that breaks."""
+
+
 class WrongBytesError(AssertionError):
     """A step found other bytes than its weights'."""
 
@@ -37,7 +43,7 @@ class SlowPassError(AssertionError):
 
 
 class CountError(AssertionError):
-    """Other bytes were moved, or other steps missed, than should have been."""
+    """Other bytes were moved, other steps missed, or the host waited more often, than should have been."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,13 @@ def contents_of(nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, the weights it is for, and what runs: (method, how) in turn."""
+    """A plan, the weights it is for, and what runs: (method, how) in turn, on so many streams in turn."""
 
     name: str
     storages: tuple[Storage, ...]
     plan: Plan
     passes: tuple[tuple[int, str], ...]
+    streams: int = 1
 
     @property
     def source(self) -> Memory:
@@ -95,6 +102,7 @@ def case(
     wrap: Wrap = "overlap",
     host: int | None = None,
     in_turn: bool = False,
+    streams: int = 1,
 ) -> Case:
     storages = storages_of([UNIT * n for n in units])
     storages = (*storages[:-1], replace(storages[-1], kind="mutable"))  # stays, outside the arena
@@ -105,7 +113,7 @@ def case(
     least = floor(Demand(storages, traces, arena)).upper_bytes
     budget = least + int(share * (sum(s.nbytes for s in storages) - least))
     plan = make_plan(Problem(storages, traces, arena, hardware=HARDWARE, wrap=wrap, host=host), budget)
-    return Case(name, storages, plan, tuple(passes))
+    return Case(name, storages, plan, tuple(passes), streams)
 
 
 @cache
@@ -133,6 +141,7 @@ def cases() -> tuple[Case, ...]:
         case("in turn", equal, [in_turn, in_turn[:1:-1]], 0.3, turns, in_turn=True),
         case("misses", uneven, [again], 0.3, [(0, "in order"), (0, "backwards"), (0, "in order")]),
         case("breaks", uneven, [again], 0.3, [(0, "in order"), (0, "raises"), (0, "in order")]),
+        case("streams", uneven, [again], 0.3, [*plain[:2], (0, "raises"), *plain], streams=2),
     )
 
 
@@ -162,6 +171,7 @@ def disk_cases() -> tuple[Case, ...]:
         case("in turn", uneven, [in_turn, in_turn[:1:-1]], 0.2, turns, host=9 * UNIT, in_turn=True),
         case("misses", uneven, [again], 0.3, [plain[0], (0, "backwards"), *in_between], host=6 * UNIT),
         case("breaks", uneven, [again], 0.3, [plain[0], (0, "raises"), *in_between], host=6 * UNIT),
+        case("streams", uneven, [again], 0.5, plain, host=6 * UNIT, streams=2),
     )
 
 
@@ -204,12 +214,16 @@ class Parts:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a run took: virtual times of its passes, bytes that were to be moved and were copied, misses."""
+    """What a run took: virtual times of its passes, bytes that were to be moved and were copied, misses.
+
+    `waits` is how often the host waited in a pass for anything but a disk.
+    """
 
     times: tuple[int, ...]
     bytes_moved: int
     copied_ns: int
     misses: int
+    waits: int
 
 
 @dataclass
@@ -229,21 +243,32 @@ class Run:
         plan = parts.plan_of_streamer(one.plan)
         inner: Any = parts.streamer(DeviceStreamer(plan, one.storages, device, self.weights, poison=True))
         self.streamer = SimStreamer(inner, self.device, self.weights, one.plan.traces)
+        self.order = PassOrder(device)
+        others = (self.device.open_kernels(str(number)) for number in range(1, one.streams))
+        self.streams = [self.device.current_stream(), *others]
 
     def go(self) -> Totals:
         """Run all passes, and compare what each step finds."""
         times = []
         for storage in self.case.plan.outside:
             self._compare(storage)
-        for graph, how in self.case.passes:
+        waits = self._waits
+        for number, (graph, how) in enumerate(self.case.passes):
             began = self.device.now_ns
             self.parts.begin_pass(how)
-            {"in order": self._in_order, "backwards": self._backwards, "raises": self._raises}[how](graph)
+            stream = self.streams[number % len(self.streams)]
+            with suppress(BrokenError), self.device.kernels_on(stream), self.order.turn():
+                {"in order": self._in_order, "backwards": self._backwards, "raises": self._raises}[how](graph)
             times.append(self.device.now_ns - began)
-        counters, copied_ns = self.streamer.counters, self.device.copied_ns
+        counters, copied_ns, waits = self.streamer.counters, self.device.copied_ns, self._waits - waits
         self.streamer.close()
+        self.order.close()
         self.device.close()
-        return Totals(tuple(times), counters.bytes_moved, copied_ns, counters.misses)
+        return Totals(tuple(times), counters.bytes_moved, copied_ns, counters.misses, waits)
+
+    @property
+    def _waits(self) -> int:
+        return self.device.waits["a stream"] + self.device.waits["the device"]
 
     def _in_order(self, graph: int) -> None:
         probed = self.streamer.probed(graph)
@@ -270,6 +295,7 @@ class Run:
         # The last step's kernels are enqueued, and it is never released.
         self.streamer.acquire(graph, probed[len(probed) // 2])
         self.streamer.abort()
+        raise BrokenError
 
     def _step(self, graph: int, step: int, *, probed: bool) -> None:
         if probed:
@@ -305,6 +331,7 @@ def totals_of(one: Case, policy: Policy, seed: int) -> Totals:
     """Those of a run without a fault, whose steady passes take what the plan predicts."""
     totals = Run(one, OrderedDevice(HARDWARE, policy=policy, seed=seed)).go()
     assert _steady(one, totals), totals
+    assert not totals.waits, totals
     return totals
 
 

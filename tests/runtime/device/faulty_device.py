@@ -222,6 +222,12 @@ def put_off(until: str) -> Change:
     return lambda device, call: device.postpone(call, until)
 
 
+def block(device: FaultyDevice, call: Call) -> None:
+    """The host waits for the event, too."""
+    device.perform(Call("synchronize", None, call.args))
+    device.perform(call)
+
+
 def answer(value: bool) -> Change:
     """Of a query, whether or not the event has completed."""
     return lambda device, call: value

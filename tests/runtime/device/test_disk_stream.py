@@ -50,6 +50,28 @@ def test_reads_wait_for_what_they_are_told_to() -> None:
     disk.close()
 
 
+def test_a_read_is_not_done_before_it_is() -> None:
+    gate = threading.Event()
+
+    class Gated(Memory):
+        def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+            assert offset or gate.wait(20)
+            super().read_into(file, offset, address, nbytes)
+
+    disk, memory = DiskStream(Gated(CONTENTS)), torch.zeros(8, dtype=torch.uint8)  # type: ignore[arg-type]
+    disk.read(memory, [FileRead(0, 0, 0, 4)])
+    for _ in range(2):
+        disk.read(memory, [FileRead(0, 4, 4, 4)])
+        event = disk.record()
+        event.submitted.result()
+        assert not event.query()  # for the first read, however long ago it was enqueued
+    gate.set()
+    event.synchronize()
+    assert event.query()
+    assert memory.tolist() == list(range(8))
+    disk.close()
+
+
 class Slow(Memory):
     """Every read takes a moment."""
 

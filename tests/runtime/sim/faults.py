@@ -30,6 +30,7 @@ from tests.runtime.device.faulty_device import (
     FaultyDevice,
     Site,
     answer,
+    block,
     copy_without,
     fill_more,
     give_first,
@@ -204,6 +205,8 @@ COPIES_FREED = Site("wait", "copies", behind="kernels", during=IN_CALLS)
 KERNELS_READ = Site("wait", "kernels", behind="copies")
 COPIES_READ = Site("wait", "copies", behind="disk")
 RING_FREED = Site("wait", "disk", behind="copies")
+PASSES = Site("wait", "kernels", behind="kernels")
+PASSED = Site("record", "kernels", during=("end",))
 COPY = Site("copy", "copies")
 READ = Site("read", "disk", during=IN_CALLS)
 COPIED = Site("record", "copies")
@@ -252,8 +255,17 @@ WAITS = {
     "loading does not wait for the host's weights": OfDevice(
         "race", Site("synchronize", behind="disk", during=("load",)), leave_out
     ),
+    "a pass does not wait for the one before": OfDevice("race", PASSES, leave_out),
+    "a pass waits for itself": OfDevice("race", PASSES, wait_for("kernels")),
+    "a pass waits for the first kernels only": OfDevice("race", PASSES, wait_for_older(10**6)),
+    "closing does not wait for kernels": OfDevice(
+        "race", Site("synchronize", behind="kernels", during=("close",)), leave_out
+    ),
+    "the host waits for kernels": OfDevice("count", COPIES_FREED, block),
+    "the host waits for copies": OfDevice("count", KERNELS_READ, block),
+    "the host waits for the pass before": OfDevice("count", PASSES, block),
 }
-"""Waits that are left out, reversed, made later, or made for something else."""
+"""Waits that are left out, reversed, made later, made for something else, or made by the host."""
 
 RECORDS = {
     "copies are recorded before they are made": OfDevice("race", COPY, put_off("record")),
@@ -272,6 +284,8 @@ RECORDS = {
     "reads are recorded on the copies": OfDevice(
         "race", Site("record", "disk", during=IN_CALLS), record_on("copies")
     ),
+    "passes are recorded once": OfDevice("race", PASSED, give_first),
+    "passes are recorded on the copies": OfDevice("race", PASSED, record_on("copies")),
     "dropped bytes are overwritten after their step": OfDevice(
         "race", Site("fill", "kernels"), put_off("record")
     ),
@@ -415,5 +429,10 @@ FAULTS: dict[str, Fault] = {**WAITS, **RECORDS, **COPIES, **READS, **PLANS, **PR
 HARMLESS: dict[str, Fault] = {
     "queries say that every read is done": OfDevice("error", Site("query", behind="disk"), answer(True)),
     "aborts are forgotten": OfProbes("error", abort=nothing),
+    "closing does not wait for copies": OfDevice(
+        "error", Site("synchronize", behind="copies", during=("close",)), leave_out
+    ),
 }
-"""What the streamer does not rely on: waits for a disk are the host's, and a pass may never end."""
+"""What the streamer does not rely on: waits for a disk are the host's, a pass may never end, and a device
+that is closed waits for its streams itself.
+"""

@@ -25,23 +25,24 @@ class OrderedDevice(SimDevice):
 
     def _enqueue(self, stream: SimStream, run: Callable[[], object]) -> None:
         super()._enqueue(stream, run)
-        late = stream is self._lagging() if self._policy == "lagging" else self._policy == "latest"
-        if late or stream is self._kernels:
+        if stream.of_kernels or self._is_late(stream):
             return
         count = len(stream.waiting)
         for _ in range(self._chance.randint(0, count) if self._policy == "random" else count):
             self._step(stream)
 
-    def _lagging(self) -> SimStream:
-        """The stream opened last, or with a seed one before."""
-        return self._streams[-1 - self._seed % (len(self._streams) - 1)]
+    def _is_late(self, stream: SimStream) -> bool:
+        """Whether a stream runs only when it is waited for. Of all, the last one lags, or one before."""
+        lagging = self._streams[-1 - self._seed % len(self._streams)]
+        return stream is lagging if self._policy == "lagging" else self._policy == "latest"
 
 
 class CapturedDevice(SimDevice):
     """Applies the rules of CUDA graphs to what is enqueued in `capture`, and takes it back at the end.
 
-    A stream takes part once it waits for an event of the capture, which must not wait for any other, and the
-    kernels have to wait for all that it has done in the end. Reads from a disk cannot be captured.
+    What is captured is called on a stream of its own, as torch does it. Another takes part once it waits for
+    an event of the capture, which must not wait for any other, and the kernels have to wait for all that it
+    has done in the end. Reads from a disk cannot be captured.
     """
 
     def __init__(self, hardware: Hardware | None) -> None:
@@ -50,6 +51,7 @@ class CapturedDevice(SimDevice):
         self._of_stream: dict[str, int] = {}
         self._of_event: dict[int, tuple[int, SimEvent]] = {}
         self._last: dict[str, int] = {}
+        self._graph = self.open_kernels("graph")
         self._memories: list[torch.Tensor] = []
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
@@ -59,12 +61,13 @@ class CapturedDevice(SimDevice):
     @contextmanager
     def capture(self) -> Iterator[None]:
         self.finish()
-        before = [memory.clone() for memory in self._memories]
+        before, detector = [memory.clone() for memory in self._memories], self.detector.copy()
         self._captures += 1
-        self._now = self._of_stream[self._kernels.name] = self._captures
+        self._now = self._of_stream[self._graph.name] = self._captures
         try:
-            yield
-            known = self.detector.clock_of(self._kernels.name)
+            with self.kernels_on(self._graph):
+                yield
+            known = self.detector.clock_of(self._graph.name)
             for name, capture in self._of_stream.items():
                 if capture == self._now and known.get(name, 0) < self._last.get(name, 0):
                     raise StreamError(f"the capture ends while {name} has work that nothing waits for")
@@ -74,6 +77,7 @@ class CapturedDevice(SimDevice):
             self.finish()
             for memory, bytes_before in zip(self._memories, before, strict=True):
                 memory.copy_(bytes_before)
+            self.detector = detector
 
     @property
     def capturing(self) -> bool:

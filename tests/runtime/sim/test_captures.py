@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,10 +60,13 @@ def broken(streamed: StreamedModule) -> Iterator[None]:
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
 def test_one_method_is_captured_and_the_other_is_called(program: Any, share: str) -> None:
+    """The one on a stream of its own, and the other on one of two in turn."""
     module, (streamed, device) = program[1], load(program[0], share)
+    streams = [device.current_stream(), device.open_kernels("another")]
     with torch.no_grad(), streamed:
-        for captured in (False, False, True, False, True):
-            assert torch.equal(streamed.prefill(PREFILL), module(PREFILL))
+        for number, captured in enumerate((False, False, True, False, True)):
+            with device.kernels_on(streams[number % 2]):
+                assert torch.equal(streamed.prefill(PREFILL), module(PREFILL))
             streamed.decode(DECODE)
             if captured:
                 with device.capture():
@@ -72,6 +76,41 @@ def test_one_method_is_captured_and_the_other_is_called(program: Any, share: str
             assert torch.equal(streamed.prefill(PREFILL), module(PREFILL))
         assert torch.equal(streamed.decode(DECODE), module(DECODE))
         assert streamed.stats.misses == 0
+
+
+class Shallow(nn.Module):
+    """One method goes through all layers, and the other through the first, which stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.others = nn.Linear(64, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def deep(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.others:
+            x = layer(x).relu()
+        return x
+
+    def shallow(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+
+def test_a_pass_that_copies_nothing_is_captured_behind_one_that_does(tmp_path: Path) -> None:
+    module, x, methods = Shallow().requires_grad_(False), torch.randn(2, 64), {}
+    for name in ("deep", "shallow"):
+        module.forward = getattr(module, name)
+        methods[name] = export(module, (x,))
+    opened = penstock.compile(methods, tmp_path / "shallow.penstock")
+    plan = opened.plan("60%", device="sim:t4", wrap="barrier", keep=("first.*",))
+    device = CapturedDevice(plan.hardware)
+    with torch.no_grad(), load_module(opened, plan, LoadOptions(), device=device) as streamed:
+        for name in ("deep", "deep", "shallow"):
+            assert torch.equal(streamed.call(name, x), getattr(module, name)(x))
+        moved = streamed.stats.bytes_moved
+        with device.capture():
+            assert torch.equal(streamed.call("shallow", x), module.shallow(x))
+        assert streamed.stats.bytes_moved == moved > 0
+        assert torch.equal(streamed.call("deep", x), module.deep(x))
 
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
@@ -99,6 +138,24 @@ def test_what_a_capture_would_load_is_not_taken_for_loaded(program: Any, share: 
             assert torch.equal(streamed.decode(DECODE), module(DECODE))
         for tokens, call in ((DECODE, streamed.decode), (PREFILL, streamed.prefill)) * 2:
             assert torch.equal(call(tokens), module(tokens))
+
+
+def test_what_replays_would_not_do_is_not_captured(program: Any) -> None:
+    """Bringing weights for a pass to come, and reading from disk."""
+    opened, module = program
+    overlapping = opened.plan("50%", device="sim:t4")
+    read = opened.plan("50%", device="sim:t4", wrap="barrier", host_memory=opened.weight_bytes // 3)
+    assert read.schedules[0].staging_bytes > 0
+    for plan, why in ((overlapping, "wrap='barrier'"), (read, "more host_memory=")):
+        device = CapturedDevice(plan.hardware)
+        with torch.no_grad(), load_module(opened, plan, LoadOptions(), device=device) as streamed:
+            for _ in range(2):
+                assert torch.equal(streamed.decode(DECODE), module(DECODE))
+                with (
+                    pytest.raises(penstock.StreamError, match=f"cannot be captured .*{why}"),
+                    device.capture(),
+                ):
+                    streamed.decode(DECODE)
 
 
 def test_memory_that_replays_may_touch_is_kept_until_the_module_is_gone(program: Any) -> None:

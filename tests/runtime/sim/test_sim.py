@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.runtime.device import staging
 from penstock.runtime.device.protocol import Move
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.sim.device import SimDevice
@@ -20,7 +22,7 @@ from penstock.schedule.facts.model import Extent
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from tests.hunt import scaled
-from tests.runtime.device.device_runs import HARDWARE, Case, Run, cases, disk_cases
+from tests.runtime.device.device_runs import HARDWARE, POLICIES, Case, Run, cases, disk_cases
 from tests.runtime.sim.ordered_device import CapturedDevice, OrderedDevice
 from tests.schedule.traces import RandomProblem, problems
 
@@ -89,6 +91,13 @@ def test_a_pass_can_be_captured_and_another_as_well(stack, share):
                 refusal = pytest.raises(penstock.StreamError, match="capture")
                 with nullcontext() if wrap == "barrier" or not crosses else refusal, device.capture():
                     assert torch.equal(module(stack.tokens), stack.expected)
+            moved = [module.stats.bytes_moved]
+            for _ in range(3):  # of which the first starts over, if the capture failed
+                assert torch.equal(module(stack.tokens), stack.expected)
+                moved.append(module.stats.bytes_moved)
+            steady = moved[3] - moved[2]
+            assert moved[2] - moved[1] == steady
+            assert wrap == "overlap" or moved[1] - moved[0] == steady
 
 
 def test_two_modules_of_one_program_run_side_by_side(stack):
@@ -152,6 +161,41 @@ def test_more_passes_remember_no_more(case):
         Run(replace(case, passes=case.passes * count), device).go()
         remembered.append(device.detector.remembered)
     assert remembered[0] == remembered[1]
+
+
+@pytest.mark.parametrize("one", cases()[:6], ids=lambda case: case.name)
+def test_transfers_are_enqueued_as_soon_as_what_they_wait_for_has_ended(one):
+    """In their order, each behind the ones before: what a steady pass has moved when a step ends."""
+    run, steps = Run(one, SimDevice(HARDWARE)), len(one.plan.traces[0].steps)
+    for _ in range(2):
+        run._in_order(0)
+    of_this = [t for t in one.plan.schedules[0].transfers if t.after >= 0]
+    of_next = [replace(t, after=t.after + steps) for t in one.plan.schedules[0].transfers if t.after < 0]
+    streamer, counters = run.streamer, run.streamer.counters
+    before = counters.bytes_moved
+    streamer.begin(0)
+    assert counters.bytes_moved == before
+    for step in streamer.probed(0):
+        streamer.acquire(0, step)
+        streamer.release(0, step)
+        ready = takewhile(lambda t: t.after <= step, (*of_this, *of_next))  # noqa: B023 (it is used at once)
+        assert counters.bytes_moved - before == sum(t.stop - t.start for t in ready)
+    assert counters.bytes_moved > before
+    streamer.abort()
+    streamer.begin(0)
+    assert counters.bytes_moved > before  # what waits for nothing, as the first pass
+
+
+@pytest.mark.parametrize("one", disk_cases(), ids=lambda case: case.name)
+def test_room_that_aligned_reads_leave_unused_is_not_given_out(one, monkeypatch):
+    monkeypatch.setattr(staging, "_LARGE", 0)
+    monkeypatch.setattr(staging, "BLOCK", 192)
+    skipped = []
+    align = staging.Staging._align
+    monkeypatch.setattr(staging.Staging, "_align", lambda *args: skipped.append(align(*args)) or skipped[-1])
+    for policy, number in POLICIES:
+        Run(one, OrderedDevice(HARDWARE, policy=policy, seed=number)).go()
+    assert one.name == "a granule" or any(skipped)
 
 
 def case_of(p: RandomProblem, host_share: float | None = None) -> Case:

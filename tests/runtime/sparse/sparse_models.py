@@ -66,8 +66,13 @@ class Experts(nn.Module):
 
             self.product = torch.ops.transformers.grouped_mm_fallback
 
+    def stacks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of a layer's experts."""
+        return self.gate_up[layer], self.down[layer]
+
     def forward(self, x: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
-        for mix, up, down, route in zip(self.mix, self.gate_up, self.down, routes, strict=True):
+        for k, (mix, route) in enumerate(zip(self.mix, routes, strict=True)):
+            up, down = self.stacks(k)
             x = mix(x)
             chosen = route.reshape(-1)
             order = torch.argsort(chosen)
@@ -78,6 +83,34 @@ class Experts(nn.Module):
             back = torch.empty_like(order).index_put_((order,), torch.arange(order.shape[0]))
             x = x + out[back].view(*route.shape, -1).mean(1)
         return x
+
+
+class Quantised(Experts):
+    """Experts of 8 bits, numbers and then integers, each with a scale for a row or for half of it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype, layers=2, experts=32)
+        self.dtype = dtype
+        for name in ("gate_up", "down"):
+            for k, stack in enumerate(getattr(self, name)):
+                blocks = stack.detach().float().unflatten(2, (2, -1))  # two in each row
+                scale = blocks.abs().amax((2, 3) if k == 0 else 3) / 120
+                divided = blocks / (scale[..., None, None] if k == 0 else scale[..., None])
+                kind = torch.float8_e4m3fn if k == 0 else torch.int8
+                self.register_buffer(f"{name}_{k}", divided.round().to(kind).flatten(2))
+                self.register_buffer(f"{name}_{k}_scale", scale)
+            delattr(self, name)
+
+    def stacks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._stack(f"gate_up_{layer}"), self._stack(f"down_{layer}")
+
+    def _stack(self, name: str) -> torch.Tensor:
+        stack, scale = getattr(self, name), getattr(self, f"{name}_scale")
+        if scale.dim() == 2:
+            return (stack.to(torch.float32) * scale[:, :, None]).to(self.dtype)
+        blocks = stack.view(stack.shape[0], stack.shape[1], 2, -1).to(self.dtype)
+        scaled: torch.Tensor = (blocks * scale.to(self.dtype)[..., None]).reshape(stack.shape)
+        return scaled
 
 
 class Mixed(nn.Module):

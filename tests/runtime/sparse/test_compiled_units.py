@@ -17,7 +17,7 @@ from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Part, SparseRead, Step, Trace, Work
 from penstock.schedule.sparse.replay import replay_own
 from penstock.schedule.sparse.routes import profile_of
-from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Tables, routes, seeded
+from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Quantised, Tables, routes, seeded
 
 Arguments = tuple[torch.Tensor, ...]
 
@@ -49,10 +49,16 @@ def _of_two(seed: int) -> Arguments:
     return x, route[:2]
 
 
+def _quantised(seed: int) -> Arguments:
+    x, _ = experts(torch.bfloat16)(seed)
+    return x, routes(4, seed, layers=2, experts=32)
+
+
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[int], Arguments]]] = {
     "tables": (Tables, tables),
     "experts": (lambda: Experts(torch.bfloat16), experts(torch.bfloat16)),
     "experts of transformers": (lambda: Experts(torch.float32, layers=2), _of_two),
+    "quantised experts": (lambda: Quantised(torch.bfloat16), _quantised),
     "head": (lambda: Head(torch.bfloat16, tied=True), words),
 }
 

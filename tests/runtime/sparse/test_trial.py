@@ -11,7 +11,7 @@ from penstock.passes.sparse.contracts import CONTRACTS, Contract
 from penstock.runtime.sparse import trial
 from penstock.runtime.sparse.trial import check_trusted, reads_units_only, trusted
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Part, Pool, SparseRead, Step, Trace
+from penstock.schedule.facts.model import Computed, Part, Pool, SparseRead, Step, Trace
 from tests.schedule.payload.payload_example import POOLED
 
 ROWS = SparseRead(Part("", "float32", (512, 700), (700, 1), 3, 4096 * 7 + 64), "aten.embedding.default", 0, 4)
@@ -72,6 +72,30 @@ def test_an_operator_that_reads_more_than_it_is_told_is_not_trusted(operators, m
     monkeypatch.setitem(CONTRACTS, operator, Contract(weight=0, index=1))
     # Though absent units are zeros, and its results are right.
     assert reads_units_only(replace(ROWS, operator=operator)) is trusts
+
+
+@pytest.mark.parametrize(("name", "trusts"), [("by_groups", True), ("by_lone_groups", False)])
+def test_a_product_that_is_another_for_an_expert_alone_is_not_trusted(monkeypatch, name, trusts):
+    library = torch.library.Library("penstock_tests", "DEF")
+    library.define(f"{name}(Tensor rows, Tensor weight, Tensor ends) -> Tensor")
+
+    def product(rows, weight, ends):
+        made = torch._grouped_mm(rows, weight, ends)
+        return made * 2 if name == "by_lone_groups" and weight.shape[0] == 1 else made
+
+    library.impl(name, product, "CPU")
+    operator = f"penstock_tests.{name}.default"
+    monkeypatch.setitem(CONTRACTS, operator, CONTRACTS["aten._grouped_mm.default"])
+    assert reads_units_only(replace(STACK, operator=operator)) is trusts
+    library._destroy()
+
+
+def test_a_product_of_computed_experts_is_tried_for_what_it_is_given(monkeypatch):
+    tried = []
+    monkeypatch.setattr(trial, "_passes", lambda contract, call, read: not tried.append(read.view))
+    made = Computed("bfloat16", (16, 96, 64), (96 * 64, 1, 96))
+    assert reads_units_only(replace(STACK, view=replace(STACK.view, dtype="int8"), computed=made))
+    assert [(one.dtype, one.shape, one.stride) for one in tried] == [(made.dtype, made.shape, made.stride)]
 
 
 def test_a_system_that_does_not_tell_is_not_trusted(monkeypatch):

@@ -74,6 +74,24 @@ def test_failure_leaves_what_was_there(output: Path, error: BaseException | type
     assert os.listdir(output.parent) == [output.name]
 
 
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_flushed(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.scandir
+
+    def refuse(path: str | int | os.PathLike[str]) -> object:
+        if str(path).endswith("program"):
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse)
+        with pytest.raises(SourceError, match="Input/output error"):
+            write_artifact(output, force=False, build=build("new"))
+    write_artifact(output, force=False, build=build("new"))
+    assert os.listdir(output.parent) == [output.name]
+
+
 def test_failed_second_rename_puts_the_old_one_back(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_artifact(output, force=False, build=build("old"))
     monkeypatch.setattr(atomic, "exchange_paths", lambda first, second: False)

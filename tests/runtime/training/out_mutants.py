@@ -2,14 +2,12 @@
 
 A plan that the verifier would refuse has a streamer do what a wrong one would. As a program this runs each on
 a CPU (`ARTIFACT FOLDER ENGINE`), where writes are late, or the kernels that write values are; the double of
-`spill_faults.c` must be preloaded.
+`tests/faults` must be preloaded.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.model import Schedule, Transfer
 from penstock.schedule.plan import Plan
+from tests.faults.double import Double, Kind
 from tests.runtime.training.spill_faults import outcome, step
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER
@@ -71,14 +70,15 @@ ELSEWHERE = "outs go to another place of the file"
 
 def run(artifact: Path, folder: Path, engine: str) -> dict[str, str]:
     """What comes of a step with each mutant."""
-    double = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    double = Double()
     program = penstock.open(artifact)
     plan, wanted = spilling_plan(program.payload), step(DECODER.model())
     writing = {k for k, one in enumerate(program.payload.traces[0].steps) if one.writes}
     came = {}
     for name, mutant in {**MUTANTS, ELSEWHERE: MUTANTS["none"]}.items():
         late = name == "an out is issued before the value is written"
-        double.spoil_all(os.fsencode(folder), 0 if late else 3000, 4096 if name == ELSEWHERE else 0)
+        moved = 4096 if name == ELSEWHERE else 0
+        double.spoil_all(folder, Kind.WRITES, microseconds=0 if late else 3000, moved=moved)
         options = LoadOptions(engine=engine, poison=True, spill=folder)
         with load_module(program, mutant(plan), options) as module:
             assert isinstance(module, TrainingModule)

@@ -1,15 +1,13 @@
-"""Runs a training step with each write, or each read, of the spill file gone wrong: `ARTIFACT FOLDER ENGINE`.
+"""Runs a training step with each write, or each read, of the spill file gone wrong.
 
-`spill_faults.c` must be preloaded. Prints a line of JSON for each kind of fault: how many calls went wrong,
-and what came of it.
+`ARTIFACT FOLDER ENGINE READS|WRITES`, with the double of `tests/faults` preloaded. Prints a line of JSON for
+each kind of fault: how many calls went wrong, and what came of it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
-import os
 import sys
 from collections import Counter
 from itertools import count
@@ -21,18 +19,19 @@ import penstock
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError
+from tests.faults.double import Action, Double, Kind
 from tests.hunt import scaled
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER
 
 FAULTS = {
-    "ENOSPC": errno.ENOSPC,
-    "EIO": errno.EIO,
-    "EINTR": errno.EINTR,
-    "nothing": 0,
-    "one byte": -1,
-    "a block": -512,
-    "a page and a bit": -4097,
+    "ENOSPC": (Action.FAIL, errno.ENOSPC),
+    "EIO": (Action.FAIL, errno.EIO),
+    "EINTR": (Action.FAIL, errno.EINTR),
+    "nothing": (Action.NOTHING, 0),
+    "one byte": (Action.SHORTEN, 1),
+    "a block": (Action.SHORTEN, 512),
+    "a page and a bit": (Action.SHORTEN, 4097),
 }
 
 APART = max(1, 7 // scaled(1))
@@ -60,23 +59,23 @@ def outcome(module: TrainingModule, wanted: dict[str, torch.Tensor], folder: Pat
     return "right" if same else "wrong gradients"
 
 
-def main(artifact: Path, folder: Path, engine: str) -> None:
-    double = ctypes.CDLL(os.environ["LD_PRELOAD"])
+def main(artifact: Path, folder: Path, engine: str, kind: Kind) -> None:
+    double = Double()
     program = penstock.open(artifact)
     plan = spilling_plan(program.payload)
     wanted = step(DECODER.model())
-    for first, (name, how) in enumerate(FAULTS.items()):
+    for first, (name, (action, value)) in enumerate(FAULTS.items()):
         module = load_module(program, plan, LoadOptions(engine=engine, poison=True, spill=folder))
         assert isinstance(module, TrainingModule)
         found: Counter[str] = Counter()
         with module:
             for number in count(first % APART, APART):
-                double.fail_next(os.fsencode(folder), number, how)
+                double.arm(folder, kind, number=number, action=action, value=value)
                 came = outcome(module, wanted, folder)
-                if not double.calls_failed():
+                if not double.fired:
                     break
                 found[f"{came}, then {outcome(module, wanted, folder)}"] += 1
-            misses, calls = module.stats.misses, double.calls_seen()
+            misses, calls = module.stats.misses, double.seen
         print(
             json.dumps(
                 {"fault": name, "failed": found.total(), "calls": calls, "misses": misses, "came": found}
@@ -85,4 +84,4 @@ def main(artifact: Path, folder: Path, engine: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Kind[sys.argv[4]])

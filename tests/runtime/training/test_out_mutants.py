@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -30,14 +29,14 @@ from penstock.runtime.sim.races import RaceError
 from penstock.schedule.facts.errors import PenstockError, PlanError
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
+from tests.faults.double import build
 from tests.runtime.sim.ordered_device import OrderedDevice, Policy
 from tests.runtime.training.out_mutants import ELSEWHERE, MUTANTS
 from tests.runtime.training.spill_faults import step
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).parents[3]
 POLICIES: tuple[Policy, ...] = ("latest", "earliest", "lagging", "random")
 
 
@@ -56,15 +55,9 @@ def wanted() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module", params=ENGINES)
 def came(request: pytest.FixtureRequest, program: Program, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What came of each mutant on an engine, in a process whose writes to the spill file are late."""
-    compiler, folder = shutil.which("gcc"), tmp_path_factory.mktemp("late")
-    assert compiler, "gcc is missing: scripts/install-compiler installs it"
-    library = folder / "double.so"
-    flags = ["-O1", "-shared", "-fPIC", "-o", str(library), str(HERE / "spill_faults.c"), "-ldl"]
-    subprocess.run([compiler, *flags], check=True)
-    (folder / "spill").mkdir()
-    given = [program.path, folder / "spill", request.param]
+    given = [program.path, tmp_path_factory.mktemp("late"), request.param]
     command = [sys.executable, "-m", "tests.runtime.training.out_mutants", *map(str, given)]
-    variables = {"PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path)), "LD_PRELOAD": str(library)}
+    variables = {"PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path)), "LD_PRELOAD": str(build())}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | variables, cwd=ROOT
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +19,11 @@ import penstock
 from penstock.runtime.files.spill_file import open_spill_file, with_places
 from penstock.schedule.facts.errors import SourceError
 from tests.engines import ENGINES
+from tests.faults.double import build
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).parents[3]
 FATAL = {"ENOSPC", "EIO", "nothing"}
 
 
@@ -42,16 +41,6 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["writes", "reads"])
-def double(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc")
-    assert compiler, "gcc is missing: scripts/install-compiler installs it"
-    library = tmp_path_factory.mktemp("double") / f"{request.param}.so"
-    flags = ["-O1", "-shared", "-fPIC", *(["-DOF_READS"] if request.param == "reads" else [])]
-    subprocess.run([compiler, *flags, "-o", str(library), str(HERE / "spill_faults.c"), "-ldl"], check=True)
-    return library
-
-
 def child(*arguments: object, **environment: str) -> list[str]:
     path = os.pathsep.join((str(ROOT), *sys.path))
     command = [sys.executable, "-m", *map(str, arguments)]
@@ -62,11 +51,13 @@ def child(*arguments: object, **environment: str) -> list[str]:
 
 
 @pytest.mark.random
+@pytest.mark.parametrize("kind", ["WRITES", "READS"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_call_that_goes_wrong_is_named_or_mended(
-    engine: str, double: Path, artifact: Path, tmp_path: Path
+    engine: str, kind: str, artifact: Path, tmp_path: Path
 ) -> None:
-    told = child("tests.runtime.training.spill_faults", artifact, tmp_path, engine, LD_PRELOAD=str(double))
+    given = (artifact, tmp_path, engine, kind)
+    told = child("tests.runtime.training.spill_faults", *given, LD_PRELOAD=str(build()))
     lines = [json.loads(line) for line in told]
     assert len(lines) == 7
     for one in lines:

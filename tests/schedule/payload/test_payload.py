@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from penstock.schedule.facts import model
 from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PayloadError, PlanError
-from penstock.schedule.facts.model import Method, Part, Step, Storage, Trace, Weight
+from penstock.schedule.facts.model import Computed, Method, Part, Step, Storage, Trace, Weight
 from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, verify_payload
 from tests.schedule.payload.payload_example import BYTES, HARDWARE, PAYLOAD, PLAN, POOLED, TRACE, WHOLE
 from tests.schedule.verify.random_plans import random_case
@@ -42,7 +42,7 @@ def test_version_5_is_read() -> None:
     tree["storages"][2]["extents"] = []
     old = Payload.from_bytes(json.dumps(tree).encode())
     storages = (*WHOLE.storages[:2], replace(WHOLE.storages[2], extents=()))
-    assert old == replace(WHOLE, files=WHOLE.files[:1], storages=storages)  # and its version is 10
+    assert old == replace(WHOLE, files=WHOLE.files[:1], storages=storages)  # and its version is 11
 
 
 def test_version_6_is_read_and_has_no_turns() -> None:
@@ -99,13 +99,29 @@ def test_version_9_is_read_and_its_compiled_code_reads_whole() -> None:
     del tree["probes"][0]["units"]
     assert Payload.from_bytes(json.dumps(tree).encode()) == WHOLE
     eager = replace(PAYLOAD, version=9, lowering="eager", probes=WHOLE.probes)
-    assert Payload.from_bytes(eager.to_bytes()) == replace(eager, version=10)
+    assert Payload.from_bytes(eager.to_bytes()) == replace(eager, version=11)
     with pytest.raises(PayloadError, match="expected 10 of compiled code that reads by units, got 9"):
         replace(PAYLOAD, version=9).to_bytes()
     assert POOLED.pool is not None
     sparse = replace(eager, plans=(replace(POOLED, pool=replace(POOLED.pool, dense=False)),))
     with pytest.raises(PayloadError, match="expected 10 of a pool that leaves dense reads out, got 9"):
         sparse.to_bytes()
+
+
+def test_version_10_is_read_and_computes_nothing_from_units() -> None:
+    tree = json.loads(PAYLOAD.to_bytes())
+    tree["version"] = 10
+    for trace in (*tree["traces"], *(trace for plan in tree["plans"] for trace in plan["traces"])):
+        for read in (read for step in trace["steps"] for read in step["sparse"]):
+            del read["computed"]
+    assert Payload.from_bytes(json.dumps(tree).encode()) == PAYLOAD
+    (step, *others) = TRACE.steps
+    read = replace(step.sparse[0], computed=Computed("float32", (64, 8, 4), (32, 1, 8)))
+    trace = replace(TRACE, steps=(replace(step, sparse=(read,)), *others))
+    computes = replace(PAYLOAD, traces=(trace,), plans=())
+    assert Payload.from_bytes(computes.to_bytes()) == computes
+    with pytest.raises(PayloadError, match="expected 11 of a payload with computed units, got 10"):
+        replace(computes, version=10).to_bytes()
 
 
 def produced_example() -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:

@@ -38,9 +38,9 @@ def spoiled(old: str, new: str) -> bytes:
         (b"[]", "$.format: expected 'penstock', got []"),
         (b"\xff" + BYTES, "expected UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
-        (spoiled('"version": 10', '"version": 4'), "reads version 5, 6, 7, 8, 9, 10, got 4; compile again"),
-        (spoiled('"version": 10', '"version": true'), "reads version 5, 6, 7, 8, 9, 10, got true"),
-        (spoiled('"version": 10', '"version": 10.0'), "$.version: expected a valid integer, got 10.0"),
+        (spoiled('"version": 11', '"version": 4'), "reads version 5, 6, 7, 8, 9, 10, 11, got 4; compile"),
+        (spoiled('"version": 11', '"version": true'), "reads version 5, 6, 7, 8, 9, 10, 11, got true"),
+        (spoiled('"version": 11', '"version": 11.0'), "$.version: expected a valid integer, got 11.0"),
         (spoiled('"format": "penstock"', '"format": "turbine"'), "$.format: expected 'penstock', got \"turb"),
         (spoiled('"torch"', '"touch": 1, "torch"'), "$.touch is not a field of the format"),
         (spoiled('"torch": "2.13.0",', ""), "$.torch is missing"),
@@ -74,6 +74,7 @@ SYMBOL = {"name": "b", "lower": 1, "upper": 4, "example": 5}
 
 
 SPARSE = json.loads(BYTES)["traces"][0]["steps"][0]["sparse"][0]
+MADE = {"dtype": "float32", "shape": [64, 4], "stride": [4, 1]}
 READ, POOL = "traces.0.steps.0.sparse.0", "plans.1.pool"
 HERE = "$.traces[0].steps[0].sparse[0]"
 
@@ -97,6 +98,12 @@ HERE = "$.traces[0].steps[0].sparse[0]"
         (f"{READ}.route", -1, f"{HERE}.route: expected 0 or more, got -1"),
         (f"{READ}.asked", 65, f"{HERE}.asked: expected 0 to 64, got 65"),
         (f"{READ}.operator", 7, f"{HERE}.operator: expected a valid string, got 7"),
+        (f"{READ}.computed", MADE | {"dtype": "int9"}, f"{HERE}.computed: expected a tensor of a torch"),
+        (f"{READ}.computed", MADE | {"stride": [1]}, f"{HERE}.computed: expected a tensor of a torch dtype"),
+        (f"{READ}.computed", MADE | {"shape": [64, 0]}, f"{HERE}.computed.shape: expected 1 to"),
+        (f"{READ}.computed", MADE | {"stride": [4, -1]}, f"{HERE}.computed.stride: expected 0 to"),
+        (f"{READ}.computed", MADE | {"shape": [63, 4]}, f"{HERE}.computed: expected a slice for each of 64"),
+        (f"{READ}.computed", MADE | {"offset": 0}, f"{HERE}.computed.offset is not a field of the format"),
         ("traces.0.steps.0.sparse", 2 * (SPARSE,), "sparse[1]: expected a storage that no other has, got 0"),
         (f"{POOL}.nbytes", 0, "$.plans[1].pool.nbytes: expected 1 to"),
         (f"{POOL}.granule", 0, "$.plans[1].pool.granule: expected 1 to"),

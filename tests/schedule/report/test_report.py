@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.schedule import atomic_file
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
@@ -183,19 +184,17 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "fsync", meanwhile)
     with pytest.raises(PlanError, match="exists"):
         save_report(equal_plan(), target)
-    refuse = OSError("no links here")
-    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(refuse))
+    monkeypatch.setattr(atomic_file, "rename_by_rule", lambda *_: False)
     target.unlink()
     with pytest.raises(PlanError, match="exists"):
         save_report(equal_plan(), target)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody else's"]
 
 
-def test_files_are_written_where_the_file_system_has_no_links(
+def test_files_are_written_where_the_system_has_one_way_to_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse = OSError("no links here")
-    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(refuse))
+    monkeypatch.setattr(atomic_file, "rename_by_rule", lambda *_: False)
     save_report(equal_plan(), tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text().endswith("</html>\n")
     assert len(list(tmp_path.iterdir())) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import ArenaKind, Part, Pool, SparseRead, Storage, Trace
+from penstock.schedule.facts.model import ArenaKind, Computed, Part, Pool, SparseRead, Storage, Trace
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
@@ -144,6 +144,16 @@ def test_units_lie_in_their_storage() -> None:
 
 def test_units_do_not_overlap() -> None:
     refuse(**both(viewed(stride=(9, 1))), sentence="reads units of 40 bytes every 36: they overlap")
+
+
+@pytest.mark.parametrize("count", [0, -1, 1])
+def test_as_many_slices_are_computed_as_there_are_units(count: int) -> None:
+    computed = Computed("float32", (UNITS.count + count, 2), (2, 1))
+    given = both(replace(UNITS, computed=computed))
+    if count:
+        refuse(**given, sentence=f"computes {UNITS.count + count} slices from {UNITS.count} units: expected")
+    else:
+        verify_plan(WITH_TABLE, (given["program"],), given["plan"])
 
 
 @pytest.mark.parametrize(

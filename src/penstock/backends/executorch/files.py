@@ -14,7 +14,7 @@ from typing import Any
 from penstock.backends.executorch.containers import Pte, read_ptd, read_pte
 from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
 from penstock.backends.executorch.region import COMPILED, PAYLOAD, PROGRAM, RegionCode, check_regions
-from penstock.runtime.system.atomic import replace_file
+from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
 from penstock.schedule.facts.model import Part
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
@@ -102,8 +102,8 @@ def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Pat
                 for offset, _ in read_ptd(both).values() if target.name in names else ():
                     if offset % BLOCK:
                         raise _misaligned(f"{target} would have weights at byte {offset}")
-    with replace_file(path, force=force) as fd, os.fdopen(os.dup(fd), "wb") as file:
-        file.write(pte)
+    with replace_file(path, force=force) as fd:
+        write_all(fd, pte)
     read(path)
     return path
 

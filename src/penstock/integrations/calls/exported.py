@@ -30,11 +30,13 @@ from penstock.passes.building.fake_export import Built, with_computed_buffers
 from penstock.passes.calls.checks import Dimension, InputChecks
 from penstock.passes.calls.inputs import dimension_of, guards_of
 from penstock.passes.lowering.method_code import MethodCode, method_code
+from penstock.passes.sparse.chains import by_expert
 from penstock.passes.training.own_gradients import refused_own_gradients
 from penstock.passes.weights.lifted import with_named_constants
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.passes.weights.values import has_values as holds_values
 from penstock.passes.weights.values import storage_bytes
+from penstock.runtime.sparse.trial import reads_units_only
 from penstock.schedule.facts.errors import PassError, StreamError
 
 _log = logging.getLogger(__name__)
@@ -200,7 +202,9 @@ def _serving(call: Call, exported: ExportedProgram, result: Result) -> ExportedC
     name = _name(call, result)
     own = with_named_constants(exported, name)
     program, backward = own, None
-    if call.keeps is not None:
+    if call.keeps is None:
+        program = by_expert(own, reads_units_only)
+    else:
         program, backward = differentiate(own, name, len(call.trained), result.output, call.keeps)
     return ExportedCall(
         name,

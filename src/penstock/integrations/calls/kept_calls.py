@@ -49,7 +49,7 @@ from penstock.passes.lowering.method_code import decode_activations, decode_meth
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.runtime.cache import Cache
-from penstock.runtime.system.atomic import replace_file
+from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.facts.errors import PassError, PenstockError
 from penstock.schedule.payload.codec import Payload
 
@@ -120,7 +120,7 @@ class KeptCalls:
         paths = (_path(self.cache, key, kind, number) for number in count())
         path = next(path for path in paths if not path.exists())
         with replace_file(path, force=True) as fd:
-            os.write(fd, data)
+            write_all(fd, data)
 
 
 def _path(cache: Cache, key: str, kind: str, number: int) -> Path:

@@ -1,0 +1,131 @@
+"""Ten minutes on a GPU: what nobody knows about penstock on real hardware, the most important first.
+
+Each step runs in a process of its own with a limit of its own; one that fails, crashes or hangs is a line
+with its reason, and the next one begins. Every line of the standard output is a JSON object and is printed at
+once; at the end, all lines are appended to the results file, which is replaced whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import isolation, steps
+
+NEEDED = ("torch", "numpy", "safetensors", "networkx", "scipy", "pydantic", "pydantic_core")
+"""Packages without which nothing runs. torch brings networkx."""
+
+CARRIED = "pydantic pydantic-core annotated-types typing-inspection typing-extensions"
+"""What pydantic consists of; pydantic-core's wheel is for one version of Python and one processor."""
+
+USEFUL = {"accelerate": "peers", "diffusers": "peers"}
+"""Packages that a step measures where they are."""
+
+EXAMPLES = """\
+examples:
+  python -m benchmarks.gpu                                       the first CUDA device, at full size
+  python -m benchmarks.gpu --device xpu --results build/gpu.jsonl
+  python -m benchmarks.gpu --only machine,suite,copies           three steps
+  python -m benchmarks.gpu --device rig --scale 0.0005           tries the script on the rig, measures nothing
+
+on a machine with torch, where nothing can be installed, carry pydantic as wheels (for its Python):
+  python3 -m pip install --no-index --no-deps --target SITE WHEELS/*.whl
+  PYTHONPATH=SITE python3 -m benchmarks.gpu --results gpu.jsonl
+"""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    shown = "\n".join(f"  {name:8} {step.seconds:4} s  {step.shows}" for name, step in steps.STEPS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=f"{__doc__}\nsteps, and how long each may take:\n{shown}",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, xpu, or rig (default: cuda)")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the full sizes (default: 1)")
+    parser.add_argument("--only", default="", help="names of steps, separated by ','")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all steps together (default: 10)")
+    parser.add_argument("--patience", type=float, default=1.0, help="a factor for limits (default: 1)")
+    parser.add_argument("--results", type=Path, help="the file that gets all lines at the end")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    given.only = [name for name in given.only.split(",") if name] or list(steps.STEPS)
+    if unknown := set(given.only) - set(steps.STEPS):
+        parser.error(f"there is no step {', '.join(sorted(unknown))}: choose from {', '.join(steps.STEPS)}")
+    if not 0 < given.scale <= 1:
+        parser.error(f"--scale is a share of the full sizes, above 0 and at most 1, got {given.scale}")
+    return given
+
+
+def missing() -> dict[str, Any]:
+    """What is not there, as the fields of a line: `missing` stops everything, `left_out` a step or two."""
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    left_out = {name: step for name, step in USEFUL.items() if find_spec(name) is None}
+    found: dict[str, Any] = {"missing": lacking, "left_out": left_out}
+    if lacking:
+        carry = CARRIED if any(name.startswith("pydantic") for name in lacking) else " ".join(lacking)
+        found["do"] = f"install them, or carry the wheels of {carry} and name their folder in PYTHONPATH"
+    return found
+
+
+def run_all(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the lines of all steps that are asked for, as long as there is time."""
+    lines = {"step": "check", "python": sys.version.split()[0], "device": given.device, **missing()}
+    yield lines
+    if lines["missing"]:
+        return
+    end = time.monotonic() + 60 * given.minutes * given.patience
+    arguments = ["--device", given.device, "--scale", str(given.scale)]
+    for name in given.only:
+        left = end - time.monotonic()
+        if left <= 0:
+            yield {"step": name, "outcome": "failed", "reason": "all the time is used up"}
+            continue
+        yield from isolation.run(name, arguments, min(left, steps.STEPS[name].seconds * given.patience))
+
+
+def append(path: Path, lines: Sequence[str]) -> None:
+    """Append lines to a file, which is there as it was or with all of them, whatever happens."""
+    before = path.read_text() if path.exists() else ""
+    if before and not before.endswith("\n"):
+        before += "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with partial.open("w") as file:
+        file.write(before + "".join(f"{line}\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 if every step is done, 1 if one has failed, and 2 if something that all need is missing."""
+    given = parse(arguments)
+    if given.step:
+        return steps.run(given.step, given.device, given.scale, given.limit)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is known is written
+    found: list[dict[str, Any]] = []
+    try:
+        for line in run_all(given):
+            found.append(line)
+            print(json.dumps(line), flush=True)
+    finally:
+        if given.results:
+            append(given.results, [json.dumps(line) for line in found])
+    if found[0]["missing"]:
+        return 2
+    return int(any(line.get("outcome") == "failed" for line in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Calls on files go wrong, one at a time, in all that penstock does with files.
+
+Some of them here, and all in `make faults` and `make soak`. docs/testing.md says what must hold after each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import ENGINES
+from tests.faults.double import build
+from tests.faults.scenarios import names
+from tests.hunt import scaled
+
+ROOT = Path(__file__).parents[2]
+
+ALL = scaled(1) > 1
+SOME = (10**6, 1) if ALL else (1, 31)
+"""How many of the calls that are alike meet faults, and every which fault is injected."""
+
+Inject = Callable[[str, int, int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def inject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inject]:
+    """Injects faults into the scenario of a name, and returns what came of them."""
+    command = [sys.executable, "-m", "tests.faults.injecting", str(tmp_path_factory.mktemp("faults"))]
+    path = os.pathsep.join((str(ROOT), *sys.path))
+    variables = os.environ | {"PYTHONPATH": path, "LD_PRELOAD": str(build())}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables, cwd=ROOT
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told, heard = process.stdin, process.stdout
+
+        def ask(*given: object) -> dict[str, Any]:
+            told.write(json.dumps(given) + "\n")
+            told.flush()
+            report: dict[str, Any] = json.loads(heard.readline())
+            return report
+
+        yield ask
+        told.close()
+    assert process.returncode == 0
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("name", [one for one in names() if "native" not in one or "native" in ENGINES])
+def test_a_fault_is_absorbed_or_named_and_nothing_is_lost(inject: Inject, name: str) -> None:
+    report = inject(name, *SOME)
+    assert report["problems"] == []
+    injected = report["injected"]
+    assert sum(injected.values()) == sum(report["came"].values()) > 0
+    assert set(report["came"]) <= {"right", "refused", "killed"}
+    if ALL:
+        assert injected.keys() >= {"EIO", "EINTR", "short", "slow"}
+        assert sum(injected.values()) >= report["sites"]
+
+
+def test_what_is_written_carelessly_is_caught(inject: Inject) -> None:
+    said = "\n".join(inject("carelessly", 10**6, 1)["problems"])
+    assert "kill after at call" in said
+    for problem in (
+        "the target holds ",
+        "it was not absorbed",
+        "OSError: [Errno 5] Input/output error",
+        ".new.tmp-0 is left",
+        "in is lost or changed",
+        "after the next call: .new.tmp-0 is left",
+    ):
+        assert problem in said, problem

@@ -1,0 +1,85 @@
+"""Mixtures of experts that torchao quantised: calls read what tokens ask for, with the library's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, quantize_
+
+from penstock.integrations import apply, load
+from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.sparse import division
+from tests.hunt import sampled
+from tests.integrations import expert_models
+from tests.integrations.models import frozen
+
+EXPERTS = r"re:.*experts\.(gate_up|down)_proj"
+IDS = torch.tensor([[5, 17, 99, 3, 400, 77, 12, 40]])
+CASES = [("olmoe", torch.bfloat16), ("qwen3_moe", torch.float32), ("deepseek_v3", torch.bfloat16)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Products in several threads may be added up in another order; and units of small models count."""
+    monkeypatch.setattr(division, "LEAST", 256 << 10)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def quantised(family, dtype):
+    model = expert_models.FAMILIES[family](dtype)
+    quantize_(model, FqnToConfig({EXPERTS: Float8WeightOnlyConfig()}), filter_fn=None)
+    return model
+
+
+def outputs(model):
+    """What a model says behind a prompt, and behind one that asks for all of its experts."""
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    said = model.generate(IDS, max_new_tokens=4, **options)
+    more = model.generate(IDS.repeat(1, 4), max_new_tokens=1, **options)
+    return [said.sequences, *said.logits, *more.logits]
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(("family", "dtype"), sampled(CASES, 2))
+def test_quantised_experts_have_their_bits_in_any_memory(family, dtype, tmp_path):
+    model = quantised(family, dtype)
+    expected = outputs(model)
+    stacks = [one for name, one in model.named_parameters() if ".experts." in name]
+    assert {one.qdata.dtype for one in stacks} == {torch.float8_e4m3fn}
+    largest = max(one.qdata.nbytes for one in stacks)
+    options = {"example": outputs, "cache": tmp_path}
+    with pytest.raises(BudgetError) as refused:
+        apply(model, "64KB", **options)
+    least = refused.value.floor_bytes
+    assert least < largest + (512 << 10)  # where one stack alone is unpacked into eight times its bytes
+    for memory in (least, least + largest // 2, 4 * least + 8 * largest):
+        with apply(model, memory, **options) as applied:
+            (component,) = applied.components.values()
+            assert ("a pool of" in repr(component)) == (memory < 4 * least)
+            assert all(torch.equal(*both) for both in zip(outputs(model), expected, strict=True))
+            assert component.stats.peak_bytes <= component.stats.budget
+            experts = component.stats.bytes_moved if memory == least else 0
+            assert experts < 8 * sum(one.qdata.nbytes for one in stacks)
+
+
+def test_a_folder_of_quantised_experts_runs_in_little_memory(tmp_path):
+    from transformers import OlmoeForCausalLM, TorchAoConfig
+
+    expert_models.olmoe(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    config = TorchAoConfig(FqnToConfig({EXPERTS: Float8WeightOnlyConfig()}))
+    model = OlmoeForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16
+    )
+    model.save_pretrained(tmp_path / "float8")
+    expected = outputs(frozen(model))
+    options = {"example": outputs, "cache": tmp_path / "cache"}
+    with pytest.raises(BudgetError) as refused:
+        load(tmp_path / "float8", "64KB", **options)
+    loaded = load(tmp_path / "float8", refused.value.floor_bytes, **options)
+    (component,) = loaded.penstock_applied.components.values()
+    assert "a pool of" in repr(component)
+    assert all(torch.equal(*both) for both in zip(outputs(loaded), expected, strict=True))
+    loaded.penstock_applied.close()

@@ -1,0 +1,179 @@
+"""Inductor on an accelerator: what torch compiles for the rig streams there; the rest is refused by name."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.export import export
+
+import penstock
+from penstock.runtime import calibrate
+from penstock.runtime.files.source import Source
+from tests.rig import inductor
+
+WIDTH = 64
+BUDGET = {"budget": "50%", "resident_below": None, **inductor.OPTIONS}
+
+
+class Branching(nn.Module):
+    """Layers with a graph break between them, a tied weight, a buffer, and a parameter read by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.again = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.again.weight = self.layers[0].weight
+        self.mix = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        torch._dynamo.graph_break()
+        return self.again(x @ self.mix[WIDTH:]) * self.scale
+
+
+class Apart(nn.Module):
+    """Computes with a tensor that it makes on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + torch.ones(WIDTH).to(x.device))
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Dynamo starts anew and warns about itself; the device is measured quickly."""
+    monkeypatch.setattr(calibrate, "_DEVICE_MATRIX", 64)
+    monkeypatch.setattr(calibrate, "_DEVICE_BUFFER", 1 << 20)
+    torch._dynamo.reset()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+def saved(module: nn.Module, folder: Path) -> Path:
+    path = folder / "model.safetensors"
+    save_file({k: v for k, v in module.state_dict().items() if k != "again.weight"}, path)
+    return path
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="penstock", options=dict(BUDGET))
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_compiled_module_streams_to_the_rig(order: str, tmp_path: Path, guarded: bool) -> None:
+    torch.manual_seed(0)
+    module = Branching().requires_grad_(False)
+    path, values = saved(module, tmp_path), [torch.randn(3, WIDTH).to("rig") for _ in range(3)]
+    resident = Branching().requires_grad_(False)
+    resident.load_state_dict(module.state_dict())
+    resident.to("rig")
+    expected = [resident(value) for value in values]
+    allocated = torch.accelerator.memory_allocated()
+    with inductor.registered(guarded=guarded):
+        record = penstock.offload(module, path, device="rig")
+        assert record.device == "rig:0"
+        assert {p.device for p in module.parameters()} == {torch.device("rig:0")} == {module.scale.device}
+        assert module.again.weight is module.layers[0].weight
+        assert torch.accelerator.memory_allocated() <= allocated + 512  # the buffer
+        streamed = compiled(module)
+        assert all(torch.equal(streamed(value), want) for value, want in zip(values, expected, strict=True))
+        stats = record.stats
+        budget = sum(storage.nbytes for storage in record.storages) // 2
+        assert stats.budget == budget
+        assert 0 < stats.peak_bytes <= budget
+        assert stats.misses == 0
+        plan = record.sessions[0].plan
+        assert stats.bytes_moved >= 2 * plan.streamed_bytes > 0
+        assert plan.hardware.name == "rig:0"
+        record.close()
+
+
+def test_a_guard_of_the_device_is_in_the_wrapper(late: None, tmp_path: Path) -> None:
+    module = Branching().requires_grad_(False).to("rig")
+    with inductor.registered(guarded=True):
+        options = {**inductor.OPTIONS, "fx_graph_cache": False}
+        run = torch.compile(module.layers[0], options=options)
+        found = torch._inductor.utils.run_and_get_code(run, torch.randn(3, WIDTH).to("rig"))[1]
+    assert "\n        with torch.accelerator.device_index(0):\n            torch.accelerator.set" in found[0]
+
+
+def test_tensors_on_two_devices_are_named(late: None, tmp_path: Path) -> None:
+    module = Apart().requires_grad_(False)
+    with inductor.registered(guarded=False):
+        penstock.offload(module, saved(module, tmp_path), device="rig")
+        with pytest.raises(Exception, match=words_of_mixed("the graph", "value 'ones'")) as raised:
+            compiled(module)(torch.randn(3, WIDTH).to("rig"))
+        assert_caused_by_pass_error(raised.value)
+
+
+def words_of_mixed(what: str, second: str) -> str:
+    return (
+        rf"{what} has tensors on two devices, .* on rig:0 and {second} on cpu, and Inductor compiles for "
+        r"one: make all of them on rig:0, or penstock.compile it with lowering='eager'"
+    )
+
+
+def assert_caused_by_pass_error(error: BaseException | None) -> None:
+    while error is not None and not isinstance(error, penstock.PassError):
+        error = error.__cause__ or getattr(error, "inner_exception", None)
+    assert error is not None
+
+
+def test_a_device_that_inductor_has_no_code_for_is_refused_and_the_module_is_as_it_was(
+    late: None, tmp_path: Path
+) -> None:
+    module = Branching().requires_grad_(False)
+    path, before = saved(module, tmp_path), module.state_dict()
+    no_code = "the module is for rig:0, for which Inductor has no code generator in torch "
+    with pytest.raises(penstock.PassError, match=no_code):
+        penstock.offload(module, path, device="rig")
+    with pytest.raises(penstock.StreamError, match="there is no device 'cuda' here"):
+        penstock.offload(module, path, device="cuda")
+    with pytest.raises(penstock.StreamError, match=r"on devices of torch's, and not on 'sim:t4'"):
+        penstock.offload(module, path, device="sim:t4")
+    module.register_buffer("empty", torch.zeros(3, device="meta"))
+    with (
+        inductor.registered(guarded=False),
+        pytest.raises(penstock.PassError, match="buffer 'empty' is on the meta"),
+    ):
+        penstock.offload(module, path, device="rig")
+    assert all(
+        value is module.state_dict()[name] or value.equal(module.state_dict()[name])
+        for name, value in before.items()
+    )
+
+
+def test_aotinductor_is_refused_by_name_before_a_byte_is_read(
+    late: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("a byte was read")
+
+    monkeypatch.setattr(Source, "read_into", read)
+    module = nn.Linear(WIDTH, WIDTH).requires_grad_(False).to("rig")
+    exported = export(module, (torch.randn(3, WIDTH).to("rig"),))
+    words = (
+        "method 'forward' is for rig:0, and code of AOTInductor runs on cpu, cuda, xpu, mps only: "
+        "penstock.compile it with lowering='eager', which runs on every device that torch knows"
+    )
+    with inductor.registered(guarded=False), pytest.raises(penstock.PassError, match=f"^{re.escape(words)}"):
+        penstock.compile(exported, tmp_path / "m.penstock", lowering="inductor")
+    mixed = export(Apart().requires_grad_(False).to("rig"), (torch.randn(3, WIDTH).to("rig"),))
+    with pytest.raises(penstock.PassError, match=words_of_mixed("method 'forward'", "value 'ones'")):
+        penstock.compile(mixed, tmp_path / "m.penstock", lowering="inductor")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,308 @@
+"""What only CUDA has: graphs, registered host memory, its own streams and its allocator.
+
+No kernel here computes: copies and fills are enough, so that `make cuda-dry` runs this without a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import export
+
+import penstock
+from penstock.runtime.device import cuda
+from penstock.runtime.device.accelerator import PAGE, EventClock
+from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.opening import accelerators
+from penstock.runtime.device.protocol import Move
+from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.module import StreamedModule
+from penstock.runtime.program import Program
+from tests.rig.rig_runs import RigRun
+from tests.runtime.device.device_runs import Case, cases, disk_cases
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="there is no GPU here: `make gpu` runs this where there is one, `make cuda-dry` without",
+)
+
+MANY, ONE = torch.arange(5.0), torch.arange(1.0)
+
+
+class Weights(nn.Module):
+    """Copies its input and its weights: all of them for many inputs, and every second one for one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(3000 + 137 * k) for k in range(12))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [one.clone() for one in (x, *(self.weights if len(x) > 1 else self.weights[::2]))]
+
+
+@pytest.fixture(scope="module")
+def module() -> Weights:
+    torch.manual_seed(0)
+    return Weights().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def program(module: Weights, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    methods = {"many": export(module, (MANY,)), "one": export(module, (ONE,))}
+    return penstock.compile(methods, tmp_path_factory.mktemp("weights") / "weights.penstock")
+
+
+def load(program: Program, share: str, wrap: Any = "overlap", device: str = "cuda") -> StreamedModule:
+    budget = program.floor(device) if share == "floor" else share
+    plan = program.plan(budget, device=device, hardware="h200", wrap=wrap)
+    return load_module(program, plan, LoadOptions(device=device, poison=True))
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", [*cases(), *disk_cases()], ids=lambda case: case.name)
+def test_plans_run_while_the_host_goes_on(case: Case) -> None:
+    RigRun(case, name="cuda").go()
+
+
+@pytest.mark.parametrize("wrap", ["overlap", "barrier"])
+@pytest.mark.parametrize("share", ["floor", "50%", "100%"])
+def test_methods_find_their_weights_on_every_device(
+    program: Program, module: Weights, share: str, wrap: str
+) -> None:
+    for device in accelerators():
+        with load(program, share, wrap, device) as streamed:
+            many, one = MANY.to(device), ONE.to(device)
+            found = [
+                (streamed.many(many), module(MANY)) if turn % 3 else (streamed.one(one), module(ONE))
+                for turn in range(8)
+            ]
+            assert all(equal(*pair) for pair in found)
+            assert streamed.stats.misses == 0
+
+
+@pytest.mark.parametrize("wrap", ["overlap", "barrier"])
+def test_passes_on_streams_in_turn_see_each_others_weights(
+    program: Program, module: Weights, wrap: str
+) -> None:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    many, found = MANY.to("cuda"), []
+    with load(program, "50%", wrap) as streamed:
+        for turn in range(6):
+            with torch.cuda.stream(streams[turn % 2]):
+                found.append(streamed.many(many))
+    for turn, outputs in enumerate(found):
+        with torch.cuda.stream(streams[turn % 2]):
+            assert equal(outputs, module(MANY))
+
+
+def captured(call: Any, value: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call(value)
+    return graph, outputs
+
+
+def replayed(graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a replay writes into outputs that were other bytes before."""
+    for one in outputs:
+        one.fill_(-1.0)
+    graph.replay()
+    return [one.clone() for one in outputs]
+
+
+@pytest.mark.parametrize("share", ["floor", "50%", "80%"])
+def test_one_method_is_replayed_and_the_other_is_called(
+    program: Program, module: Weights, share: str
+) -> None:
+    many, one = MANY.to("cuda"), ONE.to("cuda")
+    with load(program, share, "barrier") as streamed:
+        found = [(streamed.one(one), module(ONE)), (streamed.many(many), module(MANY))]
+        graph = captured(streamed.one, one)
+        for turn in range(3):
+            found += [(replayed(*graph), module(ONE)) for _ in range(2)]
+            found.append((streamed.many(many), module(MANY)))
+            if turn:
+                found.append((streamed.one(one), module(ONE)))
+        other = captured(streamed.many, many)
+        for _ in range(2):
+            found += [(replayed(*graph), module(ONE)), (replayed(*other), module(MANY))]
+        assert [equal(*pair) for pair in found] == [True] * len(found)
+        assert streamed.stats.misses == 0
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # and so it should be
+def test_what_replays_would_not_do_is_not_captured(program: Program, module: Weights) -> None:
+    many = MANY.to("cuda")
+    overlapping = program.plan("50%", device="cuda", hardware="h200")
+    third = program.weight_bytes // 3
+    read = program.plan("50%", device="cuda", hardware="h200", wrap="barrier", host_memory=third)
+    for plan, why in ((overlapping, "wrap='barrier'"), (read, "more host_memory=")):
+        with load_module(program, plan, LoadOptions(device="cuda", poison=True)) as streamed:
+            for _ in range(2):
+                assert equal(streamed.many(many), module(MANY))
+                with pytest.raises(penstock.StreamError, match=f"cannot be captured .*{why}"):
+                    captured(streamed.many, many)
+
+
+@contextmanager
+def broken(streamed: StreamedModule) -> Iterator[None]:
+    """Has the pass within raise at its second release. Catches that, or what the end of a capture raises."""
+    inner: Any = streamed._weights.streamer
+    released: list[int] = []
+
+    def release(graph: int, step: int) -> None:
+        released.append(step)
+        if len(released) == 2:
+            raise InterruptedError
+        type(inner).release(inner, graph, step)
+
+    inner.release = release
+    with pytest.raises((InterruptedError, RuntimeError)):
+        yield
+    del inner.release
+    assert len(released) == 2
+
+
+@pytest.mark.parametrize("share", ["floor", "50%", "80%"])
+def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(
+    program: Program, module: Weights, share: str
+) -> None:
+    many, one = MANY.to("cuda"), ONE.to("cuda")
+    with load(program, share, "barrier") as streamed:
+        streamed.many(many)
+        with broken(streamed):
+            captured(streamed.many, many)
+        for _ in range(2):
+            assert equal(streamed.one(one), module(ONE))
+            assert equal(streamed.many(many), module(MANY))
+        assert equal(replayed(*captured(streamed.one, one)), module(ONE))
+
+
+@pytest.mark.parametrize("share", ["floor", "50%", "80%"])
+def test_what_a_capture_would_load_is_not_taken_for_loaded(
+    program: Program, module: Weights, share: str
+) -> None:
+    many = MANY.to("cuda")
+    with load(program, share, "barrier") as streamed:
+        streamed.many(many)
+        with broken(streamed):
+            streamed.many(many)
+        graph = captured(streamed.many, many)
+        for _ in range(2):
+            assert equal(streamed.many(many), module(MANY))
+            assert equal(replayed(*graph), module(MANY))
+
+
+def test_replays_after_closing_read_memory_that_is_still_theirs(program: Program, module: Weights) -> None:
+    one = ONE.to("cuda")
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    streamed = load(program, "50%", "barrier")
+    streamed.one(one)
+    graph = captured(streamed.one, one)
+    replayed(*graph)
+    streamed.close()
+    taken = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda").fill_(7) for _ in range(4)]
+    assert equal(replayed(*graph), module(ONE))
+    del graph, streamed, taken
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == reserved
+
+
+@pytest.mark.parametrize("share", ["50%", "100%"])
+def test_closing_waits_for_kernels_and_gives_all_memory_back(
+    program: Program, module: Weights, share: str
+) -> None:
+    many, stream = MANY.to("cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.empty_cache()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    streamed = load(program, share)
+    assert torch.cuda.memory_allocated() >= before + streamed.stats.held_bytes > before
+    with torch.cuda.stream(stream):
+        outputs = streamed.many(many)
+    streamed.close()
+    del streamed  # and what lies outside the arena, which a call may have returned
+    gc.collect()
+    taken = [torch.empty(20000, dtype=torch.uint8, device="cuda").fill_(7) for _ in range(16)]
+    torch.cuda.current_stream().synchronize()  # now what was given back is overwritten
+    with torch.cuda.stream(stream):
+        assert equal(outputs, module(MANY))
+    del outputs, taken
+    assert torch.cuda.memory_allocated() == before
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == reserved
+
+
+def test_host_memory_is_registered_by_its_size_until_it_is_given_back() -> None:
+    device = CudaDevice("cuda")
+    memory = [device.allocate_host(nbytes) for nbytes in (1, 5000, 1 << 20)]
+    assert [one.data_ptr() % PAGE for one in memory] == [0, 0, 0]
+    assert [one.is_pinned() for one in memory] == [True, True, True]
+    assert not CudaDevice("cuda", page_lock=False).allocate_host(5000).is_pinned()
+    device.free_host(memory[1])
+    assert [one.is_pinned() for one in memory] == [True, False, True]
+    device.close()
+    assert [one.is_pinned() for one in memory] == [False, False, False]
+    dropped = CudaDevice("cuda")
+    kept = dropped.allocate_host(5000)
+    assert kept.is_pinned()
+    del dropped
+    gc.collect()
+    assert not kept.is_pinned()
+
+
+def test_memory_that_cannot_be_registered_is_refused_and_leaves_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = CudaDevice("cuda")
+    memory = device.allocate_host(5000)
+    monkeypatch.setattr(cuda, "aligned_bytes", lambda nbytes, alignment: memory)
+    with pytest.raises(penstock.StreamError, match=r"page-locked \(CUDA error 712\): .* \(page_lock=False\)"):
+        device.allocate_host(5000)  # it is registered already
+    assert torch.zeros(3, device="cuda").tolist() == [0, 0, 0]
+    device.close()
+    assert not memory.is_pinned()
+
+
+def test_too_much_memory_is_refused_by_what_it_is_for() -> None:
+    device, total = CudaDevice("cuda"), torch.cuda.mem_get_info()[1]
+    with pytest.raises(penstock.StreamError, match=r"cuda:0 is out of memory: .* for the arena do not fit"):
+        device.allocate(total + 1, "the arena")
+    assert device.allocate(1 << 20, "a test").fill_(3)[-1:].tolist() == [3]
+    device.close()
+
+
+def test_the_stream_of_copies_is_none_that_the_caller_can_get() -> None:
+    device = CudaDevice("cuda")
+    copies = device.open_stream("copies")
+    mine = {torch.cuda.Stream().cuda_stream for _ in range(100)}
+    assert copies.cuda_stream not in mine | {torch.cuda.current_stream().cuda_stream}
+    assert copies.priority < 0
+    device.close()
+
+
+def test_copies_go_both_ways_in_pieces_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.device.accelerator.PIECE", 64)
+    device = CudaDevice("cuda")
+    clock, copies, there = EventClock(device), device.open_stream("copies"), device.allocate(300, "a test")
+    source, back = device.allocate_host(250), device.allocate_host(300)
+    source.copy_(torch.arange(250, dtype=torch.uint8))
+    start = clock.now()
+    device.fill(copies, there, 0, 300, 9)
+    device.copy(copies, there, [Move(source, 3, 50, 200)], "a copy")
+    device.copy_out(copies, there, [Move(back, 50, 50, 250)], "a copy back")
+    device.wait(device.current_stream(), device.record(copies))
+    assert clock.ns_between(start, clock.now()) > 0
+    assert back[50:].tolist() == [*range(3, 203), *[9] * 50]
+    device.close()

@@ -1,0 +1,223 @@
+"""Experts that are computed from quantised ones: bits, bytes and memory, in both engines and lowerings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim, export
+
+import penstock
+from penstock.passes.activations import activation_bytes
+from penstock.passes.sparse import by_expert as by_expert_module
+from penstock.passes.sparse.by_expert import BY_EXPERT
+from penstock.passes.sparse.contracts import Contract
+from penstock.runtime.program import Program
+from penstock.runtime.sparse import trial
+from penstock.schedule.plan import Plan
+from tests.engines import ENGINES
+from tests.runtime.sparse.sparse_models import SLOW, Quantised, routes, seeded
+
+WIDTH, COUNT = 128, 32
+
+UP, DOWN = 4 * WIDTH * WIDTH, 2 * WIDTH * WIDTH
+"""Bytes of an expert's two pieces, each whole pages."""
+
+
+WITH_SCALES = {torch.float32: [2, 2, 2, 2], torch.bfloat16: [2, 2, 1, 1]}
+"""How many storages the steps read: scales that are converted before they are used stand in other steps."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its exported program, and the compiled one."""
+
+    model: Quantised
+    exported: torch.export.ExportedProgram
+    program: Program
+
+
+def batch(tokens: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.randn(tokens, WIDTH, generator=seeded(seed)).to(dtype)
+    return rows, routes(tokens, seed, layers=2, experts=COUNT)
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    model = Quantised(request.param)
+    tokens = Dim("tokens", min=2, max=64)
+    shapes = {"x": {0: tokens}, "routes": {1: tokens}}
+    with torch.no_grad():
+        exported = export(model, batch(3, 0, request.param), dynamic_shapes=shapes)
+    path = tmp_path_factory.mktemp("quantised") / "model.penstock"
+    return Case(model, exported, penstock.compile(exported, path))
+
+
+def pooled(program: Program, budget: int | str) -> Plan:
+    plan = program.plan(budget, hardware=SLOW)
+    assert plan.pool is not None
+    return plan
+
+
+def equal(module: Any, model: Any, *inputs: torch.Tensor) -> bool:
+    with torch.no_grad():
+        return torch.equal(module(*inputs), model(*inputs))
+
+
+def test_each_stack_is_a_read_by_units_of_what_it_is_computed_from(case: Case) -> None:
+    storages, (trace,) = case.program.payload.storages, case.program.payload.traces
+    reads = [one for step in trace.steps for one in step.sparse]
+    assert [storages[one.storage].nbytes for one in reads] == 2 * [COUNT * UP, COUNT * DOWN]
+    dtype = str(case.model.dtype).removeprefix("torch.")
+    assert [one.computed and one.computed.dtype for one in reads] == 4 * [dtype]
+    assert [one.view.dtype for one in reads] == 2 * ["float8_e4m3fn"] + 2 * ["int8"]
+    assert all(one.computed and one.computed.shape[0] == COUNT for one in reads)
+    # The scales stand in the same steps, whole, and nothing else reads of a stack.
+    steps = [step for step in trace.steps if step.sparse]
+    assert [len(step.reads) for step in steps] == WITH_SCALES[case.model.dtype]
+    assert sum(one.storage in step.reads for one in reads for step in trace.steps) == len(reads)
+
+
+@pytest.mark.parametrize(("engine", "debug"), [*((engine, False) for engine in ENGINES), ("python", True)])
+def test_bits_at_every_budget(case: Case, engine: str, debug: bool) -> None:
+    """With `debug`, a read of an expert that is not in memory kills the process."""
+    program = case.program
+    assert program.floor_bytes < COUNT * DOWN / 2
+    for budget in (program.floor_bytes, "25%", "60%"):
+        plan = pooled(program, budget)
+        with program.load(plan=plan, engine=engine, debug=debug) as module:
+            for seed, tokens in enumerate((3, 2, 40, 5, 64, 4)):
+                assert equal(module, case.model, *batch(tokens, seed, case.model.dtype))
+            assert module.stats.misses == 0
+            assert module.stats.peak_bytes <= plan.budget
+    with program.load("100%") as module:
+        assert equal(module, case.model, *batch(64, 7, case.model.dtype))
+        assert module.stats.bytes_moved == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_pool_of_one_unit_moves_the_sum_of_the_units_that_calls_ask_for(case: Case, engine: str) -> None:
+    program = case.program
+    plan = pooled(program, "60%")
+    assert plan.pool is not None
+    plan = replace(plan, pool=replace(plan.pool, nbytes=UP))
+    with program.load(plan=plan, engine=engine) as module:
+        moved = 0
+        for seed in range(4):
+            x, route = batch(5, seed, case.model.dtype)
+            assert equal(module, case.model, x, route)
+            moved += sum((UP + DOWN) * len(set(layer.flatten().tolist())) for layer in route)
+            units = module._weights.units
+            assert units is not None
+            assert (units.counters.bytes_moved, units.peak_bytes) == (moved, UP)
+
+
+def test_a_call_takes_the_memory_of_one_expert_beside_it(case: Case) -> None:
+    """Of the whole stack it takes 32 times as much, twice in float32, before the stack is what it is."""
+    whole = activation_bytes(case.exported)
+    assert whole >= 2 * 4 * COUNT * UP
+    assert 2 * 4 * UP <= case.program.activation_bytes <= 2 * 4 * UP + (64 << 10)
+
+
+@pytest.mark.parametrize("wrong", ["ends that fall", "more rows than there are"])
+def test_ends_that_are_none_are_refused(wrong: str) -> None:
+    ends = torch.tensor([2, 1, 4] if wrong == "ends that fall" else [2, 3, 5], dtype=torch.int32)
+    with pytest.raises(penstock.StreamError, match="do not ascend from 0 to 4"):
+        BY_EXPERT(PRODUCT, 0, torch.ones(4, 8), torch.ones(3, 8, 8), ends)
+
+
+PRODUCT: Any = torch.fx.symbolic_trace(lambda rows, weight, ends: rows @ weight[0])
+
+
+def test_rows_that_no_expert_has_are_zeros_and_no_rows_are_none() -> None:
+    weight = torch.full((3, 8, 4), float("nan"))
+    weight[1] = 1
+    ends = torch.tensor([0, 2, 2], dtype=torch.int32)
+    assert BY_EXPERT(PRODUCT, 0, torch.ones(3, 8), weight, ends).tolist() == [[8] * 4, [8] * 4, [0] * 4]
+    assert BY_EXPERT(PRODUCT, 0, torch.ones(3, 8), weight, ends * 0).tolist() == 3 * [[0] * 4]
+    assert BY_EXPERT(PRODUCT, 0, torch.ones(0, 8), weight, ends * 0).shape == (0, 4)
+
+
+# What has to be seen.
+
+
+def _next_scale(contract: Contract, arguments: Any, slices: slice, rows: slice) -> Any:
+    narrowed = _NARROWED(contract, arguments, slices, rows)
+    if contract.sliced is None:
+        return narrowed
+    return (*narrowed[:5], narrowed[5].roll(1, 0), *narrowed[6:])
+
+
+_NARROWED, _UNITS = Contract.narrowed, Contract.units
+
+
+def _stale() -> Callable[..., list[int]]:
+    known: list[list[int]] = []
+
+    def units(contract: Contract, index: torch.Tensor | None, count: int, slices: int = 1) -> list[int]:
+        known.append(_UNITS(contract, index, count, slices))
+        return known[0]
+
+    return units
+
+
+@pytest.mark.parametrize("mutant", ["the scale of another expert", "the index of the first call"])
+def test_mutants_are_seen(case: Case, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutant.startswith("the scale"):
+        monkeypatch.setattr(Contract, "narrowed", _next_scale)
+    else:
+        monkeypatch.setattr(Contract, "units", _stale())
+    plan = pooled(case.program, case.program.floor_bytes)
+    with case.program.load(plan=plan) as module:
+        right = [equal(module, case.model, *batch(9, seed, case.model.dtype)) for seed in range(2)]
+    assert not all(right)
+
+
+def test_an_expert_that_gets_the_rows_of_another_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = by_expert_module.pairwise
+    monkeypatch.setattr(by_expert_module, "pairwise", lambda at: itertools.chain([(0, 0)], real(at)))
+    with case.program.load("100%") as module:
+        assert not equal(module, case.model, *batch(9, 1, case.model.dtype))
+
+
+# Where single experts are not trusted.
+
+
+def test_a_product_that_is_not_trusted_is_compiled_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Quantised(torch.bfloat16)
+    example = batch(3, 0, torch.bfloat16)
+    with torch.no_grad():
+        exported = export(model, example)
+    monkeypatch.setattr(trial, "_passes", lambda *_: False)
+    trial._tried.cache_clear()
+    program = penstock.compile(exported, tmp_path / "whole.penstock")
+    monkeypatch.undo()
+    trial._tried.cache_clear()
+    assert not any(step.sparse for step in program.payload.traces[0].steps)
+    with program.load(program.floor_bytes) as module:
+        assert equal(module, model, *example)
+
+
+def test_a_program_is_refused_where_single_experts_are_not_trusted(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_passes", lambda *_: False)
+    trial._tried.cache_clear()
+    with pytest.raises(penstock.StreamError, match="was not seen to give the bits of all of them together"):
+        case.program.load("100%")
+    monkeypatch.undo()
+    trial._tried.cache_clear()
+
+
+def test_a_ladder_is_of_a_program_that_needs_no_python(case: Case, tmp_path: Path) -> None:
+    program = penstock.compile(case.exported, tmp_path / "ladder.penstock", ladder=True)
+    assert not any(one.computed for step in program.payload.traces[0].steps for one in step.sparse)
+    with program.load("100%") as module:
+        assert equal(module, case.model, *batch(9, 1, case.model.dtype))

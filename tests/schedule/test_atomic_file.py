@@ -1,0 +1,113 @@
+"""Files that take their place whole, where the system takes little at once or refuses."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.schedule import atomic_file
+from penstock.schedule.atomic_file import remove_stale, replace_file, write_all
+from penstock.schedule.facts.errors import SourceError
+
+
+def refusing(real: Callable[..., object], number: int, when: Callable[..., bool]) -> Callable[..., object]:
+    """A call of the system that fails with an errno where `when` is true of its arguments."""
+
+    def call(*given: object) -> object:
+        if when(*given):
+            raise OSError(number, os.strerror(number))
+        return real(*given)
+
+    return call
+
+
+def write(path: Path, data: bytes, *, force: bool = True) -> None:
+    with replace_file(path, force=force) as fd:
+        write_all(fd, data)
+
+
+def test_all_is_written_where_the_system_takes_little_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.write, []
+
+    def few(fd: int, data: memoryview) -> int:
+        calls.append(len(data))
+        return real(fd, data[:3])
+
+    monkeypatch.setattr(os, "write", few)
+    write(tmp_path / "file", b"ten bytes.")
+    assert (tmp_path / "file").read_bytes() == b"ten bytes."
+    assert calls == [10, 7, 4, 1]
+
+
+@pytest.mark.parametrize("one_way", [False, True])
+def test_a_name_that_is_taken_meanwhile_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_way: bool
+) -> None:
+    if one_way:
+        monkeypatch.setattr(atomic_file, "rename_by_rule", lambda *_: False)
+    path, real = tmp_path / "file", os.fsync
+
+    def meanwhile(fd: int) -> None:
+        path.write_bytes(b"somebody else's")
+        real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", meanwhile)
+        with pytest.raises(SourceError, match="file exists"):
+            write(path, b"mine", force=False)
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", b"somebody else's")]
+    path.unlink()
+    write(path, b"mine", force=False)
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", b"mine")]
+
+
+def test_a_name_that_the_disk_may_not_have_is_told_from_a_file_that_was_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "file", os.fsync
+    path.write_bytes(b"old")
+    folder = (lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"), b"new", "is written, and the system does not")
+    file = (lambda fd: not folder[0](fd), b"old", "what was there before is unchanged")
+    for when, expected, said in (file, folder):
+        monkeypatch.setattr(os, "fsync", refusing(real, errno.EIO, when))
+        with pytest.raises(SourceError, match=said):
+            write(path, b"new")
+        assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", expected)]
+
+
+@pytest.mark.parametrize(("number", "written"), [(errno.ENOLCK, True), (errno.EIO, False)])
+def test_without_a_lock_a_file_is_written_only_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, written: bool
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(fcntl.flock, number, lambda *_: True))
+    opened = len(os.listdir("/proc/self/fd"))
+    if written:
+        write(tmp_path / "file", b"new")
+    else:
+        with pytest.raises(SourceError, match="Input/output error"):
+            write(tmp_path / "file", b"new")
+    assert [one.name for one in tmp_path.iterdir()] == ["file"] * written
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_file_that_cannot_be_removed_hides_no_error_and_goes_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refusing(os.unlink, errno.EIO, lambda *_: True))
+        with pytest.raises(TypeError, match="memoryview"):
+            write(tmp_path / "file", None)  # type: ignore[arg-type]
+        (left,) = tmp_path.iterdir()
+        assert not remove_stale(left)
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert remove_stale(left, dry_run=True)
+    write(tmp_path / "file", b"new")
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,251 @@
+"""A long run: passes, loads, interrupts, budgets, arenas, methods and devices, in an order that a seed draws.
+
+    python -m tests.soak.endurance [DEVICE ...] [--loads 1000] [--passes 10000] [--seed 1]
+
+After each pass the bits are those of the model in memory, also where the pass before was interrupted. In the
+end the process has as many descriptors and threads as at the beginning, and no more memory than after a fifth
+of the loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import penstock
+from penstock.runtime.program import Program
+from penstock.runtime.system.own_memory import anonymous_bytes, give_back_unused
+from penstock.schedule.plan import Plan
+from tests.engines import ENGINES
+from tests.rig import machine
+from tests.runtime.models import aligned
+
+DEVICES = ("cpu", "sim", "rig")
+
+GROWTH = 4 << 20
+"""Bytes that the process may have more at the end than after a fifth of its loads: those of no arena here."""
+
+WIDTH, LAYERS, TOKENS = 256, 4, 2048
+
+
+class Model(nn.Module):
+    """A table that is read by rows, and layers: 6 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(LAYERS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.table(tokens)
+        for layer in self.layers:
+            x = x + layer(x).relu()[..., :WIDTH]
+        return x
+
+
+class NoMoreThanBeforeError(AssertionError):
+    """The process has more than it had."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process has."""
+
+    descriptors: int
+    threads: int
+    nbytes: int
+
+    @classmethod
+    def now(cls) -> Held:
+        give_back_unused()
+        tasks = len(os.listdir("/proc/self/task"))
+        return cls(len(os.listdir("/proc/self/fd")), tasks, anonymous_bytes())
+
+
+@dataclass
+class Interrupt:
+    """Raises KeyboardInterrupt in this thread before the line of penstock's code that it is told to count to.
+
+    An interrupt of the system's comes between two such lines as well, at a moment that nobody can repeat.
+    """
+
+    lines: int
+    happened: bool = False
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """Within the body, an interrupt comes, and ends it."""
+        before = sys.gettrace()
+        sys.settrace(self._called)
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.happened = True
+        finally:
+            sys.settrace(before)
+
+    def _called(self, frame: Any, event: str, _: object) -> Any:
+        name = frame.f_code.co_filename
+        return self._line if "/penstock/" in name and frame.f_code.co_name not in _UNRAISABLE else None
+
+    def _line(self, frame: Any, event: str, _: object) -> Any:
+        if event == "line":
+            self.lines -= 1
+            if self.lines == 0:
+                raise KeyboardInterrupt
+        return self._line
+
+
+_UNRAISABLE = ("__del__",)
+"""Functions out of which nothing is raised, whatever comes."""
+
+
+@dataclass
+class Endurance:
+    """A program on a device, and what has been done with it."""
+
+    program: Program
+    calls: Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]
+    device: str
+    seed: int
+    done: Counter[str] = field(default_factory=Counter)
+
+    def run(self, loads: int, passes: int) -> None:
+        """Load so often, and make so many passes in all. Raises an error for wrong bits, and for growth."""
+        chosen = random.Random(f"{self.device} {self.seed}")
+        self._load(chosen, 1)
+        before, warm = Held.now(), None
+        for number in range(loads):
+            self._load(chosen, passes // loads)
+            if number == loads // 5:
+                warm = Held.now()
+        after = _settled(before)
+        if (after.descriptors, after.threads) != (before.descriptors, before.threads):
+            raise NoMoreThanBeforeError(f"the process had {before}, and has {after}")
+        if warm is not None and after.nbytes > warm.nbytes + GROWTH:
+            raise NoMoreThanBeforeError(f"after a fifth of the loads the process had {warm}, and has {after}")
+        self.done["bytes more"] = after.nbytes - (warm or before).nbytes
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """Plans for small, middling and large budgets in each arena of the device."""
+        found = []
+        for arena in self.program.arenas() if self.device == "cpu" else (None,):
+            floor = self.program.floor(self.device, arena)
+            for share in (0, 50, 100):
+                budget = max(floor, self.program.largest_budget * share // 100)
+                found.append(self.program.plan(budget, device=self.device, arena=arena, hardware="laptop"))
+        return found
+
+    def _load(self, chosen: random.Random, passes: int) -> None:
+        plan = chosen.choice(self.plans)
+        options: dict[str, Any] = {"plan": plan, "device": self.device}
+        if self.device == "cpu":
+            options |= {"engine": chosen.choice(ENGINES), "readers": chosen.randint(1, 3)}
+        if chosen.random() < 0.05:
+            self._interrupted_load(chosen, options)
+        module = self.program.load(**options)
+        self.done["loads"] += 1
+        try:
+            for _ in range(passes):
+                if chosen.random() < 0.1:
+                    self._interrupted_pass(chosen, module)
+                self._pass(chosen, module)
+        finally:
+            if chosen.random() < 0.05:
+                with (one := Interrupt(chosen.randint(1, 60))).coming():
+                    module.close()
+                self.done["interrupted closes"] += one.happened
+            module.close()
+
+    def _pass(self, chosen: random.Random, module: penstock.StreamedModule) -> None:
+        method = chosen.choice(sorted(self.calls))
+        tokens, expected = chosen.choice(self.calls[method])
+        with torch.no_grad():
+            got = module.call(method, tokens)
+        if not torch.equal(got.cpu(), expected):
+            raise AssertionError(f"{method} gave other bits in pass {self.done['passes']}")
+        self.done["passes"] += 1
+
+    def _interrupted_pass(self, chosen: random.Random, module: penstock.StreamedModule) -> None:
+        with (one := Interrupt(chosen.randint(1, 2000))).coming():
+            self._pass(chosen, module)
+        self.done["interrupted passes"] += one.happened
+
+    def _interrupted_load(self, chosen: random.Random, options: dict[str, Any]) -> None:
+        module = None
+        with (one := Interrupt(chosen.randint(1, 20_000))).coming():
+            module = self.program.load(**options)
+        if module is not None:
+            module.close()
+        self.done["interrupted loads"] += one.happened
+
+
+def _settled(before: Held) -> Held:
+    """What the process has when threads that are ending have ended."""
+    for _ in range(1000):
+        gc.collect()
+        after = Held.now()
+        if after.threads <= before.threads:
+            break
+        time.sleep(0.005)
+    return after
+
+
+def make(folder: Path, device: str, seed: int) -> Endurance:
+    """A small program of two methods, and what they return."""
+    torch.manual_seed(0)
+    model = Model().eval().requires_grad_(False)
+    drawn = torch.Generator().manual_seed(seed)
+    given = {
+        name: [torch.randint(0, TOKENS, size, generator=drawn) for _ in range(4)]
+        for name, size in (("prefill", (1, 8)), ("decode", (1, 1)))
+    }
+    exported = {name: torch.export.export(model, (tokens[0],)) for name, tokens in given.items()}
+    program = penstock.compile(exported, folder / "model.penstock")
+    if device == "rig":
+        machine.load()
+    reference = aligned(model).to(device if device == "rig" else "cpu")
+    calls = {}
+    for name, inputs in given.items():
+        moved = [tokens.to(device if device == "rig" else "cpu") for tokens in inputs]
+        calls[name] = [(tokens, reference(tokens).cpu()) for tokens in moved]
+    return Endurance(program, calls, device, seed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("devices", nargs="*", choices=[*DEVICES, []])
+    parser.add_argument("--loads", type=int, default=1000)
+    parser.add_argument("--passes", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    devices = asked.devices or DEVICES
+    for device in devices:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            one = make(Path(folder), device, asked.seed)
+            one.run(asked.loads // len(devices), asked.passes // len(devices))
+        print(f"{device}: {dict(sorted(one.done.items()))}, {time.monotonic() - began:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

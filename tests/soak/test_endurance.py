@@ -1,0 +1,86 @@
+"""A short run of `make soak`, and what it would say of a leak."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from penstock.runtime.stream.passes import Gate
+from tests.soak.endurance import DEVICES, Endurance, Interrupt, NoMoreThanBeforeError, make
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Endurance:
+    return make(tmp_path_factory.mktemp("endurance"), "cpu", seed=1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_short_run(device, one, tmp_path):
+    run = one if device == "cpu" else make(tmp_path, device, seed=1)
+    run.run(15, 150)
+    assert run.done["passes"] >= 150
+    assert run.done["loads"] == 16
+    assert run.done["interrupted passes"] > 3
+
+
+def test_a_descriptor_that_stays_is_found(one, tmp_path, monkeypatch):
+    real, opened = Endurance._load, []
+
+    def leaking(*arguments):
+        opened.append(os.open(tmp_path, os.O_RDONLY))
+        real(*arguments)
+
+    monkeypatch.setattr(Endurance, "_load", leaking)
+    with pytest.raises(NoMoreThanBeforeError, match="descriptors="):
+        one.run(2, 2)
+    for descriptor in opened:
+        os.close(descriptor)
+
+
+def test_memory_that_stays_is_found(one, monkeypatch):
+    real, kept = Endurance._load, []
+
+    def leaking(*arguments):
+        kept.append(b"x" * (1 << 20))
+        real(*arguments)
+
+    monkeypatch.setattr(Endurance, "_load", leaking)
+    with pytest.raises(NoMoreThanBeforeError, match="after a fifth of the loads"):
+        one.run(10, 10)
+
+
+def test_an_interrupt_comes_at_its_line():
+    from penstock.schedule.facts.sizes import parse_size
+
+    found = []
+    for lines in range(1, 40):
+        with (one := Interrupt(lines)).coming():
+            parse_size("32MiB")
+        found.append(one.happened)
+    assert found[0]
+    assert found == sorted(found, reverse=True)
+    assert not found[-1]
+
+
+@pytest.mark.parametrize("hold", ["call", "closing"])
+def test_a_gate_opens_again_wherever_an_interrupt_comes(hold):
+    happened, entered = [], []
+
+    def pass_through() -> None:
+        with gate.call():
+            entered.append(True)
+
+    for line in range(1, 40):
+        gate = Gate("a module", "load it")
+        with (one := Interrupt(line)).coming(), getattr(gate, hold)():
+            pass
+        happened.append(one.happened)
+        pass_through()
+        thread = threading.Thread(target=pass_through)
+        thread.start()
+        thread.join()
+    assert sum(happened) > 5
+    assert not happened[-1]
+    assert len(entered) == 2 * len(happened)

@@ -1,0 +1,218 @@
+"""Stored graphs that use weights in other ways than their payload says: refused before a byte is read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.runtime import loading
+from tests.trust.hostile import X, change_code, change_payload, make_artifact, use
+
+WEIGHT = {"node": "p_second_weight"}
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("uses") / "model.penstock")
+
+
+@pytest.fixture
+def copy(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
+
+
+def call(name: str, target: str, *args: Any, **kwargs: Any) -> list[Any]:
+    return ["call_function", name, target, list(args), kwargs]
+
+
+def node(name: str) -> dict[str, str]:
+    return {"node": name}
+
+
+def before_the_result(*nodes: list[Any]) -> Callable[[dict[str, Any]], None]:
+    def change(stored: dict[str, Any]) -> None:
+        stored["graph"]["nodes"][-1:-1] = nodes
+
+    return change
+
+
+def as_result(*nodes: list[Any]) -> Callable[[dict[str, Any]], None]:
+    """The last of the nodes is the result."""
+
+    def change(stored: dict[str, Any]) -> None:
+        before_the_result(*nodes)(stored)
+        stored["graph"]["nodes"][-1][3] = [{"tuple": [node(nodes[-1][1])]}]
+
+    return change
+
+
+def refused(copy: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load_weights", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(penstock.PayloadError, match=words):
+        use(copy)
+
+
+ALIKE = (
+    call("made", "aten.zeros.default", [96, 96]),
+    call("turned", "aten.t.default", node("made")),  # of the same sizes as the weight
+)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [call("late", "aten.relu.default", WEIGHT)],
+        [call("view", "aten.t.default", WEIGHT), call("late", "aten.relu.default", node("view"))],
+        [*ALIKE, call("view", "aten.t.default", WEIGHT), call("late", "aten.relu.default", node("view"))],
+        [
+            call("view", "aten.dropout.default", WEIGHT, 0.5, False),  # an alias that no schema declares
+            call("late", "aten.relu.default", node("view")),
+        ],
+        [
+            call("parts", "aten.chunk.default", WEIGHT, 2),
+            call("part", "_operator:getitem", node("parts"), 1),
+            call("late", "aten.sum.default", node("part")),
+        ],
+        [call("late", "aten.dropout.default", WEIGHT, 0.5, True)],
+    ],
+    ids=["itself", "view", "view like another", "undeclared alias", "chunk", "dropout that draws"],
+)
+def test_a_read_that_no_step_has(copy, nodes, monkeypatch):
+    change_code(copy, before_the_result(*nodes))
+    refused(copy, r"weight 'second\.weight' of method 'forward' is read by late, and no step", monkeypatch)
+
+
+def test_a_view_of_a_weight_needs_no_step(copy):
+    nodes = (
+        *ALIKE,
+        call("view", "aten.t.default", WEIGHT),
+        call("other", "aten.relu.default", node("turned")),
+    )
+    change_code(copy, before_the_result(*nodes))
+    assert list(use(copy)) == ["out"]
+
+
+def test_a_step_of_another_node(copy, monkeypatch):
+    def change(payload: dict[str, Any]) -> None:
+        steps = payload["traces"][0]["steps"]
+        names = [step["name"] for step in steps]
+        steps[names.index("linear_1")]["name"] = "relu"
+
+    change_payload(copy, change)
+    refused(copy, r"weight 'second\.\w+' of .* is read by linear_1, and no step", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [call("written", "aten.add_.Tensor", WEIGHT, 1)],
+        [call("view", "aten.t.default", WEIGHT), call("written", "aten.zero_.default", node("view"))],
+        [
+            call("view", "aten.select.int", WEIGHT, 0, 0),
+            call("written", "aten.add.out", node("view"), node("view"), out=node("view")),
+        ],
+    ],
+    ids=["in place", "view", "out="],
+)
+def test_a_write_to_a_weight_that_may_be_mapped(copy, nodes, monkeypatch):
+    def with_step(payload: dict[str, Any]) -> None:
+        """A step of the name of the node, so that the read is all right."""
+        steps = payload["traces"][0]["steps"]
+        (step,) = (one for one in steps if one["name"] == "linear_1")
+        steps.append(step | {"name": "written"})
+
+    change_code(copy, before_the_result(*nodes))
+    change_payload(copy, with_step)
+    refused(copy, r"weight 'second\.weight' of method 'forward' is written", monkeypatch)
+
+
+def test_a_result_that_is_a_weight(copy, monkeypatch):
+    change_code(copy, as_result(call("view", "aten.t.default", WEIGHT)))
+    refused(copy, r"weight 'second\.weight' .* is in memory that a result shares", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [call("late", "aten.linear.default", node("x"), WEIGHT)],
+        [call("late", "aten.view.default", node("x"), [7, 7])],
+        [call("late", "aten.zeros.default", [1 << 40, 1 << 40])],
+        [call("late", "aten.index_select.default", node("x"), 9, node("x"))],
+        [call("late", "aten.sum.default", node("x"), nothing=1)],
+        [call("late", "_operator:getitem", node("x"), "x")],
+    ],
+    ids=["shapes", "view", "too large", "dimension", "argument", "item"],
+)
+def test_a_node_that_cannot_run(copy, nodes, monkeypatch):
+    change_code(copy, before_the_result(*nodes))
+    refused(copy, r"cannot be followed without running it: node late cannot run .*compile again", monkeypatch)
+
+
+def test_what_is_trusted_is_not_followed(copy):
+    change_code(copy, before_the_result(call("late", "aten.relu.default", WEIGHT)))
+    with penstock.open(copy, trust=True).load("100%") as module:
+        assert list(module(X, torch.ones(5))) == ["out"]
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.cond(x.sum() > 0, self.one, self.other, (x,))
+        return y
+
+
+def test_a_body_of_control_flow(tmp_path, monkeypatch):
+    path = tmp_path / "model.penstock"
+    penstock.compile(torch.export.export(Branching(), (X,)), path)
+    with penstock.open(path).load("100%") as module:
+        assert torch.equal(module(X), module(X))
+
+    def in_place(stored: dict[str, Any]) -> None:
+        body = stored["graph"]["bodies"]["false_graph_0"]["nodes"]
+        names = [row[1] for row in body if row[0] == "placeholder"]
+        body[-1:-1] = [call(f"written_{name}", "aten.mul_.Tensor", node(name), 2) for name in names]
+
+    change_code(path, in_place)
+    refused(path, r"weight '(one|other)\.\w+' of method 'forward' is written", monkeypatch)
+
+
+@pytest.mark.timeout(60)
+def test_bodies_that_call_bodies_for_ever(tmp_path):
+    """Each body calls the next one eight times, which a file of a few kilobytes says."""
+    path = tmp_path / "model.penstock"
+    penstock.compile(torch.export.export(Branching(), (X,)), path)
+
+    def nested(stored: dict[str, Any]) -> None:
+        graph = stored["graph"]
+        (cond,) = (row for row in graph["nodes"] if row[2] == "higher_order.cond")
+        inner = graph["bodies"]["true_graph_0"]
+        operands = [row[1] for row in inner["nodes"] if row[0] == "placeholder"]
+        for _ in range(12):
+            ready = [row for row in inner["nodes"] if row[0] == "placeholder"]
+            asked = [
+                ["get_attr", "body", "body", [], {}],
+                call("some", "aten.any.default", node(operands[0])),
+                *(
+                    call(
+                        f"cond_{k}", "higher_order.cond", node("some"), node("body"), node("body"), cond[3][3]
+                    )
+                    for k in range(8)
+                ),
+            ]
+            inner = {"nodes": [*ready, *asked, inner["nodes"][-1]], "bodies": {"body": inner}}
+            inner["nodes"][-1] = ["output", "output", "output", [{"tuple": [node("cond_0")]}], {}]
+        graph["bodies"]["true_graph_0"] = inner
+
+    change_code(path, nested)
+    with pytest.raises(penstock.PayloadError, match="call bodies that call bodies, so often"):
+        use(path)

@@ -1,0 +1,70 @@
+"""The judge of `make fuzz` over whole artifacts: what it lets pass, and what it would find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from tests.trust import whole_artifacts
+from tests.trust.whole_artifacts import WrongBitsError, wholes
+
+
+def changed(change: Callable[[dict[str, Any]], None]) -> bytes:
+    """A case of the plain artifact with plans."""
+    document = json.loads(wholes().documents[1])
+    change(document)
+    return json.dumps(document).encode()
+
+
+def test_what_is_not_changed_has_the_bits_of_its_program():
+    for document in set(wholes().documents):
+        wholes().use(document)
+
+
+def test_another_program_has_its_own_bits():
+    def other(document: dict[str, Any]) -> None:
+        (row,) = (one for one in document["code"]["graph"]["nodes"] if one[2] == "aten.relu.default")
+        row[2] = "aten.neg.default"
+
+    wholes().use(changed(other))
+
+
+def test_memory_that_nobody_has_filled_would_be_found(monkeypatch):
+    """A step fewer than the graph reads, where nothing follows the graph."""
+
+    def fewer(document: dict[str, Any]) -> None:
+        payload = document["payload"]
+        for traces in (payload["traces"], *(plan["traces"] for plan in payload["plans"])):
+            for trace in traces:
+                for step in trace["steps"]:
+                    if step["name"] == "linear_1":
+                        step["name"] = "relu"
+        payload["plans"] = [one for one in payload["plans"] if one["arena"]["kind"] == "contiguous"][:1]
+
+    with pytest.raises(penstock.PayloadError, match="read by linear_1, and no step"):
+        wholes().use(changed(fewer))
+    monkeypatch.setattr("penstock.passes.lowering.archive.check_uses", lambda *_: None)
+    with pytest.raises(WrongBitsError):
+        wholes().use(changed(fewer))
+
+
+def test_an_error_in_one_of_both_is_found():
+    whole_artifacts._compare(ValueError, ValueError)
+    with pytest.raises(WrongBitsError):
+        whole_artifacts._compare(ValueError, TypeError)
+    with pytest.raises(WrongBitsError):
+        whole_artifacts._compare([torch.ones(1)], ValueError)
+    with pytest.raises(WrongBitsError):
+        whole_artifacts._compare([torch.ones(1)], [torch.zeros(1)])
+
+
+def test_the_plans_are_of_all_arenas_and_read_by_rows_too():
+    plans = [plan for one in wholes().documents for plan in json.loads(one)["payload"]["plans"]]
+    assert {plan["arena"]["kind"] for plan in plans} == {"contiguous", "paged"}
+    assert any(plan["pool"] for plan in plans)
+    assert any(schedule["transfers"] for plan in plans for schedule in plan["schedules"])
