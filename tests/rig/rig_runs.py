@@ -108,6 +108,7 @@ class RigRun:
             self.weights = DeviceWeights(
                 parts.plan_of_weights(one.plan), one.storages, given, parts.source(one.source)
             )
+            self._compare_host()
             plan = parts.plan_of_streamer(one.plan)
             inner = DeviceStreamer(plan, one.storages, given, self.weights, poison=True)
             streamer = parts.streamer(inner)
@@ -165,6 +166,15 @@ class RigRun:
                 raise WrongBytesError(f"{self.case.name}: storage {storage} is nowhere")
             kept = place[0][place[1] : place[2]].clone()
             self.found.append((storage, kept, torch.accelerator.current_stream()))
+
+    def _compare_host(self) -> None:
+        """What the host keeps is there as soon as the weights are loaded."""
+        host = self.weights.host
+        contents: Any = memoryview(self.case.source.contents)
+        for one in host.fill_slab():
+            there = host.slab[one.target : one.target + one.nbytes]
+            if bytes(there.clone().numpy().data) != contents[one.offset : one.offset + one.nbytes]:
+                raise WrongBytesError(f"{self.case.name}: the host's weights are not what the file has")
 
     def _compare(self) -> None:
         contents: Any = memoryview(self.case.source.contents)

@@ -141,6 +141,7 @@ class Streams {
       finish_all(lock, device);
       errors_[device].clear();
     }
+    for (Stream* stream : started_) stream->milliseconds = 0;
     blocked_.clear();
   }
 
