@@ -235,7 +235,7 @@ class Endurance:
 
 
 def _start_streams() -> None:
-    """Use every stream that the rig hands out: each has a thread from its first kernel on, as long as it lives."""
+    """Use every stream that the rig hands out: from its first kernel on, each has a thread that stays."""
     for priority in (0, -1):
         for _ in range(32):
             with torch.Stream("rig", priority=priority):
