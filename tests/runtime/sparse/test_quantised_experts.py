@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,6 +142,31 @@ def test_rows_that_no_expert_has_are_zeros_and_no_rows_are_none() -> None:
     assert BY_EXPERT(PRODUCT, 0, torch.ones(3, 8), weight, ends).tolist() == [[8] * 4, [8] * 4, [0] * 4]
     assert BY_EXPERT(PRODUCT, 0, torch.ones(3, 8), weight, ends * 0).tolist() == 3 * [[0] * 4]
     assert BY_EXPERT(PRODUCT, 0, torch.ones(0, 8), weight, ends * 0).shape == (0, 4)
+
+
+class Body:
+    """A product that counts how many of its results are alive when it is called, and what it is given."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.alive: list[int] = []
+        self.given: list[int] = []
+
+    def forward(self, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        self.alive.append(sum(one() is not None for one in self.made))
+        self.given.append(weight.untyped_storage().nbytes())
+        result = rows @ weight[0]
+        self.made.append(weakref.ref(result))
+        return result
+
+
+def test_an_expert_takes_no_memory_when_the_next_one_does_and_none_where_no_rows_are() -> None:
+    body: Any = Body()
+    weight, ends = torch.ones(3, 8, 4), torch.tensor([1, 3, 4], dtype=torch.int32)
+    assert BY_EXPERT(body, 0, torch.ones(4, 8), weight, ends).tolist() == 4 * [[8] * 4]
+    assert body.alive == [0, 0, 0]
+    assert BY_EXPERT(body, 0, torch.ones(4, 8), weight, 0 * ends).tolist() == 4 * [[0] * 4]
+    assert body.given == 3 * [weight.nbytes] + [weight.itemsize]
 
 
 # What has to be seen.
