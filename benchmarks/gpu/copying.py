@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -30,7 +31,8 @@ def measure(target: Target, report: Report) -> None:
     report(what="page-locking", nbytes=nbytes, seconds=seconds, seconds_a_gib=seconds * 2**30 / nbytes)
     host, arena = memory[0], device.allocate(nbytes, "a transfer")
     host.copy_(torch.arange(251, dtype=torch.uint8).repeat(nbytes // 251 + 1)[:nbytes])
-    copies, kernels = device.open_stream("copies"), device.current_stream()
+    copies: Any = device.open_stream("copies")  # one of torch's, as memory is page-locked
+    kernels = device.current_stream()
     matrix = target.normal(target.width(8192), target.width(8192))
     product = torch.empty_like(matrix)
 

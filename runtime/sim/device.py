@@ -17,6 +17,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -90,6 +92,27 @@ def _make_event(
     return SimEvent(reached, after, known, time_ns, of_disk)
 
 
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+
+
+def _whole(operation: Operation) -> Operation:
+    """Has a device of which an interrupt has left an operation half done refuse all that follow."""
+
+    @wraps(operation)
+    def run(self: SimDevice, *args: Any, **options: Any) -> Any:
+        if self._interrupted:
+            raise StreamError(f"an interrupt came while {self.name} worked: load the program again")
+        try:
+            return operation(self, *args, **options)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    return cast(Operation, run)
+
+
 class SimDevice:
     """`hardware` gives the clock and the memory; without one there is no limit and copies take no time.
 
@@ -109,6 +132,7 @@ class SimDevice:
         self._held: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._read_once: set[int] = set()
+        self._interrupted = False
 
     # Memory.
 
@@ -178,6 +202,7 @@ class SimDevice:
         self._streams += lanes
         return SimDisk(lanes, source.read_into)
 
+    @_whole
     def read(self, disk: SimDisk, target: torch.Tensor, reads: Sequence[FileRead], label: object) -> None:
         lane = disk.lanes[disk.count % len(disk.lanes)]
         disk.count += 1
@@ -193,6 +218,7 @@ class SimDevice:
 
         self._enqueue(lane, run)
 
+    @_whole
     def copy(self, stream: SimStream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         self._operation(stream)
         for move in moves:
@@ -214,6 +240,7 @@ class SimDevice:
 
         self._enqueue(stream, run)
 
+    @_whole
     def copy_out(self, stream: SimStream, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         self._operation(stream)
         for move in moves:
@@ -231,11 +258,13 @@ class SimDevice:
 
         self._enqueue(stream, run)
 
+    @_whole
     def fill(self, stream: SimStream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
         self._operation(stream)
         self._access(stream, target, start, stop - start, "overwriting what was dropped", writes=True)
         self._enqueue(stream, lambda: target[start:stop].fill_(value))
 
+    @_whole
     def record(self, stream: SimStream | SimDisk) -> SimEvent:
         if isinstance(stream, SimDisk):
             for lane in stream.lanes:
@@ -246,6 +275,7 @@ class SimDevice:
         self._operation(stream)
         return _make_event((stream,), self.detector.clock_of(stream.name), stream.time_ns)
 
+    @_whole
     def wait(self, stream: SimStream | SimDisk, event: SimEvent) -> None:
         stream.time_ns = max(stream.time_ns, event.time_ns)
         if isinstance(stream, SimStream):
@@ -262,6 +292,7 @@ class SimDevice:
         elif stream.of_kernels:
             self._run(event)
 
+    @_whole
     def query(self, event: SimEvent) -> bool:
         if any(stream.done < position for stream, position in event.reached):
             return False
@@ -269,6 +300,7 @@ class SimDevice:
         event.after = () if done else event.after
         return done
 
+    @_whole
     def synchronize(self, event: SimEvent) -> None:
         if not event.of_disk:
             self.waits["a stream"] += 1
@@ -291,7 +323,8 @@ class SimDevice:
 
     def close(self) -> None:
         """Wait for the streams that were opened here, but not for kernels. A second call does nothing."""
-        self._run_all(self._streams)
+        if not self._interrupted:
+            self._run_all(self._streams)
         self._held.clear()
         while self._names:
             self._give_back(self._names.popitem()[1])
@@ -302,6 +335,7 @@ class SimDevice:
         """Advance the virtual clock of the stream that is current by `ns` nanoseconds."""
         self._kernels.time_ns += ns
 
+    @_whole
     def kernels_touch(
         self, memory: torch.Tensor, start: int, stop: int, label: str, *, writes: bool = False
     ) -> None:

@@ -60,7 +60,7 @@ def test_quantised_experts_have_their_bits_in_any_memory(family, dtype, tmp_path
         with apply(model, memory, **options) as applied:
             (component,) = applied.components.values()
             assert ("a pool of" in repr(component)) == (memory < 4 * least)
-            assert all(map(torch.equal, outputs(model), expected))
+            assert all(torch.equal(*both) for both in zip(outputs(model), expected, strict=True))
             assert component.stats.peak_bytes <= component.stats.budget
             experts = component.stats.bytes_moved if memory == least else 0
             assert experts < 8 * sum(one.qdata.nbytes for one in stacks)
@@ -82,5 +82,5 @@ def test_a_folder_of_quantised_experts_runs_in_little_memory(tmp_path):
     loaded = load(tmp_path / "float8", refused.value.floor_bytes, **options)
     (component,) = loaded.penstock_applied.components.values()
     assert "a pool of" in repr(component)
-    assert all(map(torch.equal, outputs(loaded), expected))
+    assert all(torch.equal(*both) for both in zip(outputs(loaded), expected, strict=True))
     loaded.penstock_applied.close()

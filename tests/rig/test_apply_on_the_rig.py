@@ -60,7 +60,7 @@ def test_numbers_that_a_caller_has_on_the_cpu_stay_there(tmp_path: Path) -> None
         got, expected = model(x=x, factor=factor, rows=rows), reference(x, factor, rows)
         assert [one.device for one in got] == [one.device for one in expected]
         assert [str(one.device) for one in got] == ["rig:0", "cpu", "rig:0"]
-        assert all(map(torch.equal, got, expected))
+        assert all(torch.equal(*both) for both in zip(got, expected, strict=True))
         with pytest.raises(PenstockError, match=r"input tensors_1: expected a tensor on rig, got one on cpu"):
             model(x=x, factor=factor.expand(8), rows=rows)
 

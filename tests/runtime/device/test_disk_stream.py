@@ -72,6 +72,27 @@ def test_a_read_is_not_done_before_it_is() -> None:
     disk.close()
 
 
+def test_the_disk_waits_for_what_it_is_told_to_and_the_host_does_not() -> None:
+    device, gate, waited = CpuDevice(), threading.Event(), list[bool]()
+    event: Any = type("Gate", (), {"synchronize": lambda self: waited.append(gate.wait(5))})()
+    source: Any = Memory(CONTENTS)
+    disk = device.open_disk(source)
+    device.wait(disk, event)
+    gate.set()
+    device.synchronize(device.record(disk))
+    assert waited == [True]
+    device.close()
+
+
+def test_large_reads_are_cut_and_bring_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.device.disk.PIECE", 8)
+    stream, memory = DiskStream(Memory(CONTENTS)), torch.zeros(40, dtype=torch.uint8)  # type: ignore[arg-type]
+    stream.read(memory, [FileRead(0, 3, 5, 30)])
+    stream.record().synchronize()
+    assert memory.tolist() == [0] * 5 + list(range(3, 33)) + [0] * 5
+    stream.close()
+
+
 class Slow(Memory):
     """Every read takes a moment."""
 
