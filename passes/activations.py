@@ -16,6 +16,7 @@ from penstock.passes.calls.checks import Dimension
 from penstock.passes.calls.inputs import dimension_of, user_placeholders
 from penstock.passes.graph.nodes import tensors_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
+from penstock.passes.sparse.by_expert import BY_EXPERT, FIRST
 from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 
 
@@ -119,7 +120,8 @@ def _alive(graph_module: fx.GraphModule) -> Iterator[Counter[_Unit]]:
             if storage not in given and storage not in alive:
                 alive[storage] = _bytes_of(tensor)
                 held += alive[storage]
-        yield from (held + inner for inner in (_own_bytes(node), *_in_bodies(graph_module, node)))
+        own = held + _own_bytes(node)
+        yield from (own + inner for inner in (Counter(), *_in_bodies(graph_module, node)))
         for storage in [s for s in alive if last_use[s] <= position]:
             held -= alive.pop(storage)
 
@@ -129,7 +131,14 @@ def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
 
 
 def _own_bytes(node: fx.Node) -> Counter[_Unit]:
-    """What attention takes for a mask of booleans, which it fills into one of its queries' dtype."""
+    """What a node takes beside its result.
+
+    Attention fills a mask of booleans into one of its queries' dtype. Experts that are computed one at a time
+    may be so in rounds, each of which has a result of its own, and ends.
+    """
+    if node.target is BY_EXPERT:
+        ends: torch.Tensor = node.args[FIRST + 2].meta["val"]  # type: ignore[union-attr]
+        return _bytes_of(node.meta["val"]) + _counted((ends.numel() + 1) * ends.itemsize)
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return Counter()
     mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)

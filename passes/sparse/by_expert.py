@@ -65,8 +65,10 @@ class ByExpert(HigherOrderOperator):
                 if result is None:
                     result = _like(made, rows.shape[0])
                 result[start:end] = made
+                del made  # before the next expert takes memory
         if result is None:  # no expert has rows, and of none a byte may be read
-            result = _like(run(0, rows[:0], torch.zeros_like(weight[:1])), rows.shape[0])
+            nothing = weight.new_zeros(()).expand_as(weight[:1])
+            result = _like(run(0, rows[:0], nothing), rows.shape[0])
         result[at[-1] :] = 0
         return result
 

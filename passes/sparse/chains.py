@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from penstock.passes.graph.nodes import copy_graph_module, needed, placeholders_of
+from penstock.passes.graph.nodes import copy_graph_module, needed, placeholders_of, subgraphs_of
 from penstock.passes.graph.propagation import propagate
 from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.sparse.contracts import CONTRACTS, computed_like
@@ -136,6 +136,9 @@ def _read(product: fx.Node, chain: _Chain) -> SparseRead:
 
 
 def _writes(node: fx.Node) -> bool:
+    """Tells whether a node writes to a tensor, itself or in a body that it runs."""
+    if any(_writes(inner) for body in subgraphs_of(node) for inner in body.graph.nodes):
+        return True
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
@@ -176,7 +179,7 @@ def _chain(product: fx.Node, weights: Collection[fx.Node], position: Mapping[fx.
                 return None
             if other not in inside:
                 (sliced if of else shared)[other] = None
-    if not any(_computes(node) for node in inside):
+    if not any(_computes(node) for node in inside) or not inside.keys().isdisjoint(product.args[::2]):
         return None
     return _Chain(tuple(inside), tuple(sliced), tuple(shared))
 
@@ -193,6 +196,8 @@ def _sliced_as(operand: fx.Node, node: fx.Node) -> bool | None:
     value, made = operand.meta.get("val"), node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return None
+    if node.target is _LOOKED_UP and operand is node.args[0]:
+        return False
     if node.target in _EACH_ELEMENT and (value.dim() < made.dim() or value.shape[0] == 1):
         return False
     return True if value.shape[:1] == made.shape[:1] else None
@@ -205,12 +210,26 @@ def _opened(node: fx.Node, count: int) -> tuple[Any, ...] | None:
     """
     rank = node.all_input_nodes[0].meta["val"].dim() if node.all_input_nodes else 0
     if node.target in _EACH_ELEMENT:
-        exact = not set(node.kwargs) - {"dtype"} and len(node.args) <= 2
+        exact = not set(node.kwargs) - {"dtype"} and len(node.args) <= 2 and not _rounds_late(node)
         return node.args if exact and (node.target is not _LOOKED_UP or rank == 1) else None
     known = _WITHIN_SLICES.get(node.target)
     if known is None or set(node.kwargs) - {"memory_format"}:
         return None
     return known(node.args, rank, list(node.meta["val"].shape))
+
+
+def _rounds_late(node: fx.Node) -> bool:
+    """Tells whether an operator of two operands is not the same for a slice in which one has one element.
+
+    For a result of 16 bits torch takes that element before it is rounded to the dtype of the result, and for
+    one of 8 bits it refuses it.
+    """
+    made: torch.Tensor = node.meta["val"]
+    values = [one.meta["val"] for one in node.all_input_nodes]
+    if len(values) < 2 or node.target is _LOOKED_UP or not made.is_floating_point() or made.itemsize > 2:
+        return False
+    rounded = made.itemsize == 2 and all(value.dtype == made.dtype for value in values)
+    return not rounded and any(value.numel() == made.shape[0] for value in values)
 
 
 def _same(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:

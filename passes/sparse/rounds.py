@@ -72,6 +72,7 @@ def _by_ends(contract: Contract, operator: Operator, arguments: Arguments, round
             shape = (rows.shape[0], made.shape[1])
             result = made.new_empty_strided(shape, made.stride())
         result[start:end] = made
+        del made  # before the next round takes memory
     assert result is not None, "there are two rounds or more"
     return result
 

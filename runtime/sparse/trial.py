@@ -33,10 +33,14 @@ from penstock.runtime.system.memory import (
     hint,
     round_up,
 )
+from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PenstockError, PlanError, StreamError
 from penstock.schedule.facts.model import Decisions, Part, SparseRead, Step, Trace
 
 _log = logging.getLogger(__name__)
+
+_LINE = 64
+"""Bytes. Memory that torch takes begins at a multiple of this; kernels may add up otherwise elsewhere."""
 
 _LARGEST = 16 << 20
 """Bytes. Larger units are tried at a size that is at most this, since a trial takes several times as much."""
@@ -111,8 +115,23 @@ def reads_units_only(read: SparseRead) -> bool:
     own = replace(read.view, storage=0, offset=read.view.offset % PAGE)
     if read.computed:  # one slice after another, from slices that are named: it is given no others
         own = Part("", read.computed.dtype, read.computed.shape, read.computed.stride, 0, 0)
+    unit = SparseRead(own, "", 0, 0, read.slices).unit_nbytes
+    if prod(own.shape[1:]) * ITEM_SIZES[own.dtype] > unit:
+        return False  # elements share memory, so that a trial could take any amount of it
+    if CONTRACTS[read.operator].ends and not _in_lines(own, alone=read.computed is not None):
+        _log.info("%s is not tried: its results or slices begin between lines of memory", read.operator)
+        return False
     view = _shortened(own, read.slices)
     return _tried(read.operator, call, view, read.slices, torch.get_num_threads())
+
+
+def _in_lines(stack: Part, *, alone: bool) -> bool:
+    """Tells whether the memory of a part of a product begins where that of all of it allows it to.
+
+    That is memory for some of the result's rows, and for a single slice of the stack if it stands `alone`.
+    """
+    nbytes = ITEM_SIZES[stack.dtype]
+    return not (stack.shape[-1] * nbytes % _LINE or (alone and stack.stride[0] * nbytes % _LINE))
 
 
 @functools.cache

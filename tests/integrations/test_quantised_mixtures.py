@@ -15,7 +15,8 @@ from tests.integrations.models import frozen
 
 EXPERTS = r"re:.*experts\.(gate_up|down)_proj"
 IDS = torch.tensor([[5, 17, 99, 3, 400, 77, 12, 40]])
-CASES = [("olmoe", torch.bfloat16), ("qwen3_moe", torch.float32), ("deepseek_v3", torch.bfloat16)]
+FAMILIES = ("olmoe", "qwen3_moe", "deepseek_v3")
+CASES = [(family, dtype) for family in FAMILIES for dtype in (torch.bfloat16, torch.float32)]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def outputs(model):
 
 
 @pytest.mark.random
-@pytest.mark.parametrize(("family", "dtype"), sampled(CASES, 2))
+@pytest.mark.parametrize(("family", "dtype"), sampled(CASES, 3))
 def test_quantised_experts_have_their_bits_in_any_memory(family, dtype, tmp_path):
     model = quantised(family, dtype)
     expected = outputs(model)

@@ -47,6 +47,10 @@ TENSORS = {
     "numbers": numbers(16),
     "order": torch.tensor([1, 0, 2, 5, 4, 3]),
     "zero": integers(COUNT, OUT, 1),
+    "wide": integers(COUNT, 1, 1, low=100, dtype=torch.int32) * 37,
+    "single": numbers(COUNT, 1, 1, dtype=torch.bfloat16),
+    "heads": integers(COUNT, OUT, WIDTH, low=0, dtype=torch.uint8),
+    "names": numbers(COUNT),
 }
 
 Stack = Callable[[Any], torch.Tensor]
@@ -100,6 +104,10 @@ CHAINS: dict[str, Stack] = {
         .reshape(COUNT, OUT, WIDTH)
         .transpose(1, 2)
     ),
+    "a number for each": lambda m: (m.w.to(torch.bfloat16) * m.single).mT,
+    "a name in each": lambda m: (
+        (m.heads.to(torch.float32) * m.names[(m.heads[:, 0, 0] & 3).long()][:, None, None]).mT
+    ),
     "a slice of each": lambda m: (
         m.w[:, :, : WIDTH // 2].to(torch.float32).reshape(COUNT, OUT // 2, WIDTH) * m.row
     ).transpose(1, 2),
@@ -147,7 +155,32 @@ def _written_between(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
     return torch._grouped_mm(rows, stack, ends)
 
 
+def _written_inside(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+    stack = (m.w.to(torch.float32) * m.scale).transpose(1, 2).to(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        m.scale.mul_(2)
+    return torch._grouped_mm(rows, stack, ends)
+
+
+def _rows_of_it(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+    first = m.w[:, 0].to(torch.bfloat16)
+    return torch._grouped_mm(
+        first, (m.w.to(torch.bfloat16) * first[:, None]).transpose(1, 2), ends.clamp(max=6)
+    )
+
+
+def _ends_of_it(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+    last = m.w[:, 0, 0].to(torch.int32)
+    return torch._grouped_mm(rows, (m.w * last[:, None, None]).transpose(1, 2).to(rows.dtype), last)
+
+
 WHOLE: dict[str, Any] = {
+    "something is written in a body": Calls(_written_inside, **TENSORS),
+    "rows out of the middle": Calls(_rows_of_it, **TENSORS),
+    "ends out of the middle": Calls(_ends_of_it, **TENSORS),
+    "an integer for each, not rounded": product(lambda m: (m.w.to(torch.bfloat16) * m.wide).mT),
+    "a divisor for each, not rounded": product(lambda m: (m.w.to(torch.float16) / m.wide).mT),
+    "a product of 8 bits": product(lambda m: (m.f * m.single.to(torch.float8_e4m3fn)).mT),
     "the middle is read elsewhere": Calls(_read_elsewhere, **TENSORS),
     "two products": Calls(_used_twice, **TENSORS),
     "something is written between": Calls(_written_between, **TENSORS),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,21 @@ from typing import Any
 import pytest
 import torch
 from torch.export import Dim, export
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import penstock
 from penstock.passes.activations import activation_bytes
 from penstock.passes.sparse import by_expert as by_expert_module
 from penstock.passes.sparse.by_expert import BY_EXPERT
-from penstock.passes.sparse.contracts import Contract
+from penstock.passes.sparse.contracts import CONTRACTS, Contract
+from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.runtime.program import Program
 from penstock.runtime.sparse import trial
+from penstock.runtime.sparse.units import LoadedUnits
 from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
+from tests.passes.sparse.test_contracts import Calls
 from tests.runtime.sparse.sparse_models import SLOW, Quantised, routes, seeded
 
 WIDTH, COUNT = 128, 32
@@ -141,6 +148,82 @@ def test_rows_that_no_expert_has_are_zeros_and_no_rows_are_none() -> None:
     assert BY_EXPERT(PRODUCT, 0, torch.ones(3, 8), weight, ends).tolist() == [[8] * 4, [8] * 4, [0] * 4]
     assert BY_EXPERT(PRODUCT, 0, torch.ones(3, 8), weight, ends * 0).tolist() == 3 * [[0] * 4]
     assert BY_EXPERT(PRODUCT, 0, torch.ones(0, 8), weight, ends * 0).shape == (0, 4)
+
+
+class Body:
+    """A product that counts how many of its results are alive when it is called, and what it is given."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.alive: list[int] = []
+        self.given: list[int] = []
+
+    def forward(self, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        self.alive.append(sum(one() is not None for one in self.made))
+        self.given.append(weight.untyped_storage().nbytes())
+        result = rows @ weight[0]
+        self.made.append(weakref.ref(result))
+        return result
+
+
+def test_an_expert_takes_no_memory_when_the_next_one_does_and_none_where_no_rows_are() -> None:
+    body: Any = Body()
+    weight, ends = torch.ones(3, 8, 4), torch.tensor([1, 3, 4], dtype=torch.int32)
+    assert BY_EXPERT(body, 0, torch.ones(4, 8), weight, ends).tolist() == 4 * [[8] * 4]
+    assert body.alive == [0, 0, 0]
+    assert BY_EXPERT(body, 0, torch.ones(4, 8), weight, 0 * ends).tolist() == 4 * [[0] * 4]
+    assert body.given == 3 * [weight.nbytes] + [weight.itemsize]
+    rounds = Rounds([[0], [1], [2]], lambda _: nullcontext())
+    run_in_rounds(
+        CONTRACTS["aten._grouped_mm.default"], body.forward, (torch.ones(4, 8), weight, ends), rounds
+    )
+    assert body.alive == 7 * [0]
+
+
+class Taken(TorchDispatchMode):
+    """The most bytes that operators' results take at once, without those in memory that is given."""
+
+    def __init__(self, units: tuple[int, int], *inputs: torch.Tensor) -> None:
+        super().__init__()
+        self.others, self.now, self.peak = [range(*units), {one.data_ptr() for one in inputs}], 0, 0
+        self.known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            storage = one.untyped_storage() if isinstance(one, torch.Tensor) else None
+            if storage is None or storage._cdata in self.known:
+                continue
+            if any(storage.data_ptr() in own for own in self.others):
+                continue
+            self.known[storage._cdata] = storage
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._left, storage.nbytes())
+        return made
+
+    def _left(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def test_a_call_takes_no_more_memory_than_the_figure_says_in_rounds(tmp_path: Path) -> None:
+    """A row is that of an expert, and all others are those of another, in another round."""
+    weight = torch.ones(COUNT, WIDTH, 2 * WIDTH, dtype=torch.int8)
+    scale = torch.ones(COUNT, 1, 1)
+    model = Calls(lambda m, x, e: torch._grouped_mm(x, (m.w * m.s).to(x.dtype), e), w=weight, s=scale)
+    x = torch.ones(600, WIDTH, dtype=torch.bfloat16)
+    ends = torch.tensor([*(COUNT - 1) * [1], 600], dtype=torch.int32)
+    with torch.no_grad():
+        program = penstock.compile(export(model, (x, ends)), tmp_path / "rounds.penstock")
+        with program.load(plan=pooled(program, program.floor_bytes), engine="python") as module:
+            units = module._weights.units
+            assert isinstance(units, LoadedUnits)
+            with Taken(units.memory, x, ends) as taken:
+                made = module(x, ends)
+            assert units.counters.bytes_moved == 2 * weight[0].nbytes
+    assert torch.equal(made, torch.full_like(made, WIDTH))
+    row, stack = 2 * WIDTH * 2, WIDTH * 2 * WIDTH * 2
+    assert (3 * 600 - 2) * row <= taken.peak <= program.activation_bytes <= 3 * 600 * row + stack + 256
 
 
 # What has to be seen.

@@ -98,6 +98,29 @@ def test_a_product_of_computed_experts_is_tried_for_what_it_is_given(monkeypatch
     assert [(one.dtype, one.shape, one.stride) for one in tried] == [(made.dtype, made.shape, made.stride)]
 
 
+@pytest.mark.parametrize("computed", [False, True])
+def test_memory_of_a_part_begins_as_that_of_the_whole_does(computed):
+    """Kernels of this machine add up otherwise at addresses that are no multiples of 16 bytes."""
+
+    def trusts(shape, stride):
+        view = replace(STACK.view, dtype="float32", shape=shape, stride=stride)
+        made = Computed("float32", shape, stride) if computed else None
+        return reads_units_only(replace(STACK, view=STACK.view if computed else view, computed=made))
+
+    assert trusts((16, 16, 64), (16 * 64, 64, 1))
+    assert not trusts((16, 64, 20), (64 * 20, 20, 1))  # rows of the result
+    gaps = (16, 64, 64), (64 * 64 + 4, 64, 1)  # slices
+    assert trusts(*gaps) is not computed
+
+
+def test_a_trial_takes_no_memory_for_elements_that_share_theirs(monkeypatch):
+    monkeypatch.setattr(trial, "_passes", lambda *_: True)
+    shape, stride = (16, 1, 1 << 40), (32, 1, 0)
+    assert not reads_units_only(replace(STACK, computed=Computed("bfloat16", shape, stride)))
+    assert not reads_units_only(replace(STACK, view=replace(STACK.view, shape=shape, stride=stride)))
+    assert reads_units_only(STACK)
+
+
 def test_a_system_that_does_not_tell_is_not_trusted(monkeypatch):
     monkeypatch.setattr(trial, "cached_pages", lambda address, nbytes: [])
     assert not reads_units_only(ROWS)
