@@ -19,6 +19,7 @@ class PassOrder:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._ended: Event | None = None
+        self._known = True  # false while a pass runs, and where an interrupt came before its end was recorded
         self.captured = False
 
     @contextmanager
@@ -29,23 +30,30 @@ class PassOrder:
             self.captured = True
             yield
             return
-        if self._ended is not None:
-            try:
+        try:
+            if not self._known:
+                device.finish()
+            elif self._ended is not None:
                 device.wait(device.current_stream(), self._ended)
-            except Exception as error:  # nothing of this pass has run: it is the device itself
-                raise lost(device, error) from error
+        except Exception as error:  # nothing of this pass has run: it is the device itself
+            raise lost(device, error) from error
+        self._known = False
         try:
             yield
         except BaseException:
             with suppress(Exception):  # the device may be lost, and the error says so
-                self._ended = device.record(device.current_stream())
+                self._record()
             raise
-        self._ended = device.record(device.current_stream())
+        self._record()
 
     def close(self) -> None:
         """Wait for the kernels of all passes, also if they fail, and of replays. It may be called again."""
         with suppress(Exception):
-            if self.captured:
+            if self.captured or not self._known:
                 self._device.finish()
             elif self._ended is not None:
                 self._device.synchronize(self._ended)
+
+    def _record(self) -> None:
+        self._ended = self._device.record(self._device.current_stream())
+        self._known = True

@@ -382,6 +382,8 @@ class SimDevice:
 
     def _give_back(self, name: str) -> None:
         """Have the host touch all bytes of memory that goes back to the system, where others write to it."""
+        if self._interrupted:
+            return  # what is half done is behind nothing, and nothing waits for it
         self.detector.tick(HOST)
         self.detector.access(name, 0, _ALL, HOST, "giving the memory back", writes=True)
 

@@ -13,6 +13,7 @@ import torch
 
 import penstock
 from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import MemorySplit
@@ -180,3 +181,29 @@ def test_running_out_of_memory_in_a_pass_names_the_part_that_outgrew_its_share(s
         "activations, workspace and what the caller keeps took 200 B and more, of a share of 160 B"
     )
     assert split.outgrown(160, 90).startswith("what other processes hold took 90 B")
+
+
+class Interrupted(SimDevice):
+    """A device at which interrupts come before an event is recorded."""
+
+    interrupts = 0
+
+    def record(self, stream: Any) -> Any:
+        if self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+        return super().record(stream)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_interrupt_before_the_end_of_a_pass_is_recorded_leaves_no_kernel_behind(goes_on: bool) -> None:
+    device = Interrupted()
+    memory, order = device.allocate(64, "weights"), PassOrder(device)
+    with pytest.raises(KeyboardInterrupt), order.turn():
+        device.kernels_touch(memory, 0, 64, "a kernel")
+        device.interrupts = 1
+    if goes_on:  # on another stream, whose kernels overwrite what those of the first pass read
+        with device.kernels_on(device.open_kernels("2")), order.turn():
+            device.kernels_touch(memory, 0, 64, "another kernel", writes=True)
+    order.close()
+    device.close()  # raises RaceError where a kernel may still use the memory that it gives back
