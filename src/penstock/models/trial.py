@@ -151,7 +151,7 @@ def _from_file(path: Path, method: Method) -> list[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last from torch's map
         raise SourceError(f"the inputs in {path} cannot be read: {error}") from error
     tensors = [leaf for leaf in method.inputs if leaf.value is None]
     missing = [leaf.name for leaf in tensors if leaf.name not in found]

@@ -199,9 +199,14 @@ class Interrupted(SimDevice):
 def test_an_interrupt_before_the_end_of_a_pass_is_recorded_leaves_no_kernel_behind(goes_on: bool) -> None:
     device = Interrupted()
     memory, order = device.allocate(64, "weights"), PassOrder(device)
-    with pytest.raises(KeyboardInterrupt), order.turn():
-        device.kernels_touch(memory, 0, 64, "a kernel")
-        device.interrupts = 1
+
+    def interrupted() -> None:
+        with order.turn():
+            device.kernels_touch(memory, 0, 64, "a kernel")
+            device.interrupts = 1
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     if goes_on:  # on another stream, whose kernels overwrite what those of the first pass read
         with device.kernels_on(device.open_kernels("2")), order.turn():
             device.kernels_touch(memory, 0, 64, "another kernel", writes=True)
