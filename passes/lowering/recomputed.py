@@ -24,6 +24,7 @@ from penstock.passes.graph.propagation import storages_of
 from penstock.passes.graph.retarget import indexed, move_graph, nested_modules
 from penstock.passes.lowering.method_code import MethodCode
 from penstock.passes.probes import STORE
+from penstock.passes.sparse.contracts import readers_by_units
 from penstock.passes.weights.usage import Flow, follow
 from penstock.passes.weights.values import tensor_in
 from penstock.schedule.facts.catalog import IN_ARENA
@@ -51,6 +52,7 @@ def check_uses(payload: Payload, method: Method, code: MethodCode) -> None:
     stores = _checked_stores(payload, method, graph, numbers)
     sized = {s: storage.kind for s, storage in enumerate(payload.storages) if storage.nbytes}
     streams = {s for s, kind in sized.items() if kind in IN_ARENA}
+    _check_units(payload, method, graph, numbers)
     unwritten = set().union(*stores.values())
     brought: dict[str, set[int]] = {}
     for step in payload.trace_for(method.graph).steps:
@@ -66,6 +68,15 @@ def check_uses(payload: Payload, method: Method, code: MethodCode) -> None:
             _refuse(payload, method, s, "is written, and is no mutable weight")
     for s in streams & flow.escaping:
         _refuse(payload, method, s, "is in memory that a result shares, and streams")
+
+
+def _check_units(payload: Payload, method: Method, graph: fx.Graph, numbers: dict[int, int]) -> None:
+    """Raises PayloadError unless nodes that read by units, by the trace, need no more of the weight."""
+    readers, what = readers_by_units(graph), "is read by units by {}, which needs all of it"
+    for step in payload.trace_for(method.graph).steps:
+        for read in step.sparse:
+            if numbers.get(readers.get(step.name, 0)) != read.storage:
+                _refuse(payload, method, read.storage, what.format(step.name))
 
 
 def _checked_stores(

@@ -239,6 +239,33 @@ def test_a_weight_that_is_said_to_be_written(copy, writer, slot, words, monkeypa
     refused(copy, rf"weight 'second\.weight' of method 'forward' {words}", monkeypatch)
 
 
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(1024, 1024))
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return torch.index_select(self.table, 0, index) * 2
+
+
+@pytest.mark.parametrize("change", ["dimension", "operator"])
+def test_a_read_by_units_that_needs_all_of_a_weight(tmp_path, change, monkeypatch):
+    path = tmp_path / "model.penstock"
+    penstock.compile(torch.export.export(Rows(), (torch.arange(3),)), path)
+    with penstock.open(path).load("100%"):
+        pass
+
+    def otherwise(stored: dict[str, Any]) -> None:
+        (row,) = (row for row in stored["graph"]["nodes"] if row[2] == "aten.index_select.default")
+        row[2:4] = {
+            "dimension": [row[2], [row[3][0], 1, row[3][2]]],
+            "operator": ["aten.relu.default", row[3][:1]],
+        }[change]
+
+    change_code(path, otherwise)
+    refused(path, "weight 'table' .* is read by units by index_select, which needs all of it", monkeypatch)
+
+
 def test_what_is_trusted_is_not_followed(copy):
     change_code(copy, before_the_result(call("late", "aten.relu.default", WEIGHT)))
     with penstock.open(copy, trust=True).load("100%") as module:
