@@ -12,11 +12,14 @@ from torch.export import export
 
 import penstock
 from penstock.backends.executorch import read
+from penstock.schedule.payload.codec import VERSIONS
 from tests.backends.executorch.delegate.pte_models import PROMPT, WIDTH, Files, Mlp, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
 from tests.backends.executorch.forging import FORGERIES, deep, fields, forge
 
 CALL = Call([rows()])
+
+_NEWEST = f'"version": {VERSIONS[-1]}'.encode()
 
 
 @pytest.fixture
@@ -117,7 +120,7 @@ def test_a_loader_that_would_bring_all_weights_into_memory(runner, files):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (b'"version": 10', b'"version": 18', "{payload} is damaged: its sha256 differs; copy the"),
+        (_NEWEST, b'"version": 99', "{payload} is damaged: its sha256 differs; copy the"),
         (b'"storage": 0', b'"storage": 4', "a delegate's bytes are damaged: their sha256 differs"),
         (b'"regions": 6', b'"regions" 66', "a delegate's bytes are damaged: their sha256 differs"),
         (b"aten::linear", b"aten::lineal", "is damaged: its sha256 differs"),
@@ -159,7 +162,8 @@ def test_a_plan_with_a_pool(runner, files):
 def test_a_payload_of_a_version_to_come(runner, files):
     forge(files.pte, payload=fields(lambda one: one.update(version=99)))
     sentence = (
-        "the program's payload has version 99, and this delegate reads versions 6 to 10: export it again"
+        "the program's payload has version 99, and this delegate reads versions 6 to "
+        f"{VERSIONS[-1]}: export it again"
     )
     _refused(runner, Program(files), "InvalidProgram", sentence)
 
