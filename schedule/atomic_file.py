@@ -1,8 +1,8 @@
 """Writes files atomically: a path holds the old file or the complete new one, whatever happens.
 
-Everything is built under a temporary name beside its target, `.NAME.tmp-` and eight digits, flushed to the
-disk and put in its place. The writer holds a lock on the temporary, so that a later writer can tell one left
-by a killed process from one in use, and remove it.
+Everything is built under a temporary name beside its target, `.NAME.tmp-` and eight hexadecimal digits,
+flushed to the disk and put in its place. The writer holds a lock on the temporary, so that a later writer can
+tell one left by a killed process from one in use, and remove it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +23,9 @@ from penstock.schedule.facts.errors import SourceError
 
 _AT_FDCWD = -100
 _NOREPLACE = 1
+
+_DIGITS = "[0-9a-f]{8}"
+"""What the names of temporaries end in, as a pattern."""
 
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 """What file systems say that have no locks."""
@@ -53,18 +58,21 @@ def write_all(fd: int, data: bytes) -> None:
 
 def is_unfinished(path: Path) -> bool:
     """Tells whether a path has the name of what is being written, or of what a killed writer left."""
-    return path.name.startswith(".") and ".tmp-" in path.name
+    return re.fullmatch(rf"\..+\.tmp-{_DIGITS}", path.name, re.DOTALL) is not None
 
 
 def remove_stale(path: Path, *, dry_run: bool = False) -> bool:
     """Remove what a killed writer left, and return True; return False where a live writer is still at work.
 
     A dry run removes nothing and returns the same. What the system refuses to remove stays, for which False
-    is returned.
+    is returned, and so does what no writer makes: a link, or a pipe, which would be waited for.
     """
     with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
+            mode = os.fstat(fd).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                return False
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not dry_run:
                 remove(path)
@@ -146,9 +154,9 @@ def sibling(target: Path, purpose: str) -> Path:
 
 
 def siblings(target: Path, purpose: str) -> list[Path]:
-    """What there is under such names."""
-    prefix = f".{target.name}.{purpose}-"
-    return [path for path in target.parent.iterdir() if path.name.startswith(prefix)]
+    """What there is under such names, and under no others: `.NAME.tmp-notes` is a user's."""
+    name = re.compile(rf"{re.escape(f'.{target.name}.{purpose}-')}{_DIGITS}")
+    return [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
 
 
 def remove(path: Path) -> None:

@@ -86,15 +86,21 @@ int64_t size_of(int fd, const std::string &path) {
     return status.st_size;
 }
 
-// Removes the files of these names that killed runs left: whoever is at work holds a lock on theirs.
+// Removes the files that killed runs left: whoever is at work holds a lock on theirs. Their names are `prefix` and
+// eight hexadecimal digits; other names, links and pipes are somebody's own.
 void remove_stale(const std::string &folder, const std::string &prefix) {
     DIR *const names = opendir(folder.c_str());
     if (!names) return;
     while (const dirent *const one = readdir(names)) {
         const std::string path = folder + one->d_name;
-        if (std::strncmp(one->d_name, prefix.c_str(), prefix.size()) != 0) continue;
-        const Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-        if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0) unlink(path.c_str());
+        const std::string name = one->d_name;
+        if (name.compare(0, prefix.size(), prefix) != 0 || name.size() != prefix.size() + 8 ||
+            name.find_first_not_of("0123456789abcdef", prefix.size()) != std::string::npos)
+            continue;
+        const Descriptor fd(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+        struct stat status;
+        if (fd >= 0 && fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && flock(fd, LOCK_EX | LOCK_NB) == 0)
+            unlink(path.c_str());
     }
     closedir(names);
 }

@@ -8,15 +8,17 @@ makes values that are alike: what is run is the first of each kind, and what mak
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from penstock.passes.building.refusals import sentence
@@ -29,7 +31,11 @@ _RUNS = 4
 """How often a node of control flow runs a body on fake tensors at most, and once to follow it."""
 
 _NODES, _REPEATS = 100_000, 64
-"""The nodes that a run may go through, and so many more for each node that is there."""
+"""The nodes that a run may go through, and so many more for each node that is there. So many operators, and
+tensors of their lists, may be called."""
+
+_LARGEST = 256
+"""The most binary digits of a number, and so the largest exponent, that a graph computes from its sizes."""
 
 
 def dry_run(graph: fx.Graph, inputs: Sequence[object], followed: frozenset[int]) -> None:
@@ -40,11 +46,13 @@ def dry_run(graph: fx.Graph, inputs: Sequence[object], followed: frozenset[int])
     is given.
     """
     works: dict[fx.Graph, int] = {}
-    if _work(graph, works) > _NODES + _REPEATS * sum(len(one.nodes) for one in works):
+    work = _work(graph, works)
+    most = _NODES + _REPEATS * sum(len(one.nodes) for one in works)
+    if work > most:
         raise PassError("its nodes call bodies that call bodies, so often that it would take for ever")
     values = _Values(followed, shares=not any(map(_moves, works)))
-    given = iter(inputs)
-    with fake_mode_of(inputs), groups_of_any_dtype(), _silent():
+    given, mode = iter(inputs), fake_mode_of(inputs)
+    with mode, _counted(mode, most), groups_of_any_dtype(), _silent():
         for node in graph.nodes:
             if node.op == "placeholder":
                 values.note(node, next(given))
@@ -58,6 +66,38 @@ def dry_run(graph: fx.Graph, inputs: Sequence[object], followed: frozenset[int])
                         f"node {node.name} cannot run {node.target!s:.100} on what it is given "
                         f"({type(error).__name__}: {sentence(error)})"
                     ) from error
+
+
+@contextmanager
+def _counted(mode: FakeTensorMode, most: int) -> Iterator[None]:
+    """Within the body, the mode runs `most` operators, those that operators consist of included.
+
+    A loop over a dimension, or a list of its parts, would be as long as a stranger says.
+    """
+    left, dispatch = most, mode.dispatch
+
+    def counted(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal left
+        left -= 1 + _parts(func, args)
+        if left < 0:
+            raise PassError(f"{func} is called, or makes parts, so often that it would take for ever")
+        return dispatch(func, types, args, kwargs)
+
+    with mock.patch.object(mode, "dispatch", counted):
+        yield
+
+
+def _parts(func: Any, args: Sequence[Any]) -> int:
+    """The most tensors in the list that an operator makes of the parts of one."""
+    schema, whole = getattr(func, "_schema", None), args[0] if args else None
+    if schema is None or not isinstance(whole, torch.Tensor) or not whole.dim():
+        return 0
+    if not any(str(one.type) == "List[Tensor]" for one in schema.returns):
+        return 0
+    most, by = max(size for size in (0, *whole.shape) if type(size) is int), args[1] if len(args) > 1 else 1
+    if isinstance(by, list | tuple):
+        return len(by)
+    return most // max(by, 1) if "split" in func._opname and type(by) is int else most
 
 
 @contextmanager
@@ -159,8 +199,30 @@ def _is_static(value: object) -> bool:
 
 def _run(node: fx.Node) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    if not isinstance(node.target, OpOverload | HigherOrderOperator):
+        return _computed(node.target, args, kwargs)
     with _noting_inputs(subgraphs_of(node), pytree.tree_leaves((args, kwargs))):
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)
+
+
+def _computed(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The value of a function on numbers. Raises TypeError or OverflowError for what could take for ever.
+
+    Of texts and lists, functions make such as are longer: only items are taken from them, and sums.
+    """
+    if function not in (operator.getitem, torch.sym_sum):
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, str | list | tuple | dict):
+                raise TypeError("it computes with numbers, and not with texts and lists")
+        if function in _POWERS and any(isinstance(one, int) and abs(one) > _LARGEST for one in args[1:]):
+            raise OverflowError(f"the number may be of more than {_LARGEST} binary digits")
+    value = function(*args, **kwargs)
+    if isinstance(value, int) and value.bit_length() > _LARGEST:
+        raise OverflowError(f"the number is of more than {_LARGEST} binary digits")
+    return value
+
+
+_POWERS = (pow, operator.pow, round)
 
 
 @contextmanager

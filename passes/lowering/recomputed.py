@@ -18,9 +18,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from penstock.passes.building.refusals import sentence
 from penstock.passes.calls.checks import ConstantLeaf, Dimension, Leaf, TensorLeaf
 from penstock.passes.graph.dry_run import dry_run
+from penstock.passes.graph.in_place import is_dense
+from penstock.passes.graph.nodes import subgraphs_of
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.graph.retarget import indexed, move_graph, nested_modules
 from penstock.passes.lowering.method_code import MethodCode
+from penstock.passes.probes import STORE
+from penstock.passes.sparse.contracts import readers_by_units
 from penstock.passes.weights.usage import Flow, follow
 from penstock.passes.weights.values import tensor_in
 from penstock.schedule.facts.catalog import IN_ARENA
@@ -39,18 +43,24 @@ def check_uses(payload: Payload, method: Method, code: MethodCode) -> None:
     tensors, for which no memory is taken.
     """
     try:
-        flow = _followed(payload, code)
+        flow, graph, numbers = _followed(payload, code)
     except Exception as error:  # of torch, for a graph that is none
         raise PayloadError(
             f"method {method.name!r} cannot be followed without running it: {sentence(error)}; "
             f"compile again, or {TRUST}"
         ) from error
+    stores = _checked_stores(payload, method, graph, numbers)
     sized = {s: storage.kind for s, storage in enumerate(payload.storages) if storage.nbytes}
     streams = {s for s, kind in sized.items() if kind in IN_ARENA}
+    _check_units(payload, method, graph, numbers)
+    unwritten = set().union(*stores.values())
     brought: dict[str, set[int]] = {}
     for step in payload.trace_for(method.graph).steps:
         brought.setdefault(step.name, set()).update(step.reads, step.writes)
-    for node, storages in flow.reads.items():
+    for node, storages in flow.reads.items():  # in the order in which they run
+        unwritten -= stores.get(node, set())
+        for s in unwritten.intersection(storages):
+            _refuse(payload, method, s, f"is read by {node}, before it is written")
         for s in streams.intersection(storages) - brought.get(node, set()):
             _refuse(payload, method, s, f"is read by {node}, and no step of that name in its trace says so")
     for s in flow.written:
@@ -60,13 +70,50 @@ def check_uses(payload: Payload, method: Method, code: MethodCode) -> None:
         _refuse(payload, method, s, "is in memory that a result shares, and streams")
 
 
+def _check_units(payload: Payload, method: Method, graph: fx.Graph, numbers: dict[int, int]) -> None:
+    """Raises PayloadError unless nodes that read by units, by the trace, need no more of the weight."""
+    readers, what = readers_by_units(graph), "is read by units by {}, which needs all of it"
+    for step in payload.trace_for(method.graph).steps:
+        for read in step.sparse:
+            if numbers.get(readers.get(step.name, 0)) != read.storage:
+                _refuse(payload, method, read.storage, what.format(step.name))
+
+
+def _checked_stores(
+    payload: Payload, method: Method, graph: fx.Graph, numbers: dict[int, int]
+) -> dict[str, set[int]]:
+    """The storages that steps of a method write, by node. `numbers` has them by those of fake tensors.
+
+    Raises PayloadError unless each is a node that fills all of its storage. Only nodes of a method itself are
+    steps, so that no body may store.
+    """
+    filled: dict[str, set[int]] = {}
+    for node in (node for node in graph.nodes if node.target is STORE):
+        slot, value = (one.meta["val"] for one in node.args[:2])
+        (place,) = storages_of(slot)
+        s, nbytes = numbers.get(place), slot.numel() * slot.itemsize
+        if s is not None and place not in storages_of(value) and is_dense(slot):
+            filled[node.name] = {s} if nbytes == payload.storages[s].nbytes else set()
+    stores = {step.name: set(step.writes) for step in payload.trace_for(method.graph).steps if step.writes}
+    for name, storages in stores.items():
+        for s in storages - filled.get(name, set()):
+            _refuse(payload, method, s, f"is written by the step {name}, which is no node that fills it")
+    bodies = [body for node in graph.nodes for one in subgraphs_of(node) for body in nested_modules(one)]
+    if any(node.target is STORE for body in bodies for node in body.graph.nodes):
+        raise PayloadError(f"a body in method {method.name!r} stores a value, which no step says: {OTHERS}")
+    return stores
+
+
 def _refuse(payload: Payload, method: Method, storage: int, what: str) -> NoReturn:
     name = payload.storage_names()[storage]
     raise PayloadError(f"weight {name!r} of method {method.name!r} {what}: {OTHERS}")
 
 
-def _followed(payload: Payload, code: MethodCode) -> Flow:
-    """Runs a method's graph on fake tensors, on a CPU in the place of the program's device."""
+def _followed(payload: Payload, code: MethodCode) -> tuple[Flow, fx.Graph, dict[int, int]]:
+    """Runs a method's graph on fake tensors, on a CPU in the place of the program's device.
+
+    Returns the flow, the graph with its values, and the payload's storages by those of the fake tensors.
+    """
     made, device = code.graph(), code.signature.device
     bodies = [module for body in made.bodies.values() for module in nested_modules(body)]
     move_graph(made.graph, bodies, device, "cpu")
@@ -89,7 +136,7 @@ def _followed(payload: Payload, code: MethodCode) -> Flow:
         ]
         numbers = {storages_of(base)[0]: s for s, base in bases.items()}
         dry_run(made.graph, inputs, frozenset(numbers))
-        return follow(made.graph, numbers, _run_body)
+        return follow(made.graph, numbers, _run_body), made.graph, numbers
 
 
 def _run_body(body: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:

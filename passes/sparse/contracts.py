@@ -164,6 +164,17 @@ def sparse_reads(
     return {name: read for name, read in found.items() if len(views[read.storage]) == 1}
 
 
+def readers_by_units(graph: fx.Graph) -> dict[str, int]:
+    """The nodes that may read their weight by units, by name, and the fake storage of that weight.
+
+    The graph is propagated. Other nodes need all of a weight, or read it through another argument as well.
+    """
+    nodes = [(node, contract.operands(node.args)[0]) for node, contract in _candidates(graph)]
+    nodes += [(node, node.args[1]) for node in linears(graph)]
+    found = {node: storages_of(weight.meta["val"])[0] for node, weight in nodes}
+    return {node.name: memory for node, memory in found.items() if not _reads_twice(node, memory)}
+
+
 def _by_tiles(
     graph: fx.Graph,
     held: Mapping[Any, fx.Node],

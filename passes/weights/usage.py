@@ -181,12 +181,13 @@ def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the nodes passed to arguments that the operator writes.
 
     These are the arguments that its schema marks, and running statistics, which batch and instance norm
-    write in training although their schemas do not say so.
+    write in training although their schemas do not say so. A flag that is computed, or a number, may tell
+    them to train.
     """
     if not isinstance(node.target, OpOverload):
         return
     arguments, passed = node.target._schema.arguments, _passed(node, node.target)
-    trains = passed.get("training", passed.get("train", passed.get("use_input_stats"))) is True
+    trains = passed.get("training", passed.get("train", passed.get("use_input_stats"))) not in (None, False)
     for argument in arguments:
         marked = argument.alias_info is not None and argument.alias_info.is_write
         if marked or (trains and argument.name in {"running_mean", "running_var"}):

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from penstock.runtime.files.safetensors_file import check_regular
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PayloadError, SourceError
 from penstock.schedule.payload.checks import check_artifact
@@ -29,7 +30,7 @@ def read_artifact(folder: Path) -> tuple[Payload, str]:
     storage: whoever knows it from elsewhere can tell that all of an artifact is as it was.
     """
     try:
-        data = (folder / PAYLOAD).read_bytes()
+        data = check_regular(folder / PAYLOAD).read_bytes()
     except OSError as error:
         reason = f"{PAYLOAD} cannot be read ({error.strerror})"
         if not os.path.exists(folder):
@@ -84,7 +85,7 @@ def digest_line(data: bytes) -> bytes:
 
 def _check_digest(path: Path, data: bytes) -> None:
     try:
-        expected = path.read_bytes()
+        expected = check_regular(path).read_bytes()
     except OSError as error:
         raise SourceError(
             f"{path} cannot be read ({error.strerror}): the artifact is incomplete, so compile it again"
@@ -98,7 +99,7 @@ def _check_digest(path: Path, data: bytes) -> None:
 
 def _check_program(path: Path, sha256: str) -> None:
     try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        found = hashlib.sha256(check_regular(path).read_bytes()).hexdigest()
     except OSError as error:
         raise SourceError(f"the lowered program {path} cannot be read: {error.strerror}") from error
     if found != sha256:

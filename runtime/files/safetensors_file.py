@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -213,13 +214,24 @@ def close_read(fd: int) -> None:
         os.close(fd)
 
 
+def check_regular(path: Path) -> Path:
+    """Returns the path. Raises OSError where there is nothing, and SourceError for a pipe or a device.
+
+    To open a pipe waits for somebody to write to it, and some devices have no end.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise SourceError(f"{path} is a pipe or a device, expected a file: put the file itself there")
+    return path
+
+
 def open_descriptor(path: Path) -> int:
     """Returns a descriptor of a weight file that the caller closes.
 
     Raises SourceError if the system does not open it.
     """
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(check_regular(path), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise SourceError(
             f"{path} is missing: put the file back, or compile again from where it is now"

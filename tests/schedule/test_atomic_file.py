@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.schedule import atomic_file
-from penstock.schedule.atomic_file import remove_stale, replace_file, write_all
+from penstock.schedule.atomic_file import is_unfinished, remove_stale, replace_file, write_all
 from penstock.schedule.facts.errors import SourceError
 
 
@@ -111,3 +111,25 @@ def test_a_file_that_cannot_be_removed_hides_no_error_and_goes_next_time(
     assert remove_stale(left, dry_run=True)
     write(tmp_path / "file", b"new")
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_only_looks_like_a_temporary_is_left(tmp_path: Path) -> None:
+    own = {name: tmp_path / f".file.tmp-{name}" for name in ("notes", "123", "0123456789", "0000000g")}
+    for path in own.values():
+        path.write_bytes(b"a user's")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "kept").touch()
+    (tmp_path / ".file.tmp-00000001").symlink_to(tmp_path / "folder")
+    stale = tmp_path / ".file.tmp-00000002"
+    stale.touch()
+    before = {*os.listdir(tmp_path)}
+    write(tmp_path / "file", b"new")
+    assert {*os.listdir(tmp_path)} == before - {stale.name} | {"file"}
+    assert os.listdir(tmp_path / "folder") == ["kept"]
+    assert [is_unfinished(path) for path in (stale, *own.values())] == [True] + [False] * len(own)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".file.tmp-00000000")
+    write(tmp_path / "file", b"new")
+    assert sorted(os.listdir(tmp_path)) == [".file.tmp-00000000", "file"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
 import warnings
@@ -34,6 +35,24 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(artifact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
+
+
+# Files that are none.
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name", ["payload.json", "payload.json.sha256", "program.zip", "weights.safetensors"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_is_not_read(copy, name, kind):
+    (copy / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(copy / name)
+    else:
+        (copy / name).symlink_to("/dev/zero")
+    with pytest.raises(penstock.SourceError, match=rf"{name} is a pipe or a device, expected a file"):
+        use(copy)
 
 
 # Payloads.

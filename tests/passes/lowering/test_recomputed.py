@@ -31,7 +31,7 @@ def test_the_flow_of_a_stored_graph_is_that_of_its_program(name, way):
         assert name == "WithoutGrad"
         return
     _, expected = follow_weights(annotated.programs["forward"].graph_module, weights_of(exported))
-    got = recomputed._followed(annotated.payload, decode_method(code))
+    got, *_ = recomputed._followed(annotated.payload, decode_method(code))
     assert got == expected
     recomputed.check_uses(annotated.payload, annotated.payload.methods[0], decode_method(code))
 
@@ -54,7 +54,7 @@ def test_a_view_of_a_weight_is_no_view_of_something_that_is_alike():
     exported = torch.export.export(Repeated(), (torch.ones(8, 8),))
     annotated = annotate_with_values(exported)
     (code,) = encoded_methods(annotated).values()
-    flow = recomputed._followed(annotated.payload, decode_method(code))
+    flow, *_ = recomputed._followed(annotated.payload, decode_method(code))
     numbers = {weight.fqn: weight.parts[0].storage for weight in annotated.payload.weights}
     assert flow.reads == {
         "matmul": (numbers["weights.0"],),

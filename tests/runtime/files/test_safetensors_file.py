@@ -150,6 +150,8 @@ def test_missing_and_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SourceError, match="is missing"):
         read_header(path)
 
+    path.touch()
+
     def refuse(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 

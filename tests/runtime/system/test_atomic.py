@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.system import atomic
-from penstock.runtime.system.atomic import exchange_paths, replace_file, write_artifact
+from penstock.runtime.system.atomic import exchange_paths, write_artifact
+from penstock.schedule import atomic_file
+from penstock.schedule.atomic_file import replace_file
 from penstock.schedule.facts.errors import SourceError
 
 NAMES = ("payload.json", "program/code.txt", "weights.bin")
@@ -109,6 +111,14 @@ def test_failed_second_rename_puts_the_old_one_back(output: Path, monkeypatch: p
     assert os.listdir(output.parent) == [output.name]
 
 
+def test_a_folder_that_only_looks_left_aside_is_no_artifact(output: Path) -> None:
+    notes = output.with_name(f".{output.name}.old-notes")
+    notes.mkdir()
+    write_artifact(output, force=False, build=build("new"))
+    assert generations(output) == {"new"}
+    assert notes.is_dir()
+
+
 def test_force_replaces_only_artifacts(output: Path) -> None:
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
@@ -154,7 +164,8 @@ def test_system_that_refuses(output: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def disk(output: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk(output)
     monkeypatch.setattr(os, "fsync", disk.flushing(os.fsync))
-    for where, name in ((os, "rename"), (os, "replace"), (atomic, "exchange_paths")):
+    published = (atomic_file, "rename_by_rule")
+    for where, name in ((os, "rename"), (os, "replace"), (atomic, "exchange_paths"), published):
         monkeypatch.setattr(where, name, disk.naming(getattr(where, name)))
     return disk
 
@@ -175,12 +186,12 @@ class Disk:
 
         return noted
 
-    def naming(self, rename: Callable[[Path, Path], object]) -> Callable[[Path, Path], object]:
-        def noted(new: Path, old: Path) -> object:
+    def naming(self, rename: Callable[..., object]) -> Callable[..., object]:
+        def noted(new: Path, old: Path, *rule: int) -> object:
             if old == self.output:
                 every = (new, *new.rglob("*"))
                 self.early += [one.name for one in every if one.stat().st_ino not in self.flushed]
-            renamed = rename(new, old)
+            renamed = rename(new, old, *rule)
             if old == self.output and renamed is not False:
                 self.flushed.clear()
                 self.named += 1
