@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from benchmarks.gpu import isolation, steps
 
 NEEDED = ("torch", "numpy", "safetensors", "networkx", "scipy", "pydantic", "pydantic_core")
 """Packages without which nothing runs. torch brings networkx."""
+
+LEAST_TORCH = (2, 11)
+"""The oldest torch that has what devices are driven by."""
 
 CARRIED = "pydantic pydantic-core annotated-types typing-inspection typing-extensions"
 """What pydantic consists of; pydantic-core's wheel is for one version of Python and one processor."""
@@ -64,18 +68,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"there is no step {', '.join(sorted(unknown))}: choose from {', '.join(steps.STEPS)}")
     if not 0 < given.scale <= 1:
         parser.error(f"--scale is a share of the full sizes, above 0 and at most 1, got {given.scale}")
+    if given.results and given.results.is_dir():
+        parser.error(f"--results is a file to append to, got the folder {given.results}")
     return given
 
 
 def missing() -> dict[str, Any]:
     """What is not there, as the fields of a line: `missing` stops everything, `left_out` a step or two."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
+    if (torch := torch_version()) and tuple(map(int, torch.split(".")[:2])) < LEAST_TORCH:
+        lacking.append(f"torch>={LEAST_TORCH[0]}.{LEAST_TORCH[1]}")
     left_out = {name: step for name, step in USEFUL.items() if find_spec(name) is None}
-    found: dict[str, Any] = {"missing": lacking, "left_out": left_out}
+    found: dict[str, Any] = {"torch": torch, "missing": lacking, "left_out": left_out}
     if lacking:
         carry = CARRIED if any(name.startswith("pydantic") for name in lacking) else " ".join(lacking)
         found["do"] = f"install them, or carry the wheels of {carry} and name their folder in PYTHONPATH"
     return found
+
+
+def torch_version() -> str:
+    """The version of torch by its own record, without importing it; empty where there is none."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
 
 
 def run_all(given: argparse.Namespace) -> Iterator[dict[str, Any]]:

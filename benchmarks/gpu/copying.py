@@ -65,15 +65,13 @@ def measure(target: Target, report: Report) -> None:
 
 
 def beside(target: Target, first: Work, second: Work) -> tuple[float, float]:
-    """Seconds of the work of each of two streams that work at the same time."""
-    found: list[float] = []
+    """Seconds of the work of each of two streams that work at the same time.
 
-    def both() -> None:
-        second[1]()
-        found.append(target.event_seconds(*first))
-
-    seconds = target.event_seconds(second[0], both)
-    return found[0], seconds
+    The host waits when the last event of both is recorded: one that it records later would count the wait.
+    """
+    stops = [target.timed(*second), target.timed(*first)]
+    seconds, found = (stop() for stop in stops)
+    return found, seconds
 
 
 def copy_in_pieces(stream: torch.Stream, arena: torch.Tensor, host: torch.Tensor, piece: int) -> None:

@@ -50,8 +50,14 @@ def run(name: str, arguments: Sequence[str], seconds: float) -> Iterator[dict[st
             for text in process.stdout:
                 if not text.endswith("\n"):
                     break  # it was killed while it wrote
-                line = json.loads(text)
-                if "failed" in line and line.keys() == {"step", "failed"}:
+                try:
+                    line = json.loads(text)
+                    at = line["step"]
+                except (ValueError, TypeError, KeyError):
+                    at = None
+                if at != name:  # what Python or a package says before the step begins
+                    sys.stderr.write(text)
+                elif line.keys() == {"step", "failed"}:
                     failed = line["failed"]
                 else:
                     yield line

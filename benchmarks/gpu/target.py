@@ -116,12 +116,20 @@ class Target:
 
     def event_seconds(self, stream: torch.Stream, enqueue: Callable[[], object]) -> float:
         """Seconds that a stream took for what `enqueue` puts on it, by its own events."""
+        return self.timed(stream, enqueue)()
+
+    def timed(self, stream: torch.Stream, enqueue: Callable[[], object]) -> Callable[[], float]:
+        """Enqueues between two events of a stream, and returns what waits for them and gives the seconds."""
         start, stop = (torch.Event(self.where, enable_timing=True) for _ in range(2))
         start.record(stream)
         enqueue()
         stop.record(stream)
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
+
+        def seconds() -> float:
+            stop.synchronize()
+            return float(start.elapsed_time(stop)) / 1e3
+
+        return seconds
 
     def taken(self) -> int:
         """Bytes of the device that are taken by any process, by the driver's count."""

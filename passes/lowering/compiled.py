@@ -54,14 +54,15 @@ def load(folder: Path, payload: Payload, *, trust: bool, index: int = -1) -> Loa
 
     Raises SourceError if the file cannot be read. Raises PayloadError without trust, and if it is not the
     payload's, or was compiled by another version of torch, or for a processor with instructions that this one
-    lacks. It is not the payload's if a weight that streams stands in the code and in no step of the trace.
+    lacks, or for another kind of GPU. It is not the payload's if a weight that streams stands in the code and
+    in no step of the trace.
     """
     if not trust:
         raise PayloadError(
             f"{folder} holds machine code (lowering 'inductor'), which runs with your rights: {TRUST}, or "
             "compile the model with lowering='eager'"
         )
-    _check_machine(payload)
+    _check_machine(payload, index)
     with open_programs(folder, payload) as archive, tempfile.TemporaryDirectory() as temporary:
         package = archive.extract(PACKAGE, temporary)
         codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
@@ -130,7 +131,7 @@ def _check_brought(payload: Payload, method: Method, names: Iterable[str]) -> No
             )
 
 
-def _check_machine(payload: Payload) -> None:
+def _check_machine(payload: Payload, index: int) -> None:
     here = torch.__version__.split("+", maxsplit=1)[0]
     if payload.torch != here:
         raise PayloadError(
@@ -151,6 +152,20 @@ def _check_machine(payload: Payload) -> None:
         raise PayloadError(
             f"the program was compiled for a processor with {' '.join(missing)}, which this one lacks: "
             "compile it here, or there for less (ATEN_CPU_CAPABILITY=avx2)"
+        )
+    if device == "cuda" and instructions:
+        _check_gpu(instructions[-1], index)
+
+
+def _check_gpu(there: str, index: int) -> None:
+    """Raises PayloadError for kernels of another kind of GPU, which would fail when they are called."""
+    from torch._dynamo.device_interface import get_interface_for_device
+
+    here = str(get_interface_for_device("cuda").get_compute_capability(None if index < 0 else index))
+    if here != there:
+        raise PayloadError(
+            f"the program was compiled for a GPU of compute capability {there}, and this one has {here}: "
+            "compile it here"
         )
 
 

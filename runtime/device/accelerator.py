@@ -18,7 +18,7 @@ import torch
 
 from penstock.runtime.device.disk import DiskedDevice
 from penstock.runtime.device.pageable import PageableEvent, PageableStream, as_recorded
-from penstock.runtime.device.protocol import Move, aligned_bytes
+from penstock.runtime.device.protocol import Move, aligned_bytes, lost
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 
@@ -147,6 +147,8 @@ class AcceleratorDevice(DiskedDevice):
             torch.accelerator.empty_cache()
 
     def finish(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child has none of the threads
         for stream in self._streams:  # a thread may have work that the device does not know of
             stream.synchronize()
         torch.accelerator.synchronize(self.torch_device)
@@ -161,7 +163,7 @@ class AcceleratorDevice(DiskedDevice):
         for disk in self._disks:
             disk.close()
         for stream in self._streams:
-            with suppress(RuntimeError):  # a device that was lost does not answer
+            with suppress(Exception):  # a device that was lost does not answer, or a thread has failed
                 stream.synchronize()
         for thread in self._threads:
             thread.close()
@@ -190,10 +192,16 @@ class AcceleratorDevice(DiskedDevice):
         if not isinstance(stream, PageableStream):
             with stream:
                 work()
-        elif self.capturing:
-            raise StreamError("a graph cannot copy from ordinary memory: load without page_lock=False")
         else:
+            self._check_thread(stream)
             stream.run(work)
+
+    def _check_thread(self, stream: PageableStream) -> None:
+        """Raise StreamError for a thread that has failed, and in a capture, of which it must see no event."""
+        if self.capturing:
+            raise StreamError("a graph cannot copy from ordinary memory: load without page_lock=False")
+        if isinstance(stream.error, Exception):
+            raise lost(self, stream.error) from stream.error
 
     def _record(self, stream: Stream) -> torch.Event | PageableEvent:
         return stream.record() if isinstance(stream, PageableStream) else self._event(stream)
@@ -206,6 +214,7 @@ class AcceleratorDevice(DiskedDevice):
 
     def _wait(self, stream: Stream, event: torch.Event | PageableEvent) -> None:
         if isinstance(stream, PageableStream):
+            self._check_thread(stream)
             stream.wait_event(event)
         else:
             stream.wait_event(as_recorded(event))

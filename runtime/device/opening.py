@@ -19,6 +19,10 @@ _SPECIAL: dict[str, type[AcceleratorDevice]] = {"cuda": CudaDevice}
 """Accelerators for which torch's common interface is not enough."""
 
 
+_LAST = 127
+"""The largest index of a device: torch takes an index modulo 256, so that 256 would be the first device."""
+
+
 def device_kind(name: str) -> str:
     """Returns `cpu`, `sim` or `accelerator` for a device's name. Raises StreamError for any other name.
 
@@ -29,8 +33,8 @@ def device_kind(name: str) -> str:
         return kind
     try:
         if torch.device(kind).type not in ("cpu", "meta"):
-            if ":" in name and not detail.isdecimal():
-                raise StreamError(f"expected a number behind '{kind}:', got {name!r}")
+            if ":" in name and not (detail.isascii() and detail.isdecimal() and int(detail) <= _LAST):
+                raise StreamError(f"expected a number of at most {_LAST} behind '{kind}:', got {name!r}")
             return ACCELERATOR
     except RuntimeError:
         pass

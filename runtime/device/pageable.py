@@ -32,11 +32,11 @@ class PageableEvent:
 
 
 class PageableStream:
-    """Drives `stream` on a thread, whose events `record` makes. After an error it does nothing more."""
+    """Drives `stream` on a thread, whose events `record` makes. After an `error` it does nothing more."""
 
     def __init__(self, stream: torch.Stream, record: Callable[[torch.Stream], torch.Event]) -> None:
         self._stream, self._record = stream, record
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._thread = WorkerPool(1, "copies")
 
     def run(self, work: Callable[[], object]) -> None:
@@ -63,17 +63,17 @@ class PageableStream:
         return self._thread.includes_caller
 
     def _recorded(self) -> torch.Event:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._record(self._stream)
 
     def _guarded(self, work: Callable[[], object]) -> None:
-        if self._error is None:
+        if self.error is None:
             try:
                 with self._stream:
                     work()
             except BaseException as error:
-                self._error = error
+                self.error = error
 
 
 def as_recorded(event: torch.Event | PageableEvent) -> torch.Event:

@@ -97,7 +97,7 @@ def run_everywhere(fault: Fault) -> None:
     for order in LATE_ORDERS:
         for one in (*cases(), *disk_cases()):
             with ordered(*order):
-                RigRun(one, fault, "cuda").go()
+                RigRun(one, fault, "cuda", late_disk=order[0] == "late").go()
 
 
 @pytest.mark.parametrize(("order", "last"), [("soon", 2), ("late", 1)])

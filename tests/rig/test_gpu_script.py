@@ -9,13 +9,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import bits, copying, llama, overlap, passes
+from benchmarks.gpu import bits, copying, isolation, llama, overlap, passes
 from benchmarks.gpu.isolation import ROOT, environment
 from benchmarks.gpu.steps import STEPS
 from benchmarks.gpu.target import Target, WrongResultError
@@ -186,6 +187,33 @@ def test_a_step_that_crashes_is_a_line(tmp_path: Path) -> None:
     assert "Fatal Python error: Aborted" in said
 
 
+def test_what_python_prints_before_a_step_is_not_taken_for_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "Welcome to this machine\n3\n{}\n"
+    monkeypatch.setenv("PYTHONPATH", hide(tmp_path / "hidden", f"print({said!r}, end='')", "sitecustomize"))
+    (line,) = isolation.run("machine", ["--device", "cuda:7"], 60)
+    assert (line["step"], line["outcome"]) == ("machine", "failed")
+    assert line["reason"].startswith("StreamError: there is no device 'cuda:7' here")
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_two_streams_are_timed_before_the_host_waits_for_either() -> None:
+    done: list[str] = []
+
+    def timed(stream: Any, enqueue: Any) -> Any:
+        enqueue()
+        done.append(f"the last event of {stream}")
+        return lambda: done.append(f"a wait for {stream}") or len(done)
+
+    target: Any = SimpleNamespace(timed=timed)
+    first, second = (("copies", lambda: done.append("copies")), ("kernels", lambda: done.append("products")))
+    seconds: Any = copying.beside(target, first, second)  # type: ignore[arg-type]
+    order = ["products", "the last event of kernels", "copies", "the last event of copies"]
+    assert done == [*order, "a wait for kernels", "a wait for copies"]
+    assert seconds == (6, 5)
+
+
 def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path: Path) -> None:
     hidden = hide(tmp_path / "hidden", "import threading\nthreading.Event().wait()", "torch")
     patience = str(5 / STEPS["machine"].seconds)
@@ -215,14 +243,25 @@ def test_what_is_missing_is_said_before_anything_runs(
         assert script.main([]) == 2
         (line,) = (json.loads(text) for text in capsys.readouterr().out.splitlines())
         assert line["missing"] == sorted(gone - {"accelerate"})
+        assert line["torch"] == torch.__version__
         assert line["left_out"] == ({"accelerate": "peers"} if "accelerate" in gone else {})
         assert f"carry the wheels of {what} and" in line["do"]
+
+
+def test_an_older_torch_is_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "version", lambda _: "2.9.1a0+nv25")
+    assert script.main([]) == 2
+    (line,) = (json.loads(text) for text in capsys.readouterr().out.splitlines())
+    assert (line["torch"], line["missing"]) == ("2.9.1a0+nv25", ["torch>=2.11"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--only", "copies,steps"], "there is no step steps: choose from machine, suite"),
+        (["--results", "/"], "--results is a file to append to, got the folder /"),
         (["--scale", "2"], "--scale is a share of the full sizes, above 0 and at most 1, got 2.0"),
     ],
 )

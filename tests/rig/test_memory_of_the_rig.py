@@ -260,12 +260,57 @@ def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(
     copies.run(lambda: seen.append(False))
     with pytest.raises(RuntimeError, match="must match the existing size"):
         device.synchronize(device.record(other))
-    monkeypatch.setattr(AcceleratorDevice, "capturing", True)
-    with pytest.raises(penstock.StreamError, match="a graph cannot copy from ordinary memory"):
-        device.copy(copies, target, [Move(source, 0, 0, 4)], "in a capture")
+    for again in (
+        lambda: device.wait(copies, device.record(device.current_stream())),
+        lambda: device.copy(copies, target, [Move(source, 0, 0, 4)], "another"),
+    ):
+        with pytest.raises(penstock.StreamError, match=r"rig:0 is lost \(.*: close the module and load it"):
+            again()
     device.close()
     device.close()
     assert seen == [True]
+
+
+def test_a_capture_gives_a_copying_thread_nothing_of_its_own(
+    program: Program, late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event of a capture that the thread waits for after it, or in it, would be an error for ever."""
+    values, given = VALUES.to("rig"), list[object]()
+    device = AcceleratorDevice("rig", page_lock=False)
+    plan = program.plan("50%", device="rig", hardware="h200", wrap="barrier")
+    with torch.no_grad(), load_module(program, plan, LoadOptions("rig"), device=device) as streamed:
+        expected = streamed(values)
+        with monkeypatch.context() as patched:
+            patched.setattr(AcceleratorDevice, "capturing", True)
+            patched.setattr(PageableStream, "run", lambda stream, work: given.append(work))
+            with pytest.raises(penstock.StreamError, match="a graph cannot copy from ordinary memory"):
+                streamed(values)
+        assert given == []
+        assert torch.equal(streamed(values), expected)
+
+
+def test_a_device_is_closed_whatever_its_thread_has_raised(late: None) -> None:
+    before = threading.active_count()
+    device = AcceleratorDevice("rig", page_lock=False)
+
+    def fail() -> None:
+        raise MemoryError
+
+    device.open_stream("copies").run(fail)
+    device.close()
+    assert threading.active_count() == before
+
+
+def test_a_forked_child_waits_for_no_thread(late: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, waited = AcceleratorDevice("rig", page_lock=False), list[object]()
+    device.open_stream("copies")
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "_process", -1)  # as a child sees it, which has no thread that could answer
+        patched.setattr(PageableStream, "synchronize", waited.append)
+        device.finish()
+        device.close()
+    assert waited == []
+    device.close()
 
 
 def test_closing_a_device_ends_its_copies_before_their_memory_and_its_threads(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch._dynamo.device_interface import CudaInterface
 from torch.export import export
 
 import penstock
@@ -116,6 +118,25 @@ def test_a_program_on_two_devices_is_refused_with_a_tensor_on_each(tmp_path: Pat
             exported, tmp_path / "m.penstock", lowering="inductor", weights=tmp_path / "w.safetensors"
         )
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_code_for_another_kind_of_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    monkeypatch.setattr(
+        CudaInterface, "get_compute_capability", lambda index: asked.append(index) or 80 + (index or 0)
+    )
+    program = penstock.compile(export(nn.Linear(8, 8), (torch.zeros(1, 8),)), tmp_path / "m.penstock")
+    stored = program.payload.program
+    assert stored is not None
+    here = f"{platform.system().lower()} {platform.machine()}"
+    payload = replace(program.payload, program=replace(stored, machine=f"cuda {here} AVX512 AMX_TILE 86"))
+    words = "compiled for a GPU of compute capability 86, and this one has 80: compile it here"
+    with pytest.raises(penstock.PayloadError, match=words):
+        loaded_code.load(program.path, payload, trust=True)
+    with pytest.raises(penstock.PenstockError) as refused:  # of that kind: the code itself is not there
+        loaded_code.load(program.path, payload, trust=True, index=6)
+    assert "compute capability" not in str(refused.value)
+    assert asked == [None, 6]
 
 
 @pytest.mark.parametrize(

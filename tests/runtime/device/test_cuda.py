@@ -153,6 +153,22 @@ def test_what_replays_would_not_do_is_not_captured(program: Program, module: Wei
                     captured(streamed.many, many)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("share", ["floor", "50%"])
+def test_copies_from_ordinary_memory_are_not_captured_and_go_on_behind(
+    program: Program, module: Weights, share: str
+) -> None:
+    many, one = MANY.to("cuda"), ONE.to("cuda")
+    budget = program.floor("cuda") if share == "floor" else share
+    plan = program.plan(budget, device="cuda", hardware="h200", wrap="barrier")
+    with load_module(program, plan, LoadOptions("cuda", page_lock=False, poison=True)) as streamed:
+        for _ in range(3):
+            assert equal(streamed.many(many), module(MANY))
+            with pytest.raises(penstock.StreamError, match="a graph cannot copy from ordinary memory"):
+                captured(streamed.many, many)
+            assert equal(streamed.one(one), module(ONE))
+
+
 @contextmanager
 def broken(streamed: StreamedModule) -> Iterator[None]:
     """Has the pass within raise at its second release. Catches that, or what the end of a capture raises."""

@@ -124,7 +124,9 @@ def test_more_than_the_memory_of_the_preset_is_out_of_memory(stack):
     [
         ("gpu", "there is no device 'gpu': choose 'cpu', 'cuda'"),
         ("cpu:0", "there is no device 'cpu:0'"),
-        ("cuda:x", "expected a number behind 'cuda:'"),
+        ("cuda:x", "expected a number of at most 127 behind 'cuda:', got 'cuda:x'"),
+        ("cuda:256", "expected a number of at most 127 behind 'cuda:', got 'cuda:256'"),
+        ("cuda:\u0663", "expected a number of at most 127 behind 'cuda:'"),
         ("sim:h20", "h200"),
     ],
 )
