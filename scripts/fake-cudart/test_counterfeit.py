@@ -84,7 +84,13 @@ def test_the_host_waits_for_nothing_in_a_pass(program: Any, module: Any, wrap: s
         assert all(torch.equal(a.cpu(), b) for one in found for a, b in zip(one, module(MANY), strict=True))
 
 
-@pytest.mark.parametrize("name", ORDERINGS)
+HIDDEN = {
+    "closing does not wait for kernels": "torch's allocator keeps what is given back, with the bytes in it",
+}
+"""Faults of order that the rig finds, and which cannot show here."""
+
+
+@pytest.mark.parametrize("name", sorted({*ORDERINGS} - {*HIDDEN}))
 def test_faults_of_order_are_found(name: str) -> None:
     fault = FAULTS[name]
     fault.fired = 0
@@ -97,7 +103,8 @@ def run_everywhere(fault: Fault) -> None:
     for order in LATE_ORDERS:
         for one in (*cases(), *disk_cases()):
             with ordered(*order):
-                RigRun(one, fault, "cuda", late_disk=order[0] == "late").go()
+                waits = LIBRARY.fake_cudart_waits
+                RigRun(one, fault, "cuda", late_disk=order[0] == "late", blocked=waits).go()
 
 
 @pytest.mark.parametrize(("order", "last"), [("soon", 2), ("late", 1)])

@@ -86,13 +86,15 @@ class RigRun:
     """A case on the rig, in the order that is set, or on the accelerator of another name.
 
     `parts` may alter what the runtime is given. The disk is the system's, which has often read before, or
-    with `late_disk`, on the rig, one that never has.
+    with `late_disk`, on the rig, one that never has. `blocked` tells how often the host has waited for the
+    device so far.
     """
 
     case: Case
     parts: Parts = field(default_factory=Parts)
     name: str = "rig"
     late_disk: bool = False
+    blocked: Callable[[], object] = machine.blocked
 
     def go(self) -> int:
         """Run all passes, and return the bytes moved. Raises WrongBytesError for what a step found."""
@@ -114,13 +116,13 @@ class RigRun:
             streamer = parts.streamer(inner)
             for storage in one.plan.outside:
                 self._keep(storage)
-            order, blocked = PassOrder(given), self._blocked()
+            order, blocked = PassOrder(given), self.blocked()
             for number, (graph, how) in enumerate(one.passes):
                 parts.begin_pass(how)
                 with suppress(BrokenError), streams[number % len(streams)], order.turn():
                     self._run(streamer, graph, how)
-            if not self.weights.host.ring.numel() and self._blocked() != blocked:  # its threads wait, too
-                raise CountError(f"{one.name}: the host waited, {self._blocked()} instead of {blocked}")
+            if not self.weights.host.ring.numel() and self.blocked() != blocked:  # its threads wait, too
+                raise CountError(f"{one.name}: the host waited, {self.blocked()} instead of {blocked}")
             streamer.close()
             order.close()
             device.close()
@@ -132,10 +134,6 @@ class RigRun:
         finally:
             device.finish()
             device.close()
-
-    def _blocked(self) -> dict[str, int]:
-        """How often the host has waited for the device so far, which only the rig tells."""
-        return machine.blocked() if self.name == "rig" else {}
 
     def _run(self, streamer: Streamer, graph: int, how: str) -> None:
         probed, count = streamer.probed(graph), len(self.case.plan.traces[graph].steps)
