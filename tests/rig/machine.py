@@ -41,6 +41,8 @@ def load() -> None:
         is_available=lambda: True,
         device_count=lambda: 2,
         current_device=torch.accelerator.current_device_index,
+        current_stream=torch.accelerator.current_stream,
+        stream=lambda stream: stream,  # which is a context of its own
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         manual_seed_all=lambda seed: torch.ops.rig.set_random_state(seed % (1 << 63), 0),
         get_rng_state=lambda device=None: torch.tensor(torch.ops.rig.random_state()),
