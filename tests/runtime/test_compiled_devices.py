@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch._dynamo.device_interface import CudaInterface
-from torch.export import export
+from torch.export import ExportedProgram, export
 
 import penstock
 from penstock.passes.lowering import compiled as loaded_code
@@ -85,39 +85,36 @@ def test_the_memory_of_stand_ins_is_that_of_the_largest_weight() -> None:
     assert memory.numel() == 64 * 64 * 4 + hollow.STEP * len(payload.storages)
 
 
+def assert_refused(exported: ExportedProgram, folder: Path, words: str) -> None:
+    """Compiling for the program's device is refused with these words, and leaves nothing behind."""
+    weights = {name: value for name, value in Equal().state_dict().items() if name != "again.weight"}
+    save_file(weights, folder / "w.safetensors")
+    with pytest.raises(penstock.PassError, match=f"^{re.escape(words)}"):
+        penstock.compile(
+            exported, folder / "m.penstock", lowering="inductor", weights=folder / "w.safetensors"
+        )
+    assert [path.name for path in folder.iterdir()] == ["w.safetensors"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_program_for_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
-    save_file(
-        {k: v for k, v in Equal().state_dict().items() if k != "again.weight"}, tmp_path / "w.safetensors"
-    )
     exported = penstock.fake_export(lambda: Equal("cuda"), (torch.zeros(2, 64),))
     words = (
         "method 'forward' is for cuda:0, whose kernels Inductor compiles where that device is, and this "
         "machine has none of that kind: compile it on a machine that has it, or penstock.compile it with "
         "lowering='eager'"
     )
-    with pytest.raises(penstock.PassError, match=f"^{re.escape(words)}"):
-        penstock.compile(
-            exported, tmp_path / "m.penstock", lowering="inductor", weights=tmp_path / "w.safetensors"
-        )
-    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+    assert_refused(exported, tmp_path, words)
 
 
 def test_a_program_on_two_devices_is_refused_with_a_tensor_on_each(tmp_path: Path) -> None:
-    save_file(
-        {k: v for k, v in Equal().state_dict().items() if k != "again.weight"}, tmp_path / "w.safetensors"
-    )
     exported = penstock.fake_export(lambda: Equal("cuda", "cpu"), (torch.zeros(2, 64),))
     words = (
         "method 'forward' has tensors on two devices, value 'p_layers_0_weight' on cuda:0 and value 'b_seen' "
         "on cpu, and Inductor compiles for one: make all of them on cuda:0, or penstock.compile it with "
         "lowering='eager'"
     )
-    with pytest.raises(penstock.PassError, match=f"^{re.escape(words)}"):
-        penstock.compile(
-            exported, tmp_path / "m.penstock", lowering="inductor", weights=tmp_path / "w.safetensors"
-        )
-    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+    assert_refused(exported, tmp_path, words)
 
 
 def test_code_for_another_kind_of_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
