@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
+
+from penstock.runtime.module import StreamedModule
 
 
 class Block(nn.Module):
@@ -52,3 +59,25 @@ def aligned(module: nn.Module) -> nn.Module:
         for weight in [*module.parameters(), *module.buffers()]:
             weight.data = weight.data.clone()
     return module
+
+
+@contextmanager
+def broken(streamed: StreamedModule, release: int, *errors: type[Exception]) -> Iterator[None]:
+    """Has the pass within raise InterruptedError at its release of that number, and expects one of `errors`.
+
+    The end of a capture that breaks may raise an error of its own.
+    """
+    inner: Any = streamed._weights.streamer
+    released: list[int] = []
+
+    def count(graph: int, step: int) -> None:
+        released.append(step)
+        if len(released) == release:
+            raise InterruptedError
+        type(inner).release(inner, graph, step)
+
+    inner.release = count
+    with pytest.raises(errors):
+        yield
+    del inner.release
+    assert len(released) == release

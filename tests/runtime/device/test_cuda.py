@@ -6,8 +6,6 @@ No kernel here computes: copies and fills are enough, so that `make cuda-dry` ru
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -26,6 +24,7 @@ from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from tests.rig.rig_runs import RigRun
 from tests.runtime.device.device_runs import Case, cases, disk_cases
+from tests.runtime.models import broken
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -169,25 +168,6 @@ def test_copies_from_ordinary_memory_are_not_captured_and_go_on_behind(
             assert equal(streamed.one(one), module(ONE))
 
 
-@contextmanager
-def broken(streamed: StreamedModule) -> Iterator[None]:
-    """Has the pass within raise at its second release. Catches that, or what the end of a capture raises."""
-    inner: Any = streamed._weights.streamer
-    released: list[int] = []
-
-    def release(graph: int, step: int) -> None:
-        released.append(step)
-        if len(released) == 2:
-            raise InterruptedError
-        type(inner).release(inner, graph, step)
-
-    inner.release = release
-    with pytest.raises((InterruptedError, RuntimeError)):
-        yield
-    del inner.release
-    assert len(released) == 2
-
-
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
 def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(
     program: Program, module: Weights, share: str
@@ -195,7 +175,7 @@ def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(
     many, one = MANY.to("cuda"), ONE.to("cuda")
     with load(program, share, "barrier") as streamed:
         streamed.many(many)
-        with broken(streamed):
+        with broken(streamed, 2, InterruptedError, RuntimeError):
             captured(streamed.many, many)
         for _ in range(2):
             assert equal(streamed.one(one), module(ONE))
@@ -210,7 +190,7 @@ def test_what_a_capture_would_load_is_not_taken_for_loaded(
     many = MANY.to("cuda")
     with load(program, share, "barrier") as streamed:
         streamed.many(many)
-        with broken(streamed):
+        with broken(streamed, 2, InterruptedError, RuntimeError):
             streamed.many(many)
         graph = captured(streamed.many, many)
         for _ in range(2):

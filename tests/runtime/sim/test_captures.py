@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import penstock
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
-from tests.runtime.models import Stack, aligned
+from tests.runtime.models import Stack, aligned, broken
 from tests.runtime.sim.ordered_device import CapturedDevice
 
 PREFILL, DECODE = torch.arange(12).view(2, 6), torch.arange(2).view(2, 1)
@@ -38,24 +36,6 @@ def load(opened: Program, share: str = "50%") -> tuple[StreamedModule, CapturedD
     plan = opened.plan(budget, device="sim:t4", wrap="barrier")
     device = CapturedDevice(plan.hardware)
     return load_module(opened, plan, LoadOptions(), device=device), device
-
-
-@contextmanager
-def broken(streamed: StreamedModule) -> Iterator[None]:
-    """Has the pass within raise at its third release, and catches what it raises."""
-    inner: Any = streamed._weights.streamer
-    released: list[int] = []
-
-    def release(graph: int, step: int) -> None:
-        released.append(step)
-        if len(released) == 3:
-            raise InterruptedError
-        type(inner).release(inner, graph, step)
-
-    inner.release = release
-    with pytest.raises(InterruptedError):
-        yield
-    del inner.release
 
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
@@ -119,7 +99,7 @@ def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(program: Any,
     with torch.no_grad(), streamed:
         for _ in range(2):
             streamed.decode(DECODE)
-        with broken(streamed), device.capture():
+        with broken(streamed, 3, InterruptedError), device.capture():
             streamed.decode(DECODE)
         for tokens, call in ((DECODE, streamed.decode), (PREFILL, streamed.prefill)) * 2:
             assert torch.equal(call(tokens), module(tokens))
@@ -132,7 +112,7 @@ def test_what_a_capture_would_load_is_not_taken_for_loaded(program: Any, share: 
     module, (streamed, device) = program[1], load(program[0], share)
     with torch.no_grad(), streamed:
         assert torch.equal(streamed.decode(DECODE), module(DECODE))
-        with broken(streamed):
+        with broken(streamed, 3, InterruptedError):
             streamed.decode(DECODE)
         with device.capture():
             assert torch.equal(streamed.decode(DECODE), module(DECODE))
