@@ -186,6 +186,7 @@ def test_memory_of_a_load_that_fails_stays_until_its_copies_have_run(
 def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(
     program: Program, order: str, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = torch.ops.rig.locked_bytes()  # torch's allocator keeps the pages that it locked for others
     monkeypatch.setattr(Runtime, "refuses", 2)
     with pytest.raises(penstock.StreamError, match=r"page-locked \(CUDA error 2\): .* \(page_lock=False\)"):
         load(program, "50%", registering("rig"))
@@ -196,7 +197,7 @@ def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(
             with load(program, share, registering("rig", page_lock=False)) as streamed:
                 outputs = [streamed(values) for _ in range(3)]
                 assert all(torch.equal(output, expected) for output in outputs)
-                assert (streamed.stats.misses, torch.ops.rig.locked_bytes()) == (0, 0)
+                assert (streamed.stats.misses, torch.ops.rig.locked_bytes()) == (0, before)
                 assert machine.blocked()["a pageable copy to the device"] > 3
 
 
