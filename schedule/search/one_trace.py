@@ -236,7 +236,8 @@ class OneTrace:
             if busy >= self._worst_ns():
                 continue
             schedule = Schedule(self.trace.graph, streaming.transfers, (), 0)
-            period = steady_period_ns(self.trace, schedule, self.hardware, self.wrap)
+            facts = (self.trace, schedule, self.hardware, self.wrap)
+            period = steady_period_ns(*facts, enough=self._worst_ns())
             self.ranked.append(_Candidate(period, busy, streaming, rows))
         self.ranked.sort(key=lambda one: (one.period_ns, one.busy_ns))
         del self.ranked[2 * _JOINED :]

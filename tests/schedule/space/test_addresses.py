@@ -9,10 +9,12 @@ from hypothesis import given
 
 from penstock.schedule.facts.model import Drop, Range, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.planner import floor
+from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.search.occupancy import Occupancy
+from penstock.schedule.space import addresses
 from penstock.schedule.space.addresses import Addressing, least_copied, place_oldest, tight
 from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.space.packing import pack_blocks
 from penstock.schedule.space.pieces import blocks_of
 from tests.schedule.traces import RandomProblem, machine, problems
 
@@ -35,6 +37,18 @@ def test_three_pairs_need_three_places() -> None:
     """Unit storages read as {A,B}, {B,C}, {A,C}: the floor is above the largest step."""
     found = floor(facts_of((64, 64, 64), (0, 1), (1, 2), (0, 2)))
     assert (found.lower_bytes, found.upper_bytes) == (128, 192)
+
+
+def test_the_floor_and_every_budget_share_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+    monkeypatch.setattr(addresses, "pack_blocks", lambda *given: searched.append(given) or pack_blocks(*given))
+    problem = facts_of((64, 128, 192, 64, 72), (0, 1), (1, 2), (0, 2), (3,), (4,))
+    lowest = floor(problem).upper_bytes
+    for budget in (lowest, lowest + 64, lowest + 128):
+        make_plan(problem, budget)
+    assert len(searched) == 1
+    floor(facts_of((64, 128, 192, 64, 73), (0, 1), (1, 2), (0, 2), (3,), (4,)))
+    assert len(searched) == 2
 
 
 def test_each_storage_takes_the_place_that_was_read_longest_ago() -> None:
