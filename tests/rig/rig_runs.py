@@ -186,11 +186,11 @@ class RigRun:
 
 
 def run_everywhere(parts: Parts, some: Sequence[Case], orders: Any = machine.ORDERS) -> None:
-    """Some cases in some orders; raises what the first to fail raises.
+    """Some cases in some orders, each case in all of them before the next; raises what the first to fail raises.
 
     As many bytes are moved as on the simulated device, unless how many there are is up to a disk.
     """
-    for order, one, late_disk in product(orders, some, (False, True)):
+    for one, order, late_disk in product(some, orders, (False, True)):
         if not late_disk or (one.plan.host and order[0] == "late"):
             with machine.ordered(*order):
                 moved = RigRun(one, parts, late_disk=late_disk).go()
