@@ -59,7 +59,7 @@ class _Way(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A copy of neighbouring pieces, up to number `pieces` of them all, that may start when step `after` ends.
+    """A copy of neighbours that ends with number `pieces` of all, and may start when step `after` ends.
 
     The next copy is for step `following`.
     """

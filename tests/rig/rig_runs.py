@@ -186,7 +186,7 @@ class RigRun:
 
 
 def run_everywhere(parts: Parts, some: Sequence[Case], orders: Any = machine.ORDERS) -> None:
-    """Some cases in some orders, each case in all of them before the next; raises what the first to fail raises.
+    """Each of some cases in some orders; raises what the first to fail raises.
 
     As many bytes are moved as on the simulated device, unless how many there are is up to a disk.
     """

@@ -41,7 +41,9 @@ def test_three_pairs_need_three_places() -> None:
 
 def test_the_floor_and_every_budget_share_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
-    monkeypatch.setattr(addresses, "pack_blocks", lambda *given: searched.append(given) or pack_blocks(*given))
+    monkeypatch.setattr(
+        addresses, "pack_blocks", lambda *given: searched.append(given) or pack_blocks(*given)
+    )
     problem = facts_of((64, 128, 192, 64, 72), (0, 1), (1, 2), (0, 2), (3,), (4,))
     lowest = floor(problem).upper_bytes
     for budget in (lowest, lowest + 64, lowest + 128):
