@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -133,7 +133,7 @@ def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
     return _counted(tensor.untyped_storage().nbytes())
 
 
-def _own_bytes(node: fx.Node, given: Set[int]) -> Counter[_Unit]:
+def _own_bytes(node: fx.Node, given: set[int]) -> Counter[_Unit]:
     """What a node takes beside its result.
 
     Attention fills a mask of booleans into one of its queries' dtype. What reads a weight by an index may do
