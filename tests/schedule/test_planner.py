@@ -20,6 +20,7 @@ from penstock.schedule.planner import RUNGS, floor, make_plan, with_figures
 from penstock.schedule.space import pieces
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
+from tests.hunt import scaled
 from tests.schedule.traces import RandomProblem, equal_problem, machine, problems
 
 UNIT = 4096
@@ -161,14 +162,16 @@ def check(p: RandomProblem) -> None:
             make_plan(p, lowest.upper_bytes - 1)
 
 
+@pytest.mark.random
 @given(problems())
-@settings(max_examples=75)
+@settings(max_examples=scaled(50))
 def test_plans_are_safe_and_floors_exact(problem: RandomProblem) -> None:
     check(problem)
 
 
+@pytest.mark.random
 @given(problems(methods=2))
-@settings(max_examples=60)
+@settings(max_examples=scaled(40))
 def test_plans_of_several_methods_are_safe(problem: RandomProblem) -> None:
     check(problem)
 
@@ -211,8 +214,9 @@ def periods_on_the_ladder(p: RandomProblem, *rungs: int) -> list[int]:
     return [sum(s.predicted_ns for s in make_plan(p, budget).schedules) for budget in budgets]
 
 
+@pytest.mark.random
 @given(st.one_of(problems(), problems(methods=2)))
-@settings(max_examples=25)
+@settings(max_examples=scaled(15))
 def test_a_larger_budget_is_not_predicted_slower(problem: RandomProblem) -> None:
     periods = periods_on_the_ladder(problem, *range(0, RUNGS + 1, 2))
     assert periods == sorted(periods, reverse=True)
