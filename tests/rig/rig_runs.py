@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock.runtime.arena.base import POISON
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.disk import DiskEvent, DiskStream
 from penstock.runtime.device.memory import DeviceWeights
@@ -127,6 +128,8 @@ class RigRun:
             order.close()
             device.close()
             self.weights.close()
+            # Whoever gets that memory next writes to it on the stream which it was made on.
+            torch.empty_like(self.weights.arena).fill_(POISON)
             self._compare()
             if bool(streamer.counters.misses) != any(how == "backwards" for _, how in one.passes):
                 raise CountError(f"{one.name}: {streamer.counters.misses} misses")
