@@ -62,7 +62,7 @@ class Occupancy:
                 _move(_Cell(reads, ranges, written, self._waits[which]), len(trace.steps), self._moves[which])
         self._resident = merged(resident, self._begins)
 
-    def decide(self, early: int, least: int = 0) -> Draft:
+    def decide(self, early: int, least: int) -> Draft:
         """The draft with the transfers, drops and boundaries that follow from the addresses.
 
         Only transfers for steps up to `early` may start before the pass does. A part of a block that has
@@ -186,7 +186,7 @@ class _Cell:
         What is copied out may stay longer, until the step before the one that fills the cell.
         """
         k, b = self.reads[j]
-        if k != self.written.get(b, -2) + 1 or not self.out(j):
+        if self.written.get(b) != k - 1 or not self.out(j):
             return k
         following = self.reads[j + 1][0] if j + 1 < len(self.reads) else steps
         return self.waits.until(self.written[b], self.ranges[b].nbytes, k, following - 1)

@@ -45,7 +45,8 @@ ROOMS = {
         "tests/schedule/test_produced.py",
     ],
     "schedule/search": [
-        f"tests/schedule/test_{name}.py" for name in ("golden_plans", "ladder", "planner", "produced")
+        "tests/schedule/search",
+        *(f"tests/schedule/test_{name}.py" for name in ("golden_plans", "ladder", "planner", "produced")),
     ],
     "passes/weights": ["tests/passes/weights", "tests/passes/test_annotate.py"],
     "passes/probes.py": ["tests/passes/test_probes.py", "tests/runtime/stream/test_streamer.py"],
