@@ -129,6 +129,8 @@ class Run:
             child.join()
             self._case.number.value += 1
         self._listen()
+        if not self._lines.seek(0, os.SEEK_END):
+            Path(self._lines.name).unlink(missing_ok=True)
 
     def _listen(self) -> None:
         while not self._said.empty():
