@@ -323,6 +323,7 @@ def test_candidates_are_placed_in_the_order_of_their_least_times(placed: list[An
         (999.85, 1.0, "all"),
         (10, 0, "one"),
         (10, 0.00021, "two"),  # 12 addresses, of which a placement chooses 6
+        (10, 0.00022, "three"),
     ],
 )
 def test_the_search_ends_when_nothing_can_gain(
@@ -340,7 +341,7 @@ def test_the_search_ends_when_nothing_can_gain(
     assert every[-1].least_ns < 1000
     scripted((half if tried == "what takes less" else 1000, 0))
     search.run([relaxed])
-    assert len(placed) == {"what takes less": less, "one": 1, "two": 2, "all": len(every)}[tried]
+    assert len(placed) == {"what takes less": less, "one": 1, "two": 2, "three": 3, "all": len(every)}[tried]
 
 
 def test_the_search_goes_on_until_something_can_be_placed(monkeypatch: Any) -> None:

@@ -313,6 +313,8 @@ class Neighbours:
         ({3: 900}, 1, 50, [1, 2, 3, 31, 32]),
         ({3: 909}, 900, 1000, [1, 2, 3]),  # near the bound
         ({3: 910}, 900, 1000, [1, 2, 3, *range(31, 41)]),
+        ({}, 1, 11, [1, 2]),
+        ({}, 1, 1, [1]),
         ({}, 1, 0, []),
     ],
 )
@@ -355,6 +357,9 @@ def test_a_choice_is_joined_once_and_pays_for_its_copies() -> None:
     search.effort = 0
     search._time_joined(numpy.array([True] * 4))
     assert len(said) == 2
+    search.effort = 1
+    search._time_joined(numpy.array([True] * 4))
+    assert len(said) == 3
 
 
 def test_what_is_produced_may_wait_to_be_copied_out() -> None:
@@ -419,12 +424,18 @@ def test_what_keeps_the_link_for_longer_than_the_worst_is_not_timed(
 
 
 @pytest.mark.parametrize(
-    ("wrap", "starts"), [("overlap", [[-2, -1, 0, 1]]), ("barrier", [[-2, -1, 0, 1], [-2, 0, 1]])]
+    ("wrap", "granules", "starts"),
+    [
+        ("overlap", 2, [[-2, -1, 0, 1]]),
+        ("overlap", 4, [[-4, -3, -2, -1]]),
+        ("barrier", 2, [[-2, -1, 0, 1], [-2, 0, 1]]),
+        ("barrier", 4, [[-4, -3, -2, -1], [-4, 0]]),
+    ],
 )
 def test_with_a_barrier_copies_for_the_first_step_alone_may_be_early_too(
-    scripted: Any, wrap: Any, starts: list[list[int]]
+    scripted: Any, wrap: Any, granules: int, starts: list[list[int]]
 ) -> None:
-    search = search_of(problem_of((1,) * 4, one_each(4), wrap=wrap), 2)
+    search = search_of(problem_of((1,) * 4, one_each(4), wrap=wrap), granules)
     seen = scripted([10, 20])
     search._time(numpy.array([True] * 4), partial(in_sizes, most=0, breaks=()))
     assert [[t.after for t in one.transfers] for one in seen] == starts
