@@ -133,6 +133,7 @@ def test_a_block_is_wanted_as_much_as_the_relaxation_copies_of_it_at_most() -> N
         ((1,) * 4, (1,) * 4, (), 4, {0, 1, 2, 3}),
         ((1, 1, 1), (0, 0, 0), range(3), 1.5, {2}),  # rounding leaves too few: from the first on
         ((1, 2, 4), (0, 0, 0), range(3), 3.9, {0, 1}),  # and what then has room stays, the largest first
+        ((1, 2, 4), (0, 0, 0), range(3), 2.5, {1}),
         ((1, 2, 4), (0, 0, 0), range(3), 6, {1, 2}),
         ((3, 1, 1), (1, 0, 0), range(3), 3, {1, 2}),
         ((2, 1, 4), (1, 1, 1), range(3), 5, {1, 2}),

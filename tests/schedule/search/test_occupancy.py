@@ -186,6 +186,17 @@ def test_copies_and_drops_are_those_of_a_walk_over_granules(seeds: int) -> None:
     assert min(seen.values()) > 10, seen
 
 
+def test_no_copy_waits_for_less_than_the_last_one_of_the_pass_before() -> None:
+    """Blocks 0 and 1 take turns, and behind them 2 and 3, the last of which waits for step 4."""
+    reads = (0, 1, 4, 5)
+    blocks = tuple(block(b, 8 * b, 8, (k,)) for b, k in enumerate(reads))
+    arena = Arena("contiguous", "anonymous", GRANULE, (0, 8, 16, 24), (Range(0, 32),))
+    trace = Trace("m", 0, "", tuple(Step("s", (), 0, 10) for _ in range(6)), 0, 0, "modelled")
+    problem = Problem((Storage(8, "streamable"),) * 4, (trace,), arena, hardware=machine(1e9))
+    ((transfers, _),) = Occupancy(problem, blocks, Addressing((0, 0, 8, 8), 16)).decide(5, 0).streams
+    assert [(t.step, t.after) for t in transfers] == [(0, -2), (1, 0), (4, 0), (5, 4)]
+
+
 def test_small_parts_are_copied_with_a_neighbour_when_both_may_be() -> None:
     """Two parts of block 0 wait for different blocks; the second has 4 bytes."""
     blocks = (block(0, 0, 12, (2,)), block(1, 12, 8, (0,)), block(2, 20, 4, (1,)))
@@ -265,12 +276,13 @@ def test_uses_of_what_is_produced() -> None:
     cell = cell_of()
     assert [cell.writes(j) for j in range(4)] == [True, False, False, False]
     assert [cell.out(j) for j in range(4)] == [False, True, False, False]
-    assert [cell.leaves(j, 6) for j in range(4)] == [0, 2, 3, 5]  # 8 ns, so until 26 ns
-    assert cell_of(rate=8e9).leaves(1, 6) == 1
-    assert cell_of(rate=1e8).leaves(1, 6) == 2  # the step before that of block 1
+    assert [cell.leaves(j) for j in range(4)] == [0, 2, 3, 5]  # 8 ns, so until 26 ns
+    assert cell_of(rate=8e9).leaves(1) == 1
+    assert cell_of(rate=1e8).leaves(1) == 2  # the step before that of block 1
+    assert cell_of(((0, 0), (1, 0), (3, 1))).leaves(1) == 1  # nothing is copied out
     last = cell_of(((0, 0), (1, 0), (2, 1), (3, 0), (4, 1), (5, 0)))
     assert [last.out(j) for j in range(6)] == [False, True, False, True, False, False]
-    assert [last.leaves(j, 6) for j in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [last.leaves(j) for j in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_what_is_produced_is_copied_out_once_and_never_comes_before_it_is_written() -> None:
