@@ -37,7 +37,11 @@ import pytest
 from tests.mutants.changes import Mutant, mutants_of
 
 ROOMS = {
-    "runtime/stream": ["tests/runtime/stream", "tests/runtime/test_misuse.py"],
+    "runtime/stream": [
+        "tests/runtime/stream",
+        "tests/runtime/test_misuse.py",
+        "tests/native/test_native_engine.py",
+    ],
     "runtime/arena": ["tests/runtime/arena", "tests/runtime/stream/test_arena_faults.py"],
     "schedule/verify": [
         "tests/schedule/verify",
