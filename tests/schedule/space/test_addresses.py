@@ -82,7 +82,7 @@ def test_two_large_storages_stick_out_of_a_ring() -> None:
     assert (found.addresses[0], found.addresses[3]) in {(0, 128), (128, 0)}
     assert {found.addresses[1], found.addresses[2]} == {128, 192}
     facts = facts_of((256, 64, 64, 256), (0,), (1,), (2,), (3,))
-    one = Occupancy(facts, blocks, found).decide(3)
+    one = Occupancy(facts, blocks, found).decide(3, 0)
     assert sum(r.nbytes for r in one.resident) == 256
 
 
@@ -100,7 +100,7 @@ def test_storages_of_one_step_find_no_place_where_only_one_fits() -> None:
 def test_neighbours_that_overlap_in_part_are_copied_in_part() -> None:
     demand = facts_of((128,) * 2, (0,), (1,))
     blocks = blocks_of(demand)
-    one = Occupancy(demand, blocks, Addressing((0, 64), 192)).decide(1)
+    one = Occupancy(demand, blocks, Addressing((0, 64), 192)).decide(1, 0)
     assert one.resident == (Range(0, 64), Range(192, 256))
     assert one.streams[0][0] == (Transfer(64, 128, 0, -1), Transfer(128, 192, 1, 0))
     assert one.streams[0][1] == (Drop(64, 128, 0), Drop(128, 192, 1))
@@ -120,7 +120,7 @@ def test_small_parts_of_a_storage_are_copied_with_their_neighbours() -> None:
 def test_bytes_nobody_read_since_are_not_copied_again() -> None:
     demand = facts_of((64, 64), (0,), (0,), (1,))
     blocks = blocks_of(demand)
-    one = Occupancy(demand, blocks, Addressing((0, 0), 64)).decide(2)
+    one = Occupancy(demand, blocks, Addressing((0, 0), 64)).decide(2, 0)
     assert [(t.start, t.step, t.after) for t in one.streams[0][0]] == [(0, 0, -1), (64, 2, 1)]
 
 
@@ -144,7 +144,7 @@ def test_no_placement_copies_less(problem: RandomProblem) -> None:
         placement = place_oldest(blocks, kept, cap=cap)
         if placement is not None and len(problem.traces) == 1:
             last = len(problem.traces[0].steps) - 1
-            one = Occupancy(problem, blocks, placement).decide(last)
+            one = Occupancy(problem, blocks, placement).decide(last, 0)
             copied = sum(t.stop - t.start for t in one.streams[0][0])
             assert copied >= least_copied(blocks, cap)
 

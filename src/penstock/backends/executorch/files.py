@@ -14,6 +14,7 @@ from typing import Any
 from penstock.backends.executorch.containers import Pte, read_ptd, read_pte
 from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
 from penstock.backends.executorch.region import COMPILED, PAYLOAD, PROGRAM, RegionCode, check_regions
+from penstock.runtime.files.safetensors_file import check_regular
 from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
 from penstock.schedule.facts.model import Part
@@ -117,7 +118,7 @@ def read(path: str | PathLike[str]) -> Exported:
     """
     path = Path(path)
     try:
-        data = path.read_bytes()
+        data = check_regular(path).read_bytes()
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from None
     exported = _exported(path, _contents(path, data))
@@ -156,7 +157,7 @@ def _misaligned(what: str) -> SourceError:
 def _entries(path: Path) -> dict[str, tuple[int, int]]:
     """The absolute offset and the size of each entry of a `.ptd`, by its key; reads its head only."""
     try:
-        with path.open("rb") as file:
+        with check_regular(path).open("rb") as file:
             return read_ptd(file)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}; it belongs beside the .pte") from None
@@ -181,10 +182,11 @@ def _exported(path: Path, contents: Pte) -> Exported:
             "once, with PenstockPartitioner"
         )
     payload = Payload.from_bytes(_checked(path, named, payloads[0]), source=str(path))
+    own = [one for one in contents.delegates if one.backend == _BACKEND]
+    if len({one.processed for one in own}) < len(own):
+        raise PayloadError(f"{path} has the same region of penstock twice, expected it once: export again")
     regions = tuple(
-        RegionCode.from_bytes(one.processed, source=f"{path}, a delegate of {one.method!r}")
-        for one in contents.delegates
-        if one.backend == _BACKEND
+        RegionCode.from_bytes(one.processed, source=f"{path}, a delegate of {one.method!r}") for one in own
     )
     for key in {key for one in regions for key in (one.payload, one.program)}:
         _checked(path, named, key)
