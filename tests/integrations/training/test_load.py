@@ -19,7 +19,8 @@ from tests.integrations.training.test_trainer import logged, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient.checkpointing.*")
 
-BATCHES = [batch(16), batch(40, padded=True)]
+BATCHES = [batch(16, padded=True), batch(40, padded=True)]
+"""Of one kind, which is exported once for each model."""
 
 
 def lora(**options):

@@ -71,7 +71,7 @@ def kept_bytes(model, given):
 @pytest.mark.random
 @pytest.mark.parametrize(("config", "dtype", "checkpointing"), sampled(KINDS, 3))
 def test_gradients_are_those_of_the_quantised_model_in_memory(config, dtype, checkpointing, folder, cache):
-    batches = [batch(16), batch(40, padded=True), batch(16)]
+    batches = [batch(length, padded=True) for length in (16, 40, 16)]
     expected = steps(quantised(folder, config, dtype, checkpointing), batches)
     model = quantised(folder, config, dtype, checkpointing)
     with apply(model, MEMORY, train=True, cache=cache) as applied:
