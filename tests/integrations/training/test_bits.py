@@ -61,7 +61,7 @@ def test_gradients_and_adapters_are_those_of_the_model_in_memory(kind, share, bu
 
 
 def test_packed_sequences_are_seen_where_there_is_no_mask(cache):
-    reference, model = adapted(), adapted()
+    reference, model = adapted(layers=1), adapted(layers=1)
     plain = {name: value for name, value in batch(16).items() if name != "attention_mask"}
     positions = torch.arange(16).expand(2, 16).contiguous()
     packed = plain | {"position_ids": torch.where(positions < 9, positions, positions - 9)}
