@@ -71,7 +71,7 @@ clean: ## remove the environment and everything that was built
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard native/*.cpp native/*.h native/*.map native/aoti/* native/run/* native/executorch/*)
+$(STAMP): pyproject.toml constraints.txt $(wildcard native/*.cpp native/*.h native/*.map native/aoti/* native/run/* native/sparse/* native/executorch/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or later: make PYTHON=python3.12 ...")'
 	@echo "Making the environment in $(VENV): the first time takes a few minutes."
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

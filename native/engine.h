@@ -9,7 +9,7 @@
 
 #include "arena.h"
 #include "failure.h"
-#include "pool.h"
+#include "sparse/pool.h"
 
 namespace penstock {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ranges.h"
-#include "units.h"
+#include "sparse/units.h"
 
 namespace penstock {
 

@@ -16,7 +16,7 @@ from penstock.passes.calls.checks import Dimension
 from penstock.passes.calls.inputs import dimension_of, user_placeholders
 from penstock.passes.graph.nodes import tensors_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
-from penstock.passes.sparse.by_expert import BY_EXPERT, FIRST
+from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 
 
@@ -29,6 +29,9 @@ class _Unit:
 
 
 _BYTE = _Unit()
+
+_NUMBERS = 3 * 8 + 3
+"""Bytes that a round makes of each number of an index: three numbers and three truth values at the most."""
 
 Moment = tuple[int, tuple[int, ...]]
 """Bytes of a set of values: a number, and how often each dynamic size is added."""
@@ -120,7 +123,7 @@ def _alive(graph_module: fx.GraphModule) -> Iterator[Counter[_Unit]]:
             if storage not in given and storage not in alive:
                 alive[storage] = _bytes_of(tensor)
                 held += alive[storage]
-        own = held + _own_bytes(node)
+        own = held + _own_bytes(node, given)
         yield from (own + inner for inner in (Counter(), *_in_bodies(graph_module, node)))
         for storage in [s for s in alive if last_use[s] <= position]:
             held -= alive.pop(storage)
@@ -130,15 +133,19 @@ def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
     return _counted(tensor.untyped_storage().nbytes())
 
 
-def _own_bytes(node: fx.Node) -> Counter[_Unit]:
+def _own_bytes(node: fx.Node, given: set[int]) -> Counter[_Unit]:
     """What a node takes beside its result.
 
-    Attention fills a mask of booleans into one of its queries' dtype. Experts that are computed one at a time
-    may be so in rounds, each of which has a result of its own, and ends.
+    Attention fills a mask of booleans into one of its queries' dtype. What reads a weight by an index may do
+    so in rounds (`sparse/rounds.py`), each of which has a result of its own, and numbers.
     """
-    if node.target is BY_EXPERT:
-        ends: torch.Tensor = node.args[FIRST + 2].meta["val"]  # type: ignore[union-attr]
-        return _bytes_of(node.meta["val"]) + _counted((ends.numel() + 1) * ends.itemsize)
+    contract = CONTRACTS.get(str(node.target))
+    if contract and contract.index is not None:
+        weight, index = contract.operands(node.args)
+        if not isinstance(index, fx.Node) or not given.intersection(storages_of(weight.meta["val"])):
+            return Counter()
+        count = index.meta["val"].numel()
+        return _bytes_of(node.meta["val"]) + _counted((count + 1) * _NUMBERS)
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return Counter()
     mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)

@@ -5,7 +5,7 @@
 
 #include "../aoti/package.h"
 #include "../failure.h"
-#include "../served.h"
+#include "../sparse/served.h"
 
 namespace penstock {
 

@@ -43,12 +43,17 @@ def run_in_rounds(
 
 def _by_tiles(operator: Operator, arguments: Arguments, rounds: Rounds) -> torch.Tensor:
     rows, weight, *rest = arguments
-    results = []
+    result = None
     for part in rounds.parts:
         own = slice(part[0] * rounds.slices, (part[-1] + 1) * rounds.slices)
         with rounds.hold(part):
-            results.append(operator(rows, weight[own], *(None if b is None else b[own] for b in rest)))
-    return torch.cat(results, -1)
+            made = operator(rows, weight[own], *(None if b is None else b[own] for b in rest))
+        if result is None:
+            result = made.new_empty((*made.shape[:-1], weight.shape[0]))
+        result[..., own] = made
+        del made  # before the next round takes memory
+    assert result is not None, "there are two rounds or more"
+    return result
 
 
 def _by_ends(contract: Contract, operator: Operator, arguments: Arguments, rounds: Rounds) -> torch.Tensor:

@@ -30,7 +30,8 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     compiler = shutil.which("g++")
     assert compiler, "g++ is missing: scripts/install-compiler installs it"
     program = tmp_path_factory.mktemp("sanitized") / request.param
-    sources = [*sorted((ROOT / "native").glob("*.cpp")), *(ROOT / "tests/native").glob("drive*.cpp")]
+    folders = (ROOT / "native", ROOT / "native" / "sparse", ROOT / "tests" / "native")
+    sources = [path for folder in folders for path in sorted(folder.glob("*.cpp"))]
     flags = [
         "-std=c++17",
         "-g",

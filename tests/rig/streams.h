@@ -54,6 +54,7 @@ struct Stream {
   uint64_t demanded = 0;  // may run up to here under any policy
   uint64_t released = 0;  // may run up to here under the random policy
   bool started = false;
+  std::condition_variable woken;  // its thread waits for this
 };
 
 enum class Policy { soon, late, random, lagging };
@@ -80,7 +81,7 @@ class Streams {
     policy_ = policy;
     seed_ = seed;
     random_.seed(seed);
-    changed_.notify_all();
+    wake();
   }
 
   // Raises what the device has failed with, as every launch on a device does once a kernel has failed.
@@ -168,20 +169,26 @@ class Streams {
       started_.push_back(stream);
       std::thread([this, stream] { work(stream); }).detach();
     }
-    changed_.notify_all();
+    wake();
     return {stream, stream->enqueued, stream->milliseconds};
+  }
+
+  // Has every stream with something to do look whether it may. Idle ones, up to 130 threads, sleep on.
+  void wake() {
+    for (Stream* stream : started_)
+      if (!stream->waiting.empty()) stream->woken.notify_one();
   }
 
   void demand(Mark mark) {
     if (mark.stream->demanded < mark.position) {
       mark.stream->demanded = mark.position;
-      changed_.notify_all();
+      wake();
     }
   }
 
   void finish(std::unique_lock<std::mutex>& lock, Mark mark) {
     demand(mark);
-    changed_.wait(lock, [&] { return mark.stream->done >= mark.position; });
+    hosts_.wait(lock, [&] { return mark.stream->done >= mark.position; });
   }
 
   void finish_all(std::unique_lock<std::mutex>& lock, int device) {
@@ -221,7 +228,7 @@ class Streams {
     prepare_thread();
     std::unique_lock lock(mutex_);
     while (true) {
-      changed_.wait(lock, [&] { return ready(stream); });
+      stream->woken.wait(lock, [&] { return ready(stream); });
       Operation operation = std::move(stream->waiting.front());
       stream->waiting.pop_front();
       std::string& error = errors_[stream->device];
@@ -238,7 +245,8 @@ class Streams {
         if (error.empty()) error = found;
       }
       stream->done++;
-      changed_.notify_all();
+      hosts_.notify_all();
+      wake();
     }
   }
 
@@ -247,7 +255,7 @@ class Streams {
   static std::string words_of(const std::exception& error);
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable hosts_;
   std::vector<std::unique_ptr<Stream>> streams_;
   std::vector<Stream*> started_;
   std::map<int, int> next_;

@@ -9,9 +9,9 @@
 #include <thread>
 #include <unordered_map>
 
-#include "failure.h"
-#include "files.h"
-#include "memory.h"
+#include "../failure.h"
+#include "../files.h"
+#include "../memory.h"
 #include "residency.h"
 
 namespace penstock {

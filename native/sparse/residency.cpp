@@ -6,7 +6,7 @@
 #include <tuple>
 #include <utility>
 
-#include "failure.h"
+#include "../failure.h"
 
 namespace penstock {
 

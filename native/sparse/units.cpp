@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <string>
 
-#include "failure.h"
-#include "json.h"
-#include "plan.h"
+#include "../failure.h"
+#include "../json.h"
+#include "../plan.h"
 #include "served.h"
 
 namespace penstock {

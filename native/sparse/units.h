@@ -6,7 +6,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <vector>
 
-#include "ranges.h"
+#include "../ranges.h"
 
 namespace penstock {
 
