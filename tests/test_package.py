@@ -65,6 +65,11 @@ def test_importing_the_errors_and_the_demo_does_not_import_torch() -> None:
     assert run_python(code) == "False"
 
 
+def test_what_opens_an_artifact_imports_no_compiler() -> None:
+    code = "import penstock, sys; penstock.open; print({'torch._dynamo', 'torch._inductor'} & {*sys.modules})"
+    assert run_python(code) == "set()"
+
+
 @pytest.mark.parametrize("name", penstock.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(penstock, name) is not None
