@@ -65,6 +65,20 @@ def test_a_figure_is_taken_once_and_kept_with_all_that_is_known_of_it(cache: Pat
     assert entry["spread"] == first.spread > 0
 
 
+def test_the_file_is_read_when_it_has_changed_and_not_each_time(
+    cache: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, real = list[str](), measurements.decode
+    monkeypatch.setattr(measurements, "decode", lambda *given: reads.append(given[-1]) or real(*given))
+    first = measured(memory(), lambda: STEADY)
+    assert [recall(memory()) for _ in range(3)] == [first] * 3
+    assert reads == [str(cache)]
+    cache.write_text(cache.read_text().replace("1.01", "1.02"))  # by another program, in place
+    found = recall(memory())
+    assert found is not None
+    assert (found.median, len(reads)) == (1.02, 2)
+
+
 @pytest.mark.parametrize(("trials", "seconds"), [(STEADY, WEEK), (WIDE, HOUR), (Trials((1.0,), 0.4), HOUR)])
 def test_a_figure_expires_and_a_doubtful_one_soon(
     cache: Path, clock: Clock, trials: Trials, seconds: int
