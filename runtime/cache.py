@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.runtime.files.artifact_files import PAYLOAD
-from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.safetensors_file import close_read, reading
 from penstock.runtime.system.atomic import remove_folder
 from penstock.schedule.atomic_file import is_unfinished, remove_stale
 from penstock.schedule.facts.errors import SourceError
@@ -284,7 +284,8 @@ def _prune(folder: Path, before: float, most: float, *, dry_run: bool) -> Pruned
             left -= sum(each.nbytes for each in (*together, one))
         else:
             in_use.append(one)
-    return Pruned(tuple(removed.values()), tuple(in_use), left)
+    # One that could not be locked may have gone later, with the weights that it refers to.
+    return Pruned(tuple(removed.values()), tuple(one for one in in_use if one.path not in removed), left)
 
 
 def _remove(entries: Sequence[Entry], *, dry_run: bool) -> bool:
@@ -397,7 +398,7 @@ def _let_go(record: int | None) -> None:
     if record is not None:
         with suppress(OSError):
             os.utime(record)
-        os.close(record)
+        close_read(record)
 
 
 def _locked(entry: Entry, locks: ExitStack, *, make: bool) -> bool:

@@ -39,13 +39,10 @@ def replace_file(path: Path, *, force: bool) -> Iterator[int]:
     """
     with reporting(path):
         refuse_existing(path, force=force)
-        with temporary(path, _create_file) as (unfinished, fd):
+        with temporary(path, create_file) as (unfinished, fd):
             yield fd
             os.fsync(fd)
-            if force:
-                os.replace(unfinished, path)
-            else:
-                _publish(unfinished, path)
+            publish(unfinished, path, force=force)
             settle(path)
 
 
@@ -123,6 +120,25 @@ def temporary(target: Path, create: Callable[[Path], int | None]) -> Iterator[tu
         _abandon(unfinished, fd)
 
 
+def create_file(path: Path) -> int:
+    """A descriptor of a new file, to write to and to read from."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def publish(unfinished: Path, path: Path, *, force: bool) -> None:
+    """Give a file its name. Raises SourceError if that is taken and `force` is not given."""
+    if force:
+        os.replace(unfinished, path)
+        return
+    try:
+        if not rename_by_rule(unfinished, path, _NOREPLACE):
+            refuse_existing(path, force=False)  # the name may be taken before the next call
+            os.replace(unfinished, path)
+    except FileExistsError:
+        refuse_existing(path, force=False)
+        raise
+
+
 def settle(path: Path) -> None:
     """Flush the name of what has just got its place. Raises SourceError where the disk may not have it."""
     try:
@@ -169,10 +185,6 @@ def remove(path: Path) -> None:
             shutil.rmtree(path)
 
 
-def _create_file(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
 def _create_locked(target: Path, create: Callable[[Path], int | None]) -> tuple[Path, int]:
     while True:
         path = sibling(target, "tmp")
@@ -206,17 +218,6 @@ def _abandon(path: Path, fd: int) -> None:
         remove(path)
     with suppress(OSError):  # what it holds is flushed, or not wanted
         os.close(fd)
-
-
-def _publish(unfinished: Path, path: Path) -> None:
-    """Give a file its name. Raises SourceError if that is taken."""
-    try:
-        if not rename_by_rule(unfinished, path, _NOREPLACE):
-            refuse_existing(path, force=False)  # the name may be taken before the next call
-            os.replace(unfinished, path)
-    except FileExistsError:
-        refuse_existing(path, force=False)
-        raise
 
 
 def rename_by_rule(first: Path, second: Path, rule: int) -> bool:

@@ -1,16 +1,19 @@
-"""Writes folders atomically: a path holds the old one or the complete new one, whatever happens.
+"""Writes folders, and several files at once, atomically: a path has the old or all of the new content.
 
-Everything is built under a temporary name beside its target, as `schedule/atomic_file.py` does for files, and
-flushed to the disk before it gets its place.
+Everything is built under a temporary name beside its target, as `schedule/atomic_file.py` does for a file,
+and flushed to the disk before it gets its place.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from penstock.schedule.atomic_file import (
+    create_file,
+    publish,
     refuse_existing,
     remove,
     remove_stale,
@@ -54,6 +57,36 @@ def write_artifact(
             settle(folder)
 
 
+@contextmanager
+def replace_files(paths: Sequence[Path], *, force: bool) -> Iterator[list[int]]:
+    """Yields a descriptor to write to for each path of a folder; at the end all are replaced, in order.
+
+    What fails leaves every file as it was. A kill between two replacements leaves the first ones new. Raises
+    SourceError if one exists and `force` is not given, or where the system refuses.
+    """
+    with ExitStack() as opened, ExitStack() as undo:
+        made: list[tuple[Path, Path, int]] = []
+        for path in paths:
+            with reporting(path):
+                _recover(path)
+                refuse_existing(path, force=force)
+                made.append((path, *opened.enter_context(temporary(path, create_file))))
+        yield [fd for *_, fd in made]
+        for path, _, fd in made:
+            with reporting(path):
+                os.fsync(fd)
+        for path, unfinished, _ in made:
+            with reporting(path):
+                if force and os.path.lexists(path):
+                    _exchange(unfinished, path)
+                    undo.callback(_exchange, unfinished, path)
+                else:
+                    publish(unfinished, path, force=False)
+                    undo.callback(os.unlink, path)
+        undo.pop_all()
+        settle(paths[-1])
+
+
 def check_output(path: Path, *, force: bool, marker: str | None = None) -> None:
     """Raise SourceError, before any work is done, where `replace_file` would raise it.
 
@@ -95,9 +128,9 @@ def _create_folder(path: Path) -> int | None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Put `new` in the place of `old`, and remove `old`."""
+    """Swap a temporary and what it replaces, which then has the temporary's name and is removed with it."""
     if exchange_paths(new, old):
-        return  # The old folder now has the temporary's name, and is removed with it.
+        return
     aside = sibling(old, "old")
     os.rename(old, aside)
     try:
@@ -105,18 +138,18 @@ def _exchange(new: Path, old: Path) -> None:
     except BaseException:
         os.rename(aside, old)
         raise
-    remove(aside)
+    os.rename(aside, new)
 
 
-def _recover(folder: Path) -> None:
-    """Put back an artifact that a process killed between the two renames of `_exchange` left aside."""
-    if not folder.parent.is_dir():
-        raise SourceError(f"{folder.parent} is not a folder that exists; create it, or choose another output")
-    for aside in siblings(folder, "old"):
-        if folder.exists():
+def _recover(path: Path) -> None:
+    """Put back what a process killed between the first two renames of `_exchange` left aside."""
+    if not path.parent.is_dir():
+        raise SourceError(f"{path.parent} is not a folder that exists; create it, or choose another output")
+    for aside in siblings(path, "old"):
+        if path.exists():
             remove_stale(aside)
         else:
-            os.rename(aside, folder)
+            os.rename(aside, path)
 
 
 def exchange_paths(first: Path, second: Path) -> bool:

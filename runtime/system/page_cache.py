@@ -39,6 +39,7 @@ def open_uncached(path: Path, fd: int) -> int:
         with suppress(OSError):  # the path may have been renamed over since `fd` was opened
             if os.path.samestat(os.fstat(uncached), os.fstat(fd)):
                 return uncached
+        with suppress(OSError):
             os.close(uncached)
     return -1
 
@@ -56,8 +57,9 @@ def _pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:
 def may_ask_mincore(fd: int) -> bool:
     """Tells whether mincore(2) tells the truth about a file."""
     # For a file that the process neither owns nor may write, Linux says that all of it is cached.
-    status = os.fstat(fd)
-    return os.geteuid() in (0, status.st_uid)
+    with suppress(OSError):
+        return os.geteuid() in (0, os.fstat(fd).st_uid)
+    return False
 
 
 def _mapped_pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule.atomic_file import refuse_existing, replace_file
+from penstock.schedule.atomic_file import refuse_existing, replace_file, reporting
 from penstock.schedule.clock.event_graph import simulate
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import PlanError, SourceError
@@ -159,10 +159,12 @@ def _named(what: str, name: str, pid: int, tid: int) -> Event:
 def _new_file(path: str | PathLike[str], *, force: bool) -> Path:
     """The path of a file to write. Raises PlanError where it cannot be written, before any work is done."""
     target = Path(path)
-    with _as_plan_errors():
+    with _as_plan_errors(), reporting(target):
         refuse_existing(target, force=force)
-    if not target.parent.is_dir():
-        raise PlanError(f"{target.parent} is not a folder that exists; create it, or choose another output")
+        if not target.parent.is_dir():
+            raise PlanError(
+                f"{target.parent} is not a folder that exists; create it, or choose another output"
+            )
     return target
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from penstock.cli.terminal.inputs import check_outputs, load_exported
+from penstock.schedule.facts.errors import SourceError
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 from tests.forked import run_forked
 
@@ -67,3 +70,18 @@ def test_names_are_checked_before_an_artifact_is_opened(
     done = penstock("run", tmp_path / "none.penstock", "--budget", "50%", *option.split())
     assert done.status == 2
     assert done.err.startswith(f"penstock: {sentence}")
+
+
+@pytest.mark.parametrize("look", ["is_dir", "exists", "is_file"])
+def test_a_path_that_the_system_does_not_look_at_is_an_error_of_penstock(
+    look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise OSError(5, "Input/output error", str(path))
+
+    path = tmp_path / "out.pt2"
+    check = partial(load_exported, trust=True) if look == "is_file" else partial(check_outputs, force=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, look, refuse)
+        with pytest.raises(SourceError, match=r"out\.pt2 .*Input/output error"):
+            check(path)

@@ -113,6 +113,7 @@ static void put_other(const char *path) {
     char other[LONGEST + 16], block[4096];
     snprintf(other, sizeof other, "%s.other", path);
     const int from = syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
+    if (from < 0) return;
     const int to = syscall(SYS_openat, AT_FDCWD, other, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
     struct stat status;
     memset(&status, 0, sizeof status);

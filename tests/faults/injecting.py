@@ -2,12 +2,14 @@
 
 The double must be preloaded. Each line of standard input is JSON: the name of a scenario, how many of the
 calls that are alike meet faults at most, and every which fault is injected. A line of JSON answers it, which
-says what came of all injections. Everything is done in forked processes, which need not import torch.
+says what came of all injections. Each scenario has a forked process, and each injection one that is forked
+from that, so none imports torch.
 """
 
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import re
@@ -19,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,33 @@ class Outcome:
     left: Sequence[Sequence[str]]
 
 
+def forked(do: Callable[[], Any], hangs_s: int = HANGS_S) -> Any:
+    """What a function returns in a process of its own, None if that was killed by SIGKILL.
+
+    Raises RuntimeError with what the process said, or its status, if it ends in another way.
+    """
+    heard, told = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(heard)
+            signal.alarm(hangs_s)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # commands print
+            os.write(told, json.dumps(do()).encode())
+        except BaseException:
+            os.write(told, b"!" + traceback.format_exc()[-3000:].encode())
+        os._exit(0)
+    os.close(told)
+    with os.fdopen(heard, "rb") as pipe:
+        answer = pipe.read().decode()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == -signal.SIGKILL:
+        return None
+    if status or answer.startswith("!"):
+        raise RuntimeError(f"ended with status {status}: {answer}")
+    return json.loads(answer)
+
+
 class Bench:
     """A scenario in a folder, and what should come of it."""
 
@@ -120,12 +150,15 @@ class Bench:
         self._root.mkdir(parents=True)
         self._beside.mkdir()
         self._double, self._scenario = double, scenario(name)
+        self._scenario.kept = place.parent / "kept"
         remembered = self._root if self._scenario.remembers else self._beside
         os.environ["XDG_CACHE_HOME"] = str(remembered / "cache")
-        self._forked(lambda: self._scenario.prepare(self._root, self._beside))
+        self._scenario.once()
+        forked(lambda: self._scenario.prepare(self._root, self._beside))
+        self._started = self._scenario.start(self._root, self._beside) if self._scenario.inherits else None
         self.before = State(self._root, place / "aside")
         self._others: dict[str, tuple[str, str]] = {}
-        self._old: str = self._forked(self._found)
+        self._old: str = forked(self._found)
         self._new = ("", "")
         self.report = Report(name)
 
@@ -133,64 +166,48 @@ class Bench:
         """The calls of the action when it meets no fault; what comes of it then is what should."""
 
         def act() -> tuple[str, str]:
-            started = self._scenario.start(self._root, self._beside)
+            self._double.arm(self._root, Kind(0))
+            started = self._start()
             self._double.arm(self._root)
             value = self._scenario.act(self._root, started)
             self._double.disarm()
             return value, self._found()
 
-        self._new = tuple(self._forked(act))
+        self._new = tuple(forked(act))
         calls = [self._double.call(number) for number in range(self._double.seen)]
         self.before.restore()
         return calls
 
-    def inject(self, number: int, fault: Fault) -> None:
-        """Have a call meet a fault, and report what is not as it should be."""
-        call = None
+    def inject(self, number: int, fault: Fault) -> bool:
+        """Have a call meet a fault, and report what is not as it should be; returns whether the call came."""
+        outcome, problems = None, list[str]()
         try:
-            said = self._forked(lambda: self._act(number, fault))
-            call = self._double.call(number) if self._double.fired else None
-            if said is None:
-                said = self._forked(self._next)
-            outcome = Outcome(**said)
-            problems = [*self._wrong_at_once(fault, call, outcome), *self._wrong_at_last(outcome)]
-            how = outcome.how
+            outcome = forked(lambda: self._act(number, fault)) or forked(self._next)
         except RuntimeError as error:
-            how, problems = "crashed", [str(error)]
-        if call:
+            problems.append(str(error))
+        call = self._double.call(number) if self._double.fired else None
+        # Threads make calls in another order than when they were counted.
+        other = call is not None and fault not in faults_of(call, self.before)
+        how = "crashed"
+        if outcome and not other:
+            how = outcome["how"]
+            problems += self._wrong_at_once(fault, call, Outcome(**outcome))
+            problems += self._wrong_at_last(Outcome(**outcome))
+        came = call is not None and not other
+        if came:
             self.report.injected[fault.name] += 1
             self.report.came[how] += 1
         where = f"{call.name} of {call.path}" if call else "which did not come"
         self.report.problems += [f"{fault.name} at call {number}, {where}: {one}" for one in problems]
         self.before.restore()
+        return came
 
-    def _forked(self, do: Callable[[], Any]) -> Any:
-        """What a function returns in a process of its own, None if that was killed by SIGKILL.
-
-        Raises RuntimeError with what the process said, or its status, if it ends in another way.
-        """
-        heard, told = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                signal.alarm(HANGS_S)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # commands print
-                os.write(told, json.dumps(do()).encode())
-            except BaseException:
-                os.write(told, b"!" + traceback.format_exc()[-3000:].encode())
-            os._exit(0)
-        os.close(told)
-        with os.fdopen(heard, "rb") as pipe:
-            answer = pipe.read().decode()
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status == -signal.SIGKILL:
-            return None
-        if status or answer.startswith("!"):
-            raise RuntimeError(f"ended with status {status}: {answer}")
-        return json.loads(answer)
+    def _start(self) -> Any:
+        return self._started or self._scenario.start(self._root, self._beside)
 
     def _act(self, number: int, fault: Fault) -> dict[str, Any]:
-        started = self._scenario.start(self._root, self._beside)
+        self._double.arm(self._root, Kind(0))  # what is mapped from now on is known
+        started = self._start()
         self._double.arm(self._root, number=number, action=fault.action, value=fault.value)
         how, why, value = "right", "", ""
         try:
@@ -216,7 +233,7 @@ class Bench:
             "found": self._found(),
             "changes": self.before.changes(),
         }
-        return first | self._again(self._scenario.start(self._root, self._beside))
+        return first | self._again(self._start())
 
     def _again(self, started: Any) -> dict[str, Any]:
         try:
@@ -236,8 +253,9 @@ class Bench:
         if fault.action is Action.REPLACE and call:
             results.add(self._of_other(call.path))
         found = outcome.found
-        # What was written may refer to a file that has changed, and then says so.
-        refers = fault.changes and call is not None and found.startswith("refused: ") and call.path in found
+        # What was written may refer to a file that has changed, or be killed half way, and then says so.
+        named = call.path if fault.changes and call else self._scenario.torn if fault.kills else ""
+        refers = found.startswith("refused: ") and bool(named) and named in found
         if outcome.how == "right" and not refers and (outcome.value, found) not in results:
             yield f"it came to {outcome.value!r} and wrote {found!r}, expected {results}"
         if not refers and found not in {self._old, *(new for _, new in results)}:
@@ -281,7 +299,7 @@ class Bench:
 
             def act() -> tuple[str, str]:
                 path = self._root / name
-                started = self._scenario.start(self._root, self._beside)
+                started = self._start()
                 half, data = path.stat().st_size // 2, path.read_bytes()
                 path.unlink()
                 path.write_bytes(data[:half] + bytes(one ^ 1 for one in data[half:]))
@@ -291,7 +309,7 @@ class Bench:
                     return str(error), self._old
 
             self.before.restore()
-            self._others[name] = tuple(self._forked(act))
+            self._others[name] = tuple(forked(act))
             self.before.restore()
         return self._others[name]
 
@@ -307,6 +325,7 @@ def chosen(calls: list[Call], most: int) -> list[int]:
 def run(name: str, place: Path, double: Double, *, most: int, every: int) -> Report:
     """Inject faults into a scenario: every so manyth of those that its calls can meet."""
     bench = Bench(name, place, double)
+    gc.freeze()  # the collector of forked processes need not look at, and so copy, what they inherit
     calls = bench.count()
     numbers = chosen(calls, most)
     bench.report.sites = len(numbers)
@@ -319,8 +338,8 @@ def run(name: str, place: Path, double: Double, *, most: int, every: int) -> Rep
     ]
     # Scenarios begin at different ones, so that together they meet more of them.
     first = sum(name.encode()) % min(every, len(faults))
-    for number, fault in faults[first::every]:
-        bench.inject(number, fault)
+    for start in range(first, len(faults), every):
+        any(bench.inject(*one) for one in faults[start : start + every])  # up to one that comes
     return bench.report
 
 
@@ -330,8 +349,8 @@ def main(place: Path) -> None:
     warm(place / "warm")
     for line in sys.stdin:
         name, most, every = json.loads(line)
-        report = run(name, place / "bench", double, most=most, every=every)
-        print(json.dumps(vars(report)), flush=True)
+        asked = partial(run, name, place / "bench", double, most=most, every=every)
+        print(json.dumps(forked(lambda asked=asked: vars(asked()), 0)), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,16 @@ import pytest
 
 from tests.engines import ENGINES
 from tests.faults.double import build
-from tests.faults.scenarios import names
+from tests.faults.scenarios import SLOW, names
 from tests.hunt import scaled
 
 ROOT = Path(__file__).parents[2]
 
 ALL = scaled(1) > 1
-SOME = (10**6, 1) if ALL else (1, 31)
+SOME = (10**6, 1) if ALL else (1, 61)
 """How many of the calls that are alike meet faults, and every which fault is injected."""
+
+NAMES = [one for one in names() if ("native" in ENGINES or "native" not in one) and (ALL or one not in SLOW)]
 
 Inject = Callable[[str, int, int], dict[str, Any]]
 
@@ -54,7 +56,7 @@ def inject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inject]:
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("name", [one for one in names() if "native" not in one or "native" in ENGINES])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_fault_is_absorbed_or_named_and_nothing_is_lost(inject: Inject, name: str) -> None:
     report = inject(name, *SOME)
     assert report["problems"] == []
@@ -62,7 +64,7 @@ def test_a_fault_is_absorbed_or_named_and_nothing_is_lost(inject: Inject, name: 
     assert sum(injected.values()) == sum(report["came"].values()) > 0
     assert set(report["came"]) <= {"right", "refused", "killed"}
     if ALL:
-        assert injected.keys() >= {"EIO", "EINTR", "short", "slow"}
+        assert injected["EIO"] > 0
         assert sum(injected.values()) >= report["sites"]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from torch import nn
 
 from penstock.integrations import apply, streamed
 from penstock.integrations.cached import with_other_file
+from penstock.runtime.files import tensor_file
+from penstock.runtime.files.safetensors_file import read_exactly
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
@@ -239,3 +243,40 @@ def test_where_one_component_fails_none_is_swapped(tmp_path, monkeypatch):
         applied.swap_adapter(file)
         for name, module in pair.components.items():
             assert torch.equal(module(X), other.components[name](X))
+
+
+def test_an_adapter_that_changes_while_it_is_swapped_is_named_and_nothing_has_changed(tmp_path, monkeypatch):
+    adapted(LoraConfig(**SIZES), 2).save_pretrained(tmp_path / "other")
+    file = tmp_path / "other" / FILE
+    model, expected = (adapted(LoraConfig(**SIZES), seed) for seed in (1, 2))
+    with apply(model, "1MB", cache=tmp_path / "cache") as applied:
+        before, whole = model(X), file.read_bytes()
+
+        def cut(fd, *given):
+            os.truncate(file, len(whole) - 4)
+            return read_exactly(fd, *given)
+
+        def write_over(program, old, kept):
+            (there,) = kept.files
+            written = there.read_bytes()
+            half = len(written) // 2
+            there.write_bytes(written[:half] + bytes(one ^ 1 for one in written[half:]))
+            return with_other_file(program, old, kept)
+
+        for where, name, change, message in (
+            (tensor_file, "read_exactly", cut, "it has been truncated"),
+            (streamed, "with_other_file", write_over, "has other bytes than were written to it"),
+            (Path, "is_file", refuse, "other cannot be read .*Input/output error"),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(where, name, change)
+                with pytest.raises(SourceError, match=message):
+                    applied.swap_adapter(tmp_path / "other")
+            file.write_bytes(whole)
+            assert torch.equal(model(X), before)
+        applied.swap_adapter(tmp_path / "other")
+        assert torch.equal(model(X), expected(X))
+
+
+def refuse(*_):
+    raise OSError(5, "Input/output error")

@@ -6,14 +6,17 @@ import math
 import threading
 from dataclasses import replace
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 import penstock
 from penstock.integrations import apply
-from penstock.integrations.cached import same_layout, store, with_other_file
+from penstock.integrations.cached import artifact_key, same_layout, store, with_other_file
+from penstock.integrations.kept import KeptWeights, digests_of
 from penstock.runtime.cache import Cache, list_entries, prune
+from penstock.schedule.facts.errors import SourceError
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -31,14 +34,22 @@ def test_the_values_are_those_of_the_other_file_and_are_verified(tmp_path):
     assert not same_layout(first, third)
     exported = torch.export.export(linear(1), (X,))
     program = penstock.compile(exported, tmp_path / "a.penstock", weights=first, pack=False)
-    changed = with_other_file(program, first, second)
+    other = KeptWeights((second,), digests=digests_of(linear(2).state_dict()))
+    changed = with_other_file(program, first, other)
     assert changed.verify() == program.verify()
     for one, reference in ((program, linear(1)), (changed, linear(2))):
         with one.load("100%") as module:
             assert torch.equal(module(X), reference(X))
+    with pytest.raises(SourceError, match=r"1\.safetensors has other bytes than were written to it"):
+        with_other_file(program, first, KeptWeights((second,), digests=digests_of(linear(1).state_dict())))
     inlined = tuple(replace(storage, kind="inlined") for storage in program.payload.storages)
     program.payload = replace(program.payload, storages=inlined)
-    assert with_other_file(program, first, second) is None
+    assert with_other_file(program, first, other) is None
+
+
+def test_programs_over_weights_that_are_gone_have_no_name(tmp_path):
+    with pytest.raises(SourceError, match=r"gone\.safetensors cannot be read .*No such file"):
+        artifact_key(["a program"], [tmp_path / "gone.safetensors"], "eager")
 
 
 def test_weights_that_several_write_at_once_are_written_once(tmp_path):

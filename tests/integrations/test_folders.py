@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import T5ForConditionalGeneration
+from transformers import GenerationConfig, T5ForConditionalGeneration
 
 import penstock
 from penstock.integrations import load
@@ -41,6 +42,21 @@ def test_an_adapter_without_its_model_is_refused_by_name(tmp_path):
             SourceError, match=rf"{name} holds an adapter \({file}.*: load its model with the"
         ):
             load(tmp_path / name, "1MB")
+
+
+@pytest.mark.parametrize(
+    ("where", "look"),
+    [(Path, "is_dir"), (Path, "iterdir"), (Path, "read_text"), (GenerationConfig, "from_pretrained")],
+)
+def test_a_folder_that_the_system_does_not_read_is_named(where, look, folder, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, look, refuse)
+        with pytest.raises(SourceError, match=r"model cannot be read \(Input/output error\)"):
+            load(folder, "1MB", cache=tmp_path / "cache")
+    load(folder, "1MB", example=models.nothing, cache=tmp_path / "cache").penstock_applied.close()
 
 
 def test_a_file_in_place_of_its_folder_is_told_so(folder):

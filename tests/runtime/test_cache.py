@@ -155,6 +155,36 @@ def test_programs_go_with_the_weights_that_they_read_and_keep_them_while_in_use(
     assert paths(prune(cache.folder, before=NOW - 8 * DAY).removed) == {new, second}
 
 
+def test_what_goes_after_all_is_not_said_to_be_in_use(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = add_program(cache, 2, weights := add_weights(cache, 1), days=2)
+    lock, refused = fcntl.flock, []
+
+    def refuse_first(fd: int, operation: int) -> None:
+        if not refused:
+            refused.append(fd)
+            raise OSError(5, "Input/output error")
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse_first)
+    done = prune(cache.folder, before=math.inf)
+    assert {one.path for one in done.removed} == {program, weights}
+    assert done.in_use == ()
+
+
+def test_an_entry_is_let_go_whatever_the_system_says(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, close = add_weights(cache, 1), os.close
+    held = cache.keep(path, "model", lambda: pytest.fail("it is there"))
+
+    def refuse(fd: int) -> None:
+        close(fd)
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", refuse)
+        held.close()
+    assert not list_entries(cache.folder)[0].in_use
+
+
 def test_by_size_what_was_not_used_for_the_longest_time_goes_first(cache: Cache) -> None:
     added = [add_weights(cache, number, 1000, days=number) for number in range(5)]
     (cache.folder / "hardware.json").write_text("{}")

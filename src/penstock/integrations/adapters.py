@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
-from penstock.runtime.files.safetensors_file import read_header
+from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 
 _FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
@@ -62,17 +62,18 @@ class Adapter:
     def read(cls, source: Path) -> Adapter:
         """Read the adapter of a folder or of a safetensors file. Raises SourceError where there is none."""
         files = [source, *(source / name for name in _FILES)]
-        file = next((one for one in files if one.is_file() and one.suffix == ".safetensors"), None)
-        if file is None:
-            raise SourceError(
-                f"{source} holds no adapter: give a safetensors file, or a folder with {_FILES[0]}"
-            )
-        written: str | bytes | None = read_header(file).metadata.get(_METADATA)
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name.removeprefix(_PEFT): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        place, beside = file, file.parent / _SETTINGS
-        if written is None and beside.is_file():
-            place, written = beside, beside.read_bytes()
+        with reading(source):
+            file = next((one for one in files if one.is_file() and one.suffix == ".safetensors"), None)
+            if file is None:
+                raise SourceError(
+                    f"{source} holds no adapter: give a safetensors file, or a folder with {_FILES[0]}"
+                )
+            with open_tensors(file) as opened:
+                written: str | bytes | None = opened.metadata.get(_METADATA)
+                tensors = {name.removeprefix(_PEFT): opened.get_tensor(name) for name in opened.entries}
+            place, beside = file, file.parent / _SETTINGS
+            if written is None and beside.is_file():
+                place, written = beside, beside.read_bytes()
         return cls(source, tensors, None if written is None else _parsed(written, place))
 
     def part(self, prefix: str) -> Adapter:

@@ -30,11 +30,8 @@ from penstock.integrations.emptied.watch import Watch
 from penstock.integrations.folders import (
     Stored,
     asked_dtype,
-    is_pipeline,
     local_folder,
-    open_model,
-    open_pipeline,
-    refuse_variant,
+    open_folder,
 )
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.keys.module import ModuleKey, unless_unknown
@@ -462,8 +459,8 @@ def load(
     refuse_global_hooks()
     _refuse_compiled(lowering, train=train)
     folder, asked = local_folder(source), asked_dtype(dtype)
-    refuse_variant(folder, variant)
     nbytes, where = parse_size(memory, name="memory"), Where(Cache.at(cache), device, lowering)
+    found = open_folder(folder, variant, asked, train=train)
     applied = Applied(None, Cap(nbytes, counts_own=device == "cpu"), where, restores=False)
 
     def stream(stored: Stored) -> Any:
@@ -474,13 +471,11 @@ def load(
         applied.add(stored.name, module, functools.partial(Built.by, stored.build, str(where.target)), kept)
         return module
 
-    if is_pipeline(folder):
-        if train:
-            raise PassError(f"train=True takes a model, and {folder} has a pipeline of several")
-        stored, assemble = open_pipeline(folder, variant, asked)
-        applied.target = assemble({name: stream(replace(one, name=name)) for name, one in stored.items()})
+    if isinstance(found, tuple):
+        parts, assemble = found
+        applied.target = assemble({name: stream(replace(one, name=name)) for name, one in parts.items()})
     else:
-        applied.target = stream(open_model(folder, variant, asked))
+        applied.target = stream(found)
         add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.target.penstock_applied = applied
     if example is not None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from penstock._version import __version__
@@ -20,11 +19,12 @@ from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.files.pack import PackedTensor, PackEntry, tensor_chunks, write_packed
-from penstock.runtime.files.safetensors_file import read_header
+from penstock.runtime.files.safetensors_file import read_header, reading
 from penstock.runtime.files.stamp import hash_storage, stamp_file
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.runtime.program import Program
 from penstock.runtime.system.atomic import write_artifact
-from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.payload.codec import VERSIONS
 
 _log = logging.getLogger(__name__)
@@ -117,11 +117,8 @@ def keep_packed(
 
 def _holds(file: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether a file holds these tensors, byte for byte."""
-    with safe_open(file, framework="pt") as opened:
-        return all(
-            torch.equal(bytes_of(opened.get_tensor(name)), bytes_of(value).cpu())
-            for name, value in tensors.items()
-        )
+    with open_tensors(file) as opened:
+        return all(opened.holds(name, bytes_of(value)) for name, value in tensors.items())
 
 
 def _entry(name: str, value: torch.Tensor) -> PackEntry:
@@ -132,9 +129,15 @@ def _entry(name: str, value: torch.Tensor) -> PackEntry:
 
 
 def artifact_key(contents: Sequence[str], weights: Sequence[Path], settings: str) -> str:
-    """A name for programs of these contents over weight files as they are now, under these versions."""
-    states = [path.stat() for path in weights]
-    stamps = [(state.st_size, state.st_mtime_ns, state.st_ino) for state in states]
+    """A name for programs of these contents over weight files as they are now, under these versions.
+
+    Raises SourceError for a file that the system does not look at.
+    """
+    stamps = []
+    for path in weights:
+        with reading(path):
+            state = path.stat()
+        stamps.append((state.st_size, state.st_mtime_ns, state.st_ino))
     versions = f"{settings} {torch.__version__} {__version__} payload {VERSIONS[-1]}"
     return hashlib.sha256(f"{versions} {weights} {stamps} {contents}".encode()).hexdigest()[:32]
 
@@ -156,12 +159,13 @@ def with_phases(program: Program, phases: Mapping[str, int]) -> Program:
     return Program(program.path, replace(program.payload, storages=tuple(storages)), trust=program.trust)
 
 
-def with_other_file(program: Program, old: Path, new: Path) -> Program | None:
-    """A program that reads `new` where `program` reads `old`, a file of the same layout; plans stay valid.
+def with_other_file(program: Program, old: Path, kept: KeptWeights) -> Program | None:
+    """A program that reads the file of `kept` where `program` reads `old`; plans stay valid.
 
-    None where the compiler has copied a weight of that file into its code.
+    None where the compiler has copied a weight of that file into its code. Raises SourceError where the file
+    does not hold what was kept.
     """
-    payload = program.payload
+    payload, (new,) = program.payload, kept.files
     number = [file.path for file in payload.files].index(str(old.absolute()))
     files = list(payload.files)
     files[number] = stamp_file(new, recorded_path=str(new.absolute()))
@@ -170,7 +174,9 @@ def with_other_file(program: Program, old: Path, new: Path) -> Program | None:
         if any(extent.file == number for extent in storage.extents):
             if storage.kind == "inlined":
                 return None
-            storages[s] = replace(storage, sha256=hash_storage(storage, files, program.path))
+            storages[s] = found = replace(storage, sha256=hash_storage(storage, files, program.path))
+            if found.sha256 not in kept.digests.values():
+                raise SourceError(f"{new} has other bytes than were written to it: try again")
     payload_now = replace(payload, files=tuple(files), storages=tuple(storages))
     changed = Program(program.path, payload_now, trust=program.trust)
     if payload.lowering == "eager":

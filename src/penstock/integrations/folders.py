@@ -33,8 +33,9 @@ from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.artifact_files import PAYLOAD
-from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files
-from penstock.schedule.facts.errors import SourceError
+from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, reading
+from penstock.runtime.files.tensor_file import open_tensors
+from penstock.schedule.facts.errors import PassError, SourceError
 
 _PIPELINE, _CONFIG = "model_index.json", "config.json"
 
@@ -135,8 +136,9 @@ def local_folder(source: object, revision: str | None = None) -> Path:
             f"expected a model's folder or its name, got {got}: what is in memory is for "
             "penstock.integrations.apply"
         )
-    if Path(source).is_dir():
-        return Path(source)
+    with reading(Path(source)):
+        if Path(source).is_dir():
+            return Path(source)
     with suppress(Exception):
         from huggingface_hub import snapshot_download
 
@@ -186,6 +188,22 @@ def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
     if name not in DTYPES:
         raise SourceError(f"there is no dtype {dtype!r} for weights: give auto, {', '.join(DTYPES)}")
     return name
+
+
+def open_folder(
+    folder: Path, variant: str | None, dtype: str | None, *, train: bool
+) -> Stored | tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
+    """What `open_model` finds in a folder, or `open_pipeline`, which cannot be trained.
+
+    Raises SourceError for what is missing, damaged or not read by the system, and PassError with `train`.
+    """
+    with reading(folder):
+        refuse_variant(folder, variant)
+        if not is_pipeline(folder):
+            return open_model(folder, variant, dtype)
+        if train:
+            raise PassError(f"train=True takes a model, and {folder} has a pipeline of several")
+        return open_pipeline(folder, variant, dtype)
 
 
 def open_model(
@@ -369,8 +387,8 @@ def _fill_buffers(deferred: Deferred, files: tuple[Path, ...], names: Mapping[st
     A buffer that is made of several tensors has their rows, one tensor after another.
     """
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        where = {name: one for one in opened for name in one.keys()}  # noqa: SIM118
+        opened = [stack.enter_context(open_tensors(file)) for file in files]
+        where = {name: one for one in opened for name in one.entries}
         for path, child in deferred.module.named_modules():
             for key, value in child._buffers.items():
                 if value is None:

@@ -17,6 +17,7 @@ from torch import nn
 from penstock.integrations.calls.assumptions import AskedMask, Assumptions
 from penstock.integrations.emptied.watch import REMOVE_GLOBAL_HOOK, global_hook, name_of
 from penstock.passes.building.refusals import refuse_scripted
+from penstock.runtime.files.safetensors_file import reading
 from penstock.schedule.facts.errors import PassError
 
 _MASKS = "transformers.masking_utils"
@@ -342,11 +343,12 @@ def _is_diffusers(module: nn.Module) -> bool:
 
 
 def add_generation_config(model: nn.Module, folder: Path) -> None:
-    """Give a transformers model the settings for `generate` of its folder."""
-    if hasattr(model, "generation_config") and (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
+    """Give a transformers model the settings for `generate` of its folder. Raises SourceError."""
+    with reading(folder):
+        if hasattr(model, "generation_config") and (folder / "generation_config.json").is_file():
+            from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+            model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def closing(target: Any) -> Any:

@@ -6,10 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from penstock.integrations.cached import store
@@ -25,7 +23,7 @@ from penstock.runtime.checkpoint.binding import Names, listed, tensor_names
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.safetensors_file import TORCH_NAMES
-from penstock.runtime.files.stamp import CHUNK_BYTES
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.facts.model import ALIGNMENT
 
 _log = logging.getLogger(__name__)
@@ -140,17 +138,13 @@ def _same_bytes(
     A library computes on tensors where their file is mapped. A copy of the model has them elsewhere.
     """
     with ExitStack() as stack:
-        opened = {f: stack.enter_context(safe_open(f, framework="pt")) for f in checkpoint.files}
-        where = {name: reader for reader in opened.values() for name in reader.keys()}  # noqa: SIM118
+        opened = [stack.enter_context(open_tensors(file)) for file in checkpoint.files]
+        where = {name: one for one in opened for name in one.entries}
         for fqn, names in matches.items():
-            stored = [bytes_of(where[name].get_tensor(name)) for name in tensor_names(fqn, {fqn: names})]
+            stored = tensor_names(fqn, {fqn: names})
+            entries = [where[name].entries[name] for name in stored]
             phase = tensors[fqn].data_ptr() % ALIGNMENT
-            mapped = len(stored) > 1 or stored[0].data_ptr() % ALIGNMENT == phase
-            parts = torch.split(bytes_of(tensors[fqn]), [one.numel() for one in stored])
-            if all(_equal(*both) for both in zip(parts, stored, strict=True)):
+            mapped = len(stored) > 1 or entries[0].start % ALIGNMENT == phase
+            parts = torch.split(bytes_of(tensors[fqn]), [one.nbytes for one in entries])
+            if all(where[name].holds(name, part) for name, part in zip(stored, parts, strict=True)):
                 yield fqn, None if mapped or tensors[fqn].device.type != "cpu" else phase
-
-
-def _equal(held: torch.Tensor, stored: torch.Tensor) -> bool:
-    cuts = [*range(0, held.numel(), CHUNK_BYTES), held.numel()]
-    return all(torch.equal(held[a:b].cpu(), stored[a:b]) for a, b in pairwise(cuts))

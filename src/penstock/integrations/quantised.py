@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
-from penstock.runtime.files.safetensors_file import TORCH_NAMES
+from penstock.runtime.files.safetensors_file import TORCH_NAMES, read_header
 from penstock.schedule.facts.errors import SourceError
 
 _ONLY = "torchao"
@@ -65,8 +64,7 @@ def _weights(
     """The weights that are stored in parts, by FQN: tensors of torchao's classes on the meta device."""
     facts: dict[str, str] = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            facts |= opened.metadata() or {}
+        facts |= read_header(file).metadata
     parts = {
         name: torch.empty(one.shape, dtype=getattr(torch, TORCH_NAMES[one.dtype]), device="meta")
         for name, one in stored.items()

@@ -311,7 +311,7 @@ class Component:
         (new,) = kept.files
         number = next(k for k, one in enumerate(self.kept) if same_layout(one.files[0], new))
         (old,) = self.kept[number].files
-        program = None if self._program is None else with_other_file(self._program, old, new)
+        program = None if self._program is None else with_other_file(self._program, old, kept)
 
         def swap() -> None:
             self.kept[number] = kept

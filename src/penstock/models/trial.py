@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.checkpoint.binding import listed
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.stream.interface import Stats
@@ -146,13 +147,8 @@ def _method(program: Program, name: str | None) -> Method:
 
 
 def _from_file(path: Path, method: Method) -> list[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError, RuntimeError) as error:  # the last from torch's map
-        raise SourceError(f"the inputs in {path} cannot be read: {error}") from error
+    with open_tensors(path) as file:
+        found = {name: file.get_tensor(name) for name in file.entries}
     tensors = [leaf for leaf in method.inputs if leaf.value is None]
     missing = [leaf.name for leaf in tensors if leaf.name not in found]
     unknown = sorted(set(found) - {leaf.name for leaf in tensors})

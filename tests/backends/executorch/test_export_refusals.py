@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -171,7 +172,7 @@ def test_an_alignment_that_no_reader_can_use_is_refused(tmp_path: Path) -> None:
     )
     program = edge.to_executorch(ExecutorchBackendConfig(segment_alignment=128))
     sentence = "expected a multiple of 4096, from which they are read in place: export with to_executorch"
-    with pytest.raises(penstock.SourceError, match=rf"would have weights at byte \d+, {sentence}"):
+    with pytest.raises(penstock.SourceError, match=rf"weights\.ptd has weights at byte \d+, {sentence}"):
         save(program, tmp_path / "model.pte")
     assert not list(tmp_path.iterdir())
     program.save(str(tmp_path / "model.pte"))
@@ -259,10 +260,30 @@ def test_a_program_without_penstock_says_so(tmp_path: Path) -> None:
 
 
 def test_files_are_not_replaced_unasked(lowered_mlp: Lowered) -> None:
-    with pytest.raises(penstock.SourceError, match=r"exists already: give force=True to replace it"):
+    with pytest.raises(penstock.SourceError, match=r"weights\.ptd exists; .*\(force=True\)"):
         save(lowered_mlp.program, lowered_mlp.path)
     with pytest.raises(penstock.SourceError, match=r"goes to a file with the ending \.pte, got .*model\.bin"):
         save(lowered_mlp.program, lowered_mlp.path.with_suffix(".bin"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert read(lowered_mlp.path) == lowered_mlp.exported
+
+
+def test_a_program_that_cannot_be_written_leaves_the_files_as_they_were(
+    files: Path, lowered_decoder: Lowered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path.name: path.read_bytes() for path in files.parent.iterdir()}
+    flush, flushed = os.fsync, []
+
+    def refuse_last(fd: int) -> None:
+        if len(flushed) == 1:
+            raise OSError(28, "No space left on device")
+        flushed.append(fd)
+        flush(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse_last)
+        with pytest.raises(penstock.SourceError, match=r"model\.pte could not be written .* is unchanged"):
+            save(lowered_decoder.program, files, force=True)
+    assert {path.name: path.read_bytes() for path in files.parent.iterdir()} == before
+    assert read(save(lowered_decoder.program, files, force=True)).payload == lowered_decoder.exported.payload

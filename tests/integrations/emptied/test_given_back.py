@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -16,6 +15,7 @@ from penstock.integrations import apply, cached
 from penstock.integrations.emptied import hollow
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.cache import Cache
+from penstock.runtime.files.tensor_file import TensorFile
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
@@ -209,32 +209,19 @@ def test_an_apply_that_fails_while_memory_is_given_back_leaves_it(tmp_path, monk
 
 
 def test_a_restore_without_memory_changes_nothing_and_can_be_repeated(tmp_path, monkeypatch):
-    class Opened:
-        """A file that is read once, and then there is no memory."""
+    read, reads = TensorFile.get_tensor, []
 
-        def __init__(self, file, framework):
-            self.opened, self.reads = safe_open(file, framework=framework), 0
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def keys(self):
-            return self.opened.keys()
-
-        def get_tensor(self, name):
-            self.reads += 1
-            if self.reads == 2:
-                raise MemoryError("no memory")
-            return self.opened.get_tensor(name)
+    def once(file, name):
+        reads.append(name)
+        if len(reads) == 2:
+            raise MemoryError("no memory")
+        return read(file, name)
 
     model = layers()
     expected = model(X)
     applied = apply(model, "1MB", cache=tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(hollow, "safe_open", Opened)
+        patched.setattr(TensorFile, "get_tensor", once)
         with pytest.raises(MemoryError):
             applied.restore()
     for value in model.parameters():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.system import atomic
-from penstock.runtime.system.atomic import exchange_paths, write_artifact
+from penstock.runtime.system.atomic import exchange_paths, replace_files, write_artifact
 from penstock.schedule import atomic_file
 from penstock.schedule.atomic_file import replace_file
 from penstock.schedule.facts.errors import SourceError
@@ -223,6 +223,56 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(output: Path, disk: Disk, 
             os.write(fd, content)
     disk.check()
     assert output.read_bytes() == b"new"
+
+
+def write_both(paths: list[Path], content: bytes) -> None:
+    with replace_files(paths, force=True) as fds:
+        for fd in fds:
+            os.write(fd, content)
+
+
+@pytest.mark.usefixtures("renaming")
+@pytest.mark.parametrize("there", [(), ("first",), ("first", "last")])
+def test_of_several_files_all_are_replaced_or_none(
+    there: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "first", tmp_path / "last"]
+    for name in there:
+        (tmp_path / name).write_bytes(b"old")
+    refused: list[str] = []
+
+    def refusing(call: Callable[..., object]) -> Callable[..., object]:
+        def refuse(new: Path, old: Path, *rule: int) -> object:
+            if ".tmp-" in str(new) and str(old).endswith("last"):
+                refused.append(call.__name__)
+                raise OSError(5, "Input/output error")
+            return call(new, old, *rule)
+
+        return refuse
+
+    calls = (os, "rename"), (os, "replace"), (atomic, "exchange_paths"), (atomic_file, "rename_by_rule")
+    with monkeypatch.context() as patch:
+        for where, name in calls:
+            patch.setattr(where, name, refusing(getattr(where, name)))
+        with pytest.raises(SourceError, match=r"last could not be written .* is unchanged"):
+            write_both(paths, b"new")
+    assert len(refused) == 1
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == dict.fromkeys(there, b"old")
+    write_both(paths, b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"first": b"new", "last": b"new"}
+
+
+def test_several_files_are_on_the_disk_before_one_of_them_has_its_name(output: Path, disk: Disk) -> None:
+    write_both([output, output.with_name("last")], b"new")
+    disk.check()
+
+
+def test_none_of_several_files_is_replaced_unasked(tmp_path: Path) -> None:
+    (tmp_path / "last").write_bytes(b"old")
+    refused = pytest.raises(SourceError, match="last exists")
+    with refused, replace_files([tmp_path / "first", tmp_path / "last"], force=False):
+        pytest.fail("nothing is to be written")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"last": b"old"}
 
 
 def test_stale_temporaries_are_removed_and_live_ones_kept(output: Path) -> None:

@@ -22,6 +22,7 @@ from penstock.runtime.system.memory import (
     hint,
     supports_populate,
 )
+from penstock.runtime.system.page_cache import may_ask_mincore, open_uncached
 from penstock.schedule.facts.errors import StreamError
 from tests.runtime.system.page_tables import mapped_pages
 
@@ -80,6 +81,21 @@ def test_a_page_in_the_page_cache_alone_is_not_resident(tmp_path: Path) -> None:
         advise(reserved.address, 3 * PAGE, MADV_POPULATE_READ)
         assert reserved.resident_bytes() == 3 * PAGE
         assert ctypes.string_at(reserved.address, 3 * PAGE) == path.read_bytes()[PAGE:]
+
+
+def test_what_the_page_cache_holds_is_unknown_where_the_system_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    (path := tmp_path / "file").write_bytes(bytes(PAGE))
+    with path.open("rb") as file, monkeypatch.context() as patch:
+        fd, opened = file.fileno(), len(os.listdir("/proc/self/fd"))
+        patch.setattr(os, "fstat", refuse)
+        assert not may_ask_mincore(fd)
+        assert open_uncached(path, fd) == -1
+        assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_populating_past_the_end_of_a_file_is_an_error_and_no_signal(tmp_path: Path) -> None:

@@ -191,6 +191,19 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pyte
     assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody else's"]
 
 
+def test_a_folder_that_the_system_does_not_look_at_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise OSError(5, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_dir", refuse)
+        with pytest.raises(PlanError, match=r"plan\.html could not be written .*Input/output error"):
+            save_report(equal_plan(), tmp_path / "plan.html")
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_are_written_where_the_system_has_one_way_to_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from penstock.backends.executorch.containers import Pte, read_ptd, read_pte
 from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
 from penstock.backends.executorch.region import COMPILED, PAYLOAD, PROGRAM, RegionCode, check_regions
 from penstock.runtime.files.safetensors_file import check_regular
-from penstock.schedule.atomic_file import replace_file, write_all
+from penstock.runtime.system.atomic import replace_files
+from penstock.schedule.atomic_file import reporting, write_all
 from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
 from penstock.schedule.facts.model import Part
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
@@ -81,7 +81,8 @@ class Exported:
 def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Path:
     """Writes what `to_executorch` returned: the `.pte` at `path`, and the `.ptd` files beside it.
 
-    Each file is there whole or not at all, the `.pte` last. Raises SourceError, with all files as they were,
+    What fails leaves all files as they were. They are replaced one by one, the `.pte` last: a process that is
+    killed between two of them leaves a `.pte` that `read` refuses beside the new `.ptd`. Raises SourceError
     for an alignment from which weights cannot be read in place, for a program without values, and for a file
     that is there already unless `force` is given.
     """
@@ -90,22 +91,21 @@ def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Pat
         raise SourceError(f"the program goes to a file with the ending .pte, got {path}")
     pte = bytes(program.buffer)
     exported = _exported(path, _contents(path, pte))
-    names = sorted({file.path for file in exported.payload.files})
-    for name in (*names, path.name):
-        if not force and (path.parent / name).exists():
-            raise SourceError(f"{path.parent / name} exists already: give force=True to replace it")
-    with ExitStack() as files:  # all are checked before one of them is in its place
-        for name, cord in sorted(program._tensor_data.items()):
-            target = path.parent / (name if name.endswith(".ptd") else f"{name}.ptd")
-            fd = files.enter_context(replace_file(target, force=force))
-            with os.fdopen(os.dup(fd), "r+b") as both:
-                cord.write_to_file(both)
-                for offset, _ in read_ptd(both).values() if target.name in names else ():
-                    if offset % BLOCK:
-                        raise _misaligned(f"{target} would have weights at byte {offset}")
-    with replace_file(path, force=force) as fd:
-        write_all(fd, pte)
-    read(path)
+    verify_payload(exported.payload)
+    data = {
+        name if name.endswith(".ptd") else f"{name}.ptd": one for name, one in program._tensor_data.items()
+    }
+    targets = [*(path.parent / name for name in sorted(data)), path]
+    with replace_files(targets, force=force) as fds:
+        for target, fd in zip(targets, fds, strict=True):
+            with reporting(target):
+                if target == path:
+                    write_all(fd, pte)
+                else:
+                    with os.fdopen(os.dup(fd), "wb") as file:
+                        data[target.name].write_to_file(file)
+        opened = dict(zip(targets, fds, strict=True))
+        _places(path, exported.payload, lambda target: os.fdopen(os.dup(opened[target]), "rb"))
     return path
 
 
@@ -122,15 +122,19 @@ def read(path: str | PathLike[str]) -> Exported:
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from None
     exported = _exported(path, _contents(path, data))
-    exported = replace(exported, places=_places(path, exported.payload))
+    places = _places(path, exported.payload, lambda target: check_regular(target).open("rb"))
+    exported = replace(exported, places=places)
     verify_payload(exported.payload)
     return exported
 
 
-def _places(path: Path, payload: Payload) -> dict[str, tuple[Path, int]]:
+def _places(
+    path: Path, payload: Payload, open_file: Callable[[Path], BinaryIO]
+) -> dict[str, tuple[Path, int]]:
+    """Where the files that a payload names have the bytes of storages, by key; `open_file` opens them."""
     found: dict[str, tuple[Path, int, int]] = {}
-    for name in sorted({file.path for file in payload.files}):
-        found |= {key: (path.parent / name, *place) for key, place in _entries(path.parent / name).items()}
+    for target in sorted({path.parent / file.path for file in payload.files}):
+        found |= {key: (target, *place) for key, place in _entries(target, open_file).items()}
     for file in payload.files:
         if file.key not in found:
             raise SourceError(
@@ -144,20 +148,17 @@ def _places(path: Path, payload: Payload) -> dict[str, tuple[Path, int]]:
                 "back, or export again"
             )
         if offset % BLOCK:
-            raise _misaligned(f"{where} has weights at byte {offset}")
+            raise SourceError(
+                f"{where} has weights at byte {offset}, expected a multiple of {BLOCK}, from which they are "
+                f"read in place: {_REMEDY}"
+            )
     return {key: (where, offset) for key, (where, offset, _) in found.items()}
 
 
-def _misaligned(what: str) -> SourceError:
-    return SourceError(
-        f"{what}, expected a multiple of {BLOCK}, from which they are read in place: {_REMEDY}"
-    )
-
-
-def _entries(path: Path) -> dict[str, tuple[int, int]]:
+def _entries(path: Path, open_file: Callable[[Path], BinaryIO]) -> dict[str, tuple[int, int]]:
     """The absolute offset and the size of each entry of a `.ptd`, by its key; reads its head only."""
     try:
-        with check_regular(path).open("rb") as file:
+        with open_file(path) as file:
             return read_ptd(file)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}; it belongs beside the .pte") from None

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 import typer
 
+from penstock.schedule.atomic_file import reporting
+
 
 def fail(sentence: str) -> NoReturn:
     """Print one sentence on stderr and exit with status 2."""
@@ -20,14 +22,16 @@ def check_outputs(*paths: Path | None, force: bool) -> None:
     for path in paths:
         if path is None:
             continue
-        if path.is_dir():
-            fail(f"{path} is a folder: choose a file for this output")
-        if path.exists() and not force:
-            fail(f"{path} exists: choose another output, or overwrite it with --force")
-        if not path.absolute().parent.is_dir():
-            fail(
-                f"there is no folder {path.parent} to write {path.name} to: make it, or choose another output"
-            )
+        with reporting(path):
+            if path.is_dir():
+                fail(f"{path} is a folder: choose a file for this output")
+            if path.exists() and not force:
+                fail(f"{path} exists: choose another output, or overwrite it with --force")
+            if not path.absolute().parent.is_dir():
+                fail(
+                    f"there is no folder {path.parent} to write {path.name} to: make it, or choose another "
+                    "output"
+                )
 
 
 def check_artifact(folder: Path) -> None:
@@ -50,8 +54,11 @@ def load_exported(path: Path, *, trust: bool) -> Any:
     import torch
 
     from penstock.passes.calls.stored_program import load_stored
+    from penstock.runtime.files.safetensors_file import reading
 
-    if not path.is_file():
+    with reading(path):
+        there = path.is_file()
+    if not there:
         fail(f"{path} is not a file: give a program saved by torch.export.save")
     if not trust:
         fail(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,6 +17,7 @@ from penstock.integrations.kept import KeptWeights, digest_of, names_of
 from penstock.passes.building.fake_export import Built
 from penstock.passes.weights.subclasses import each_part, plain_tensors
 from penstock.runtime.checkpoint.binding import tensor_names
+from penstock.runtime.files.tensor_file import TensorFile, open_tensors
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
 
@@ -158,15 +158,15 @@ class Hollow:
                     one._buffers[key] = others[id(buffer)]
 
 
-def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, tuple[Path, Any]]:
+def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, tuple[Path, TensorFile]]:
     """For each tensor in files its file, and what reads it while `stack` is open."""
-    where: dict[str, tuple[Path, Any]] = {}
+    where: dict[str, tuple[Path, TensorFile]] = {}
     for file in files:
         try:
-            reader = stack.enter_context(safe_open(file, framework="pt"))
-        except Exception as error:
+            opened = stack.enter_context(open_tensors(file))
+        except SourceError as error:
             raise SourceError(f"the weights cannot be read again from {file}: {error}") from error
-        where |= {name: (file, reader) for name in reader.keys()}  # noqa: SIM118
+        where |= {name: (file, opened) for name in opened.entries}
     return where
 
 

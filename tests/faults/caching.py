@@ -1,0 +1,148 @@
+"""Scenarios of `apply` and of its cache."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from penstock.runtime.cache import list_entries, prune
+from penstock.schedule.facts.errors import PenstockError
+from tests.faults.scenario import Plain, Scenario, X, bits
+
+
+class Applying(Scenario):
+    """`apply` with a cache, which is `warm` if another process has filled it."""
+
+    adds = ("cache", "cache/*")
+
+    def __init__(self, *, warm: bool) -> None:
+        self._warm = warm
+
+    def prepare(self, root: Path, beside: Path) -> None:
+        if self._warm:
+            self.act(root, self.start(root, beside))
+
+    def start(self, root: Path, beside: Path) -> Any:
+        self._applied = None
+        return Plain().eval().requires_grad_(False)
+
+    def act(self, root: Path, started: Any) -> str:
+        from penstock.integrations import apply
+
+        self._applied = apply(started, "1MB", example=X, cache=root / "cache")
+        value = bits(started(X))
+        self._applied.restore()
+        self._applied = None
+        return value
+
+    def reload(self, root: Path, started: Any) -> Any:
+        """A model that cannot be restored, because what it was given back for has changed, is made again."""
+        return self.start(root, root)
+
+    def again(self, root: Path, started: Any) -> str:
+        if self._applied is not None:
+            self._applied.restore()
+        return self.act(root, started)
+
+
+class LoadingModel(Scenario):
+    """A model of transformers is loaded from its folder; another process has filled the cache."""
+
+    adds = ("cache/*",)
+
+    def once(self) -> None:
+        from tests.integrations import models
+
+        self._model = models.llama(num_hidden_layers=1)
+
+    def prepare(self, root: Path, beside: Path) -> None:
+        self._model.save_pretrained(root / "model")
+        self.act(root, None)
+
+    def act(self, root: Path, started: Any) -> str:
+        from penstock.integrations import load
+
+        with load(root / "model", "500KB", cache=root / "cache") as model:
+            return bits(model(torch.tensor([[5, 17, 99]])).logits)
+
+
+class Pruning(Scenario):
+    """The cache is emptied; what a killed run left goes as well."""
+
+    adds = ("*",)
+
+    def prepare(self, root: Path, beside: Path) -> None:
+        from penstock.integrations import apply
+
+        with apply(Plain().eval().requires_grad_(False), "1MB", example=X, cache=root):
+            pass
+        left = root / "weights" / f".{'0' * 32}.tmp-01234567"
+        left.mkdir()
+        (left / "weights.safetensors").write_bytes(b"left")
+
+        (beside / "entries").write_text(str(len(list_entries(root))))
+
+    def start(self, root: Path, beside: Path) -> Any:
+        return (beside / "entries").read_text()
+
+    def act(self, root: Path, started: Any) -> str:
+        done = prune(root, before=math.inf)
+        return str(len(done.removed) + len(done.in_use))
+
+    def again(self, root: Path, started: Any) -> str:
+        prune(root, before=math.inf)
+        assert not [path for path in root.rglob("*") if path.is_file()]
+        return str(started)
+
+
+class Swapping(Scenario):
+    """An adapter gets the values of another one."""
+
+    adds = ("cache/*",)
+    inherits = True
+
+    def prepare(self, root: Path, beside: Path) -> None:
+        self._adapted(2, root / "adapter")
+
+    def start(self, root: Path, beside: Path) -> Any:
+        from penstock.integrations import apply
+
+        model = self._adapted(1)
+        self._now = bits(model(X))
+        assert self._now != bits(self._adapted(2)(X))
+        return model, apply(model, "1MB", example=X, cache=root / "cache")
+
+    def act(self, root: Path, started: Any) -> str:
+        model, applied = started
+        try:
+            applied.swap_adapter(root / "adapter")
+        except PenstockError:
+            assert bits(model(X)) == self._now
+            raise
+        self._now = bits(model(X))
+        return self._now
+
+    def reload(self, root: Path, started: Any) -> Any:
+        return self.start(root, root)
+
+    @staticmethod
+    def _adapted(seed: int, folder: Path | None = None) -> Any:
+        """A model with an adapter, whose values are also written to a folder, if one is given."""
+        from peft import LoraConfig, inject_adapter_in_model
+
+        from penstock.integrations.adapters import names_in_files
+
+        model: Any = Plain()
+        torch.manual_seed(seed)
+        given = LoraConfig(r=4, target_modules=["0", "1"], init_lora_weights=False)
+        model = inject_adapter_in_model(given, model, "style").eval().requires_grad_(False)
+        if folder is not None:
+            given.save_pretrained(str(folder))
+            parameters = dict(model.named_parameters())
+            tensors = {name: parameters[fqn] for name, fqn in names_in_files(model, "style").items()}
+            save_file(tensors, folder / "adapter_model.safetensors")
+        return model
