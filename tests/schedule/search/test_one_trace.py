@@ -378,13 +378,15 @@ def test_what_is_produced_may_wait_to_be_copied_out() -> None:
 
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], list[Schedule]]:
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Schedule]]:
     """Gives the schedules that are timed the periods of a list, and returns the list of the schedules."""
 
-    def script(periods: list[int]) -> list[Schedule]:
+    def script(periods: list[int], enoughs: list[float] | None = None) -> list[Schedule]:
         seen: list[Schedule] = []
+        enoughs = [] if enoughs is None else enoughs
 
-        def period(trace: object, schedule: Schedule, *_: object) -> int:
+        def period(trace: object, schedule: Schedule, *_: object, enough: float) -> int:
+            enoughs.append(enough)
             seen.append(schedule)
             return periods[len(seen) - 1]
 
@@ -396,7 +398,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], list[Sche
 
 def test_the_fastest_eight_are_ranked_then_by_the_time_of_the_link(scripted: Any) -> None:
     search = search_of(problem_of((1,) * 4, one_each(4), hardware=machine(1e9, latency_ns=1)), 2)
-    scripted([500, 300, 400, 300, 700, 600, 900, 800, 650, 20_000])
+    enoughs: list[float] = []
+    scripted([500, 300, 400, 300, 700, 600, 900, 800, 650, 20_000], enoughs)
     choices = ["xxxx", "xxx-", "-xxx", "-x-x", *["xxxx"] * 6]
     assert (search.period_ns, search._worst_ns()) == (float("inf"), float("inf"))
     for n, text in enumerate(choices):
@@ -410,6 +413,7 @@ def test_the_fastest_eight_are_ranked_then_by_the_time_of_the_link(scripted: Any
     ]
     assert search.ranked[0].rows.tolist() == [False, True, False, True]
     assert (search.period_ns, search._worst_ns()) == (300, 800)
+    assert enoughs == [float("inf")] * 8 + [900, 800]  # a longer period need not be known
 
 
 @pytest.mark.parametrize(("worst", "timed"), [(260, 0), (261, 1)])
