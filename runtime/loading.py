@@ -6,7 +6,7 @@ On a CPU weights stream into an arena (runtime/arena); on other devices they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from ctypes import pointer
 from dataclasses import dataclass
@@ -123,7 +123,8 @@ def load_module(
     if device is None:
         weights = load_weights(program.path, payload, plan, options, program.beside_bytes)
     else:
-        weights = _load_on_device(program.path, payload, plan, device, poison=options.poison)
+        kept = set[int]() if isinstance(code, compiled.LoadedPackage) else _kept_on_host(code, device)
+        weights = _load_on_device(program.path, payload, plan, device, poison=options.poison, on_host=kept)
         weights.out_of_memory = partial(
             _outgrown,
             device,
@@ -340,8 +341,22 @@ def _open_device(program: Program, plan: Plan, options: LoadOptions) -> Device:
     return device
 
 
+def _kept_on_host(lowered: eager.LoweredProgram, device: Device) -> set[int]:
+    """Returns the storages of weights that a program for an accelerator has on the CPU, where they stay."""
+    exported_for = {code.signature.device.type for code in lowered.methods.values()}
+    if device.torch_device.type == "cpu" or exported_for == {"cpu"}:
+        return set()
+    return {w.parts[0].storage for w in lowered.payload.tensors if torch.device(w.device).type == "cpu"}
+
+
 def _load_on_device(
-    folder: Path, payload: Payload, plan: Plan, device: Device, *, poison: bool
+    folder: Path,
+    payload: Payload,
+    plan: Plan,
+    device: Device,
+    *,
+    poison: bool,
+    on_host: Collection[int] = (),
 ) -> LoadedWeights:
     """Returns the weights of a verified plan on a device with streams; on an error all is closed again."""
     if plan.arena.kind != "contiguous" and plan.arena_bytes:
@@ -357,7 +372,7 @@ def _load_on_device(
         source = open_source(payload.files, folder)
         opened.callback(source.close)
         opened.callback(device.close)
-        weights = DeviceWeights(plan, payload.storages, device, source)
+        weights = DeviceWeights(plan, payload.storages, device, source, on_host=on_host)
         streamer: DeviceStreamer | SimStreamer | None = None
         if plan.arena_bytes:
             simulated = isinstance(device, SimDevice)

@@ -75,7 +75,7 @@ def _floor(pieces: Pieces) -> Floor:
         (nbytes, step)
         for which, trace in enumerate(demand.traces)
         for nbytes, step in zip(
-            needed_bytes(pieces.copied, len(trace.steps), which=which), trace.steps, strict=True
+            needed_bytes(pieces.copied_runs, len(trace.steps), which=which), trace.steps, strict=True
         )
     ]
     if not steps:

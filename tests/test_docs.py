@@ -60,9 +60,9 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def script(code: str, folder: Path) -> str:
-    """What a script prints, with warnings as errors, in a process of its own."""
-    done = run_forked(code, folder=folder, PATH=PATH)
+def script(code: str, folder: Path, *, warnings: str = "error") -> str:
+    """What a script prints, with warnings as errors by default, in a process of its own."""
+    done = run_forked(code, folder=folder, warnings=warnings, PATH=PATH)
     assert done.status == 0, done.err
     return done.out
 
@@ -153,7 +153,7 @@ def test_the_example_of_planning_prints_what_the_page_says(tmp_path: Path) -> No
 def test_the_export_for_executorch_runs(tmp_path: Path) -> None:
     (example,) = [text for language, text in blocks("docs/executorch.md") if language == "python"]
     # Without errors for warnings: ExecuTorch has many.
-    output = run([sys.executable, "-c", example], tmp_path)
+    output = script(example, tmp_path, warnings="default")
     assert output.splitlines()[-1] == "['up.weight', 'up.bias', 'down.weight', 'down.bias']"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pte", "weights.ptd"]
 

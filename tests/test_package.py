@@ -65,6 +65,11 @@ def test_importing_the_errors_and_the_demo_does_not_import_torch() -> None:
     assert run_python(code) == "False"
 
 
+def test_what_opens_an_artifact_imports_no_compiler() -> None:
+    code = "import penstock, sys; penstock.open; print({'torch._dynamo', 'torch._inductor'} & {*sys.modules})"
+    assert run_python(code) == "set()"
+
+
 @pytest.mark.parametrize("name", penstock.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(penstock, name) is not None
@@ -74,9 +79,13 @@ def test_every_public_name_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", ["integrations.apply", "integrations.load", "backends.fx", "backends.onnx"])
 def test_packages_of_public_names_come_when_they_are_asked_for(name: str) -> None:
     package = name.partition(".")[0]
-    code = f"import penstock; print({package!r} in dir(penstock), penstock.{name})"
-    assert run_python(code).startswith("True <")
-    assert run_python(f"import penstock, sys; print('penstock.{package}' in sys.modules)") == "False"
+    code = f"""
+import penstock, sys
+print('penstock.{package}' in sys.modules, {package!r} in dir(penstock), penstock.{name})
+"""
+    done = run_forked(code, warnings="default")
+    assert done.status == 0, done.err
+    assert done.out.startswith("False True <")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu.steps import SkippedError
+from benchmarks.gpu.steps import SkippedError, say
 from benchmarks.gpu.target import Report, Target, on_host, require
 from penstock.demo.llama import choose_shape, make_meta_decoder
 from penstock.runtime.program import Program
@@ -151,18 +152,27 @@ PEERS: dict[str, Callable[[nn.Module, torch.device], None]] = {
 
 
 def run_peers(target: Target, report: Report) -> None:
-    """A line for each number of tokens and each peer, which hold all weights in the host's memory."""
+    """A line for each number of tokens and each peer, which hold all weights in the host's memory.
+
+    A peer that fails is a line, too, and fails the step once all have had their turn.
+    """
+    failed = []
     for tokens in TOKENS:
         cell = Cell(target, tokens)
         for name, offload in PEERS.items():
             library = name.partition(",")[0]
-            if find_spec(library) is None:
-                report(peer=name, tokens=tokens, skipped=f"{library} is not installed")
-                continue
             try:
-                report(tokens=tokens, peer=name, **_peer(target, cell, offload))
+                if find_spec(library) is None:
+                    raise SkippedError(f"{library} is not installed")
+                found = _peer(target, cell, offload)
             except SkippedError as reason:
-                report(peer=name, tokens=tokens, skipped=str(reason))
+                found = {"skipped": str(reason)}
+            except Exception as error:
+                traceback.print_exc()
+                found = {"failed": say(error)}
+                failed.append(f"{name} for {tokens} tokens")
+            report(peer=name, tokens=tokens, **found)
+    require(not failed, f"these peers failed: {'; '.join(failed)}")
 
 
 def _peer(target: Target, cell: Cell, offload: Callable[[nn.Module, torch.device], None]) -> dict[str, Any]:

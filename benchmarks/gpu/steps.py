@@ -63,10 +63,15 @@ def run(name: str, device: str, scale: float, limit: float) -> int:
         _call(name, device, scale, report)
     except Exception as error:
         traceback.print_exc()
-        said = str(error).strip().splitlines() or [""]
-        report(failed=f"{type(error).__name__}: {said[0]}")
+        report(failed=say(error))
         return 1
     return 0
+
+
+def say(error: Exception) -> str:
+    """An error on one line: its type, and the first line of what it says."""
+    said = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {said[0]}"
 
 
 def _call(name: str, device: str, scale: float, report: Callable[..., None]) -> None:

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from torch._export.serde import serialize
 from torch.export import ExportedProgram
 
 _Loaded = TypeVar("_Loaded")
@@ -92,6 +91,8 @@ def _type_hints_once() -> Iterator[None]:
 
     By itself torch resolves them for every node, which is half of the time that loading takes (torch 2.13).
     """
+    from torch._export.serde import serialize  # this import takes a second, and most programs are data
+
     resolve = typing.get_type_hints
     known: dict[type, dict[str, Any]] = {}
 

@@ -24,7 +24,7 @@ from penstock.schedule.facts.errors import TRUST, PassError, PayloadError, Penst
 from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
 
-PROGRAM, TRAINING = "program.zip", "training.json"
+PROGRAM, PACKAGE, TRAINING = "program.zip", "compiled.pt2", "training.json"
 
 
 def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:

@@ -14,9 +14,8 @@ from torch import fx
 
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.calls.signature import CallSignature
-from penstock.passes.lowering.archive import open_programs, read_code
+from penstock.passes.lowering.archive import PACKAGE, open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
-from penstock.passes.lowering.inductor import PACKAGE
 from penstock.passes.lowering.recomputed import OTHERS
 from penstock.passes.weights.values import same_bytes
 from penstock.schedule.facts.catalog import IN_ARENA

@@ -28,7 +28,7 @@ from torch.export.graph_signature import InputKind
 from penstock.passes.annotate import Annotated
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.graph.propagation import fake_mode_of
-from penstock.passes.lowering.archive import PROGRAM, write_programs
+from penstock.passes.lowering.archive import PACKAGE, PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
 from penstock.passes.lowering.hollow import example_arguments, shared_memory, without_values
 from penstock.passes.lowering.post_grad import GraphPass, PlacedProbes, ProbePass
@@ -44,9 +44,6 @@ from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import Method, SparseRead, Step, Storage, Trace, Weight, Work
 from penstock.schedule.facts.parts import read_together
 from penstock.schedule.payload.codec import Payload, ProbeOrder
-
-PACKAGE = "compiled.pt2"
-
 
 FIXED = {
     "aot_inductor.package": True,

@@ -45,6 +45,8 @@ from penstock.schedule.facts.errors import PassError
 
 aten = torch.ops.aten
 
+fx.has_side_effect(aten._linalg_check_errors.default)  # torch 2.11 drops it, as nothing reads what it returns
+
 Value = fx.Node | None
 
 _DEFINED_TWICE = (

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from penstock.schedule.facts.errors import PassError
@@ -70,6 +71,10 @@ _DROPPED = (
 )
 
 
+_OF_CHECKPOINTS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
+"""What checkpoints keep their inputs by in torch 2.11; no gradient goes through it."""
+
+
 @contextmanager
 def refused_own_gradients() -> Iterator[None]:
     """Has `autograd.Function` and `register_hook` raise PassError where a gradient would go through them.
@@ -82,7 +87,8 @@ def refused_own_gradients() -> Iterator[None]:
     def asked(setup_context: Any) -> bool:
         # `Function.apply` asks this first, also where a module holds it as a function of its own.
         own = sys._getframe(1).f_locals.get("cls")
-        if own is not None and torch.is_grad_enabled() and not own.__module__.startswith("torch._"):
+        known = own is None or own is _OF_CHECKPOINTS or own.__module__.startswith("torch._")
+        if own is not None and not known and torch.is_grad_enabled():
             raise PassError(
                 f"{own.__qualname__} is an autograd.Function, of which torch.export keeps the forward and "
                 "drops the backward: make it an operator (torch.library.custom_op, register_autograd), or "

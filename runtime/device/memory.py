@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.device.host import HostRange, HostWeights
-from penstock.runtime.device.protocol import Device, Move
+from penstock.runtime.device.protocol import Device, Move, aligned_bytes
 from penstock.runtime.device.resident import Load, load_resident
 from penstock.runtime.files.ranges import FileRanges
 from penstock.runtime.files.source import Source
@@ -26,13 +26,26 @@ LOADED_THROUGH = 16 << 20
 class DeviceWeights:
     """The `arena` of a device, the `host` behind it, and the files, which `disk` reads.
 
-    Tensors are views that are made once. Storages outside the arena are on the device as a whole. When this
-    has been made, everything that always stays is loaded.
+    Tensors are views that are made once. Storages outside the arena are on the device as a whole, or those
+    `on_host` in ordinary memory of the host. When this has been made, everything that always stays is loaded.
     """
 
-    def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device, source: Source) -> None:
-        self._plan, self._storages = plan, storages
-        self.outside = {s: device.allocate(storages[s].nbytes, "resident weights") for s in plan.outside}
+    def __init__(
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        device: Device,
+        source: Source,
+        *,
+        on_host: Collection[int] = (),
+    ) -> None:
+        self._plan, self._storages, self._on_host = plan, storages, on_host
+        self.outside = {
+            s: aligned_bytes(storages[s].nbytes)
+            if s in on_host
+            else device.allocate(storages[s].nbytes, "resident weights")
+            for s in plan.outside
+        }
         self.arena = device.allocate(plan.arena_bytes, "the arena")
         layout = plan.arena.layout
         places = plan.addresses if plan.arena_bytes else (-1,) * len(storages)
@@ -49,7 +62,8 @@ class DeviceWeights:
     @property
     def held_bytes(self) -> int:
         """The bytes of device memory for weights."""
-        return self.arena.numel() + sum(memory.numel() for memory in self.outside.values())
+        there = (memory.numel() for s, memory in self.outside.items() if s not in self._on_host)
+        return self.arena.numel() + sum(there)
 
     def close(self) -> None:
         """Give arena, slab and ring back. What is outside the arena stays: a call may have returned it."""
@@ -109,7 +123,8 @@ class DeviceWeights:
         if found is None or 0 in part.shape:
             # No step reads this weight: a placeholder of its shape, whose memory is never touched, will do.
             dtype = getattr(torch, part.dtype)
-            return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=self.arena.device)
+            where = "cpu" if part.storage in self._on_host else self.arena.device
+            return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=where)
         memory, start, stop = found
         return tensor_in(memory[start:stop], part)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -17,13 +19,15 @@ from penstock.passes.lowering.targets import check_generator
 from penstock.passes.weights.values import part_of, storage_bytes, storage_identity, tensor_in
 from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
-from penstock.runtime.device.accelerator import find_accelerator
+from penstock.runtime.device.accelerator import find_accelerator, out_of_memory
 from penstock.runtime.device.opening import ACCELERATOR, device_kind
 from penstock.runtime.files.safetensors_file import index_files
 from penstock.runtime.files.stamp import stamp_file
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from penstock.schedule.facts.model import Storage, Weight, WeightFile
 from penstock.schedule.facts.sizes import format_size
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -81,12 +85,12 @@ def offload(
     recurrent layers go there, and weights as they are needed.
 
     Raises SourceError for files that are not the module's, PassError for parameters that cannot leave
-    memory, or for a device that Inductor does not compile for; StreamError where there is no such device. The
-    module is then as it was.
+    memory, or for a device that Inductor does not compile for; StreamError where there is no such device, or
+    where it has no memory for what goes there. The module is then as it was, and the device too.
     """
     refuse_scripted(module)
     where = _place(device)
-    buffers = _moved_buffers(module, where)
+    _check_kept(module, where)
     given = [checkpoint] if isinstance(checkpoint, str | PathLike) else list(checkpoint)
     files = tuple(path.resolve() for path in index_files([Path(one) for one in given]))
     parameters = _streamable(module)
@@ -99,7 +103,7 @@ def offload(
     identities = {storage_identity(p): p for p in parameters.values() if p.device.type != "meta"}
     nbytes = sum(p.untyped_storage().nbytes() for p in identities.values())
     record = Offloaded(weights, found.placed(storages), stamps, nbytes, str(where))
-    _replace(module, parameters, buffers, record)
+    _replace(module, _hollow(parameters, record, where), where)
     _log.info("%s of parameters given back", format_size(nbytes))
     return record
 
@@ -115,23 +119,25 @@ def _place(device: str) -> torch.device:
     return found
 
 
-def _moved_buffers(module: torch.nn.Module, where: torch.device) -> dict[torch.Tensor, torch.Tensor]:
-    """The module's buffers, each with itself on the device. Raises PassError for one that has no values."""
-    if where.type == "cpu":
-        return {buffer: buffer for buffer in module.buffers()}
-    for name, buffer in module.named_buffers():
-        if buffer.device.type == "meta":
-            raise PassError(
-                f"buffer {name!r} is on the meta device and has no values for {where}: make it real"
-            )
-    return {buffer: buffer.to(where) for buffer in module.buffers()}
+def _check_kept(module: torch.nn.Module, where: torch.device) -> None:
+    """Raises PassError for a tensor that is to lie in the memory of a device and has no values."""
+    kept = {} if where.type == "cpu" else {f"buffer {name!r}": one for name, one in module.named_buffers()}
+    for name, one in module.named_modules():
+        if isinstance(one, torch.nn.RNNBase):
+            kept |= {f"parameter {fqn!r}": value for fqn, value in one.named_parameters(name)}
+    for what, value in kept.items():
+        if value.device.type == "meta":
+            raise PassError(f"{what} is on the meta device and has no values for {where}: make it real")
 
 
 def _streamable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    recurrent = [one for one in module.modules() if isinstance(one, torch.nn.RNNBase)]
-    kept = {id(p) for one in recurrent for p in one.parameters()}
+    kept = {id(p) for one in _recurrent(module) for p in one.parameters()}
     found = module.named_parameters(remove_duplicate=False)
     return {fqn: value for fqn, value in found if id(value) not in kept}
+
+
+def _recurrent(module: torch.nn.Module) -> list[torch.nn.Module]:
+    return [one for one in module.modules() if isinstance(one, torch.nn.RNNBase)]
 
 
 def home_of(value: object) -> Home | None:
@@ -178,20 +184,18 @@ def _check_values(weights: Sequence[Weight], parameters: dict[str, torch.nn.Para
                 )
 
 
-def _replace(
-    module: torch.nn.Module,
-    parameters: dict[str, torch.nn.Parameter],
-    buffers: Mapping[torch.Tensor, torch.Tensor],
-    record: Offloaded,
-) -> None:
-    """Puts a parameter without memory in the place of each, and other buffers; tied ones stay tied."""
+def _hollow(
+    parameters: Mapping[str, torch.nn.Parameter], record: Offloaded, where: torch.device
+) -> dict[int, torch.nn.Parameter]:
+    """Returns a parameter without memory for each, by the id of that; tied ones stay tied."""
     held: dict[int, list[Weight]] = defaultdict(list)
     for weight in record.weights:
         held[weight.parts[0].storage].append(weight)
     new: dict[int, torch.nn.Parameter] = {}
     for s, weights in held.items():
-        # A device has memory for one at a time, which is given back at once.
-        memory = torch.empty(record.storages[s].nbytes, dtype=torch.uint8, device=record.device)
+        nbytes = record.storages[s].nbytes
+        what = f"parameter {weights[0].fqn!r}, {format_size(nbytes)} that are given back at once,"
+        memory = _make(partial(torch.empty, nbytes, dtype=torch.uint8, device=where), where, what)
         for weight in weights:
             old = parameters[weight.fqn]
             if id(old) not in new:
@@ -199,9 +203,14 @@ def _replace(
                 new[id(old)] = torch.nn.Parameter(tensor, requires_grad=False)
                 setattr(new[id(old)], HOME, Home(record, weight.fqn))
         memory.untyped_storage().resize_(0)
+    return new
+
+
+def _replace(module: torch.nn.Module, new: Mapping[int, torch.nn.Parameter], where: torch.device) -> None:
+    """Put parameters without memory in the place of others, and what keeps its memory on the device."""
+    with _undone_on_failure(_recurrent(module)):
+        buffers = _make(partial(_move, module, where), where, "the module's buffers and recurrent layers")
     for one in module.modules():
-        if isinstance(one, torch.nn.RNNBase):
-            one.to(record.device)
         for name, buffer in list(one.named_buffers(recurse=False)):
             setattr(one, name, buffers[buffer])
         own = dict(one.named_parameters(recurse=False, remove_duplicate=False))
@@ -210,6 +219,46 @@ def _replace(
             setattr(one, name, value)  # also where a module keeps lists of its own
         if replaced:
             _refuse_eager(one)
+
+
+@contextmanager
+def _undone_on_failure(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Modules are moved within; if that fails, they get their parameters back, in the memory they had."""
+    every = [part for one in modules for part in one.modules()]
+    attributes = [(vars(one), dict(vars(one)), dict(one._parameters), dict(one._buffers)) for one in every]
+    parameters = [value for one in modules for value in one.parameters()]
+    memory = [(value, value.data) for p in parameters for value in (p, p.grad) if value is not None]
+    try:
+        yield
+    except BaseException:
+        for now, before, held, buffers in attributes:
+            now.update(before)
+            now["_parameters"].update(held)
+            now["_buffers"].update(buffers)
+        for value, data in memory:
+            value.data = data
+        raise
+
+
+def _move(module: torch.nn.Module, where: torch.device) -> dict[torch.Tensor, torch.Tensor]:
+    """Move the recurrent layers of a module. Returns its buffers, each with what shall be in its place."""
+    for one in _recurrent(module):
+        one.to(where)
+    return {buffer: buffer if where.type == "cpu" else buffer.to(where) for buffer in module.buffers()}
+
+
+def _make(make: Callable[[], T], where: torch.device, what: str) -> T:
+    """Returns what is made on a device. Raises StreamError, which says what, where that has no memory."""
+    try:
+        return make()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        free, total = torch.accelerator.get_memory_info(where)
+        raise StreamError(
+            f"{where} is out of memory: {what} do not fit, with {format_size(free)} free of "
+            f"{format_size(total)}: free more of it, and offload the module again, which is as it was"
+        ) from error.with_traceback(None)  # whose frames would keep what is there already
 
 
 def _refuse_eager(module: torch.nn.Module) -> None:

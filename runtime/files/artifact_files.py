@@ -29,8 +29,21 @@ def read_artifact(folder: Path) -> tuple[Payload, str]:
     That is the sha256 of the payload's bytes, which have the hashes of the lowered program and of each
     storage: whoever knows it from elsewhere can tell that all of an artifact is as it was.
     """
+    data = read_payload_bytes(folder)
+    payload = Payload.from_bytes(data, source=str(folder / PAYLOAD))
+    _check_digest(folder / DIGEST, data)
+    if payload.program is None:
+        raise PayloadError(f"{folder / PAYLOAD} describes a program in memory: compile it to run it")
+    check_artifact(payload, str(folder / PAYLOAD))
+    verify_payload(payload)
+    _check_program(folder / payload.program.path, payload.program.sha256)
+    return payload, hashlib.sha256(data).hexdigest()
+
+
+def read_payload_bytes(folder: Path) -> bytes:
+    """Returns the payload of an artifact folder as it is on the disk. Raises SourceError if there is none."""
     try:
-        data = check_regular(folder / PAYLOAD).read_bytes()
+        return check_regular(folder / PAYLOAD).read_bytes()
     except OSError as error:
         reason = f"{PAYLOAD} cannot be read ({error.strerror})"
         if not os.path.exists(folder):
@@ -42,14 +55,6 @@ def read_artifact(folder: Path) -> tuple[Payload, str]:
         raise SourceError(
             f"{folder} is not an artifact: {reason}; give the folder that penstock compile wrote"
         ) from error
-    payload = Payload.from_bytes(data, source=str(folder / PAYLOAD))
-    _check_digest(folder / DIGEST, data)
-    if payload.program is None:
-        raise PayloadError(f"{folder / PAYLOAD} describes a program in memory: compile it to run it")
-    check_artifact(payload, str(folder / PAYLOAD))
-    verify_payload(payload)
-    _check_program(folder / payload.program.path, payload.program.sha256)
-    return payload, hashlib.sha256(data).hexdigest()
 
 
 def write_payload(payload: Payload, folder: Path) -> None:

@@ -237,13 +237,18 @@ def _populate(address: int, nbytes: int) -> None:
 
 
 def resident_bytes(start: int, stop: int) -> int:
-    """Returns the resident bytes of every mapping that touches the addresses `start` to `stop`."""
+    """Returns the resident bytes of every mapping that touches the addresses `start` to `stop`.
+
+    The system counts while it is read, in ascending order, so nothing is read of what lies behind.
+    """
     total, inside = 0, False
     with _proc("smaps") as lines:
         for line in lines:
             head, _, rest = line.partition(b" ")
             if not head.endswith(b":"):
                 low, high = (int(end, 16) for end in head.split(b"-"))
+                if low >= stop:
+                    break
                 inside = low < stop and high > start
             elif inside and head == b"Rss:":
                 total += int(rest.split()[0]) * 1024

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy
 
 from penstock.schedule.facts.model import Trace
-from penstock.schedule.space.spans import Group
+from penstock.schedule.space.spans import Group, Run
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ def _again(group: Group, steps: int, which: int) -> tuple[int, ...]:
     return () if group.produced else (group.reads[which][0] + steps,)
 
 
-def needed_bytes(groups: Sequence[Group], steps: int, *, which: int = 0) -> list[int]:
-    """Bytes that must be on the device at each step: the groups that it reads, and those always kept."""
-    needed = [sum(group.nbytes for group in groups if group.kept)] * steps
-    for group in groups:
-        for k in () if group.kept else group.reads[which]:
-            needed[k] += group.nbytes
+def needed_bytes(pieces: Sequence[Group] | Sequence[Run], steps: int, *, which: int = 0) -> list[int]:
+    """Bytes that must be on the device at each step: the pieces that it reads, and those always kept."""
+    needed = [sum(piece.nbytes for piece in pieces if piece.kept)] * steps
+    for piece in pieces:
+        for k in () if piece.kept else piece.reads[which]:
+            needed[k] += piece.nbytes
     return needed
 
 

@@ -10,6 +10,7 @@ Linearity, 1992, chapters 2 and 3.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,8 +72,12 @@ def build_graph(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap
     return graph
 
 
-def steady_period_ns(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> int:
+def steady_period_ns(
+    trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap, *, enough: float = math.inf
+) -> int:
     """The exact maximum cycle ratio of the event graph, rounded up to whole nanoseconds.
+
+    Of a ratio above `enough`, the result is only some number above `enough` that the ratio is not below.
 
     This is Lawler's parametric search, driven by the cycles that are found (Lawler, Combinatorial
     Optimization, 1976, section 3.13; compared with Howard's algorithm and others by Dasdan, ACM
@@ -94,7 +99,8 @@ def steady_period_ns(trace: Trace, schedule: Schedule, hardware: Hardware, wrap:
     staging = sum(hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule))
     weight, height = max(trace.compute_ns, copying, staging), 1
     while True:
-        cycle = _heavier_cycle(edges, count, weight, height)
+        known = weight > enough * height
+        cycle = None if known else _heavier_cycle(edges, count, weight, height)
         if cycle is None:
             return -(-weight // height)
         weight, height = sum(e[2] for e in cycle), sum(e[3] for e in cycle)

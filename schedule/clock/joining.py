@@ -58,11 +58,24 @@ class _Way(NamedTuple):
     pieces: int
 
 
+class _Copy(NamedTuple):
+    """A copy of neighbours that ends with number `pieces` of all, and may start when step `after` ends.
+
+    The next copy is for step `following`.
+    """
+
+    pieces: int
+    after: int
+    ns: int
+    following: int
+
+
 class Joiner:
     """Finds the fastest way to join the copies of one trace on one machine."""
 
     def __init__(self, trace: Trace, hardware: Hardware, breaks: Collection[int]) -> None:
         self._hardware, self._breaks = hardware, breaks
+        self._link_fill_ns = hardware.link_fill_ns
         self._steps = len(trace.steps)
         self._read_ns = [step.read_ns for step in trace.steps]
         between = trace.tail_ns + trace.gap_ns
@@ -80,34 +93,42 @@ class Joiner:
         ways: list[list[_Way]] = [[] for _ in range(2 * m + 1)]
         ways[0].append(_Way(0, self._ended_ns[pieces[0].step], -1, 0, None, 0))
         for index in range(2 * m):
-            for way in _best(ways[index]):
-                self._extend(way, twice, m if index < m else 2 * m, ways)
+            best = _best(ways[index])
+            copies = self._copies(twice, index, m if index < m else 2 * m) if best else []
+            for way in best:
+                self._extend(way, twice[index].step, copies, ways)
         last = min(ways[-1], key=lambda way: (max(way.link_ns, way.steps_ns), way.link_ns + way.steps_ns))
         return self._cut(pieces, last)
 
-    def _extend(self, way: _Way, twice: Sequence[Transfer], end: int, ways: list[list[_Way]]) -> None:
-        """Add all ways to `ways` that extend a way by one copy, which brings no piece from `end` on."""
-        first = twice[way.pieces]
-        stop, ended = first.start, self._ended_ns
-        begins, read_ns = ended[first.step], self._read_ns[first.step % self._steps]
-        for index in range(way.pieces, end):
+    def _copies(self, twice: Sequence[Transfer], begin: int, end: int) -> list[_Copy]:
+        """All copies that bring piece `begin` and others that follow it, but none from `end` on."""
+        first, found = twice[begin], []
+        stop = first.start
+        for index in range(begin, end):
             piece = twice[index]
-            if index > way.pieces and (piece.start != stop or piece.start in self._breaks):
-                return
+            if index > begin and (piece.start != stop or piece.start in self._breaks):
+                break
             stop = piece.stop
             if piece.after >= first.step or stop - first.start > MERGED_BYTES:
-                return
-            copy_ns = self._hardware.copy_ns(stop - first.start)
-            starts_ns = self._ended(way, piece.after) + self._hardware.link_fill_ns
-            link_ns = max(way.link_ns, starts_ns) + copy_ns
+                break
             following = twice[index + 1].step if index + 1 < len(twice) else 2 * self._steps
-            if following == first.step:
-                ways[index + 1].append(_Way(link_ns, way.steps_ns, -1, 0, way, index + 1))
+            copy_ns = self._hardware.copy_ns(stop - first.start)
+            found.append(_Copy(index + 1, piece.after, copy_ns, following))
+        return found
+
+    def _extend(self, way: _Way, step: int, copies: Sequence[_Copy], ways: list[list[_Way]]) -> None:
+        """Add to `ways` the ways that extend a way by one of some copies, for which `step` waits."""
+        ended, read_ns = self._ended_ns, self._read_ns[step % self._steps]
+        lead_ns = ended[step + 1] - ended[step] - read_ns
+        for pieces, after, copy_ns, following in copies:
+            starts_ns = self._ended(way, after) + self._link_fill_ns
+            link_ns = max(way.link_ns, starts_ns) + copy_ns
+            if following == step:
+                ways[pieces].append(_Way(link_ns, way.steps_ns, -1, 0, way, pieces))
                 continue
-            lead_ns = ended[first.step + 1] - begins - read_ns
             done_ns = max(way.steps_ns + lead_ns, link_ns) + read_ns
-            steps_ns = done_ns + ended[following] - ended[first.step + 1]
-            ways[index + 1].append(_Way(link_ns, steps_ns, first.step, done_ns, way, index + 1))
+            steps_ns = done_ns + ended[following] - ended[step + 1]
+            ways[pieces].append(_Way(link_ns, steps_ns, step, done_ns, way, pieces))
 
     def _ended(self, way: _Way | None, step: int) -> int:
         """The time at which a step ends, if the copies of a way are all that it may wait for."""

@@ -9,15 +9,16 @@ make room for it and for all transfers issued before it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy
 
 from penstock.schedule.bound.residency import Gap
 from penstock.schedule.clock.joining import MERGED_BYTES
-from penstock.schedule.facts.model import Drop, Range, Transfer
+from penstock.schedule.facts.model import Direction, Drop, Range, Transfer
 from penstock.schedule.space.spans import Group, merged
 
 Join = Callable[[Sequence[Transfer]], Iterable[Transfer]]
@@ -215,35 +216,35 @@ class Loads:
         columns = (spans, self.written[spans], dropped[made], self.start[rows][made], self.stop[rows][made])
         for span, *facts in zip(*(column.tolist() for column in columns), strict=True):
             first.setdefault(span, tuple(facts))
-        result: list[Transfer] = []
-        for written, step, start, stop in sorted(first.values()):
-            last = result[-1] if result else None
-            if (
-                last
-                and (last.after, last.step, last.stop) == (written, step, start)
-                and start not in self.breaks
-            ):
-                result[-1] = replace(last, stop=stop)
-            else:
-                result.append(Transfer(start, stop, step, written, "out"))
-        return result
+        pieces = ((start, stop, step, written) for written, step, start, stop in sorted(first.values()))
+        return self._joined(pieces, "out", math.inf)
 
     def _merged(self, rows: numpy.ndarray, after: numpy.ndarray) -> tuple[Transfer, ...]:
         """Make one transfer of neighbouring rows for the same step that may start at the same time."""
-        result: list[Transfer] = []
         columns = (self.start[rows], self.stop[rows], self.step[rows], after)
+        pieces = zip(*(column.tolist() for column in columns), strict=True)
+        return tuple(self._joined(pieces, "in", MERGED_BYTES))
+
+    def _joined(
+        self, pieces: Iterable[tuple[int, int, int, int]], direction: Direction, most: float
+    ) -> list[Transfer]:
+        """The transfers of pieces, given by start, stop, step and `after`, of which neighbours alike are one.
+
+        Neighbours are joined up to `most` bytes.
+        """
+        result: list[Transfer] = []
         start = stop = step = earliest = -1
-        for next_start, next_stop, next_step, next_after in zip(*(c.tolist() for c in columns), strict=True):
+        for next_start, next_stop, next_step, next_after in pieces:
             same = next_start == stop and next_after == earliest and next_step == step
-            if same and next_start not in self.breaks and next_stop - start <= MERGED_BYTES:
+            if same and next_start not in self.breaks and next_stop - start <= most:
                 stop = next_stop
                 continue
             if start >= 0:
-                result.append(Transfer(start, stop, step, earliest))
+                result.append(Transfer(start, stop, step, earliest, direction))
             start, stop, step, earliest = next_start, next_stop, next_step, next_after
         if start >= 0:
-            result.append(Transfer(start, stop, step, earliest))
-        return tuple(result)
+            result.append(Transfer(start, stop, step, earliest, direction))
+        return result
 
     def _drops(self, row: numpy.ndarray, dropped: numpy.ndarray) -> tuple[Drop, ...]:
         """The drops of the spans that the chosen rows copy again, and of what is produced, by step."""

@@ -134,7 +134,7 @@ def _first_problem(error: ValidationError, tree: Any, page: str) -> str:
     for place in problem["loc"]:
         # pydantic's location also has the member of a union that it tried, which is no part of the path.
         if isinstance(place, int) and isinstance(value, list):
-            path, value = f"{path}[{place}]", value[place]
+            path, value = f"{path}[{place}]", value[place] if place < len(value) else None
         elif isinstance(place, str) and isinstance(value, dict):
             path, value = f"{path}.{place}", value.get(place)
     if problem["type"] == "missing":

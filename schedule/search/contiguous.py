@@ -254,7 +254,7 @@ class _Search:
         Parts of a block that take less than `part` latencies to copy are copied with a neighbouring part.
         """
         least = int(part * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
-        last = max((len(trace.steps) for trace in self.traces), default=1) - 1
+        last = max(len(trace.steps) for trace in self.traces) - 1
         choices = (last,) if self.wrap == "overlap" else (last, 0)
         occupancy = Occupancy(self.problem, self.blocks, placement)
         for early in choices:

@@ -62,7 +62,7 @@ class Occupancy:
                 _move(_Cell(reads, ranges, written, self._waits[which]), len(trace.steps), self._moves[which])
         self._resident = merged(resident, self._begins)
 
-    def decide(self, early: int, least: int = 0) -> Draft:
+    def decide(self, early: int, least: int) -> Draft:
         """The draft with the transfers, drops and boundaries that follow from the addresses.
 
         Only transfers for steps up to `early` may start before the pass does. A part of a block that has
@@ -180,15 +180,15 @@ class _Cell:
         k, b = self.reads[j]
         return self.written.get(b) == k
 
-    def leaves(self, j: int, steps: int) -> int:
+    def leaves(self, j: int) -> int:
         """The step at whose end the block of use number j leaves the cell, which others then fill.
 
         What is copied out may stay longer, until the step before the one that fills the cell.
         """
         k, b = self.reads[j]
-        if k != self.written.get(b, -2) + 1 or not self.out(j):
+        if self.written.get(b) != k - 1 or not self.out(j):
             return k
-        following = self.reads[j + 1][0] if j + 1 < len(self.reads) else steps
+        following = self.reads[j + 1][0]  # there is one, as the block is read again
         return self.waits.until(self.written[b], self.ranges[b].nbytes, k, following - 1)
 
     def out(self, j: int) -> bool:
@@ -208,12 +208,12 @@ def _move(cell: _Cell, steps: int, moves: _Moves) -> None:
         if cell.writes(j):
             pass  # its bytes come from the step itself
         elif user != b:
-            before = cell.leaves((j - 1) % len(reads), steps)
+            before = cell.leaves((j - 1) % len(reads))
             moves.copies.setdefault((k, before if j else before - steps, b), []).append(ranges[b])
         elif j == 0:
             moves.crossing.append((k, ranges[b]))
         if reads[following][1] != b or cell.writes(following):
-            leaves = cell.leaves(j, steps)
+            leaves = cell.leaves(j)
             moves.drops.setdefault(leaves, []).append(ranges[b])
             if cell.out(j) and b not in saved:
                 saved.add(b)

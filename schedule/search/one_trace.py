@@ -101,11 +101,11 @@ class OneTrace:
         self.loads = Loads(groups, self.gaps, steps, breaks=breaks, call_ends=partial(problem.call_ends, 0))
         self.joiner = Joiner(trace, hardware, breaks)
         self.breaks = breaks
-        self.largest_span = max((s.nbytes for g in groups for s in g.spans), default=1)
+        self.largest_span = max(span.nbytes for group in groups for span in group.spans)
         self.joined: set[bytes] = set()
         self.effort = int((_EFFORT if len(self.loads.step) > _SMALL else _SMALL_EFFORT) * task.effort)
         self.ranked: list[_Candidate] = []
-        self.spare = cap - int(max(self.residency.needed, default=0))
+        self.spare = cap - int(self.residency.needed.max())
         self.in_flight = min(hardware.link_in_flight_bytes, self.spare // 2)
 
     @property
@@ -188,9 +188,8 @@ class OneTrace:
         scaled = [nbytes * share for nbytes in kept]
         counts = self.residency.rounded(scaled, quantum=quantum)
         counts = self.residency.trim(counts, scaled, self.cap - margin)
-        if (self.residency.held(counts) <= self.cap).all():
-            join = partial(in_sizes, most=most, breaks=self.breaks) if most else None
-            self._time(self.loads.after_first(counts), join)
+        join = partial(in_sizes, most=most, breaks=self.breaks) if most else None
+        self._time(self.loads.after_first(counts), join)
 
     def _improve(self, runs: Runs, bound_ns: int) -> None:
         """Replace the best candidate by the first of its neighbours that is faster, while there is one."""
@@ -236,7 +235,8 @@ class OneTrace:
             if busy >= self._worst_ns():
                 continue
             schedule = Schedule(self.trace.graph, streaming.transfers, (), 0)
-            period = steady_period_ns(self.trace, schedule, self.hardware, self.wrap)
+            facts = (self.trace, schedule, self.hardware, self.wrap)
+            period = steady_period_ns(*facts, enough=self._worst_ns())
             self.ranked.append(_Candidate(period, busy, streaming, rows))
         self.ranked.sort(key=lambda one: (one.period_ns, one.busy_ns))
         del self.ranked[2 * _JOINED :]

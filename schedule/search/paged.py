@@ -54,7 +54,7 @@ def _draft(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) 
     """The draft of a paged arena: `streams` has what each method streams, `stays` which spans never leave."""
     spans = (span for group in pieces.groups for span in group.spans)
     resident = merged(itertools.compress(spans, stays), pieces.breaks)
-    peak = max((one.holding.peak_bytes for one in streams), default=sum(r.nbytes for r in resident))
+    peak = max(one.holding.peak_bytes for one in streams)
     boundaries = tuple((*resident, *one.holding.boundary) for one in streams)
     moved = tuple((one.transfers, one.holding.drops) for one in streams)
     if len(streams) == 1:

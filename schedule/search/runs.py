@@ -43,7 +43,7 @@ class Runs:
         self._may = ((inside > loads.steps // 2) | ((inside > 0) & (copied > 0)))[loads.gap]
         self._share = copied[loads.gap]
         sizes = nbytes.astype(numpy.int64).tolist()
-        self._excess = int(residency.held_bytes(sizes).max(initial=0)) - cap
+        self._excess = int(residency.held_bytes(sizes).max()) - cap
 
     def choices(self, shared_bytes: float) -> Iterator[numpy.ndarray]:
         """Yield choices of rows in runs of several lengths, each as a mask over all rows.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy
 
@@ -30,6 +31,12 @@ class Addressing:
 
 def tight(blocks: Sequence[Block]) -> Addressing:
     """The smallest placement found. Blocks that are always kept share their bytes with no other block."""
+    return _tight(tuple(blocks))
+
+
+@lru_cache(maxsize=8)
+def _tight(blocks: tuple[Block, ...]) -> Addressing:
+    """`tight`, found once for the floor, each budget and each rung of a ladder, which share their blocks."""
     addresses = [0] * len(blocks)
     base = 0
     for b, block in enumerate(blocks):

@@ -45,11 +45,14 @@ class Pieces:
         return span_groups(self.runs, self.demand.arena.granule)
 
     @cached_property
+    def copied_runs(self) -> tuple[Run, ...]:
+        """The runs that copies bring: whole granules in a paged arena, any bytes in a contiguous one."""
+        return self.runs if self.demand.arena.kind == "paged" else read_runs(self.demand, 1)
+
+    @cached_property
     def copied(self) -> tuple[Group, ...]:
-        """The groups that copies bring: whole granules in a paged arena, any bytes in a contiguous one."""
-        if self.demand.arena.kind == "paged":
-            return self.groups
-        return span_groups(read_runs(self.demand, 1), 1)
+        """The spans of `copied_runs` by the steps that read them."""
+        return self.groups if self.demand.arena.kind == "paged" else span_groups(self.copied_runs, 1)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

@@ -35,6 +35,10 @@ class Run:
     kept: bool
     produced: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        return self.range.nbytes
+
 
 @dataclass(frozen=True)
 class Group:

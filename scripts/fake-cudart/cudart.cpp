@@ -54,9 +54,10 @@ int64_t fake_cudart_waits() {  // how often the host has waited for a device
 
 // Devices.
 
-cudaError_t cudaGetDeviceCount(int* count) {
-  *count = rig::kDevices;
-  return cudaSuccess;
+cudaError_t cudaGetDeviceCount(int* count) {  // FAKE_CUDART_DEVICES says less
+  const char* fewer = getenv("FAKE_CUDART_DEVICES");
+  *count = fewer ? std::min(atoi(fewer), rig::kDevices) : rig::kDevices;
+  return *count ? cudaSuccess : answer(cudaErrorNoDevice);
 }
 cudaError_t cudaGetDevice(int* device) {
   *device = this_device;

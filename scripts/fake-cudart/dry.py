@@ -2,8 +2,10 @@
 
     make cuda-dry                                      # with the CUDA build that pip finds
     make cuda-dry WHEEL=torch-2.13.0-cp311-...whl      # or with one that lies here
+    .venv/bin/python scripts/fake-cudart/dry.py --wheel torch-2.11.0-cp311-...whl --tests tests/rig
 
-All that it needs is laid into build/cuda-dry, and nothing else uses it. docs/devices.md says what this shows.
+The last runs other tests on that torch, which finds no GPU then. What is needed lies in build/cuda-dry, by
+version, and nothing else uses it. docs/devices.md says what this shows.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,6 @@ from xml.etree import ElementTree
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILT = ROOT / "build" / "cuda-dry"
-TORCH, HEADERS, LIBRARIES = BUILT / "torch", BUILT / "headers", BUILT / "lib"
 RESULT = ROOT / "benchmarks" / "results" / "cuda-dry.json"
 
 ORDERS = ("soon:0", "late:0", "random:1")
@@ -42,13 +44,22 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror")
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wheel", help="torch's CUDA build as a file, for pip")
-    install(parser.parse_args().wheel)
-    build()
-    runs = {order: run(order, DEVICE_TESTS) for order in ORDERS}
-    runs["the counterfeit itself"] = run(ORDERS[0], OWN_TESTS)
-    told = _told_by_torch("__version__"), _told_by_torch("cuda")
-    result = {"torch": told[0], "cuda": told[1], "excluded": EXCLUDED, "runs": runs}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    parser.add_argument(
+        "--tests", nargs=argparse.REMAINDER, help="run these alone, by pytest's arguments, and find no GPU"
+    )
+    given = parser.parse_args()
+    named = re.match(r"torch-([\d.]+)", Path(given.wheel).name) if given.wheel else None
+    dry = Dry(BUILT / (named[1] if named else version("torch").partition("+")[0]))
+    dry.install(given.wheel)
+    dry.build()
+    if given.tests:
+        sys.exit(dry.test(given.tests, {"FAKE_CUDART_DEVICES": "0"}))
+    runs = {order: dry.run(order, DEVICE_TESTS) for order in ORDERS}
+    runs["the counterfeit itself"] = dry.run(ORDERS[0], OWN_TESTS)
+    torch, cuda = dry.told_by_torch("__version__"), dry.told_by_torch("cuda")
+    results = {torch: {"cuda": cuda, "excluded": EXCLUDED, "runs": runs}}
+    results = (json.loads(RESULT.read_text()) if RESULT.exists() else {}) | results
+    RESULT.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
     for name, found in runs.items():
         others, said = len(found["others"]), len(found["said"])
         print(f"{name}: {found['passed']} passed, {others} did not, {said} complaints of the library")
@@ -56,23 +67,87 @@ def main() -> None:
         sys.exit(f"{RESULT.relative_to(ROOT)} says which")
 
 
-def install(wheel: str | None) -> None:
-    """Lay torch's CUDA build, and the headers of its CUDA, where nothing else finds them."""
-    wanted = wheel or "torch==" + version("torch").partition("+")[0]
-    if not TORCH.exists():
-        _pip(TORCH, wanted)
-    cuda = _told_by_torch("cuda")
-    if cuda == "None":
-        shutil.rmtree(TORCH)
-        sys.exit(f"what pip found for {wanted} is no CUDA build of torch: give the file of one, with WHEEL=")
-    if not HEADERS.exists():
-        _pip(HEADERS, f"nvidia-cuda-runtime=={cuda}.*", f"nvidia-cuda-crt=={cuda}.*")
+@dataclass(frozen=True)
+class Dry:
+    """What one version of torch is run with, in a folder of its own: `home`."""
 
+    home: Path
 
-def _told_by_torch(name: str) -> str:
-    """A value of torch's version.py, which nobody has to import for it."""
-    found = re.search(rf"^{name}\b.*= (\S+)$", (TORCH / "torch" / "version.py").read_text(), re.MULTILINE)
-    return found[1].strip("'") if found else "None"
+    @property
+    def torch(self) -> Path:
+        return self.home / "torch"
+
+    @property
+    def headers(self) -> Path:
+        return self.home / "headers"
+
+    @property
+    def libraries(self) -> Path:
+        return self.home / "lib"
+
+    def install(self, wheel: str | None) -> None:
+        """Lay torch's CUDA build, and the headers of its CUDA, where nothing else finds them."""
+        wanted = wheel or f"torch=={self.home.name}"
+        if not self.torch.exists():
+            _pip(self.torch, wanted)
+        cuda = self.told_by_torch("cuda")
+        if cuda == "None":
+            shutil.rmtree(self.torch)
+            sys.exit(
+                f"what pip found for {wanted} is no CUDA build of torch: give the file of one, with WHEEL="
+            )
+        if not self.headers.exists():
+            _pip(self.headers, f"nvidia-cuda-runtime=={cuda}.*", f"nvidia-cuda-crt=={cuda}.*")
+
+    def told_by_torch(self, name: str) -> str:
+        """A value of torch's version.py, which nobody has to import for it."""
+        text = (self.torch / "torch" / "version.py").read_text()
+        found = re.search(rf"^{name}\b.*= (\S+)$", text, re.MULTILINE)
+        return found[1].strip("'") if found else "None"
+
+    def build(self) -> None:
+        """Compile one library under the names of all of CUDA's that torch's libraries load.
+
+        It has what cudart.cpp defines. Any other function that they want says so when called, and fails.
+        """
+        (include,) = self.headers.glob("nvidia/*/include")
+        self.libraries.mkdir(parents=True, exist_ok=True)
+        compiled, stubs, exported = (self.home / name for name in ("cudart.o", "stubs.cpp", "exported.map"))
+        shared = f"-I{ROOT / 'tests' / 'rig'}"
+        _run("g++", *_FLAGS, "-isystem", include, shared, "-c", HERE / "cudart.cpp", "-o", compiled)
+        defined = set(_run("nm", "-g", "--defined-only", "--format=just-symbols", compiled).split())
+        names, wanted = _wanted(self.torch)
+        stubs.write_text("".join(_stubs(set(wanted) - defined)))
+        exported.write_text("".join(_exported(wanted)))
+        library = self.libraries / "libcounterfeit.so"
+        _run("g++", *_FLAGS, "-shared", stubs, compiled, f"-Wl,--version-script={exported}", "-o", library)
+        for name in names:
+            (self.libraries / name).unlink(missing_ok=True)
+            (self.libraries / name).symlink_to(library.name)
+
+    def run(self, order: str, tests: Sequence[str]) -> dict[str, Any]:
+        """Run tests in an order of streams; returns how many passed, which others ran, and what was said."""
+        log, report = self.home / "said.txt", self.home / "report.xml"
+        log.unlink(missing_ok=True)
+        report.unlink(missing_ok=True)
+        skipped = [argument for name in EXCLUDED for argument in ("--deselect", f"{DEVICE_TESTS[0]}::{name}")]
+        variables = {"FAKE_CUDART_ORDER": order, "FAKE_CUDART_LOG": str(log)}
+        self.test((f"--junitxml={report}", *skipped, *tests), variables)
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+        others = [case.attrib["name"] for case in cases if len(case)]  # that failed, or were skipped
+        said = sorted(set(log.read_text().splitlines())) if log.exists() else []
+        return {"passed": len(cases) - len(others), "others": others, "said": said}
+
+    def test(self, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Run pytest on this torch; returns its exit status."""
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join((str(self.torch), str(ROOT / "src"))),
+            "LD_LIBRARY_PATH": str(self.libraries),
+            "OMP_WAIT_POLICY": "passive",
+            **variables,
+        }
+        command = (sys.executable, "-m", "pytest", "-n", "0", "-q", *arguments)
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def _pip(target: Path, *wanted: str) -> None:
@@ -80,32 +155,11 @@ def _pip(target: Path, *wanted: str) -> None:
     subprocess.run((*command, "--target", target, *wanted), check=True)
 
 
-def build() -> None:
-    """Compile one library under the names of all of CUDA's that torch's libraries load.
-
-    It has what cudart.cpp defines. Any other function that they want says so when it is called, and fails.
-    """
-    (include,) = HEADERS.glob("nvidia/*/include")
-    LIBRARIES.mkdir(parents=True, exist_ok=True)
-    compiled, stubs, exported = BUILT / "cudart.o", BUILT / "stubs.cpp", BUILT / "exported.map"
-    shared = f"-I{ROOT / 'tests' / 'rig'}"
-    _run("g++", *_FLAGS, "-isystem", include, shared, "-c", HERE / "cudart.cpp", "-o", compiled)
-    defined = set(_run("nm", "-g", "--defined-only", "--format=just-symbols", compiled).split())
-    names, wanted = _wanted()
-    stubs.write_text("".join(_stubs(set(wanted) - defined)))
-    exported.write_text("".join(_exported(wanted)))
-    library = LIBRARIES / "libcounterfeit.so"
-    _run("g++", *_FLAGS, "-shared", stubs, compiled, f"-Wl,--version-script={exported}", "-o", library)
-    for name in names:
-        (LIBRARIES / name).unlink(missing_ok=True)
-        (LIBRARIES / name).symlink_to(library.name)
-
-
-def _wanted() -> tuple[set[str], dict[str, str]]:
+def _wanted(torch: Path) -> tuple[set[str], dict[str, str]]:
     """Returns CUDA's libraries, and by symbol the version that torch's libraries want of them."""
     names: set[str] = set()
     symbols: dict[str, str] = {}
-    for library in sorted((TORCH / "torch" / "lib").glob("*.so*")):
+    for library in sorted((torch / "torch" / "lib").glob("*.so*")):
         told = _run("readelf", "-W", "-d", "-V", "--dyn-syms", library)
         names.update(filter(_CUDAS.fullmatch, re.findall(r"\(NEEDED\).*\[(.*)\]", told)))
         versions: set[str] = set()
@@ -139,27 +193,6 @@ def _run(*command: str | Path) -> str:
     if done.returncode:
         sys.exit(f"{command[0]} failed:\n{done.stderr}")
     return done.stdout
-
-
-def run(order: str, tests: Sequence[str]) -> dict[str, Any]:
-    """Run tests in an order of streams; returns how many passed, which others ran, and what was said."""
-    log, report = BUILT / "said.txt", BUILT / "report.xml"
-    log.unlink(missing_ok=True)
-    report.unlink(missing_ok=True)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(TORCH), str(ROOT / "src"))),
-        "LD_LIBRARY_PATH": str(LIBRARIES),
-        "FAKE_CUDART_ORDER": order,
-        "FAKE_CUDART_LOG": str(log),
-        "OMP_WAIT_POLICY": "passive",
-    }
-    skipped = [argument for name in EXCLUDED for argument in ("--deselect", f"{DEVICE_TESTS[0]}::{name}")]
-    command = (sys.executable, "-m", "pytest", "-n", "0", "-q", f"--junitxml={report}", *skipped, *tests)
-    subprocess.run(command, cwd=ROOT, env=environment, check=False)
-    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    others = [case.attrib["name"] for case in cases if len(case)]  # that failed, or were skipped
-    said = sorted(set(log.read_text().splitlines())) if log.exists() else []
-    return {"passed": len(cases) - len(others), "others": others, "said": said}
 
 
 if __name__ == "__main__":

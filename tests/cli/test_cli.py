@@ -285,7 +285,7 @@ def test_what_cannot_be_compiled(penstock: Command, files: Files, tmp_path: Path
         ((tmp_path / ("x" * 300), output), "File name too long"),
         ((files.exported, files.artifact), "exists"),
         ((files.exported, tmp_path, "--force"), "is not an artifact"),
-        ((files.exported, tmp_path / "no" / "folder"), "is not a folder"),
+        ((files.exported, tmp_path / "no" / "folder"), "is no folder that can be written to"),
         ((files.exported, output, "--no-pack"), "weights="),
         ((files.exported, output, "--rename", "fqn"), "FQN=NAME"),
         ((files.exported, output, "--weights", tmp_path / "nowhere.safetensors"), "nowhere.safetensors"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from penstock.cli.terminal.inputs import check_outputs, load_exported
 from penstock.schedule.facts.errors import SourceError
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+from tests.forked import run_forked
 
 COMMANDS = """
 import os, sys, torch
@@ -43,11 +42,10 @@ def test_a_program_whose_outputs_are_of_a_library_is_compiled_and_run_without_im
             return BaseModelOutput(last_hidden_state=self.layer(x))
 
     torch.export.save(torch.export.export(Model(), (torch.zeros(1, 4),)), tmp_path / "model.pt2")
-    command = [sys.executable, "-c", COMMANDS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "last_hidden_state" in done.stdout
+    done = run_forked(COMMANDS, folder=tmp_path, warnings="default")
+    assert done.status == 0, done.err
+    assert "Traceback" not in done.err
+    assert "last_hidden_state" in done.out
 
 
 def test_what_is_no_program_is_refused_without_the_log_of_torch(tmp_path: Path, penstock: Command) -> None:

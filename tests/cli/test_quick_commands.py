@@ -1,4 +1,7 @@
-"""Commands that compute nothing answer at once: they import neither torch nor what plans are made with."""
+"""Commands that compute nothing, or are refused, answer at once.
+
+They import neither torch nor what plans are made with.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,41 @@ except SystemExit as done:
 """
 
 
-@pytest.mark.parametrize("command", ["--help", "plan --help", "cache list", "hardware"])
-def test_no_torch_is_imported(command: str, tmp_path: Path) -> None:
-    done = subprocess.run(
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-c", CODE, *command.split()],
-        env={"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+        cwd=folder,
+        env={"XDG_CACHE_HOME": str(folder), "PYTHONPATH": ":".join(sys.path)},
         check=False,
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("command", ["--help", "plan --help", "cache list", "hardware"])
+def test_no_torch_is_imported(command: str, tmp_path: Path) -> None:
+    done = run(command, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("plan other.penstock --budget 50%", "other.penstock is not an artifact: there is no such folder; "),
+        ("run empty --budget 50%", "empty is not an artifact: it has no payload.json; "),
+        ("simulate empty --budget 50% --hardware h200", "empty is not an artifact: it has no payload.json; "),
+        ("relink empty", "empty is not an artifact: it has no payload.json; "),
+        ("verify payload.json", "payload.json is not an artifact: it is a file; "),
+        ("compile other full", "full exists; choose another output, or overwrite it with --force"),
+        ("compile other full --force", "full is not an artifact and will not be overwritten; "),
+    ],
+)
+def test_no_torch_is_imported_to_refuse(command: str, sentence: str, tmp_path: Path) -> None:
+    for name in ("empty", "full"):
+        (tmp_path / name).mkdir()
+    for path in (tmp_path / "payload.json", tmp_path / "full/notes.txt"):
+        path.touch()
+    done = run(command, tmp_path)
+    assert sentence in done.stderr
+    assert done.stderr.endswith("\n2, with []\n")

@@ -111,7 +111,7 @@ def test_a_family_has_its_bits_in_little_memory_and_reads_what_its_tokens_ask_fo
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("family", sampled([*expert_models.FAMILIES], 5))
+@pytest.mark.parametrize("family", sampled([*expert_models.FAMILIES], 9))
 def test_compiled_code_of_a_family_has_its_own_bits_in_any_memory(family, tmp_path):
     # Inductor's products differ from the library's in the last bits: the measure is its own code in memory.
     model = expert_models.FAMILIES[family](torch.bfloat16)

@@ -37,7 +37,11 @@ import pytest
 from tests.mutants.changes import Mutant, mutants_of
 
 ROOMS = {
-    "runtime/stream": ["tests/runtime/stream", "tests/runtime/test_misuse.py"],
+    "runtime/stream": [
+        "tests/runtime/stream",
+        "tests/runtime/test_misuse.py",
+        "tests/native/test_native_engine.py",
+    ],
     "runtime/arena": ["tests/runtime/arena", "tests/runtime/stream/test_arena_faults.py"],
     "schedule/verify": [
         "tests/schedule/verify",
@@ -45,7 +49,8 @@ ROOMS = {
         "tests/schedule/test_produced.py",
     ],
     "schedule/search": [
-        f"tests/schedule/test_{name}.py" for name in ("golden_plans", "ladder", "planner", "produced")
+        "tests/schedule/search",
+        *(f"tests/schedule/test_{name}.py" for name in ("golden_plans", "ladder", "planner", "produced")),
     ],
     "passes/weights": ["tests/passes/weights", "tests/passes/test_annotate.py"],
     "passes/probes.py": ["tests/passes/test_probes.py", "tests/runtime/stream/test_streamer.py"],

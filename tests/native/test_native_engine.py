@@ -15,7 +15,7 @@ import penstock
 from penstock.native.library import Options
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, PlanError, SourceError, StreamError
-from penstock.schedule.facts.model import Drop, Range
+from penstock.schedule.facts.model import Drop, Part, Range
 from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 from tests.runtime.stream.cases import Case, one_case
@@ -34,6 +34,10 @@ def test_calls_that_cannot_be_are_refused():
             streamer.acquire(0, 99)
         with pytest.raises(StreamError, match="no schedule for graph 7"):
             streamer.begin(7)
+        for storage in (-1, 6):
+            with pytest.raises(StreamError, match=f"storage {storage} is not in the arena"):
+                streamer.view(Part("", "uint8", (1,), (1,), storage, 0))
+        assert streamer.view(Part("", "uint8", (1,), (1,), 5, 0)).shape == (1,)
 
 
 @pytest.mark.parametrize(

@@ -315,3 +315,16 @@ def test_insertion_with_a_plan_follows_it():
     everything = tuple(range(count))
     plan = Plan(0, arena, 0, everything, (), (), (), "overlap", (schedule,), payload.traces, HARDWARE)
     assert "penstock" not in str(insert_probes(exported.graph_module, payload, plan=plan).graph)
+
+
+def test_steps_after_which_the_method_that_follows_starts_copies_get_probes():
+    """The backward's copy may start once the forward has ended, and what it brought leaves late."""
+    backward = plan_of(
+        ((1,), (2,), (0,)), (Range(0, 200),), (Transfer(200, 300, 1, -1),), (Drop(200, 300, 2),)
+    )
+    forward = plan_of(((0,), (1,), (1,), (0,)), (Range(0, 200),), (), ())
+    schedules = (*forward.schedules, replace(backward.schedules[0], graph=1))
+    traces = (replace(forward.traces[0], follows=1), replace(backward.traces[0], graph=1, follows=0))
+    both = replace(forward, schedules=schedules, traces=traces)
+    assert streaming_steps(both, 0, STORAGES) == [3]
+    assert streaming_steps(both, 1, STORAGES) == [1, 2]

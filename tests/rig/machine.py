@@ -39,6 +39,9 @@ def load() -> None:
     module = ModuleType("torch.rig")
     vars(module).update(
         is_available=lambda: True,
+        _lazy_init=lambda: (
+            None
+        ),  # without it torch 2.11 never takes the device for initialised, nor waits for it
         device_count=lambda: 2,
         current_device=torch.accelerator.current_device_index,
         current_stream=torch.accelerator.current_stream,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock.runtime.arena.base import POISON
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.disk import DiskEvent, DiskStream
 from penstock.runtime.device.memory import DeviceWeights
@@ -127,6 +128,8 @@ class RigRun:
             order.close()
             device.close()
             self.weights.close()
+            # Whoever gets that memory next writes to it on the stream which it was made on.
+            torch.empty_like(self.weights.arena).fill_(POISON)
             self._compare()
             if bool(streamer.counters.misses) != any(how == "backwards" for _, how in one.passes):
                 raise CountError(f"{one.name}: {streamer.counters.misses} misses")
@@ -186,11 +189,11 @@ class RigRun:
 
 
 def run_everywhere(parts: Parts, some: Sequence[Case], orders: Any = machine.ORDERS) -> None:
-    """Some cases in some orders; raises what the first to fail raises.
+    """Each of some cases in some orders; raises what the first to fail raises.
 
     As many bytes are moved as on the simulated device, unless how many there are is up to a disk.
     """
-    for order, one, late_disk in product(orders, some, (False, True)):
+    for one, order, late_disk in product(some, orders, (False, True)):
         if not late_disk or (one.plan.host and order[0] == "late"):
             with machine.ordered(*order):
                 moved = RigRun(one, parts, late_disk=late_disk).go()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.export import export
 import penstock
 from penstock.runtime import calibrate
 from penstock.runtime.files.source import Source
-from tests.rig import inductor
+from tests.rig import inductor, machine
 
 WIDTH = 64
 BUDGET = {"budget": "50%", "resident_below": None, **inductor.OPTIONS}
@@ -156,6 +157,88 @@ def test_a_device_that_inductor_has_no_code_for_is_refused_and_the_module_is_as_
         value is module.state_dict()[name] or value.equal(module.state_dict()[name])
         for name, value in before.items()
     )
+
+
+class Recurrent(nn.Module):
+    """A layer that streams between two tables that stay, in front of two recurrent layers that stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.randn(WIDTH, WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("second", torch.randn(WIDTH, WIDTH))
+        self.one, self.other = nn.GRU(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.one(self.layer(x @ self.first) @ self.second)[0])[0]
+
+
+def test_a_device_without_room_leaves_the_module_and_itself_as_they_were(tmp_path: Path) -> None:
+    module = Recurrent()
+    module.one.weight_hh_l0.grad = torch.ones(3 * WIDTH, WIDTH)
+    path, values = saved(module, tmp_path), torch.randn(3, WIDTH)
+    expected, before, nbytes, said = module(values), holdings(module), 4 * WIDTH**2, list[str]()
+    gc.collect()  # what other tests have left on the device
+    while not said or said[-1]:
+        with machine.ordered("late", memory=len(said) * nbytes // 2), inductor.registered(guarded=False):
+            allocated, error = torch.accelerator.memory_allocated(), None
+            try:
+                penstock.offload(module, path, device="rig")
+            except penstock.StreamError as raised:
+                error = raised  # with the frames that it came through
+                assert torch.accelerator.memory_allocated() == allocated
+        said.append("" if error is None else str(error))
+        if error:
+            assert holdings(module) == before
+            assert module(values).equal(expected)
+    words = (
+        "rig:0 is out of memory: {} do not fit, with {} free of {}: free more of it, and offload the module"
+    )
+    stand_in = "parameter 'layer.weight', 16.00 KiB that are given back at once,"
+    assert said[1].startswith(words.format(stand_in, "8.00 KiB", "8.00 KiB"))
+    for kib in (16, 32, 48, 64, 128, 192, 240):  # two halves of a layer take 48 each, as does a gradient
+        assert "the module's buffers and recurrent layers do not fit" in said[kib // 8]
+    assert {value.device.type for value in (*module.parameters(), *module.buffers())} == {"rig"}
+    assert module.one.weight_hh_l0.grad.device.type == "rig"
+
+
+class Flattened(nn.GRU):
+    """Moves as on CUDA, where parameters stay the objects they are, and finds no memory to flatten them."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for value in self.parameters():
+            value.data = fn(value).cpu()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_recurrent_layers_that_do_not_fit_get_the_memory_back_that_they_had(
+    late: None, tmp_path: Path
+) -> None:
+    module = Recurrent()
+    module.other = Flattened(WIDTH, WIDTH)
+    path, before = saved(module, tmp_path), holdings(module)
+    words = "rig:0 is out of memory: the module's buffers and recurrent layers do not fit"
+    with inductor.registered(guarded=False), pytest.raises(penstock.StreamError, match=words):
+        penstock.offload(module, path, device="rig")
+    assert holdings(module) == before
+    with torch.device("meta"):
+        module.one = nn.GRU(WIDTH, WIDTH)
+    words = "parameter 'one.weight_ih_l0' is on the meta device and has no values for cpu: make it real"
+    with pytest.raises(penstock.PassError, match=words):
+        penstock.offload(module, path)
+    assert module.other._flat_weights[0] is module.other.weight_ih_l0
+
+
+def holdings(module: nn.Module) -> list[object]:
+    """What a module holds: its tensors, where their values and gradients lie, and what its parts list."""
+    held: list[object] = []
+    for one in module.modules():
+        for name, value in (*one._parameters.items(), *one._buffers.items()):
+            grad = None if value.grad is None else (id(value.grad), value.grad.data_ptr())
+            held.append((name, id(value), value.device, value.data_ptr(), grad))
+        held.append([id(value) for value in getattr(one, "_flat_weights", ())])
+        held.append((sorted(vars(one)), len(one._forward_pre_hooks)))
+    return held
 
 
 def test_aotinductor_is_refused_by_name_before_a_byte_is_read(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from penstock.schedule.facts.errors import PenstockError
 from tests.hunt import scaled
 from tests.rig import machine
 from tests.rig.rig_runs import RigRun, run_everywhere
-from tests.runtime.device.device_runs import CountError, Parts, WrongBytesError, cases, disk_cases
+from tests.runtime.device.device_runs import Case, CountError, Parts, WrongBytesError, cases, disk_cases
 from tests.runtime.sim.faults import FAULTS, PLANS, PROBES, RECORDS, WAITS
 from tests.runtime.sim.test_sim import case_of
 from tests.schedule.traces import RandomProblem, problems
@@ -22,6 +24,12 @@ ORDERINGS = [name for name, fault in {**WAITS, **RECORDS, **PLANS, **PROBES}.ite
 """What goes wrong with order. Copies of other bytes are found in any (test_device.py), errors in none."""
 
 
+def plainest_last() -> list[Case]:
+    """All cases, those that show most faults first, without a host between and with one in turn."""
+    pairs = zip_longest(cases()[::-1], disk_cases()[::-1])
+    return [one for pair in pairs for one in pair if one]
+
+
 def test_all_cases_run_right_in_all_orders() -> None:
     run_everywhere(Parts(), (*cases(), *disk_cases()))
 
@@ -31,7 +39,7 @@ def test_faults_are_found_by_wrong_bytes(name: str) -> None:
     fault = FAULTS[name]
     fault.fired = 0
     with pytest.raises((WrongBytesError, CountError, PenstockError)):
-        run_everywhere(fault, (*cases(), *disk_cases())[::-1], LATE_ORDERS)  # the plainest last
+        run_everywhere(fault, plainest_last(), LATE_ORDERS)
     assert fault.fired
 
 

@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import bits, copying, isolation, llama, overlap, passes
 from benchmarks.gpu.isolation import ROOT, environment
-from benchmarks.gpu.steps import STEPS
+from benchmarks.gpu.steps import STEPS, SkippedError
 from benchmarks.gpu.target import Target, WrongResultError
 from penstock.demo.llama import Shape, make_meta_decoder
 from penstock.runtime.device.accelerator import AcceleratorDevice
@@ -177,6 +177,33 @@ def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path: Path) -> Non
     kept = [json.loads(line) for line in results.read_text().splitlines()]
     assert kept == [{"step": "of another day"}, *lines]
     assert list(tmp_path.iterdir()) == [results]
+
+
+def test_a_peer_that_fails_is_a_line_and_the_next_goes_on(
+    late: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crowded(module: Any, where: torch.device) -> None:
+        raise torch.OutOfMemoryError("rig out of memory.\nTried to allocate 2.00 GiB")
+
+    def absent(module: Any, where: torch.device) -> None:
+        raise SkippedError("it is of another device")
+
+    def moved(module: Any, where: torch.device) -> None:
+        module.to(where)
+
+    peers = {"torch, crowded": crowded, "torch, absent": absent, "nowhere": moved, "torch": moved}
+    monkeypatch.setattr(llama, "PEERS", peers)
+    lines: list[dict[str, Any]] = []
+    with pytest.raises(
+        WrongResultError, match=r"peers failed: torch, crowded for 1 tokens; torch, crowded for 512 tokens$"
+    ):
+        llama.run_peers(Target("rig", 0.0005, tmp_path), lambda **line: lines.append(line))
+    for tokens, (crowd, other, missing, whole) in zip(llama.TOKENS, (lines[:4], lines[4:]), strict=True):
+        said = "OutOfMemoryError: rig out of memory."
+        assert crowd == {"peer": "torch, crowded", "tokens": tokens, "failed": said}
+        assert other == {"peer": "torch, absent", "tokens": tokens, "skipped": "it is of another device"}
+        assert missing == {"peer": "nowhere", "tokens": tokens, "skipped": "nowhere is not installed"}
+        assert (whole["peer"], whole["tokens"], whole["equal"]) == ("torch", tokens, True)
 
 
 def test_a_step_that_crashes_is_a_line(tmp_path: Path) -> None:

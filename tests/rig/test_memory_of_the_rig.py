@@ -6,6 +6,7 @@ import gc
 import mmap
 import runpy
 import threading
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,25 +66,29 @@ class Runtime:
 
     refuses = 0
     devices: ClassVar[list[int]] = []  # those that were current as memory was registered
+    unknown: ClassVar[list[int]] = []  # what was unregistered and had not been registered
 
     @classmethod
     def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 (the runtime's name)
         cls.devices.append(torch.accelerator.current_device_index())
         return cls.refuses or (0 if torch.ops.rig.lock(address, nbytes) else 712)
 
-    @staticmethod
-    def cudaHostUnregister(address: int) -> int:  # noqa: N802 (the runtime's name)
-        assert torch.ops.rig.unlock(address)
-        return 0
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> int:  # noqa: N802 (the runtime's name)
+        if torch.ops.rig.unlock(address):
+            return 0
+        cls.unknown.append(address)
+        return 713
 
 
 @pytest.fixture
-def registering(monkeypatch: pytest.MonkeyPatch) -> type[Registering]:
+def registering(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Registering]]:
     monkeypatch.setattr(cuda, "_runtime", lambda: Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.accelerator.device_index(device.index))
     monkeypatch.setattr(Runtime, "refuses", 0)
     monkeypatch.setattr(Runtime, "devices", [])
-    return Registering
+    yield Registering
+    assert Runtime.unknown == []
 
 
 def load(program: Program, share: str, device: AcceleratorDevice) -> StreamedModule:
@@ -135,6 +140,30 @@ def test_a_device_that_is_dropped_leaves_nothing_registered(
     del device
     gc.collect()
     assert torch.ops.rig.locked_bytes() == before
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("call", ["cudaHostRegister", "cudaHostUnregister"])
+def test_an_interrupt_at_a_call_leaves_nothing_registered(
+    late: None, registering: type[Registering], monkeypatch: pytest.MonkeyPatch, call: str, behind: bool
+) -> None:
+    before, device, whole = torch.ops.rig.locked_bytes(), registering("rig"), getattr(Runtime, call)
+    kept = device.allocate_host(5000)
+
+    def interrupted(*args: Any) -> int:
+        monkeypatch.setattr(Runtime, call, whole)
+        if behind:  # what the call has returned is lost
+            whole(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runtime, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        device.free_host(device.allocate_host(9000))
+    assert kept.is_pinned()
+    device.close()
+    assert torch.ops.rig.locked_bytes() == before
+    assert len(Runtime.unknown) == ((call == "cudaHostUnregister") == behind)
+    Runtime.unknown.clear()
 
 
 def test_memory_is_registered_on_the_device_it_is_for_by_pages_of_the_system(

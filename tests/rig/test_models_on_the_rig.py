@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.export import export
 
 import penstock
@@ -37,3 +39,45 @@ def test_a_stack_streams_to_the_rig(stack: Any, order: str, wrap: Any) -> None:
             assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
             assert streamed.stats.bytes_moved > plan.streamed_bytes
             assert streamed.stats.misses == 0
+
+
+class Split(nn.Module):
+    """Layers on a device; on the CPU a table, a count of calls, an empty tensor, and one made in the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.register_buffer("calls", torch.zeros(1))
+        self.table, self.empty = torch.randn(2, 32), torch.empty(0, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.add_(1)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        made = torch.tensor([2.0, 3.0], device=x.device)[:, None]
+        return torch.cat(
+            [self.empty.to(x.device), x * made * self.calls.to(x.device)]
+        ), self.table + self.calls
+
+
+@pytest.mark.parametrize("share", ["50%", "100%"])
+def test_what_a_program_for_the_rig_has_on_the_cpu_stays_there(
+    late: None, tmp_path: Path, share: str
+) -> None:
+    module = Split().requires_grad_(False).to("rig")
+    module.calls = module.calls.cpu()
+    x = torch.randn(2, 32).to("rig")
+    program = penstock.compile(export(module, (x,)), tmp_path / "split.penstock")
+    plan = program.plan(share, device="rig", hardware="h200")
+    expected = [[one.clone() for one in module(x)] for _ in range(3)]
+    allocated = torch.accelerator.memory_allocated()
+    with torch.no_grad(), program.load(plan=plan, device="rig") as streamed:
+        held, stats = torch.accelerator.memory_allocated() - allocated, streamed.stats
+        outputs = [streamed(x) for _ in range(3)]
+        assert [[one.device.type for one in each] for each in outputs] == [["rig", "cpu"]] * 3
+        pairs = [pair for each in zip(outputs, expected, strict=True) for pair in zip(*each, strict=True)]
+        assert [torch.equal(*pair) for pair in pairs] == [True] * 6
+        assert streamed.stats.misses == 0
+        assert (streamed.stats.bytes_moved > 0) == (share == "50%")
+    assert stats.held_bytes <= held < stats.held_bytes + 512 * 16
+    assert stats.held_bytes <= plan.budget - (2 * 32 + 1) * 4

@@ -50,9 +50,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory, compiler: None) -> dict[str, Artifact]:
     """Two models that Inductor compiled, with all weights of more than a kilobyte streamed."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return compile_models(tmp_path_factory.mktemp("compiled"))
+        return compile_models(base / "compiled")
 
 
 @pytest.fixture(scope="session")

@@ -235,7 +235,7 @@ def test_a_fresh_process_needs_neither_the_class_nor_the_source(compiled, tmp_pa
 def test_the_floor_does_not_grow_with_the_layers(compiled, tmp_path):
     """But for the small weights and caches, which stay in memory."""
     shallow = penstock.compile(
-        as_mapping(decoder(1), {"prefill": 5, "decode": 1}),
+        as_mapping(decoder(1), {"decode": 1}),
         tmp_path / "shallow.penstock",
         lowering="inductor",
         resident_below="1KiB",

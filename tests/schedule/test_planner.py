@@ -17,8 +17,10 @@ from penstock.schedule.facts.model import Arena, ArenaKind, Hardware, Range, Ste
 from penstock.schedule.facts.problem import Demand, Problem, first_uses
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import RUNGS, floor, make_plan, with_figures
+from penstock.schedule.space import pieces
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
+from tests.hunt import scaled
 from tests.schedule.traces import RandomProblem, equal_problem, machine, problems
 
 UNIT = 4096
@@ -72,6 +74,17 @@ def test_a_refusal_names_floor_step_and_weights() -> None:
     with pytest.raises(BudgetError, match="of 202 B: step 'head' needs a, b at once") as caught:
         make_plan(Problem(storages, traces, arena, hardware=machine(1e9)), 100, names=("a", "b", "cache"))
     assert (caught.value.floor_bytes, caught.value.step, caught.value.weights) == (202, "head", ("a", "b"))
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_a_floor_is_found_without_cutting_storages_into_spans(
+    kind: ArenaKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are up to 30,000, and each plan for a machine asks for many floors."""
+    monkeypatch.setattr(pieces, "span_groups", lambda *given: pytest.fail("cut"))
+    p = equal_problem(4, 1)
+    arena = packed_arena(p.storages, p.traces, kind=kind, granule=64, alignment=64)
+    assert floor(Demand(p.storages, p.traces, arena)).upper_bytes == UNIT
 
 
 def test_a_refusal_of_a_byte_less_says_how_many_bytes() -> None:
@@ -149,14 +162,16 @@ def check(p: RandomProblem) -> None:
             make_plan(p, lowest.upper_bytes - 1)
 
 
+@pytest.mark.random
 @given(problems())
-@settings(max_examples=75)
+@settings(max_examples=scaled(50))
 def test_plans_are_safe_and_floors_exact(problem: RandomProblem) -> None:
     check(problem)
 
 
+@pytest.mark.random
 @given(problems(methods=2))
-@settings(max_examples=60)
+@settings(max_examples=scaled(40))
 def test_plans_of_several_methods_are_safe(problem: RandomProblem) -> None:
     check(problem)
 
@@ -199,8 +214,9 @@ def periods_on_the_ladder(p: RandomProblem, *rungs: int) -> list[int]:
     return [sum(s.predicted_ns for s in make_plan(p, budget).schedules) for budget in budgets]
 
 
+@pytest.mark.random
 @given(st.one_of(problems(), problems(methods=2)))
-@settings(max_examples=25)
+@settings(max_examples=scaled(15))
 def test_a_larger_budget_is_not_predicted_slower(problem: RandomProblem) -> None:
     periods = periods_on_the_ladder(problem, *range(0, RUNGS + 1, 2))
     assert periods == sorted(periods, reverse=True)

@@ -4,12 +4,14 @@
 
 Each case is opened in a child. It has to end in a result or a PenstockError, within ten seconds of the
 processor, and may not end the process. What does otherwise is printed with its number, and its file is kept
-in build/fuzz: a case is made of the target, the seed and its number alone.
+in build/fuzz: a case is made of the target, the seed and its number alone. Where the process has ended, a
+file beside it has the lines of Python that its threads were at.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing
 import os
 import resource
@@ -22,6 +24,7 @@ from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import IO
 
 from tests.trust.fuzz_targets import NAMES, make_target
 
@@ -74,7 +77,8 @@ def _processor_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _work(name: str, seed: int, case: _Case, said: object) -> None:
+def _work(name: str, seed: int, case: _Case, said: object, lines: IO[str]) -> None:
+    faulthandler.enable(lines)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     os.nice(10)
@@ -100,6 +104,8 @@ class Run:
         context = multiprocessing.get_context("fork")
         self._context, self._said = context, context.SimpleQueue()
         self._case = _Case(context.Value("q", 0), context.Value("d", 0.0), context.Value("d", 0.0))
+        KEPT.mkdir(parents=True, exist_ok=True)
+        self._lines = (KEPT / f"{name}-{seed}.lines").open("w+")
 
     def run(self, seconds: float) -> None:
         """Fuzz for so long."""
@@ -107,7 +113,7 @@ class Run:
         while time.monotonic() < end:
             self._case.clock.value = self._case.processor.value = time.monotonic() + 1e6  # it is made first
             child = self._context.Process(
-                target=_work, args=(self.name, self.seed, self._case, self._said), daemon=True
+                target=_work, args=(self.name, self.seed, self._case, self._said, self._lines), daemon=True
             )
             child.start()
             while child.is_alive() and time.monotonic() < end:
@@ -123,6 +129,8 @@ class Run:
             child.join()
             self._case.number.value += 1
         self._listen()
+        if not self._lines.seek(0, os.SEEK_END):
+            Path(self._lines.name).unlink(missing_ok=True)
 
     def _listen(self) -> None:
         while not self._said.empty():
@@ -143,7 +151,6 @@ class Run:
 
 def keep(run: Run) -> None:
     """Write the files of faults to build/fuzz."""
-    KEPT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         target = make_target(run.name, Path(folder))
         for number in run.faults.values():

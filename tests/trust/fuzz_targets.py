@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import struct
@@ -9,7 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
+from penstock.backends.executorch.containers import Delegate, read_pte
+from penstock.backends.executorch.region import PAYLOAD
 from penstock.passes.calls.expressions import parse
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading
@@ -27,7 +30,8 @@ from penstock.schedule.payload.routes import routes_to_bytes
 from penstock.schedule.sparse.routes import Ask, RoutedRead, Routes
 from tests.schedule.payload.payload_example import BYTES, PLAN
 from tests.trust.hostile import X
-from tests.trust.mutations import mutate_bytes, mutate_json
+from tests.trust.mutations import exchange, mutate_bytes, mutate_json, mutate_tree
+from tests.trust.pte_files import write_pte
 from tests.trust.whole_artifacts import change_facts, change_graph, wholes
 
 Mutate = Callable[[random.Random, bytes], bytes]
@@ -272,6 +276,82 @@ def _pipeline(folder: Path) -> Target:
     )
 
 
+def _export(folder: Path) -> Path:
+    """A `.pte` with a region for each of two linears, beside its `.ptd`."""
+    from tests.backends.executorch.conftest import lower_to
+    from tests.backends.executorch.et_models import Mlp
+
+    torch.manual_seed(0)
+    exported = torch.export.export(Mlp().eval(), (torch.randn(2, 128),))
+    return lower_to(folder, exported, budget="70%").path
+
+
+def _use_pte(path: Path) -> None:
+    """Reads a `.pte` and all that `penstock inspect` shows of it."""
+    from penstock.backends.executorch import read
+    from penstock.cli.inspect import _facts, _totals, artifact_tables, delegate_tables
+    from penstock.schedule.report.graphs import to_json
+
+    exported = read(path)
+    json.dumps(_facts(exported)), _totals(exported), artifact_tables(exported), delegate_tables(exported)
+    to_json(exported.payload.read_graph())
+    for method in exported.payload.methods:
+        to_json(exported.plan("90%").event_graph(method.name))
+
+
+def _pte(folder: Path) -> Target:
+    path = _export(folder)
+    parts = read_pte(path.read_bytes())
+    seed = write_pte(parts.named, parts.delegates)
+    return Target((seed,), (_mutate_parts, _mutate_parts, mutate_bytes), _file(path, _use_pte))
+
+
+def _mutate_parts(chosen: random.Random, data: bytes) -> bytes:
+    """Changes the payload or a region of a `.pte`, or which parts there are, and makes all hashes right."""
+    parts = read_pte(data)
+    named, delegates = dict(parts.named), list(parts.delegates)
+    (key,) = (key for key in named if key.startswith(PAYLOAD))
+    k, what = chosen.randrange(len(delegates)), chosen.randrange(4)
+    text = delegates[k].processed.partition(b"\n")[2]
+    if what == 0:
+        tree = json.loads(named.pop(key))
+        chosen.choice((exchange, mutate_tree))(chosen, tree)
+        changed = json.dumps(tree).encode()
+        new = PAYLOAD + hashlib.sha256(changed).hexdigest()
+        named[new] = changed
+        delegates = [
+            _region(one, one.processed.replace(key.encode(), new.encode())[65:]) for one in delegates
+        ]
+    elif what < 3:
+        tree = json.loads(text)
+        chosen.choice((exchange, mutate_tree))(chosen, tree)
+        delegates[k] = _region(delegates[k], json.dumps(tree).encode())
+    elif len(named) > 1 and chosen.random() < 0.5:
+        del named[chosen.choice([one for one in named if one != key])]
+    else:
+        delegates.insert(chosen.randrange(len(delegates)), delegates.pop(k))
+    return write_pte(named, delegates)
+
+
+def _region(one: Delegate, text: bytes) -> Delegate:
+    return replace(one, processed=hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+
+
+def _ptd(folder: Path) -> Target:
+    """The list of a `.ptd`, in front of its weights."""
+    path = _export(folder)
+    data = path.with_name("weights.ptd")
+    (_, size) = struct.unpack_from("<QQ", data.read_bytes(), 16)
+    head = data.read_bytes()[: 48 + size]
+    weights = data.read_bytes()[len(head) :]
+
+    def use(changed: bytes) -> None:
+        data.write_bytes(changed + weights)
+        _use_pte(path)
+
+    return Target((head,), (mutate_bytes,), use)
+
+
 _TARGETS: dict[str, Callable[[Path], Target]] = {
     "payload": _payload,
     "artifact": _artifact,
@@ -287,5 +367,7 @@ _TARGETS: dict[str, Callable[[Path], Target]] = {
     "adapter": _adapter,
     "configuration": _configuration,
     "pipeline": _pipeline,
+    "pte": _pte,
+    "ptd": _ptd,
 }
 NAMES = tuple(_TARGETS)

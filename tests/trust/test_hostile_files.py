@@ -410,7 +410,7 @@ def test_valid_files_are_fine(name, tmp_path):
 @pytest.mark.random
 @pytest.mark.parametrize("name", NAMES)
 def test_changed_files_are_fine_or_refused(name, tmp_path):
-    count = 40 if name in ("artifact", "graph", "configuration", "pipeline") else 300
+    count = 40 if name in ("artifact", "graph", "configuration", "pipeline", "pte", "ptd") else 300
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         target = make_target(name, tmp_path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import load_exported, pairs, weight_files
+from penstock.cli.terminal.inputs import check_folder, load_exported, pairs, weight_files
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def compile(
     json: options.Json = False,
 ) -> None:
     """Compile an exported program into an artifact that streams its weights."""
+    check_folder(output, force=force)
     from penstock.runtime.artifact import compile as compile_program
 
     program, files, names = _program(model, tokens, weight_files(weights), trust=trust)

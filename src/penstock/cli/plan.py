@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import check_outputs
+from penstock.cli.terminal.inputs import check_artifact, check_outputs
 from penstock.schedule.facts.model import UNEVEN
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
@@ -54,6 +54,7 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Show what would stay in memory and what would stream within a budget, and whether that pays."""
+    check_artifact(artifact)
     from penstock.models.advice import advise
     from penstock.runtime.program import open as open_program
     from penstock.runtime.training.rungs import candidates

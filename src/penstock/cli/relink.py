@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import console, options
+from penstock.cli.terminal.inputs import check_artifact
 from penstock.schedule.facts.sizes import format_size
 
 EXAMPLES = (
@@ -28,6 +29,7 @@ def relink(
     json: options.Json = False,
 ) -> None:
     """Let an artifact refer to copies of its weight files, after every byte of the weights is checked."""
+    check_artifact(artifact)
     from penstock.runtime.relink import relink as relink_artifact
 
     with console.byte_progress() as progress:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.terminal import console, options
+from penstock.cli.terminal.inputs import check_artifact
 from penstock.schedule.facts.sizes import format_size, format_time
 
 EXAMPLES = (
@@ -36,6 +37,7 @@ def simulate(
     json: options.Json = False,
 ) -> None:
     """Run a plan on a virtual clock, with `--device sim:NAME` the program too, and show where it waits."""
+    check_artifact(artifact)
     from penstock.models.advice import simulated, simulated_routes
     from penstock.models.trial import run_simulated
     from penstock.runtime.program import open as open_program

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import console, options
+from penstock.cli.terminal.inputs import check_artifact
 from penstock.schedule.facts.sizes import format_size
 
 EXAMPLES = ("penstock verify model.penstock", "penstock verify model.penstock --strict")
@@ -23,6 +24,7 @@ def verify(
     json: options.Json = False,
 ) -> None:
     """Hash every weight byte and prove every plan of an artifact."""
+    check_artifact(artifact)
     from penstock.runtime.program import open as open_program
 
     program = open_program(artifact, trust=trust)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from hashlib import sha256
@@ -39,6 +40,12 @@ def test_regions_that_contradict_their_payload(files: Path, penstock: Command, n
     assert shown.status == 2
     assert f"region 0 of graph {7 if field == 'graph' else 0}: $.{field}: expected " in shown.err
     assert shown.err.endswith("; export again\n")
+
+
+def test_a_list_that_is_too_short(files: Path) -> None:
+    forge(files, region=fields(lambda one: one.update(steps=[0])))
+    with pytest.raises(penstock.PayloadError, match=r"a delegate of 'forward': \$\.steps\[1\] is missing"):
+        read(files)
 
 
 def test_a_region_that_is_there_twice(files: Path) -> None:
@@ -84,6 +91,15 @@ def test_sizes_in_the_data_file_that_no_file_has(files: Path, place: int) -> Non
     struct.pack_into("<Q", data, place, (1 << 62) + 64)
     path.write_bytes(data)
     with pytest.raises(penstock.SourceError, match=rf"it is cut off: it has {len(data)} bytes, and 4611686"):
+        read(files)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["model.pte", "weights.ptd"])
+def test_a_pipe_is_not_read(files: Path, name: str) -> None:
+    (files.parent / name).unlink()
+    os.mkfifo(files.parent / name)
+    with pytest.raises(penstock.SourceError, match=rf"{name} is a pipe or a device, expected a file"):
         read(files)
 
 

@@ -10,9 +10,9 @@ from tests.integrations import models
 MEMORY = "40MB"
 
 
-def adapted(dtype=torch.float32, attention="sdpa", dropout=0.1):
+def adapted(dtype=torch.float32, attention="sdpa", dropout=0.1, layers=2):
     """A Llama in training mode, of which LoRA trains some products."""
-    model = models.llama(attn_implementation=attention).to(dtype)
+    model = models.llama(attn_implementation=attention, num_hidden_layers=layers).to(dtype)
     torch.manual_seed(1)
     targets = ["q_proj", "v_proj", "gate_proj"]
     config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=dropout)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from penstock.integrations import apply
+from penstock.integrations.calls import exported
 from penstock.integrations.streamed import Component
 from tests.hunt import sampled
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained
@@ -60,8 +63,10 @@ def test_gradients_and_adapters_are_those_of_the_model_in_memory(kind, share, bu
     assert equal([p.detach() for p in trained(model).values()], expected[-len(trained(model)) :])
 
 
-def test_packed_sequences_are_seen_where_there_is_no_mask(cache):
-    reference, model = adapted(), adapted()
+def test_packed_sequences_are_seen_where_there_is_no_mask(cache, monkeypatch):
+    differentiated = mock.Mock(side_effect=exported.differentiate)
+    monkeypatch.setattr(exported, "differentiate", differentiated)
+    reference, model = adapted(layers=1), adapted(layers=1)
     plain = {name: value for name, value in batch(16).items() if name != "attention_mask"}
     positions = torch.arange(16).expand(2, 16).contiguous()
     packed = plain | {"position_ids": torch.where(positions < 9, positions, positions - 9)}
@@ -69,5 +74,5 @@ def test_packed_sequences_are_seen_where_there_is_no_mask(cache):
         for given in (packed, plain | {"position_ids": positions}):
             expected = gradients(reference, given, use_cache=False)
             assert equal(gradients(model, given, use_cache=False), expected)
-        assert len(*applied.prepared.values()) == 2
+        assert len(*applied.prepared.values()) == differentiated.call_count == 2  # and no wrong guess
     assert not equal(expected, gradients(reference, packed, use_cache=False))

@@ -19,7 +19,11 @@ from tests.integrations.training.test_trainer import logged, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient.checkpointing.*")
 
-BATCHES = [batch(16), batch(40, padded=True)]
+BATCHES = [batch(16, padded=True), batch(40, padded=True)]
+"""Of one kind, which is exported once for each model."""
+
+
+LAYERS = {"num_hidden_layers": 1}
 
 
 def lora(**options):
@@ -39,12 +43,12 @@ def added(model):
 def folders(tmp_path_factory):
     """A Llama in several files, one that transformers quantised, and an adapter."""
     folder = tmp_path_factory.mktemp("llama")
-    models.llama().save_pretrained(folder / "plain", max_shard_size="100KB")
+    models.llama(**LAYERS).save_pretrained(folder / "plain", max_shard_size="100KB")
     config = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
     quantised = LlamaForCausalLM.from_pretrained(folder / "plain", quantization_config=config)
     quantised.save_pretrained(folder / "int8")
     torch.manual_seed(7)
-    wrapped(models.llama()).save_pretrained(folder / "adapter")
+    wrapped(models.llama(**LAYERS)).save_pretrained(folder / "adapter")
     return folder
 
 
@@ -94,7 +98,7 @@ def test_an_adapter_begins_and_learns_as_on_the_model_in_memory(kind, folders, c
     saved = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("memory", "streamed")]
     assert saved[0].keys() == saved[1].keys()
     assert equal([*saved[0].values()], [*saved[1].values()])
-    again = PeftModel.from_pretrained(models.llama(), tmp_path / "streamed")
+    again = PeftModel.from_pretrained(models.llama(**LAYERS), tmp_path / "streamed")
     assert len(again.peft_config) == 1
 
 
@@ -133,7 +137,7 @@ def test_what_cannot_be_made_beside_files_is_refused(folders, cache):
     made_of(None, "train=True needs an adapter")
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}):
         made_of(lora(**options), "not in memory: load makes adapters beside weights", StreamError)
-    made_of(lambda _: wrapped(models.llama()), "made a model of something else")
+    made_of(lambda _: wrapped(models.llama(**LAYERS)), "made a model of something else")
     made_of(lambda model: model.requires_grad_(True), r"embed_tokens\.weight requires grad and is in files")
     with pytest.raises(PassError, match="adapter= is for train=True"):
         load(folders / "plain", MEMORY, adapter=lora(), cache=cache)

@@ -39,7 +39,7 @@ KINDS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    models.llama().save_pretrained(folder)
+    models.llama(num_hidden_layers=1).save_pretrained(folder)
     return folder
 
 
@@ -71,7 +71,7 @@ def kept_bytes(model, given):
 @pytest.mark.random
 @pytest.mark.parametrize(("config", "dtype", "checkpointing"), sampled(KINDS, 3))
 def test_gradients_are_those_of_the_quantised_model_in_memory(config, dtype, checkpointing, folder, cache):
-    batches = [batch(16), batch(40, padded=True), batch(16)]
+    batches = [batch(length, padded=True) for length in (16, 40, 16)]
     expected = steps(quantised(folder, config, dtype, checkpointing), batches)
     model = quantised(folder, config, dtype, checkpointing)
     with apply(model, MEMORY, train=True, cache=cache) as applied:
@@ -83,8 +83,9 @@ def test_gradients_are_those_of_the_quantised_model_in_memory(config, dtype, che
     assert equal(after, gradients(model, batch(16)))
 
 
-def test_packed_weights_are_read_in_both_directions_and_never_kept_unpacked(folder, cache):
-    model, given = quantised(folder, INT8), batch(4)
+def test_packed_weights_are_read_in_both_directions_and_never_kept_unpacked(tmp_path, cache):
+    models.llama().save_pretrained(tmp_path)
+    model, given = quantised(tmp_path, INT8), batch(4)
     unpacked = model.get_base_model().model.layers[0].mlp.up_proj.weight.numel() * 4
     assert kept_bytes(model, given) == unpacked  # in memory, autograd keeps what a product unpacks
     with apply(model, MEMORY, train=True, cache=cache) as applied:

@@ -80,10 +80,10 @@ def logged(made):
 
 
 def test_the_trainer_of_trl_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
-    reference = fine_tuner(adapted(), tmp_path / "memory")
+    reference = fine_tuner(adapted(layers=1), tmp_path / "memory")
     reference.train()
 
-    model = adapted()
+    model = adapted(layers=1)
     with apply(model.get_base_model().model, MEMORY, train=True, cache=cache) as applied:
         made = fine_tuner(model, tmp_path / "streamed")
         made.train()
@@ -95,11 +95,11 @@ def test_the_trainer_of_trl_gives_the_weights_that_it_gives_in_memory(cache, tmp
 
 
 def test_a_trainer_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
-    reference = trainer(adapted(), tmp_path / "memory")
+    reference = trainer(adapted(layers=1), tmp_path / "memory")
     reference.train()
     expected = [*trained(reference.model).values()]
 
-    model = adapted()
+    model = adapted(layers=1)
     with apply(model, MEMORY, train=True, cache=cache):
         made = trainer(model, tmp_path / "streamed")
         made.train()
@@ -113,7 +113,7 @@ def test_a_trainer_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
         assert saved[0].keys() == saved[1].keys()
         assert equal([*saved[0].values()], [*saved[1].values()])
 
-    resumed = adapted()
+    resumed = adapted(layers=1)
     with apply(resumed, MEMORY, train=True, cache=cache):
         trainer(resumed, tmp_path / "streamed").train(
             resume_from_checkpoint=str(tmp_path / "streamed" / "checkpoint-2")

@@ -256,7 +256,10 @@ def test_gradients_are_those_of_pytorch(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", REFUSED)
 def test_programs_that_export_makes_and_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(PassError, match=r"whose memory cannot be found|inside of torch\.func\.grad"):
+    refused: tuple[type[Exception], str] = PassError, r"memory cannot be found|inside of torch\.func\.grad"
+    if torch.__version__.startswith("2.11.") and name == "a transformation":
+        refused = AssertionError, "Expected FakeTensor"  # of torch.export itself
+    with pytest.raises(refused[0], match=refused[1]):
         penstock.compile_training(
             Between(REFUSED[name]), tmp_path / "m.penstock", example=(torch.randn(4, 8),), trainable=["up.*"]
         )

@@ -13,6 +13,7 @@ from torch import nn
 from torch._export.serde import serialize
 
 import penstock
+from penstock.passes.weights import lifted
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +83,15 @@ def test_zeros_that_are_meant_are_weights() -> None:
     exported = torch.export.export(Tied(), (torch.zeros(1, 8),))
     assert len(penstock.annotate(exported).storages) == 2
     assert len(penstock.annotate(saved_and_loaded(exported)).storages) == 2
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 99])
+def test_one_byte_of_any_piece_is_a_value(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    monkeypatch.setattr(lifted, "_PIECE", 32)
+    value = torch.zeros(100, dtype=torch.uint8)
+    assert lifted._is_zero(value)
+    value[place] = 1
+    assert not lifted._is_zero(value)
 
 
 def test_a_bound_program_may_be_saved(tmp_path: Path) -> None:

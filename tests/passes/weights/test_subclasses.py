@@ -42,6 +42,9 @@ def test_the_opened_program_computes_the_same_and_copies_no_part(kind):
     assert type(opened.state_dict["0.weight.scale"]) is nn.Parameter
     assert opened.state_dict["0.weight.data_"].data_ptr() == module[0].weight.data_.data_ptr()
     assert "0.weight" not in opened.state_dict
+    code = opened.graph_module.code
+    opened.graph_module.recompile()
+    assert opened.graph_module.code == code
 
 
 @pytest.mark.parametrize("change", [lambda part: None, lambda part: part.double(), lambda part: part[:1]])

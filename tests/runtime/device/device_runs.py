@@ -141,7 +141,14 @@ def cases() -> tuple[Case, ...]:
         case("in turn", equal, [in_turn, in_turn[:1:-1]], 0.3, turns, in_turn=True),
         case("misses", uneven, [again], 0.3, [(0, "in order"), (0, "backwards"), (0, "in order")]),
         case("breaks", uneven, [again], 0.3, [(0, "in order"), (0, "raises"), (0, "in order")]),
-        case("streams", uneven, [again], 0.3, [*plain[:2], (0, "raises"), *plain], streams=2),
+        case(
+            "streams",
+            uneven,
+            [again],
+            0.3,
+            [plain[0], (0, "backwards"), plain[0], (0, "raises"), *plain[:2]],
+            streams=2,
+        ),
     )
 
 

@@ -6,6 +6,8 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,22 @@ def test_a_system_without_proc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(StreamError, match="/proc/self/smaps cannot be read"):
             reserved.resident_bytes()
         monkeypatch.undo()
+
+
+def test_what_lies_behind_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system counts a mapping when it is read, which takes milliseconds for all of a process."""
+    read = []
+
+    def smaps(name: str) -> Iterator[bytes]:
+        for start in range(0x1000, 0x9000, 0x1000):
+            read.append(start)
+            yield f"{start:x}-{start + 0x1000:x} rw-p 00000000 00:00 0\n".encode()
+            yield b"Size:    4 kB\n"
+            yield b"Rss:     4 kB\n"
+
+    monkeypatch.setattr(memory, "_proc", lambda name: nullcontext(smaps(name)))
+    assert memory.resident_bytes(0x2800, 0x4000) == 2 * 4096
+    assert read == [0x1000, 0x2000, 0x3000, 0x4000]
 
 
 def test_an_interrupted_close_never_unmaps_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-import penstock
 from penstock.passes.trace import PRESET_CPU
 from penstock.runtime.device.protocol import Move
 from penstock.runtime.device.streamer import DeviceStreamer
@@ -34,17 +33,15 @@ from tests.runtime.sim.ordered_device import OrderedDevice, Policy
 from tests.runtime.training.out_mutants import ELSEWHERE, MUTANTS
 from tests.runtime.training.spill_faults import step
 from tests.runtime.training.spill_plans import spilling_plan
-from tests.training_models import DECODER
+from tests.training_models import DECODER, Trained
 
 ROOT = Path(__file__).parents[3]
 POLICIES: tuple[Policy, ...] = ("latest", "earliest", "lagging", "random")
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    path = tmp_path_factory.mktemp("mutants") / "trained.penstock"
-    given = {"example": DECODER.inputs(), "trainable": DECODER.patterns}
-    return penstock.compile_training(DECODER.model(), path, **given, spill=True, evaluate=False)
+def program(spilling: Callable[[Trained], Program]) -> Program:
+    return spilling(DECODER)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.export import Dim, export
+from torch.export import export
 
 import penstock
 from penstock.passes.lowering.archive import open_programs, read_code
@@ -17,9 +17,9 @@ from penstock.runtime.program import Program
 from penstock.runtime.training.rungs import rung_bytes
 from penstock.schedule.facts.errors import BudgetError, PassError, PlanError
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+from tests.runtime.training.conftest import DTYPES
 from tests.training_models import DECODER, NORMED
 
-DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = (16, 40)
 
 
@@ -28,25 +28,9 @@ def tokens(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return given, given.roll(-1, 1)
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
-    """The decoder with dropout, compiled for batches of any length."""
-    folder, length = tmp_path_factory.mktemp("rungs"), Dim("length", min=2, max=64)
-    return {
-        dtype: penstock.compile_training(
-            DECODER.model(dtype),
-            folder / f"{dtype}.penstock",
-            example=tokens(40),
-            dynamic_shapes=({1: length}, {1: length}),
-            trainable=DECODER.patterns,
-        )
-        for dtype in DTYPES
-    }
-
-
 @pytest.fixture
-def program(programs: dict[torch.dtype, Program]) -> Program:
-    return programs[torch.float32]
+def program(decoders: dict[torch.dtype, Program]) -> Program:
+    return decoders[torch.float32]
 
 
 def train(module: nn.Module) -> list[torch.Tensor]:
@@ -66,10 +50,10 @@ def train(module: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_equal_those_of_pytorch(
-    programs: dict[torch.dtype, Program], dtype: torch.dtype, rung: str
+    decoders: dict[torch.dtype, Program], dtype: torch.dtype, rung: str
 ) -> None:
     expected = train(DECODER.model(dtype))
-    program = programs[dtype]
+    program = decoders[dtype]
     with program.load(
         program.floor(arena="contiguous"), activations=rung, poison=True, arena="contiguous"
     ) as module:

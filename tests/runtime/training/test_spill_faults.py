@@ -11,34 +11,29 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 import penstock
 from penstock.runtime.files.spill_file import open_spill_file, with_places
+from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import SourceError
 from tests.engines import ENGINES
 from tests.faults.double import build
+from tests.hunt import sampled
 from tests.runtime.training.spill_plans import spilling_plan
-from tests.training_models import DECODER
+from tests.training_models import DECODER, Trained
 
 ROOT = Path(__file__).parents[3]
 FATAL = {"ENOSPC", "EIO", "nothing"}
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("faults") / "trained.penstock"
-    penstock.compile_training(
-        DECODER.model(),
-        path,
-        example=DECODER.inputs(),
-        trainable=DECODER.patterns,
-        spill=True,
-        evaluate=False,
-    )
-    return path
+def artifact(spilling: Callable[[Trained], Program]) -> Path:
+    return spilling(DECODER).path
 
 
 def child(*arguments: object, **environment: str) -> list[str]:
@@ -73,7 +68,7 @@ def test_each_call_that_goes_wrong_is_named_or_mended(
 TRAINING = """
 import sys
 import os
-from tests.training_models import DECODER
+from tests.training_models import DECODER, Trained
 from tests.runtime.training.spill_plans import spilling_plan
 from penstock.runtime.loading import LoadOptions, load_module
 import penstock
@@ -89,8 +84,10 @@ with load_module(program, spilling_plan(program.payload), options) as module:
 """
 
 
-@pytest.mark.parametrize("kind", ["unnamed", "named"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.random
+@pytest.mark.parametrize(
+    ("engine", "kind"), sampled([*product(ENGINES, ("unnamed", "named"))], 2 * len(ENGINES) - 1)
+)
 def test_a_process_that_is_killed_leaves_nothing(
     engine: str, kind: str, artifact: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import penstock
 from penstock.passes.trace import PRESET_CPU
 from penstock.runtime import choice
 from penstock.runtime.arrival import Leaving
@@ -43,16 +42,8 @@ def trained(request: pytest.FixtureRequest) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def program(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    path: Path = tmp_path_factory.mktemp("spills") / "trained.penstock"
-    return penstock.compile_training(
-        trained.model(),
-        path,
-        example=trained.inputs(),
-        trainable=trained.patterns,
-        spill=True,
-        evaluate=False,
-    )
+def program(trained: Trained, spilling: Callable[[Trained], Program]) -> Program:
+    return spilling(trained)
 
 
 @pytest.fixture(scope="module")

@@ -24,25 +24,8 @@ from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import PassError, PayloadError, SourceError, StreamError
 from penstock.schedule.payload.codec import Payload
 from tests.engines import ENGINES
+from tests.runtime.training.conftest import DTYPES
 from tests.training_models import DECODER, NORMED, Trained
-
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
-    """The decoder, compiled for batches of any length."""
-    folder, length = tmp_path_factory.mktemp("training"), Dim("length", min=2, max=64)
-    return {
-        dtype: penstock.compile_training(
-            DECODER.model(dtype),
-            folder / f"{dtype}.penstock",
-            example=DECODER.inputs(),
-            dynamic_shapes=({1: length}, {1: length}),
-            trainable=DECODER.patterns,
-        )
-        for dtype in DTYPES
-    }
 
 
 @pytest.fixture
@@ -51,9 +34,9 @@ def plain() -> nn.Module:
 
 
 @pytest.fixture
-def module(programs: dict[torch.dtype, Program]) -> Iterator[TrainingModule]:
+def module(decoders: dict[torch.dtype, Program]) -> Iterator[TrainingModule]:
     """The decoder at its floor, with poisoned memory."""
-    program = programs[torch.float32]
+    program = decoders[torch.float32]
     with program.load(program.floor_bytes, poison=True, arena="contiguous") as loaded:
         yield loaded
 
@@ -89,9 +72,9 @@ def train(module: nn.Module, case: Trained, steps: int = 5) -> list[torch.Tensor
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("budget", ["floor", "25%", "100%"])
 def test_five_steps(
-    programs: dict[torch.dtype, Program], dtype: torch.dtype, engine: str, budget: str
+    decoders: dict[torch.dtype, Program], dtype: torch.dtype, engine: str, budget: str
 ) -> None:
-    program, plain = programs[dtype], DECODER.model(dtype)
+    program, plain = decoders[dtype], DECODER.model(dtype)
     expected = train(plain, DECODER)
     with program.load(program.floor_bytes if budget == "floor" else budget, engine=engine) as module:
         assert all(torch.equal(*pair) for pair in zip(train(module, DECODER), expected, strict=True))
@@ -235,8 +218,8 @@ def test_gradients_of_gradients_are_refused(module: TrainingModule) -> None:
         torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
 
 
-def test_closing_before_the_backward(programs: dict[torch.dtype, Program]) -> None:
-    with programs[torch.float32].load("50%") as module:
+def test_closing_before_the_backward(decoders: dict[torch.dtype, Program]) -> None:
+    with decoders[torch.float32].load("50%") as module:
         loss = module(*DECODER.inputs())[0]
     with pytest.raises(StreamError, match="the module is closed"):
         loss.backward()

@@ -127,6 +127,18 @@ def test_period_is_the_maximum_over_all_cycles(case: tuple[Trace, Schedule, Wrap
     assert steady_period_ns(trace, schedule, BYTE_PER_NS, wrap) == ceil(heaviest(graph))
 
 
+@given(timed(), st.integers(-2, 2))
+@settings(max_examples=50)
+def test_a_period_of_more_than_enough_need_not_be_exact(
+    case: tuple[Trace, Schedule, Wrap], more: int
+) -> None:
+    trace, schedule, wrap = case
+    period = steady_period_ns(trace, schedule, BYTE_PER_NS, wrap)
+    for enough in (period + more, period // 2):
+        found = steady_period_ns(trace, schedule, BYTE_PER_NS, wrap, enough=enough)
+        assert enough < found <= period if period > enough else found == period
+
+
 @given(timed())
 @settings(max_examples=150)
 def test_simulation_approaches_the_period_and_obeys_the_rules(case: tuple[Trace, Schedule, Wrap]) -> None:

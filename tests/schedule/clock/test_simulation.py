@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 from penstock.schedule.clock.event_graph import settle, stalls_of
 from penstock.schedule.planner import floor, make_plan
+from tests.hunt import scaled
 from tests.schedule.traces import RandomProblem, equal_problem, problems
 
 UNIT = 4096
 
 
+@pytest.mark.random
 @given(problems())
-@settings(max_examples=150)
+@settings(max_examples=scaled(75))
 def test_simulation_and_prediction_agree_to_the_nanosecond(p: RandomProblem) -> None:
     budget = p.budget(floor(p).upper_bytes)
     plan = make_plan(p, budget)

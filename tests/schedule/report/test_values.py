@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,6 +32,7 @@ from tests.schedule.traces import machine
 NBYTES, COUNT = 4096, 12
 
 
+@cache
 def spilling(*, units: float = 7, compute: int = 3000, **hardware: Any) -> Plan:
     """Twelve values of 4 KiB on a link of 1 GB/s, with memory for some."""
     problem = layers(COUNT, NBYTES, compute=compute, hardware=replace(machine(1e9), **hardware))

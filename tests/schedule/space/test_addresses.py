@@ -9,10 +9,12 @@ from hypothesis import given
 
 from penstock.schedule.facts.model import Drop, Range, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.planner import floor
+from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.search.occupancy import Occupancy
+from penstock.schedule.space import addresses
 from penstock.schedule.space.addresses import Addressing, least_copied, place_oldest, tight
 from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.space.packing import pack_blocks
 from penstock.schedule.space.pieces import blocks_of
 from tests.schedule.traces import RandomProblem, machine, problems
 
@@ -35,6 +37,20 @@ def test_three_pairs_need_three_places() -> None:
     """Unit storages read as {A,B}, {B,C}, {A,C}: the floor is above the largest step."""
     found = floor(facts_of((64, 64, 64), (0, 1), (1, 2), (0, 2)))
     assert (found.lower_bytes, found.upper_bytes) == (128, 192)
+
+
+def test_the_floor_and_every_budget_share_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+    monkeypatch.setattr(
+        addresses, "pack_blocks", lambda *given: searched.append(given) or pack_blocks(*given)
+    )
+    problem = facts_of((64, 128, 192, 64, 72), (0, 1), (1, 2), (0, 2), (3,), (4,))
+    lowest = floor(problem).upper_bytes
+    for budget in (lowest, lowest + 64, lowest + 128):
+        make_plan(problem, budget)
+    assert len(searched) == 1
+    floor(facts_of((64, 128, 192, 64, 73), (0, 1), (1, 2), (0, 2), (3,), (4,)))
+    assert len(searched) == 2
 
 
 def test_each_storage_takes_the_place_that_was_read_longest_ago() -> None:
@@ -66,7 +82,7 @@ def test_two_large_storages_stick_out_of_a_ring() -> None:
     assert (found.addresses[0], found.addresses[3]) in {(0, 128), (128, 0)}
     assert {found.addresses[1], found.addresses[2]} == {128, 192}
     facts = facts_of((256, 64, 64, 256), (0,), (1,), (2,), (3,))
-    one = Occupancy(facts, blocks, found).decide(3)
+    one = Occupancy(facts, blocks, found).decide(3, 0)
     assert sum(r.nbytes for r in one.resident) == 256
 
 
@@ -84,7 +100,7 @@ def test_storages_of_one_step_find_no_place_where_only_one_fits() -> None:
 def test_neighbours_that_overlap_in_part_are_copied_in_part() -> None:
     demand = facts_of((128,) * 2, (0,), (1,))
     blocks = blocks_of(demand)
-    one = Occupancy(demand, blocks, Addressing((0, 64), 192)).decide(1)
+    one = Occupancy(demand, blocks, Addressing((0, 64), 192)).decide(1, 0)
     assert one.resident == (Range(0, 64), Range(192, 256))
     assert one.streams[0][0] == (Transfer(64, 128, 0, -1), Transfer(128, 192, 1, 0))
     assert one.streams[0][1] == (Drop(64, 128, 0), Drop(128, 192, 1))
@@ -104,7 +120,7 @@ def test_small_parts_of_a_storage_are_copied_with_their_neighbours() -> None:
 def test_bytes_nobody_read_since_are_not_copied_again() -> None:
     demand = facts_of((64, 64), (0,), (0,), (1,))
     blocks = blocks_of(demand)
-    one = Occupancy(demand, blocks, Addressing((0, 0), 64)).decide(2)
+    one = Occupancy(demand, blocks, Addressing((0, 0), 64)).decide(2, 0)
     assert [(t.start, t.step, t.after) for t in one.streams[0][0]] == [(0, 0, -1), (64, 2, 1)]
 
 
@@ -128,7 +144,7 @@ def test_no_placement_copies_less(problem: RandomProblem) -> None:
         placement = place_oldest(blocks, kept, cap=cap)
         if placement is not None and len(problem.traces) == 1:
             last = len(problem.traces[0].steps) - 1
-            one = Occupancy(problem, blocks, placement).decide(last)
+            one = Occupancy(problem, blocks, placement).decide(last, 0)
             copied = sum(t.stop - t.start for t in one.streams[0][0])
             assert copied >= least_copied(blocks, cap)
 

@@ -186,6 +186,21 @@ def test_a_step_reads_units_of_one_storage() -> None:
     refuse(plan, "reads units of 2 storages, expected one at most", program=program)
 
 
+def test_the_first_storage_may_be_that_of_the_units() -> None:
+    read = viewed(storage=0)
+    storages = (WITH_TABLE[4], Storage(GRANULE, "streamable"))
+    program, planned = (reading((reads, read), ((1,), None)) for reads in ((0, 1), (1,)))
+    arena = packed_arena(storages, (planned,), kind="paged", granule=GRANULE, alignment=GRANULE)
+    pool = replace(POOL, layout=(8, -1))
+    problem = Problem(storages, (planned,), arena, pool=pool, hardware=HARDWARE)
+    plan = make_plan(problem, floor(problem).upper_bytes)
+    verify_plan(storages, (program,), plan)
+    oracle.check_plan(storages, (program,), plan)
+    refuse(
+        replace(plan, pool=replace(pool, nbytes=127)), "the pool has 127", program=program, storages=storages
+    )
+
+
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 @pytest.mark.parametrize("beside", [14, 18, 22, 26])
 def test_plans_that_are_made_beside_a_pool_are_safe(kind: ArenaKind, beside: int) -> None:

@@ -105,6 +105,18 @@ def test_times_of_the_program_may_differ_but_not_its_reads(plan: Plan) -> None:
     refuse(replace(plan, schedules=()), "expected schedules of the program's graphs [0], got []")
 
 
+@pytest.mark.parametrize("time", ["tail_ns", "gap_ns", "lead_ns", "read_ns"])
+def test_times_are_not_negative(time: str) -> None:
+    (trace,) = TRACES
+    if time in ("tail_ns", "gap_ns"):
+        spoiled = replace(trace, **{time: -1})  # type: ignore[arg-type]
+    else:
+        last = replace(trace.steps[-1], **{time: -1})  # type: ignore[arg-type]
+        spoiled = replace(trace, steps=(*trace.steps[:-1], last))
+    sentence = "graph 0: expected times of 0 ns or more, got a negative one"
+    refuse(replace(PAGED, traces=(spoiled,)), sentence, traces=(spoiled,))
+
+
 @BOTH
 def test_a_read_that_nothing_covers(plan: Plan) -> None:
     missing = scheduled(plan, transfers=plan.schedules[0].transfers[:1], drops=plan.schedules[0].drops[:1])

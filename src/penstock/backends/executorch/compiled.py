@@ -23,7 +23,8 @@ from penstock.backends.executorch.facts import (
 from penstock.backends.executorch.options import MethodFacts, Settings
 from penstock.backends.executorch.region import COMPILED
 from penstock.passes.annotate import annotate_with_values
-from penstock.passes.lowering.inductor import PACKAGE, Compiled, lower, write_package
+from penstock.passes.lowering.archive import PACKAGE
+from penstock.passes.lowering.inductor import Compiled, lower, write_package
 from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import Input, Method
 from penstock.schedule.facts.parts import join_parts, read_together

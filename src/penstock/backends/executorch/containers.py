@@ -6,6 +6,7 @@ first eight bytes that says where the segments begin. Only the few fields that a
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,9 @@ _LOCATION, _INDEX = 0, 1
 _DATA_SEGMENTS, _DATA_NAMED = 1, 2  # of the head of a .ptd
 _KEY, _SEGMENT = 0, 1
 _OFFSET, _SIZE = 0, 1
+
+_LARGEST_HEAD = 64 << 20
+"""The most bytes of the list in a `.ptd` that are read; an entry takes some 150."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,10 @@ def read_pte(data: Bytes) -> Pte:
         segments = [
             (base + one.number(_OFFSET, "Q"), one.number(_SIZE, "Q")) for one in program.tables(_SEGMENTS)
         ]
+        if sum(size for _, size in segments) > len(data):
+            raise ValueError(f"its segments have more bytes than its {len(data)}")
 
+        @functools.cache  # several may have the same bytes
         def segment(index: int) -> bytes:
             start, size = segments[index]
             if start + size > len(data):
@@ -65,11 +72,12 @@ def read_pte(data: Bytes) -> Pte:
         inline = list(program.tables(_INLINE))
         delegates = []
         for plan in program.tables(_PLANS):
+            method = plan.text(_PLAN_NAME)
             for one in plan.tables(_DELEGATES):
                 place = one.table(_PROCESSED)
                 index = place.number(_INDEX, "I")
                 own = segment(index) if place.number(_LOCATION, "b") else inline[index].vector(0)
-                delegates.append(Delegate(plan.text(_PLAN_NAME), one.text(_BACKEND), own))
+                delegates.append(Delegate(method, one.text(_BACKEND), own))
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise ValueError(f"it is cut off or damaged ({error})") from None
     return Pte(named, tuple(delegates))
@@ -93,8 +101,11 @@ def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:
         if head[4:6] != b"FT" or head[8:12] != b"FH01":
             raise ValueError("its first bytes are not those of a .ptd")
         start, size, base = struct.unpack_from("<QQQ", head, 16)
+        most = sum(inside(start, size))
+        if most > _LARGEST_HEAD:
+            raise ValueError(f"its head has {most} bytes, expected {_LARGEST_HEAD} at most")
         file.seek(0)
-        tensors = _Table.root(memoryview(file.read(sum(inside(start, size)))))
+        tensors = _Table.root(memoryview(file.read(most)))
         segments = [
             inside(base + one.number(_OFFSET, "Q"), one.number(_SIZE, "Q"))
             for one in tensors.tables(_DATA_SEGMENTS)
@@ -104,16 +115,33 @@ def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:
         raise ValueError(f"it is cut off or damaged ({error})") from None
 
 
+class _Unread:
+    """How many bytes of lists and texts may still be read.
+
+    Those of a file are no more than it has, as each lies at a place of its own. Where many refer to the same
+    one, reading them would take a time and a memory that no one sees in the size of the file.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def take(self, nbytes: int) -> None:
+        self._nbytes -= nbytes
+        if self._nbytes < 0:
+            raise IndexError("its lists and texts have more bytes than the file")
+
+
 @dataclass(frozen=True)
 class _Table:
     """A table of a flatbuffer, at a position of its bytes."""
 
     data: memoryview
     at: int
+    unread: _Unread
 
     @staticmethod
     def root(data: memoryview) -> _Table:
-        return _Table(data, struct.unpack_from("<I", data)[0])
+        return _Table(data, struct.unpack_from("<I", data)[0], _Unread(len(data)))
 
     def number(self, field: int, form: str) -> int:
         """The number in a field, 0 if it is left out."""
@@ -126,22 +154,22 @@ class _Table:
 
     def vector(self, field: int) -> bytes:
         """The bytes in a field, none if it is left out."""
-        found = self._vector(field)
-        return b"" if found is None else bytes(self.data[found[0] : found[0] + found[1]])
+        start, size = self._vector(field) or (0, 0)
+        self.unread.take(size)
+        return bytes(self.data[start : start + size])
 
     def table(self, field: int) -> _Table:
         """The table in a field."""
         place = self._place(field)
         if place is None:
             raise IndexError(f"field {field} is missing")
-        return _Table(self.data, self._follow(place))
+        return _Table(self.data, self._follow(place), self.unread)
 
     def tables(self, field: int) -> Iterator[_Table]:
         """The tables of the list in a field."""
         first, count = self._vector(field) or (0, 0)
-        if first + 4 * count > len(self.data):
-            raise IndexError(f"field {field} is too long")
-        return (_Table(self.data, self._follow(first + 4 * k)) for k in range(count))
+        self.unread.take(4 * count)
+        return (_Table(self.data, self._follow(first + 4 * k), self.unread) for k in range(count))
 
     def _place(self, field: int) -> int | None:
         fields = self.at - int(struct.unpack_from("<i", self.data, self.at)[0])

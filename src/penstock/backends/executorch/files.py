@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from penstock.backends.executorch.containers import Pte, read_ptd, read_pte
 from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
 from penstock.backends.executorch.region import COMPILED, PAYLOAD, PROGRAM, RegionCode, check_regions
+from penstock.runtime.files.safetensors_file import check_regular
 from penstock.runtime.system.atomic import replace_files
 from penstock.schedule.atomic_file import reporting, write_all
 from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
@@ -117,11 +118,12 @@ def read(path: str | PathLike[str]) -> Exported:
     """
     path = Path(path)
     try:
-        data = path.read_bytes()
+        data = check_regular(path).read_bytes()
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from None
     exported = _exported(path, _contents(path, data))
-    exported = replace(exported, places=_places(path, exported.payload, lambda target: target.open("rb")))
+    places = _places(path, exported.payload, lambda target: check_regular(target).open("rb"))
+    exported = replace(exported, places=places)
     verify_payload(exported.payload)
     return exported
 
@@ -181,10 +183,11 @@ def _exported(path: Path, contents: Pte) -> Exported:
             "once, with PenstockPartitioner"
         )
     payload = Payload.from_bytes(_checked(path, named, payloads[0]), source=str(path))
+    own = [one for one in contents.delegates if one.backend == _BACKEND]
+    if len({one.processed for one in own}) < len(own):
+        raise PayloadError(f"{path} has the same region of penstock twice, expected it once: export again")
     regions = tuple(
-        RegionCode.from_bytes(one.processed, source=f"{path}, a delegate of {one.method!r}")
-        for one in contents.delegates
-        if one.backend == _BACKEND
+        RegionCode.from_bytes(one.processed, source=f"{path}, a delegate of {one.method!r}") for one in own
     )
     for key in {key for one in regions for key in (one.payload, one.program)}:
         _checked(path, named, key)

@@ -34,6 +34,21 @@ def check_outputs(*paths: Path | None, force: bool) -> None:
                 )
 
 
+def check_artifact(folder: Path) -> None:
+    """Raise SourceError for what is no artifact; called before torch is imported to open it."""
+    from penstock.runtime.files.artifact_files import read_payload_bytes
+
+    read_payload_bytes(folder)
+
+
+def check_folder(artifact: Path, *, force: bool) -> None:
+    """Raise SourceError where no artifact can be written; called before torch is imported."""
+    from penstock.runtime.files.artifact_files import PAYLOAD
+    from penstock.runtime.system.atomic import check_output
+
+    check_output(artifact, force=force, marker=PAYLOAD)
+
+
 def load_exported(path: Path, *, trust: bool) -> Any:
     """Load the program that torch.export.save wrote to `path`; fail without trust, or if it is none."""
     import torch

@@ -113,10 +113,7 @@ class ExportedCall:
 
     def decided(self, call: Call) -> tuple[bool, ...]:
         """What a call's tensors decide of them; where weights would be needed, the assumptions themselves."""
-        if self.truth is None:
-            return self.assumed
-        with torch.no_grad():
-            return tuple(bool(value) for value in self.truth.forward(*call.tensors))
+        return _decided(self.truth, self.assumed, call)
 
     def accepts(self, call: Call) -> bool:
         """Whether the program computes what the model would for this call."""
@@ -171,10 +168,11 @@ def export_call(model: Built, call: Call, needed: MutableMapping[str, int] | Non
     known: tuple[bool, ...] = ()
     for _ in range(_MOST_ANSWERS):
         exported, result = _export_in_stages(known, model, call, stages, needed)
-        method = _serving(call, exported, result)
-        known = method.decided(call)
-        if known == method.assumed:
-            return method
+        own = with_named_constants(exported, _name(call, result))
+        truth = truth_of(own, len(result.assumed)) if result.assumed else None
+        known = _decided(truth, result.assumed, call)
+        if known == result.assumed:  # most of the work comes now
+            return _serving(call, own, result, truth)
     raise PassError("what its masks hide changes with every answer: call it without masks")
 
 
@@ -198,9 +196,15 @@ def _export_in_stages(
     raise AssertionError("there is always a stage")
 
 
-def _serving(call: Call, exported: ExportedProgram, result: Result) -> ExportedCall:
+def _decided(truth: fx.GraphModule | None, assumed: tuple[bool, ...], call: Call) -> tuple[bool, ...]:
+    if truth is None:
+        return assumed
+    with torch.no_grad():
+        return tuple(bool(value) for value in truth.forward(*call.tensors))
+
+
+def _serving(call: Call, own: ExportedProgram, result: Result, truth: fx.GraphModule | None) -> ExportedCall:
     name = _name(call, result)
-    own = with_named_constants(exported, name)
     program, backward = own, None
     if call.keeps is None:
         program = by_expert(own, reads_units_only)
@@ -211,7 +215,7 @@ def _serving(call: Call, exported: ExportedProgram, result: Result) -> ExportedC
         call.kind,
         result,
         _outputs_of(own),
-        truth_of(own, len(result.assumed)) if result.assumed else None,
+        truth,
         method_code(program),
         lambda: annotate_with_values({name: program}),
         lambda: _content(own) + (repr(backward.training) if backward else ""),

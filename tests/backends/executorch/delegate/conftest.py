@@ -20,7 +20,7 @@ from tests.backends.executorch.delegate.pte_models import (
     Files,
     Mlp,
     decoder_methods,
-    dynamic_mlp,
+    for_rows,
     quantised_mlp,
     rows,
     write_files,
@@ -32,7 +32,8 @@ METHODS: dict[str, Callable[[], dict[str, ExportedProgram]]] = {
     "mlp": lambda: {"forward": export(Mlp().eval(), (rows(),))},
     "quantised": lambda: {"forward": export(quantised_mlp().eval(), (rows(),))},
     "wide": lambda: {"forward": export(Mlp(width=512, layers=16).eval(), (rows(width=512),))},
-    "dynamic": dynamic_mlp,
+    "dynamic": lambda: for_rows(Mlp()),
+    "quantised rows": lambda: for_rows(quantised_mlp()),
     "decoder": decoder_methods,
 }
 

@@ -112,10 +112,10 @@ def decoder_methods() -> dict[str, ExportedProgram]:
     return {"prefill": torch.export.export(model, PROMPT), "decode": torch.export.export(model, NEXT[0])}
 
 
-def dynamic_mlp() -> dict[str, ExportedProgram]:
-    """The MLP for one to eight rows."""
+def for_rows(model: Mlp) -> dict[str, ExportedProgram]:
+    """An MLP for one to eight rows."""
     batch = torch.export.Dim("batch", min=1, max=8)
-    return {"forward": torch.export.export(Mlp().eval(), (rows(),), dynamic_shapes=({0: batch},))}
+    return {"forward": torch.export.export(model.eval(), (rows(),), dynamic_shapes=({0: batch},))}
 
 
 def rows(count: int = 3, width: int = WIDTH) -> Tensor:

@@ -27,8 +27,7 @@ from tests.backends.executorch.forging import fields, forge
 pytestmark = pytest.mark.timeout(300)
 
 CALLS = {
-    "dynamic": [Call([rows(count)]) for count in (3, 8, 1, 5)],
-    "quantised": [Call([rows()])] * 3,
+    "quantised rows": [Call([rows(count)]) for count in (3, 8, 1, 5)],
     "decoder": [Call(PROMPT, "prefill"), *(Call(one, "decode") for one in NEXT)],
 }
 
@@ -72,7 +71,7 @@ def moved_by(files: Files, budget: int, calls: list[Call]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
-@pytest.mark.parametrize("model", ["dynamic", "quantised", "decoder"])
+@pytest.mark.parametrize("model", ["quantised rows", "decoder"])
 def test_outputs_are_those_of_penstocks_artifact_within_the_budget(runner, compiled, expected, model, share):
     files = compiled(model)
     exported = read(files.pte)
@@ -99,7 +98,10 @@ def test_programs_of_one_file_share_nothing(runner, compiled, expected):
 
 
 def test_programs_that_outlive_what_is_static(runner, compiled, expected):
-    assert_equal(runner([Program(compiled("dynamic"))], CALLS["dynamic"], late=True), expected("dynamic"))
+    assert_equal(
+        runner([Program(compiled("quantised rows"))], CALLS["quantised rows"], late=True),
+        expected("quantised rows"),
+    )
 
 
 def test_weights_are_not_copied(runner, compiled):
@@ -111,35 +113,15 @@ def test_weights_are_not_copied(runner, compiled):
     assert 0.6 * total < large[-1].process_bytes - small[-1].process_bytes < total
 
 
-class Sized(nn.Module):
-    """Asks for a weight of which it uses no element."""
+class Before(nn.Module):
+    """Returns what a buffer and a count held before it writes them.
+
+    It asks for a weight of which it uses no element.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.unread = nn.Linear(64, 64), nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.unread[:0].sum()
-
-
-def test_a_weight_that_the_code_asks_for_and_no_step_reads(runner, tmp_path):
-    model, x = Sized().eval(), rows()
-    methods = {"forward": torch.export.export(model, (x,))}
-    files = write_files(tmp_path / "sized", methods, kernels="aotinductor")
-    payload = read(files.pte).payload
-    unread = next(one.parts[0].storage for one in payload.weights if one.fqn == "unread")
-    assert unread not in {s for one in payload.traces for step in one.steps for s in step.reads}
-    for plan in (payload.plans[0], payload.plans[-1]):
-        program = Program(files, {"budget": str(plan.budget)})
-        torch.testing.assert_close(outputs_of(runner([program], [Call([x])])), [model(x)])
-
-
-class Before(nn.Module):
-    """Returns what a buffer and a count held before it writes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
         self.register_buffer("held", torch.randn(3, 64))
         self.register_buffer("count", torch.zeros(()))
 
@@ -147,16 +129,20 @@ class Before(nn.Module):
         held, count = self.held[:2].clone().view(-1, 32), self.count.clone()
         self.held.add_(x)
         self.count.add_(1)
-        return self.linear(x) + self.held + self.count, held, count
+        return self.linear(x) + self.held + self.count + self.unread[:0].sum(), held, count
 
 
-def test_results_that_a_buffer_held_before_it_is_written(runner, tmp_path):
+def test_results_that_a_buffer_held_before_it_is_written_and_a_weight_that_no_step_reads(runner, tmp_path):
     model = Before().eval()
-    files = write_files(
-        tmp_path / "before", {"forward": torch.export.export(model, (rows(),))}, kernels="aotinductor"
-    )
-    found = outputs_of(runner([Program(files)], [Call([rows()])] * 3))
-    torch.testing.assert_close(found, [one for _ in range(3) for one in model(rows())])
+    methods = {"forward": torch.export.export(model, (rows(),))}
+    files = write_files(tmp_path / "before", methods, kernels="aotinductor")
+    payload = read(files.pte).payload
+    unread = next(one.parts[0].storage for one in payload.weights if one.fqn == "unread")
+    assert unread not in {s for one in payload.traces for step in one.steps for s in step.reads}
+    expected = [one for _ in range(3) for one in model(rows())]
+    for plan in (payload.plans[0], payload.plans[-1]):
+        program = Program(files, {"budget": str(plan.budget)})
+        torch.testing.assert_close(outputs_of(runner([program], [Call([rows()])] * 3)), expected)
 
 
 def refused(runner: Runner, files: Files, error: str, sentence: str, budget: str = "100%") -> None:
@@ -174,7 +160,7 @@ def copied(files: Files, folder: Path) -> Files:
 
 
 def test_a_budget_below_the_floor(runner, compiled):
-    files = compiled("dynamic")
+    files = compiled("quantised rows")
     floor = read(files.pte).payload.plans[0].budget
     sentence = f"below the lowest plan of the program, which takes {floor}: give at least that"
     refused(runner, files, "InvalidArgument", sentence, str(floor - 1))
@@ -186,11 +172,11 @@ def test_a_library_that_is_missing_or_cannot_be_loaded(runner, compiled, tmp_pat
     if beside:
         alone.with_name("libpenstock_aoti.so").write_bytes(beside)
     sentence = 'build it with scripts/build-delegate beside torch, or export the program with kernels="exec'
-    refused(replace(runner, library=alone), compiled("dynamic"), "InvalidArgument", sentence)
+    refused(replace(runner, library=alone), compiled("quantised rows"), "InvalidArgument", sentence)
 
 
 def test_damaged_code(runner, compiled, tmp_path):
-    files = compiled("dynamic")
+    files = compiled("quantised rows")
     damaged = copied(files, tmp_path)
     key = read(files.pte).regions[0].program
     code = read(files.pte).programs[key]
@@ -199,7 +185,7 @@ def test_damaged_code(runner, compiled, tmp_path):
 
 
 def test_code_for_another_processor(runner, compiled, tmp_path):
-    files = copied(compiled("dynamic"), tmp_path)
+    files = copied(compiled("quantised rows"), tmp_path)
     forge(files.pte, payload=fields(lambda one: one["program"].update(machine="cpu linux z80")))
     sentence = "the program was compiled for z80, and this is"
     refused(runner, files, "InvalidProgram", sentence)
@@ -207,8 +193,8 @@ def test_code_for_another_processor(runner, compiled, tmp_path):
 
 def test_in_executorchs_python_without_penstock(built, compiled, expected, tmp_path):
     """And in a fork of the process that has penstock beside it, which is refused."""
-    files = compiled("dynamic")
-    save_file({"x": CALLS["dynamic"][0].inputs[0]}, tmp_path / "inputs")
+    files = compiled("quantised rows")
+    save_file({"x": CALLS["quantised rows"][0].inputs[0]}, tmp_path / "inputs")
     code = """
 import ctypes, os, sys
 from executorch.extension.pybindings.portable_lib import _load_for_executorch
@@ -228,6 +214,6 @@ if beside:
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert torch.equal(load_file(tmp_path / "y")["y"], expected("dynamic")[0])
+    assert torch.equal(load_file(tmp_path / "y")["y"], expected("quantised rows")[0])
     assert int(done.stdout.split()[-1]) == 1
     assert "this process has penstock's operators already" in done.stderr

@@ -1,0 +1,50 @@
+"""Programs that several tests of training run, each compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch.export import Dim
+
+import penstock
+from penstock.runtime.program import Program
+from tests.training_models import DECODER, Trained
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
+    """The decoder with dropout, compiled for batches of any length, of an example of 40 tokens."""
+    folder, length = tmp_path_factory.mktemp("decoders"), Dim("length", min=2, max=64)
+    return {
+        dtype: penstock.compile_training(
+            DECODER.model(dtype),
+            folder / f"{dtype}.penstock",
+            example=tuple(torch.zeros(2, 40, dtype=torch.long) for _ in DECODER.inputs()),
+            dynamic_shapes=({1: length}, {1: length}),
+            trainable=DECODER.patterns,
+        )
+        for dtype in DTYPES
+    }
+
+
+@pytest.fixture(scope="session")
+def spilling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Trained], Program]:
+    """By a model, the program whose kept values may leave memory, without one for evaluation."""
+
+    @cache
+    def compiled(trained: Trained) -> Program:
+        return penstock.compile_training(
+            trained.model(),
+            tmp_path_factory.mktemp("spilling") / "trained.penstock",
+            example=trained.inputs(),
+            trainable=trained.patterns,
+            spill=True,
+            evaluate=False,
+        )
+
+    return compiled

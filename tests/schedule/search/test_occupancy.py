@@ -1,0 +1,324 @@
+"""Copies and drops that addresses cause: every one of them, from a walk over single granules, and by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+
+from penstock.schedule.clock.joining import MERGED_BYTES
+from penstock.schedule.facts.model import Arena, Drop, Range, Step, Storage, Trace, Transfer
+from penstock.schedule.facts.problem import Problem
+from penstock.schedule.search.occupancy import Occupancy, _Cell, _joined, _move, _Moves, _parts, _Waits
+from penstock.schedule.space.addresses import Addressing
+from penstock.schedule.space.pieces import Block
+from tests.schedule.traces import machine
+
+GRANULE = 4
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Blocks at addresses at which no step reads two blocks from the same bytes."""
+
+    problem: Problem
+    blocks: tuple[Block, ...]
+    placement: Addressing
+
+
+def block(storage: int, start: int, nbytes: int, *reads: tuple[int, ...], produced: bool = False) -> Block:
+    shift = start % GRANULE
+    size = -(-(shift + nbytes) // GRANULE) * GRANULE
+    return Block(storage, Range(start, start + nbytes), shift, size, reads, False, produced)
+
+
+def random_placed(dice: Random) -> Placed:
+    """Some blocks that one trace or two read, of a few bytes each, some of them neighbours in the layout."""
+    lengths = [dice.randint(1, 6) for _ in range(dice.choice([1, 1, 2]))]
+    blocks: list[Block] = []
+    end = 0
+    for number in range(dice.randint(1, 6)):
+        start = end + dice.choice([0, 0, 1, 3])
+        nbytes = dice.randint(1, 17)
+        reads = [tuple(k for k in range(n) if dice.random() < 0.4) for n in lengths]
+        if not any(reads):
+            reads[0] = (dice.randrange(lengths[0]),)
+        blocks.append(block(number, start, nbytes, *reads))
+        end = start + nbytes
+    kind = dice.choice(["contiguous", "paged"])
+    layout = (*(one.range.start for one in blocks), -1)
+    traces = tuple(
+        Trace(f"m{which}", which, "", tuple(Step("s", (), 0, 10) for _ in range(n)), 0, 0, "modelled")
+        for which, n in enumerate(lengths)
+    )
+    arena = Arena(kind, "anonymous", GRANULE, layout, (Range(0, end),))
+    storages = (*(Storage(one.range.nbytes, "streamable") for one in blocks), Storage(8, "mutable"))
+    problem = Problem(storages, traces, arena, hardware=machine(1e9))
+    width = 2.0
+    while True:
+        width += 0.1
+        addresses = tuple(GRANULE * dice.randrange(int(width)) for _ in blocks)
+        placed = list(zip(blocks, addresses, strict=True))
+        if not any(
+            one is not other and _together(one, other) and _touch((one, at), (other, there))
+            for one, at in placed
+            for other, there in placed
+        ):
+            nbytes = max(at + one.size for one, at in placed)
+            return Placed(problem, tuple(blocks), Addressing(addresses, nbytes))
+
+
+def _together(one: Block, other: Block) -> bool:
+    return any(set(a) & set(b) for a, b in zip(one.reads, other.reads, strict=True))
+
+
+def _touch(one: tuple[Block, int], other: tuple[Block, int]) -> bool:
+    return one[1] < other[1] + other[0].size and other[1] < one[1] + one[0].size
+
+
+@dataclass
+class Walked:
+    """What happens to each byte of the layout in a pass of one trace.
+
+    `copies` has, for each byte that a step needs, the step and the last read before of what it overwrites.
+    """
+
+    resident: set[int]
+    crossing: set[int]
+    copies: dict[tuple[int, int], int]
+    drops: set[tuple[int, int]]
+
+
+def walked(placed: Placed, which: int) -> Walked:
+    """Goes through the reads of every granule of the arena, in order of time."""
+    steps = len(placed.problem.traces[which].steps)
+    found = Walked(set(), set(), {}, set())
+    for granule in range(placed.placement.nbytes // GRANULE):
+        held = {}
+        for b, (one, at) in enumerate(zip(placed.blocks, placed.placement.addresses, strict=True)):
+            first = granule * GRANULE - at + one.range.start - one.shift
+            mine = set(range(first, first + GRANULE)) & set(range(one.range.start, one.range.stop))
+            if at <= granule * GRANULE < at + one.size:
+                held[b] = mine
+        if len(held) == 1:
+            found.resident.update(*held.values())
+            continue
+        reads = sorted((k, b) for b in held for k in placed.blocks[b].reads[which])
+        for j, (k, b) in enumerate(reads):
+            before, user = reads[j - 1]
+            if user != b:
+                found.copies.update({(byte, k): before - (0 if j else steps) for byte in held[b]})
+            elif j == 0:
+                found.crossing |= held[b]
+            if reads[(j + 1) % len(reads)][1] != b:
+                found.drops |= {(byte, k) for byte in held[b]}
+    return found
+
+
+def runs_of(some: set[int], begins: set[int]) -> Iterator[Range]:
+    """The bytes as few ranges, none of which goes on into another block."""
+    start = stop = -1
+    for byte in sorted(some):
+        if byte != stop or byte in begins:
+            if stop >= 0:
+                yield Range(start, stop)
+            start = byte
+        stop = byte + 1
+    if stop >= 0:
+        yield Range(start, stop)
+
+
+def expected_transfers(placed: Placed, walk: Walked, steps: int, early: int) -> tuple[Transfer, ...]:
+    """In order of steps and of starts, where none starts before the one ahead of it, or before the pass."""
+    begins = {one.range.start for one in placed.blocks}
+    rows = sorted(
+        (step, after, one)
+        for step, after in {(step, after) for (_, step), after in walk.copies.items()}
+        for one in runs_of({b for (b, k), a in walk.copies.items() if (k, a) == (step, after)}, begins)
+    )
+    reached = max((after for _, after, _ in rows), default=0) - steps
+    found = []
+    for step, after, one in rows:
+        reached = max(reached, after, 0 if step > early else -steps)
+        found.append(Transfer(one.start, one.stop, step, reached))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("seeds", range(4))
+def test_copies_and_drops_are_those_of_a_walk_over_granules(seeds: int) -> None:
+    seen = {"copies": 0, "crossing": 0, "resident": 0, "traces": 0, "early": 0}
+    for seed in range(100 * seeds, 100 * seeds + 100):
+        dice = Random(seed)
+        placed = random_placed(dice)
+        begins = {one.range.start for one in placed.blocks}
+        occupancy = Occupancy(placed.problem, placed.blocks, placed.placement)
+        early = dice.choice([9, 0])
+        draft = occupancy.decide(early, 0)
+        traces = placed.problem.traces
+        walks = [walked(placed, which) for which in range(len(traces))]
+        assert draft.arena_bytes == placed.placement.nbytes
+        assert draft.resident == tuple(runs_of(walks[0].resident, begins))
+        assert len(draft.streams) == len(traces)
+        assert len(draft.boundaries) == (len(traces) if len(traces) > 1 else 0)
+        for number, (walk, trace) in enumerate(zip(walks, traces, strict=True)):
+            transfers, drops = draft.streams[number]
+            assert transfers == expected_transfers(placed, walk, len(trace.steps), early)
+            assert drops == tuple(
+                Drop(one.start, one.stop, k)
+                for k in sorted({step for _, step in walk.drops})
+                for one in runs_of({byte for byte, step in walk.drops if step == k}, begins)
+            )
+            boundary = (draft.boundaries or (draft.boundary,))[number]
+            held = [byte for one in boundary for byte in range(one.start, one.stop)]
+            arriving = [byte for t in transfers if t.after < 0 for byte in range(t.start, t.stop)]
+            assert sorted(held) == sorted([*walk.resident, *walk.crossing, *arriving])
+            seen["copies"] += len(transfers)
+            seen["crossing"] += bool(walk.crossing)
+            seen["early"] += any(t.after == 0 and t.step for t in transfers) and not early
+        assert draft.boundary == (draft.resident if len(traces) > 1 else boundary)
+        seen["resident"] += bool(draft.resident)
+        seen["traces"] += len(traces) > 1
+        shifted = [at + one.shift for one, at in zip(placed.blocks, placed.placement.addresses, strict=True)]
+        contiguous = placed.problem.arena.kind == "contiguous"
+        assert draft.addresses == ((*shifted, -1) if contiguous else ())
+    assert min(seen.values()) > 10, seen
+
+
+def test_no_copy_waits_for_less_than_the_last_one_of_the_pass_before() -> None:
+    """Blocks 0 and 1 take turns, and behind them 2 and 3, the last of which waits for step 4."""
+    reads = (0, 1, 4, 5)
+    blocks = tuple(block(b, 8 * b, 8, (k,)) for b, k in enumerate(reads))
+    arena = Arena("contiguous", "anonymous", GRANULE, (0, 8, 16, 24), (Range(0, 32),))
+    trace = Trace("m", 0, "", tuple(Step("s", (), 0, 10) for _ in range(6)), 0, 0, "modelled")
+    problem = Problem((Storage(8, "streamable"),) * 4, (trace,), arena, hardware=machine(1e9))
+    ((transfers, _),) = Occupancy(problem, blocks, Addressing((0, 0, 8, 8), 16)).decide(5, 0).streams
+    assert [(t.step, t.after) for t in transfers] == [(0, -2), (1, 0), (4, 0), (5, 4)]
+
+
+def test_small_parts_are_copied_with_a_neighbour_when_both_may_be() -> None:
+    """Two parts of block 0 wait for different blocks; the second has 4 bytes."""
+    blocks = (block(0, 0, 12, (2,)), block(1, 12, 8, (0,)), block(2, 20, 4, (1,)))
+    arena = Arena("contiguous", "anonymous", GRANULE, (0, 12, 20), (Range(0, 24),))
+    steps = tuple(Step("s", (), 0, 10) for _ in range(3))
+    trace = Trace("m", 0, "", steps, 0, 0, "modelled")
+    storages = tuple(Storage(one.range.nbytes, "streamable") for one in blocks)
+    problem = Problem(storages, (trace,), arena, hardware=machine(1e9))
+    occupancy = Occupancy(problem, blocks, Addressing((0, 0, 8), 12))
+    apart, together = occupancy.decide(2, 4), occupancy.decide(2, 5)
+    assert [t for t in apart.streams[0][0] if t.step == 2] == [Transfer(0, 8, 2, 0), Transfer(8, 12, 2, 1)]
+    assert [t for t in together.streams[0][0] if t.step == 2] == [Transfer(0, 12, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("least", "begins", "expected"),
+    [
+        (6, (), [((0, 64), 1), ((64, 70), 2), ((70, 200), 0), ((201, 202), 5)]),
+        (7, (), [((0, 70), 2), ((70, 200), 0), ((201, 202), 5)]),
+        (70, (), [((0, 70), 2), ((70, 200), 0), ((201, 202), 5)]),
+        (71, (), [((0, 200), 2), ((201, 202), 5)]),
+        (7, (64,), [((0, 64), 1), ((64, 200), 2), ((201, 202), 5)]),
+        (7, (64, 70), [((0, 64), 1), ((64, 70), 2), ((70, 200), 0), ((201, 202), 5)]),
+    ],
+)
+def test_neighbours_are_joined_while_one_is_small(
+    least: int, begins: tuple[int, ...], expected: list[tuple[tuple[int, int], int]]
+) -> None:
+    pieces = [(Range(0, 64), 1), (Range(64, 70), 2), (Range(70, 200), 0), (Range(201, 202), 5)]
+    assert list(_joined(pieces, least, begins)) == [(Range(*place), after) for place, after in expected]
+
+
+def test_a_copy_has_no_more_bytes_than_may_be_merged() -> None:
+    whole = Range(5, 5 + 2 * MERGED_BYTES + 1)
+    cuts = [5, 5 + MERGED_BYTES, 5 + 2 * MERGED_BYTES]
+    assert list(_parts(whole)) == [Range(a, b) for a, b in zip(cuts, [*cuts[1:], whole.stop], strict=True)]
+    assert list(_parts(Range(5, 5 + MERGED_BYTES))) == [Range(5, 5 + MERGED_BYTES)]
+
+
+# What is produced: step 0 writes block 0, which step 1 uses, too, as no copy of it can be done before that.
+
+
+def waits_for(write_bytes_per_s: float, splits: tuple[tuple[int, ...], ...] = ()) -> _Waits:
+    """Six steps of 10 ns."""
+    steps = tuple(Step("s", (), 4, 6) for _ in range(6))
+    trace = Trace("m", 0, "", steps, 0, 0, "modelled")
+    arena = Arena("paged", "anonymous", GRANULE, (), ())
+    hardware = replace(machine(1e9), write_bytes_per_s=write_bytes_per_s)
+    return _Waits(Problem((), (trace,), arena, hardware=hardware, splits=splits), 0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "splits", "expected"),
+    [
+        (8e9, (), 2),  # 1 ns, and it waits for two; step 1 ends 10 ns after step 0, but it stays until 2
+        (4e8, (), 4),  # 20 ns, so until 50 ns, when step 4 ends
+        (3.9e8, (), 5),  # 21 ns
+        (1e8, (), 5),  # not longer than the most
+        (1e8, ((4,),), 3),  # nor than the call
+    ],
+)
+def test_what_is_copied_out_stays_twice_as_long_as_its_copy_takes(
+    rate: float, splits: tuple[tuple[int, ...], ...], expected: int
+) -> None:
+    assert waits_for(rate, splits).until(0, 8, 2, 5) == expected
+
+
+READS = ((0, 0), (1, 0), (3, 1), (5, 0))
+"""Pairs of a step and a block: block 1 takes the place of block 0, which comes back."""
+
+
+def cell_of(reads: tuple[tuple[int, int], ...] = READS, rate: float = 1e9) -> _Cell:
+    return _Cell(reads, {0: Range(0, 8), 1: Range(8, 16)}, {0: 0}, waits_for(rate))
+
+
+def test_uses_of_what_is_produced() -> None:
+    cell = cell_of()
+    assert [cell.writes(j) for j in range(4)] == [True, False, False, False]
+    assert [cell.out(j) for j in range(4)] == [False, True, False, False]
+    assert [cell.leaves(j) for j in range(4)] == [0, 2, 3, 5]  # 8 ns, so until 26 ns
+    assert cell_of(rate=8e9).leaves(1) == 1
+    assert cell_of(rate=1e8).leaves(1) == 2  # the step before that of block 1
+    assert cell_of(((0, 0), (1, 0), (3, 1))).leaves(1) == 1  # nothing is copied out
+    last = cell_of(((0, 0), (1, 0), (2, 1), (3, 0), (4, 1), (5, 0)))
+    assert [last.out(j) for j in range(6)] == [False, True, False, True, False, False]
+    assert [last.leaves(j) for j in range(6)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_is_produced_is_copied_out_once_and_never_comes_before_it_is_written() -> None:
+    moves = _Moves()
+    _move(cell_of(), 6, moves)
+    assert moves == _Moves(
+        copies={(3, 2, 1): [Range(8, 16)], (5, 3, 0): [Range(0, 8)]},
+        drops={2: [Range(0, 8)], 3: [Range(8, 16)], 5: [Range(0, 8)]},
+        outs={(0, 2, 0): [Range(0, 8)]},
+    )
+    moves = _Moves()
+    _move(cell_of(((0, 0), (1, 0), (2, 1), (3, 0), (4, 1), (5, 0))), 6, moves)
+    assert moves.outs == {(0, 1, 0): [Range(0, 8)]}
+    assert moves.drops == {1: [Range(0, 8)], 2: [Range(8, 16)], 3: [Range(0, 8)], 4: [Range(8, 16)]} | {
+        5: [Range(0, 8)]
+    }
+    assert moves.copies == {
+        (2, 1, 1): [Range(8, 16)],
+        (3, 2, 0): [Range(0, 8)],
+        (4, 3, 1): [Range(8, 16)],
+        (5, 4, 0): [Range(0, 8)],
+    }
+    alone = _Moves()
+    _move(_Cell(((0, 0), (1, 0), (5, 0)), {0: Range(0, 8)}, {0: 0}, waits_for(1e9)), 6, alone)
+    assert alone == _Moves(drops={5: [Range(0, 8)]})
+
+
+def test_copies_out_stand_among_the_copies_in_by_their_starts() -> None:
+    blocks = (block(0, 0, 8, (0, 1, 5), produced=True), block(1, 8, 8, (3,)), block(2, 16, 8, (2, 4)))
+    steps = tuple(Step("s", (), 4, 6) for _ in range(6))
+    trace = Trace("m", 0, "", steps, 0, 0, "modelled")
+    arena = Arena("contiguous", "anonymous", GRANULE, (0, 8, 16), (Range(0, 8), Range(8, 24)))
+    storages = (Storage(8, "produced"), Storage(8, "streamable"), Storage(8, "streamable"))
+    problem = Problem(storages, (trace,), arena, hardware=machine(8e9))
+    draft = Occupancy(problem, blocks, Addressing((0, 0, 8), 16)).decide(5, 0)
+    ((transfers, drops),) = draft.streams
+    assert transfers == (Transfer(0, 8, 1, 0, "out"), Transfer(8, 16, 3, 1), Transfer(0, 8, 5, 3))
+    assert drops == (Drop(0, 8, 1), Drop(8, 16, 3), Drop(0, 8, 5))
+    assert (draft.resident, draft.boundary) == ((Range(16, 24),), (Range(16, 24),))
