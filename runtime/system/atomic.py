@@ -6,9 +6,10 @@ and flushed to the disk before it gets its place.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from penstock.schedule.atomic_file import (
@@ -62,7 +63,7 @@ def replace_files(paths: Sequence[Path], *, force: bool) -> Iterator[list[int]]:
     """Yields a descriptor to write to for each path of a folder; at the end all are replaced, in order.
 
     What fails leaves every file as it was. A kill between two replacements leaves the first ones new. Raises
-    SourceError if one exists and `force` is not given, or where the system refuses.
+    SourceError if one exists and `force` is not given, if one is a folder, or where the system refuses.
     """
     with ExitStack() as opened, ExitStack() as undo:
         made: list[tuple[Path, Path, int]] = []
@@ -70,21 +71,50 @@ def replace_files(paths: Sequence[Path], *, force: bool) -> Iterator[list[int]]:
             with reporting(path):
                 _recover(path)
                 refuse_existing(path, force=force)
+                _refuse_folder(path)
                 made.append((path, *opened.enter_context(temporary(path, create_file))))
         yield [fd for *_, fd in made]
         for path, _, fd in made:
             with reporting(path):
                 os.fsync(fd)
-        for path, unfinished, _ in made:
+        for path, unfinished, fd in made:
             with reporting(path):
+                _refuse_folder(path)
                 if force and os.path.lexists(path):
+                    opened.enter_context(_kept(path))
+                    undo.callback(_put_back, path, fd, unfinished)
                     _exchange(unfinished, path)
-                    undo.callback(_exchange, unfinished, path)
                 else:
+                    undo.callback(_put_back, path, fd, None)
                     publish(unfinished, path, force=False)
-                    undo.callback(os.unlink, path)
         undo.pop_all()
         settle(paths[-1])
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        raise SourceError(f"{path} is a folder and will not be overwritten; choose another output")
+
+
+@contextmanager
+def _kept(path: Path) -> Iterator[None]:
+    """Lock a file that is about to be exchanged, so that nobody takes it for stale under its new name."""
+    with ExitStack() as held:
+        with suppress(OSError):  # what may not be opened, or is a link to nowhere
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            held.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+def _put_back(path: Path, fd: int, old: Path | None) -> None:
+    """Give a path what it held before, which `old` has, if it holds the file of a descriptor by now."""
+    with reporting(path):
+        if os.path.lexists(path) and os.path.samestat(os.lstat(path), os.fstat(fd)):
+            if old is None:
+                os.unlink(path)
+            else:
+                _exchange(old, path)
 
 
 def check_output(path: Path, *, force: bool, marker: str | None = None) -> None:

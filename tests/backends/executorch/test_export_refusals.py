@@ -269,6 +269,16 @@ def test_files_are_not_replaced_unasked(lowered_mlp: Lowered) -> None:
         assert read(lowered_mlp.path) == lowered_mlp.exported
 
 
+def test_a_program_without_the_values_that_its_payload_names_is_refused(
+    files: Path, lowered_decoder: Lowered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path.name: path.read_bytes() for path in files.parent.iterdir()}
+    monkeypatch.setattr(lowered_decoder.program, "_tensor_data", {})
+    with pytest.raises(penstock.SourceError, match=r"has no values for weights\.ptd: export again"):
+        save(lowered_decoder.program, files, force=True)
+    assert {path.name: path.read_bytes() for path in files.parent.iterdir()} == before
+
+
 def test_a_program_that_cannot_be_written_leaves_the_files_as_they_were(
     files: Path, lowered_decoder: Lowered, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ from penstock.schedule import atomic_file
 from penstock.schedule.atomic_file import replace_file
 from penstock.schedule.facts.errors import SourceError
 
+OLD = {"first": b"old", "last": b"old"}
+
 NAMES = ("payload.json", "program/code.txt", "weights.bin")
 
 
@@ -260,6 +262,56 @@ def test_of_several_files_all_are_replaced_or_none(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == dict.fromkeys(there, b"old")
     write_both(paths, b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"first": b"new", "last": b"new"}
+
+
+@pytest.mark.usefixtures("renaming")
+def test_an_interrupt_between_two_replacements_leaves_all_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "first", tmp_path / "last"]
+    for path in paths:
+        path.write_bytes(b"old")
+    exchange = atomic._exchange
+
+    def interrupted(new: Path, old: Path) -> None:
+        exchange(new, old)
+        if ".tmp-" in new.name and old.read_bytes() == b"new":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(atomic, "_exchange", interrupted)
+        write_both(paths, b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == OLD
+
+
+def test_what_is_to_be_put_back_is_not_stale_for_another_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "first", tmp_path / "last"]
+    for path in paths:
+        path.write_bytes(b"old")
+    exchange = atomic._exchange
+
+    def refusing(new: Path, old: Path) -> None:
+        if old.name == "last":
+            removed = [atomic_file.remove_stale(one) for one in atomic_file.siblings(paths[0], "tmp")]
+            assert removed == [False]
+            raise OSError(5, "Input/output error")
+        exchange(new, old)
+
+    with monkeypatch.context() as patch, pytest.raises(SourceError, match="last could not be written"):
+        patch.setattr(atomic, "_exchange", refusing)
+        write_both(paths, b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == OLD
+
+
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_a_folder_in_the_place_of_one_of_several_files_is_kept(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis").write_bytes(b"mine")
+    with pytest.raises(SourceError, match=f"{name} is a folder and will not be overwritten"):
+        write_both([tmp_path / "first", tmp_path / "last"], b"new")
+    assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [b"mine"]
 
 
 def test_several_files_are_on_the_disk_before_one_of_them_has_its_name(output: Path, disk: Disk) -> None:

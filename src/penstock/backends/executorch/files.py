@@ -95,6 +95,8 @@ def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Pat
     data = {
         name if name.endswith(".ptd") else f"{name}.ptd": one for name, one in program._tensor_data.items()
     }
+    if missing := sorted({file.path for file in exported.payload.files} - {path.name, *data}):
+        raise SourceError(f"the program has no values for {', '.join(missing)}: export again")
     targets = [*(path.parent / name for name in sorted(data)), path]
     with replace_files(targets, force=force) as fds:
         for target, fd in zip(targets, fds, strict=True):
