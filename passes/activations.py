@@ -16,7 +16,8 @@ from penstock.passes.calls.checks import Dimension
 from penstock.passes.calls.inputs import dimension_of, user_placeholders
 from penstock.passes.graph.nodes import tensors_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
-from penstock.passes.sparse.contracts import CONTRACTS
+from penstock.passes.sparse.contracts import CONTRACTS, readers_by_units
+from penstock.passes.sparse.tiles import LEAST, MOST_RESULT
 from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 
 
@@ -30,8 +31,8 @@ class _Unit:
 
 _BYTE = _Unit()
 
-_NUMBERS = 3 * 8 + 3
-"""Bytes that a round makes of each number of an index: three numbers and three truth values at the most."""
+_NUMBERS = 4 * 8 + 3
+"""Bytes that a round makes of each number of an index: four numbers and three truth values at the most."""
 
 Moment = tuple[int, tuple[int, ...]]
 """Bytes of a set of values: a number, and how often each dynamic size is added."""
@@ -74,7 +75,10 @@ class Activations:
         if propagated is None:
             propagated = propagate(exported.graph_module, fake_inputs(exported.graph_module))
         kept = _held(propagated, {one.name for k, one in enumerate(user_placeholders(exported)) if k in held})
-        found = {frozenset(alive.items()): alive for alive in _alive(propagated)}
+        given = {node.name for node in user_placeholders(exported)}
+        inputs = [node for node in propagated.graph.nodes if node.op == "placeholder"]
+        weights = {s for node in inputs if node.name not in given for s in storages_of(node.meta.get("val"))}
+        found = {frozenset(alive.items()): alive for alive in _alive(propagated, weights)}
         largest: list[Counter[_Unit]] = []
         for alive in sorted(found.values(), key=Counter.total, reverse=True):
             if not any(alive <= larger for larger in largest):
@@ -107,9 +111,12 @@ def _held(graph_module: fx.GraphModule, names: Collection[str]) -> Counter[_Unit
     return sum(storages.values(), Counter())
 
 
-def _alive(graph_module: fx.GraphModule) -> Iterator[Counter[_Unit]]:
-    """Yields for each node the sizes of all storages that are alive while it runs, added up by unit."""
-    nodes = list(graph_module.graph.nodes)
+def _alive(graph_module: fx.GraphModule, weights: Collection[int] = ()) -> Iterator[Counter[_Unit]]:
+    """Yields for each node the sizes of all storages that are alive while it runs, added up by unit.
+
+    `weights` are the storages of which nodes may read some units only; bodies read theirs whole.
+    """
+    nodes, readers = list(graph_module.graph.nodes), readers_by_units(graph_module.graph) if weights else {}
     given = {s for node in nodes if node.op == "placeholder" for s in storages_of(node.meta.get("val"))}
     last_use: dict[int, int] = {}
     for position, node in enumerate(nodes):
@@ -123,7 +130,7 @@ def _alive(graph_module: fx.GraphModule) -> Iterator[Counter[_Unit]]:
             if storage not in given and storage not in alive:
                 alive[storage] = _bytes_of(tensor)
                 held += alive[storage]
-        own = held + _own_bytes(node, given)
+        own = held + _own_bytes(node, readers.get(node.name) in weights)
         yield from (own + inner for inner in (Counter(), *_in_bodies(graph_module, node)))
         for storage in [s for s in alive if last_use[s] <= position]:
             held -= alive.pop(storage)
@@ -133,19 +140,14 @@ def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
     return _counted(tensor.untyped_storage().nbytes())
 
 
-def _own_bytes(node: fx.Node, given: set[int]) -> Counter[_Unit]:
+def _own_bytes(node: fx.Node, by_units: bool) -> Counter[_Unit]:
     """What a node takes beside its result.
 
-    Attention fills a mask of booleans into one of its queries' dtype. What reads a weight by an index may do
-    so in rounds (`sparse/rounds.py`), each of which has a result of its own, and numbers.
+    Attention fills a mask of booleans into one of its queries' dtype. What may read its weight by units may
+    do so in rounds (`sparse/rounds.py`), each of which has a result of its own, and numbers.
     """
-    contract = CONTRACTS.get(str(node.target))
-    if contract and contract.index is not None:
-        weight, index = contract.operands(node.args)
-        if not isinstance(index, fx.Node) or not given.intersection(storages_of(weight.meta["val"])):
-            return Counter()
-        count = index.meta["val"].numel()
-        return _bytes_of(node.meta["val"]) + _counted((count + 1) * _NUMBERS)
+    if by_units and node.meta["val"].device.type == "cpu":
+        return _bytes_of_rounds(node)
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return Counter()
     mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
@@ -153,6 +155,15 @@ def _own_bytes(node: fx.Node, given: set[int]) -> Counter[_Unit]:
     (query,) = tensors_of(node.all_input_nodes[0].meta.get("val"))
     sizes = [tensor.numel() * query.element_size() for tensor in masks if tensor.dtype == torch.bool]
     return _counted(sizes[0]) if sizes else Counter()
+
+
+def _bytes_of_rounds(node: fx.Node) -> Counter[_Unit]:
+    result, contract = node.meta["val"].untyped_storage().nbytes(), CONTRACTS[str(node.target)]
+    weight, index = contract.operands(node.args)
+    if index is not None:
+        return _counted(result) + _counted((index.meta["val"].numel() + 1) * _NUMBERS)
+    tiled = weight.meta["val"].untyped_storage().nbytes() >= LEAST
+    return _counted(result) if tiled and not (isinstance(result, int) and result > MOST_RESULT) else Counter()
 
 
 def _counted(nbytes: Any) -> Counter[_Unit]:

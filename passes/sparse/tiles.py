@@ -22,6 +22,9 @@ LINEAR = "aten.linear.default"
 LEAST = 64 << 20
 """Bytes. Smaller weights are read whole."""
 
+MOST_RESULT = 16 << 20
+"""Bytes. Larger results are not computed by tiles: certifying them would take memory that nobody planned."""
+
 _LARGEST, _TIED, _FEWEST = 1 << 20, 128 << 10, 16
 """Bytes of a tile at most, of one in which rows are read too, and its fewest rows."""
 

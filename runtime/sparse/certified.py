@@ -17,13 +17,11 @@ from math import prod
 import torch
 from torch.nn.functional import linear
 
+from penstock.passes.sparse.tiles import MOST_RESULT
 from penstock.runtime.arena.base import dtype_of, tensor_at
 from penstock.runtime.system.memory import PAGE, Reservation
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.model import Part, SparseRead
-
-_LARGEST = 16 << 20
-"""Bytes. Larger results are not certified: computing them twice would take memory that nobody planned."""
 
 
 def repeats_bits(read: SparseRead, edges: Sequence[int], rows: int, *, bias: bool) -> bool:
@@ -39,7 +37,7 @@ def _repeats(view: Part, edges: tuple[int, ...], rows: int, bias: bool, threads:
     count, size, columns = view.shape
     dtype = dtype_of(view)
     nbytes = size * columns * dtype.itemsize
-    if nbytes % PAGE or rows * count * size * dtype.itemsize > _LARGEST or not dtype.is_floating_point:
+    if nbytes % PAGE or rows * count * size * dtype.itemsize > MOST_RESULT or not dtype.is_floating_point:
         return False
     generator = torch.Generator().manual_seed(0)
     tile = (torch.randn(size, columns, generator=generator) * columns**-0.5).to(dtype)

@@ -63,6 +63,33 @@ def test_a_product_whose_bias_is_expanded_to_symbolic_sizes_is_propagated() -> N
     assert peak(Alibi(), torch.ones(3, 5), torch.zeros(3, 5, 16), dynamic_shapes=(sizes, sizes)) > 0
 
 
+def test_a_product_by_slices_without_ends_takes_its_result_alone() -> None:
+    class Slices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4, 32, 32, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(x, self.w)
+
+    assert peak(Slices(), torch.ones(4, 16, 32, dtype=torch.bfloat16)) == 4 * 16 * 32 * 2
+
+
+def test_rows_of_an_input_take_their_result_alone_and_those_of_a_weight_as_much_again() -> None:
+    class Rows(nn.Module):
+        def __init__(self, own: bool) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(KIB, 4)) if own else None
+
+        def forward(self, table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            return (table if self.w is None else self.w)[numbers]
+
+    given = torch.ones(KIB, 4), torch.arange(KIB // 2)
+    result = KIB // 2 * 4 * 4
+    assert peak(Rows(False), *given) == result
+    assert peak(Rows(True), *given) == 2 * result + 35 * (KIB // 2 + 1)
+
+
 def test_the_body_of_a_branch_counts_beside_what_is_alive() -> None:
     class Branch(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -241,12 +241,32 @@ def test_a_call_takes_no_more_memory_than_the_figure_says_in_rounds(tmp_path: Pa
 
 def test_rows_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path: Path) -> None:
     table = torch.arange(4096 * 512, dtype=torch.float32).reshape(4096, 512)
-    model = Calls(lambda m, i: torch.ops.aten.index.Tensor(m.w, [i]), w=table)
-    numbers = torch.tensor([*range(0, -400, -4), *(1900 * [3])])
+    model = Calls(lambda m, i: torch.ops.aten.index.Tensor(m.w, [i.t()]), w=table)
+    numbers = torch.tensor([*range(0, -400, -4), *(1900 * [3])]).view(40, 50)
     made, moved, peak, figure = taken_at_the_floor(model, (numbers,), tmp_path)
-    assert torch.equal(made, table[numbers])
+    assert torch.equal(made, table[numbers.t()])
     assert moved < table.nbytes
-    assert made.nbytes * 1.9 <= peak <= figure <= made.nbytes * 2 + 27 * (len(numbers) + 1)
+    assert made.nbytes * 1.9 <= peak <= figure <= made.nbytes * 2 + 35 * (numbers.numel() + 1)
+
+
+def test_tiles_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path: Path) -> None:
+    weight = torch.randn(32768, 512, generator=seeded(0))
+    model = Calls(lambda m, x: torch.nn.functional.linear(x, m.w), w=weight)
+    x = torch.randn(8, 512, generator=seeded(1))
+    with torch.no_grad():
+        program = penstock.compile(export(model, (x,)), tmp_path / "tiles.penstock")
+        plan = pooled(program, "90%")
+        assert plan.pool is not None
+        assert plan.pool.tiles
+        with program.load(plan=plan, engine="python") as module:
+            expected = module(x)  # certifies the tiles
+            units = module._weights.units
+            assert isinstance(units, LoadedUnits)
+            with Taken(units.memory, x) as taken:
+                made = module(x)
+    assert torch.equal(made, expected)
+    assert torch.equal(made, torch.nn.functional.linear(x, weight))
+    assert made.nbytes * 1.5 < taken.peak <= program.activation_bytes == 2 * made.nbytes
 
 
 # What has to be seen.
