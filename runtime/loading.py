@@ -346,7 +346,14 @@ def _kept_on_host(lowered: eager.LoweredProgram, device: Device) -> set[int]:
     exported_for = {code.signature.device.type for code in lowered.methods.values()}
     if device.torch_device.type == "cpu" or exported_for == {"cpu"}:
         return set()
-    return {w.parts[0].storage for w in lowered.payload.tensors if torch.device(w.device).type == "cpu"}
+    theirs = {
+        fqn
+        for code in lowered.methods.values()
+        if code.signature.device.type != "cpu"
+        for _, fqn in code.weights
+    }
+    on_cpu = (weight for weight in lowered.payload.tensors if torch.device(weight.device).type == "cpu")
+    return {weight.parts[0].storage for weight in on_cpu if weight.fqn in theirs}
 
 
 def _load_on_device(

@@ -81,3 +81,28 @@ def test_what_a_program_for_the_rig_has_on_the_cpu_stays_there(
         assert (streamed.stats.bytes_moved > 0) == (share == "50%")
     assert stats.held_bytes <= held < stats.held_bytes + 512 * 16
     assert stats.held_bytes <= plan.budget - (2 * 32 + 1) * 4
+
+
+@pytest.mark.parametrize("share", ["60%", "100%"])
+def test_a_method_for_the_cpu_beside_one_for_the_rig_moves_whole(
+    late: None, tmp_path: Path, share: str
+) -> None:
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False) for _ in range(2))
+    first, second = (nn.ModuleDict({name: one}) for name, one in zip(("a", "b"), layers, strict=True))
+    first.forward, second.forward = first["a"].forward, second["b"].forward
+    x = torch.randn(2, 32)
+    methods = {"first": export(first, (x,)), "second": export(second.to("rig"), (x.to("rig"),))}
+    program = penstock.compile(methods, tmp_path / "both.penstock")
+    plan = program.plan(share, device="rig", hardware="h200")
+    first.to("rig")
+    with torch.no_grad(), program.load(plan=plan, device="rig") as streamed:
+        assert torch.equal(streamed.first(x.to("rig")), first(x.to("rig")))
+        assert torch.equal(streamed.second(x.to("rig")), second(x.to("rig")))
+
+
+def test_one_name_for_weights_on_two_devices_is_refused(late: None, tmp_path: Path) -> None:
+    layer, x = nn.Linear(32, 32).requires_grad_(False), torch.randn(2, 32)
+    methods = {"first": export(layer, (x,))}
+    methods["second"] = export(nn.Linear(32, 32).requires_grad_(False).to("rig"), (x.to("rig"),))
+    with pytest.raises(penstock.PassError, match="two methods have weights called 'weight' that differ"):
+        penstock.compile(methods, tmp_path / "both.penstock")
