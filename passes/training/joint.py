@@ -45,7 +45,8 @@ from penstock.schedule.facts.errors import PassError
 
 aten = torch.ops.aten
 
-fx.has_side_effect(aten._linalg_check_errors.default)  # torch 2.11 drops it, as nothing reads what it returns
+# torch 2.11 drops it, as nothing reads what it returns. The list is that of all graphs of the process.
+fx.has_side_effect(aten._linalg_check_errors.default)
 
 Value = fx.Node | None
 

@@ -202,10 +202,9 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = path if error.filename is None else os.fsdecode(error.filename)
-        raise SourceError(
-            f"{where} cannot be read ({error.strerror or error}): check its permissions and the disk, then "
-            "try again"
-        ) from error
+        # Libraries raise it as well, without a number, for what is wrong in a file.
+        advice = ": check its permissions and the disk, then try again" if error.errno else ""
+        raise SourceError(f"{where} cannot be read ({error.strerror or error}){advice}") from error
 
 
 def close_read(fd: int) -> None:

@@ -35,11 +35,11 @@ class TensorFile:
         self._fd, self._path = fd, path
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor in memory of its own. Raises KeyError for an unknown name, and SourceError."""
+        """A tensor in memory of its own, on the CPU. Raises KeyError for an unknown name, and SourceError."""
         entry = self.entries[name]
         if entry.dtype not in TORCH_NAMES:
             raise SourceError(f"{self._path} has {name!r} in {entry.dtype}, which torch has no dtype for")
-        found = torch.empty(entry.nbytes, dtype=torch.uint8)
+        found = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         for start, chunk in self._chunks(entry):
             found[start : start + chunk.numel()] = chunk
         return found.view(getattr(torch, TORCH_NAMES[entry.dtype])).view(entry.shape)

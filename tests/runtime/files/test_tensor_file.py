@@ -26,6 +26,12 @@ def bytes_in(value: torch.Tensor) -> torch.Tensor:
     return value.reshape(-1).view(torch.uint8)
 
 
+def test_tensors_are_on_the_cpu_wherever_torch_makes_its_own(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(100.0)}, path := tmp_path / "w.safetensors")
+    with torch.device("meta"), open_tensors(path) as opened:
+        assert opened.get_tensor("w").tolist() == list(range(100))
+
+
 def test_tensors_are_those_of_the_library(tmp_path: Path) -> None:
     torch.manual_seed(0)
     raw = torch.randint(0, 2, (960,), dtype=torch.uint8)  # bytes that are values of every dtype
