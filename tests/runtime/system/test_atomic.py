@@ -278,8 +278,8 @@ def test_an_interrupt_between_two_replacements_leaves_all_as_they_were(
         if ".tmp-" in new.name and old.read_bytes() == b"new":
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(atomic, "_exchange", interrupted)
+    monkeypatch.setattr(atomic, "_exchange", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         write_both(paths, b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == OLD
 
@@ -299,8 +299,8 @@ def test_what_is_to_be_put_back_is_not_stale_for_another_writer(
             raise OSError(5, "Input/output error")
         exchange(new, old)
 
-    with monkeypatch.context() as patch, pytest.raises(SourceError, match="last could not be written"):
-        patch.setattr(atomic, "_exchange", refusing)
+    monkeypatch.setattr(atomic, "_exchange", refusing)
+    with pytest.raises(SourceError, match="last could not be written"):
         write_both(paths, b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == OLD
 
