@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import linecache
 import os
 import random
 import sys
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.graph_module import _loader
 
 import penstock
 from penstock.runtime.program import Program
@@ -162,6 +164,8 @@ class Endurance:
         if self.device == "rig":
             torch.ops.rig.restart()  # what is late has run
             torch.accelerator.empty_cache()
+        _loader.eval_cache.clear()  # sources of generated code, which torch.fx keeps for tracebacks
+        linecache.clearcache()
         gc.collect()
         return Held.now()
 
