@@ -264,13 +264,19 @@ def test_of_several_files_all_are_replaced_or_none(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"first": b"new", "last": b"new"}
 
 
-@pytest.mark.usefixtures("renaming")
-def test_an_interrupt_between_two_replacements_leaves_all_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [tmp_path / "first", tmp_path / "last"]
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    """Two files that are there."""
+    paths = [tmp_path / name for name in OLD]
     for path in paths:
         path.write_bytes(b"old")
+    return paths
+
+
+@pytest.mark.usefixtures("renaming")
+def test_an_interrupt_between_two_replacements_leaves_all_as_they_were(
+    two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exchange = atomic._exchange
 
     def interrupted(new: Path, old: Path) -> None:
@@ -280,28 +286,25 @@ def test_an_interrupt_between_two_replacements_leaves_all_as_they_were(
 
     monkeypatch.setattr(atomic, "_exchange", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_both(paths, b"new")
+        write_both(two, b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == OLD
 
 
 def test_what_is_to_be_put_back_is_not_stale_for_another_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = [tmp_path / "first", tmp_path / "last"]
-    for path in paths:
-        path.write_bytes(b"old")
     exchange = atomic._exchange
 
     def refusing(new: Path, old: Path) -> None:
         if old.name == "last":
-            removed = [atomic_file.remove_stale(one) for one in atomic_file.siblings(paths[0], "tmp")]
+            removed = [atomic_file.remove_stale(one) for one in atomic_file.siblings(two[0], "tmp")]
             assert removed == [False]
             raise OSError(5, "Input/output error")
         exchange(new, old)
 
     monkeypatch.setattr(atomic, "_exchange", refusing)
     with pytest.raises(SourceError, match="last could not be written"):
-        write_both(paths, b"new")
+        write_both(two, b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == OLD
 
 
