@@ -86,8 +86,15 @@ class Result:
 KEYS: dict[str, Callable[..., object]] = {
     "space.pieces:span_groups": lambda runs, granule: (len(runs), granule),
     "planner:relax": lambda problem, pieces, tiers, which: (which, *(tier.nbytes for tier in tiers)),
-    "search.one_trace:steady_period_ns": lambda trace, schedule, *_: schedule.transfers,
-    "search.task:steady_period_ns": lambda trace, schedule, *_: (trace.graph, schedule.transfers),
+    "search.one_trace:steady_period_ns": lambda trace, schedule, *_, enough=None: (
+        schedule.transfers,
+        enough,
+    ),
+    "search.task:steady_period_ns": lambda trace, schedule, *_, enough=None: (
+        trace.graph,
+        schedule.transfers,
+        enough,
+    ),
     "search.contiguous:place_oldest": lambda blocks, resident, cap, ring=None: (resident, cap, ring),
     "search.one_trace:Joiner.fastest": lambda joiner, pieces: tuple(pieces),
     "search.one_trace:Loads.stream": lambda loads, rows, resident, cap, early, join=object, put_off=0: (

@@ -241,7 +241,7 @@ def test_inputs_of_other_names_or_shapes(penstock: Command, plain: Path, tmp_pat
     save_file({"input": torch.randn(2, 63)}, given)
     assert "expected 64, a static size, got 63" in refused(penstock(*arguments))
     given.write_bytes(b"not a file of tensors")
-    assert "cannot be read" in refused(penstock(*arguments))
+    assert "in.safetensors is not a safetensors file" in refused(penstock(*arguments))
 
 
 @pytest.mark.parametrize("command", ["plan", "inspect", "verify", "run"])
