@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.files.safetensors_file import read_header
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.facts.errors import PassError, SourceError
 
 PARAMETERS = "trainable.safetensors"
@@ -33,10 +33,8 @@ def read_parameters(folder: Path, names: Sequence[str], sha256: str) -> dict[str
 
     Raises SourceError for a file that is damaged, is another one, or lacks one of them.
     """
-    from safetensors.torch import load_file
-
-    read_header(folder / PARAMETERS)
-    values = load_file(folder / PARAMETERS)
+    with open_tensors(folder / PARAMETERS) as opened:
+        values = {name: opened.get_tensor(name) for name in opened.entries}
     if hashlib.sha256((folder / PARAMETERS).read_bytes()).hexdigest() != sha256:
         raise SourceError(
             f"{folder / PARAMETERS} has changed since it was compiled: restore it, or compile again"
@@ -44,4 +42,4 @@ def read_parameters(folder: Path, names: Sequence[str], sha256: str) -> dict[str
     missing = [name for name in names if name not in values]
     if missing:
         raise SourceError(f"{folder / PARAMETERS} lacks the parameter {missing[0]}: compile again")
-    return {name: values[name].clone() for name in names}  # the file is mapped, and may change
+    return {name: values[name] for name in names}
