@@ -98,8 +98,8 @@ def path_name(path: pytree.KeyPath) -> str:
 def encode_signature(signature: CallSignature) -> dict[str, Any]:
     """The signature in plain JSON values.
 
-    Raises PassError for a value that has no form in JSON, and NotImplementedError for a class in its trees
-    that was registered without a name.
+    Raises PassError for a value that has no form in JSON, and for a class in its trees that was registered
+    without a name.
     """
     return {field.name: encode_value(getattr(signature, field.name)) for field in fields(signature)}
 
@@ -107,8 +107,8 @@ def encode_signature(signature: CallSignature) -> dict[str, Any]:
 def decode_signature(stored: Any, *, trust: bool = False) -> CallSignature:
     """The signature that `encode_signature` stored.
 
-    Raises PassError for JSON that is none, and NotImplementedError for a class that nothing has registered in
-    this process. With `trust` it may have classes that torch imports.
+    Raises PassError for JSON that is none, and for a class that nothing has registered in this process. With
+    `trust` it may have classes that torch imports.
     """
     names = {field.name for field in fields(CallSignature)}
     if not isinstance(stored, dict) or stored.keys() != names:

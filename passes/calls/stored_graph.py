@@ -202,8 +202,6 @@ def decode_value(value: Any, values: Values = _NOTHING) -> Any:
     try:
         return _KINDS[name].decode(content, values)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        if isinstance(error, NotImplementedError):
-            raise
         raise PassError(f"{short(content)} is no {name} ({short(str(error))}): compile again") from None
 
 

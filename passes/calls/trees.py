@@ -20,20 +20,26 @@ _DEEPEST = 100
 
 
 def encode_tree(spec: pytree.TreeSpec) -> str:
-    """A structure as text. Raises NotImplementedError for a class that is registered without a name."""
-    return pytree.treespec_dumps(spec)
+    """A structure as text. Raises PassError for a class that is registered without a name."""
+    try:
+        return pytree.treespec_dumps(spec)
+    except NotImplementedError as error:  # as torch says it
+        raise PassError(f"a structure of values has no form in JSON: {error}") from None
 
 
 def decode_tree(text: object, *, trust: bool = False) -> pytree.TreeSpec:
     """The structure that `encode_tree` stored.
 
     With `trust`, torch reads it, which imports what the text names. Raises PassError for text that is none,
-    and NotImplementedError for a class that nothing has registered in this process.
+    and for a class that nothing has registered in this process.
     """
     if not isinstance(text, str):
         refuse(text, "structure of values")
     if trust:
-        return pytree.treespec_loads(text)
+        try:
+            return pytree.treespec_loads(text)
+        except NotImplementedError as error:
+            raise PassError(f"{error} Import the library that has the class first") from None
     try:
         version, stored = json.loads(text)
     except (ValueError, TypeError, RecursionError):
@@ -58,7 +64,10 @@ def _decode(stored: Any, depth: int) -> pytree.TreeSpec:
     specs = [_decode(child, depth + 1) for child in children]
     kind = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise NotImplementedError(f"Deserializing {name} in pytree is not registered.")
+        # In torch's words, by which `with_types` finds what to import.
+        raise PassError(
+            f"Deserializing {name} in pytree is not registered: import the library that has it first"
+        )
     return pytree.TreeSpec(kind, _context(kind, name, context, len(specs)), specs)
 
 

@@ -141,7 +141,7 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
         }
         if code.strides:
             stored["strides"] = [[k, list(stride)] for k, stride in code.strides.items()]
-    except (PassError, NotImplementedError):
+    except PassError:
         return None
     return json.dumps(stored, separators=(",", ":"), allow_nan=False).encode()
 
@@ -149,9 +149,8 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
 def decode_method(data: bytes, *, trust: bool = False) -> MethodCode:
     """The code that `encode_method` stored. With `trust` it may call any operator of this process.
 
-    Raises PassError for JSON that is none, for an operator that is not registered or not for everybody, and
-    for JSON of another version of penstock. Raises NotImplementedError for a class in its trees that nothing
-    has registered in this process.
+    Raises PassError for JSON that is none or of another version of penstock, for an operator that is not
+    registered or not for everybody, and for a class in its trees that nothing has registered in this process.
     """
     try:
         stored = json.loads(data)

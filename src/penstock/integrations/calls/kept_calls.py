@@ -104,7 +104,7 @@ class KeptCalls:
         try:
             data = encode_call(method)
             same = decode_call(data, trust=True)  # this process has just made it
-        except (PassError, NotImplementedError) as error:
+        except PassError as error:
             _log.info("%s: a call is exported again in each process: %s", self.name, error)
             return method
         try:
@@ -131,7 +131,7 @@ def _path(cache: Cache, key: str, kind: str, number: int) -> Path:
 def encode_call(method: ExportedCall) -> bytes:
     """An exported call as a zip of data.
 
-    Raises PassError or NotImplementedError where something of it has no form in JSON.
+    Raises PassError where something of it has no form in JSON.
     """
     annotated, backward = method.annotated(), method.backward
     call = {
