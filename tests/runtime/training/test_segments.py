@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,24 +131,22 @@ def test_each_weight_is_read_once_in_each_direction(programs: dict[torch.dtype, 
     assert traces["backward"].follows == traces["forward"].graph
 
 
-def test_what_is_kept(programs: dict[torch.dtype, Program], tmp_path: Path) -> None:
-    """Less than joint graphs of a like model keep, where no layer computes anything twice."""
-    by_segments = _compiled(DECODER, tmp_path / "segments.penstock")
-    joint = penstock.compile_training(
-        DECODER.model(),
-        tmp_path / "joint.penstock",
-        example=DECODER.inputs(),
-        trainable=DECODER.patterns,
-        activations=["keep"],
-    )
-    assert by_segments.rungs["segments"].kept_bytes < joint.rungs["keep"].kept_bytes
+@pytest.fixture(scope="module")
+def of_any_length(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """The decoder, compiled by segments for batches of any length."""
+    length, path = Dim("length", min=2, max=64), tmp_path_factory.mktemp("decoder") / "m.penstock"
+    return _compiled(DECODER, path, dynamic_shapes=({1: length}, {1: length}))
+
+
+def test_what_is_kept(of_any_length: Program, program_of: Callable[..., Program]) -> None:
+    """Less than joint graphs of the model keep, where no layer computes anything twice."""
+    joint = program_of(DECODER)
+    assert of_any_length.rungs["segments"].kept_bytes < joint.rungs["keep"].kept_bytes
 
 
 @pytest.mark.parametrize("spill", [False, True])
-def test_a_decoder_of_any_length(tmp_path: Path, spill: bool) -> None:
-    length = Dim("length", min=2, max=64)
-    shapes = {} if spill else {"dynamic_shapes": ({1: length}, {1: length})}
-    program = _compiled(DECODER, tmp_path / "m.penstock", spill=spill, **shapes)
+def test_a_decoder(of_any_length: Program, tmp_path: Path, spill: bool) -> None:
+    program = _compiled(DECODER, tmp_path / "m.penstock", spill=True) if spill else of_any_length
     plain = DECODER.model()
     expected = train(plain, DECODER)
     with program.load(program.floor(arena="contiguous"), poison=True, arena="contiguous") as module:

@@ -88,11 +88,8 @@ def test_five_steps(
         assert bool(moved) == (budget != "100%")
 
 
-def test_statistics_of_batch_norms(tmp_path: Path) -> None:
-    plain = NORMED.model()
-    program = penstock.compile_training(
-        NORMED.model(), tmp_path / "normed.penstock", example=NORMED.inputs(), trainable=NORMED.patterns
-    )
+def test_statistics_of_batch_norms(program_of: Callable[..., Program]) -> None:
+    plain, program = NORMED.model(), program_of(NORMED)
     expected = train(plain, NORMED)
     with program.load(program.floor_bytes) as module:
         assert all(torch.equal(*pair) for pair in zip(train(module, NORMED), expected, strict=True))
