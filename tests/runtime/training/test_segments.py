@@ -17,8 +17,9 @@ from penstock.passes.graph.retarget import move_graph
 from penstock.passes.training.rerun import RANDOM_STATE, SEGMENT_GRADIENTS
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PassError
-from tests.engines import ENGINES
-from tests.runtime.training.test_training import assert_equal, gradients, train
+from tests.hunt import sampled
+from tests.runtime.training.conftest import DTYPES
+from tests.runtime.training.test_training import STEPS, assert_equal, gradients, train
 from tests.training_models import DECODER, NORMED, Adapted, Trained
 
 
@@ -68,18 +69,17 @@ def _case(dtype: torch.dtype) -> Trained:
     return Trained(Layered, lambda: inputs, ("down", "up"), lambda result: result["loss"])
 
 
-DTYPES = (torch.float32, torch.bfloat16)
-
-
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
     """The layers, compiled by segments."""
     folder = tmp_path_factory.mktemp("segments")
-    return {dtype: _compiled(_case(dtype), folder / f"{dtype}.penstock", dtype) for dtype in DTYPES}
+    return {
+        dtype: _compiled(_case(dtype), folder / f"{dtype}.penstock", dtype, evaluate=True) for dtype in DTYPES
+    }
 
 
 def _compiled(case: Trained, path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Program:
-    options = {"losses": ["loss"], **options} if case.make is Layered else options
+    options = {"evaluate": False, **({"losses": ["loss"]} if case.make is Layered else {}), **options}
     return penstock.compile_training(
         case.model(dtype),
         path,
@@ -90,9 +90,8 @@ def _compiled(case: Trained, path: Path, dtype: torch.dtype = torch.float32, **o
     )
 
 
-@pytest.mark.parametrize("budget", ["floor", "25%", "100%"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.random
+@pytest.mark.parametrize(("engine", "budget", "dtype"), sampled(STEPS, 2))
 def test_five_steps(
     programs: dict[torch.dtype, Program], dtype: torch.dtype, engine: str, budget: str
 ) -> None:
