@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from dis import opmap
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,9 @@ class Held:
 class Interrupt:
     """Raises KeyboardInterrupt in this thread before the line of penstock's code that it is told to count to.
 
-    An interrupt of the system's comes between two such lines as well, at a moment that nobody can repeat.
+    An interrupt of the system's comes within lines as well, at a moment that nobody can repeat. None comes
+    after the last line of a `with`, before its exit: the interpreter looks for signals after calls, where
+    functions begin, and where loops go round, and there is none of these between the two.
     """
 
     lines: int
@@ -110,10 +113,19 @@ class Interrupt:
     def _line(self, frame: Any, event: str, _: object) -> Any:
         if event == "line":
             self.lines -= 1
-            if self.lines == 0:
+            if self.lines <= 0 and not self.where and not _leaves_with(frame):
                 self.where = _where(frame)
                 raise KeyboardInterrupt
         return self._line
+
+
+def _leaves_with(frame: Any) -> bool:
+    """Whether a `with` ends without an exception: its exit is called with three constants, all None."""
+    begins = frame.f_lasti
+    return bool(frame.f_code.co_code[begins : begins + 6 : 2] == _THREE_CONSTANTS)
+
+
+_THREE_CONSTANTS = bytes([opmap["LOAD_CONST"]] * 3)
 
 
 def _where(frame: Any) -> str:
@@ -212,6 +224,8 @@ class Endurance:
             module.close()
 
     def _pass(self, chosen: random.Random, module: penstock.StreamedModule) -> None:
+        if self.device == "rig" and torch.accelerator.current_stream().stream_id:
+            raise AssertionError(f"after an interrupt at {self._last} another stream is current")
         method = chosen.choice(sorted(self.calls))
         tokens, expected = chosen.choice(self.calls[method])
         with torch.no_grad():
