@@ -50,7 +50,7 @@ def test_memory_that_stays_is_found(one, monkeypatch):
         real(*arguments)
 
     monkeypatch.setattr(Endurance, "_load", leaking)
-    with pytest.raises(NoMoreThanBeforeError, match="after a fifth of the loads"):
+    with pytest.raises(NoMoreThanBeforeError, match="after each fifth of the loads"):
         one.run(10, 10)
 
 
