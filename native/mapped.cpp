@@ -277,8 +277,6 @@ bool AdaptiveArena::cached(int64_t granule) const {
 
 AdaptiveArena::Spares::Spares(int64_t granule, int64_t slots)
     : FreeGranules(granule, slots), memory_(round_up(granule * std::max<int64_t>(1, slots), HUGE_PAGE)) {
-    memory_.map_anonymous(0, memory_.nbytes());
-    hint(memory_.at(0), memory_.nbytes(), MADV_HUGEPAGE);
     for (int64_t slot = 0; slot < slots; ++slot) slots_.push_back(memory_.at(slot * granule));
 }
 

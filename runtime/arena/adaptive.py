@@ -277,8 +277,6 @@ class _Spares(FreeGranules):
     def __init__(self, granule: int, slots: int) -> None:
         super().__init__(granule)
         self._memory = Reservation(round_up(granule * max(1, slots), HUGE_PAGE))
-        self._memory.map_anonymous(0, self._memory.nbytes)
-        hint(self._memory.address, self._memory.nbytes, MADV_HUGEPAGE)
         self._slots = [self._memory.address + slot * granule for slot in range(slots)]
 
     def take(self, address: int) -> int | None:
