@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ def enter(folder, code, arguments, environment, warned, out, err):
     warnings.resetwarnings()
     warnings.simplefilter(warned)
     for number, path in ((0, os.devnull), (1, out), (2, err)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     main, builtins = sys.modules["__main__"].__dict__, __builtins__
     main.clear()
     main.update(__name__="__main__", __builtins__=builtins)
@@ -57,34 +58,72 @@ class Done:
     err: str
 
 
+class Parent:
+    """A Python that has imported torch, and runs scripts in forks of itself.
+
+    It is that of the tests and has their environment, unless others are given: its scripts have no variables
+    then but these. `modules` are imported besides.
+    """
+
+    def __init__(
+        self,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        modules: Sequence[str] = (),
+    ) -> None:
+        self._environment = environment
+        imports = "".join(f"import {module}\n" for module in modules)
+        command = [python, "-W", "error", "-c", imports + PARENT]
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def run(
+        self,
+        code: str,
+        *arguments: object,
+        folder: Path | None = None,
+        warnings: str = "error",
+        together: bool = False,
+        **environment: str,
+    ) -> Done:
+        """Runs code as `python -W error -c` does in a folder, but for the time that importing torch takes.
+
+        With `together`, what goes to stderr is in `out`, between what goes to stdout.
+        """
+        process, inherited = self._process, os.environ if self._environment is None else self._environment
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with tempfile.TemporaryDirectory() as place:
+            out, err = (Path(place, name) for name in ("out", "err"))
+            err.touch()
+            given: dict[str, object] = {
+                "code": code,
+                "arguments": [*map(str, arguments)],
+                "folder": str(folder or Path.cwd()),
+                "environment": {**inherited, **environment},
+                "warned": warnings,
+                "out": str(out),
+                "err": str(out if together else err),
+            }
+            process.stdin.write(json.dumps(given) + "\n")
+            process.stdin.flush()
+            status = int(process.stdout.readline())
+            return Done(status, out.read_text(), err.read_text())
+
+
 @cache
-def _parent() -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error", "-c", PARENT]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(_end, process)
-    return process
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.communicate()
+def _parent() -> Parent:
+    parent = Parent()
+    atexit.register(parent.close)
+    return parent
 
 
 def run_forked(
     code: str, *arguments: object, folder: Path | None = None, warnings: str = "error", **environment: str
 ) -> Done:
-    """Runs code as `python -W error -c` does in a folder, but for the time that importing torch takes."""
-    process = _parent()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with tempfile.TemporaryDirectory() as place:
-        out, err = (Path(place, name) for name in ("out", "err"))
-        given: dict[str, object] = {
-            "code": code,
-            "arguments": [*map(str, arguments)],
-            "folder": str(folder or Path.cwd()),
-        }
-        given |= {"environment": {**os.environ, **environment}, "warned": warnings}
-        process.stdin.write(json.dumps({**given, "out": str(out), "err": str(err)}) + "\n")
-        process.stdin.flush()
-        status = int(process.stdout.readline())
-        return Done(status, out.read_text(), err.read_text())
+    """Runs code as `Parent.run` does, in a fork of one process for all tests."""
+    return _parent().run(code, *arguments, folder=folder, warnings=warnings, **environment)
