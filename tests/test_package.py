@@ -127,8 +127,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(path, source / path.name)
     target = tmp_path_factory.mktemp("built")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(source)]
-    # The compiler is told -O0 last: what the engine can do is tested elsewhere, and optimising takes minutes.
-    quick = {name: f"sh -c 'exec {one} \"$@\" -O0' {one}" for name, one in (("CXX", "g++"), ("CC", "gcc"))}
+    # The compiler is told -O0 -g0 last: what the engine can do is tested elsewhere, and compiling takes long.
+    quick = {
+        name: f"sh -c 'exec {one} \"$@\" -O0 -g0' {one}" for name, one in (("CXX", "g++"), ("CC", "gcc"))
+    }
     done = subprocess.run(command, env=os.environ | quick, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return target
