@@ -62,7 +62,7 @@ class Parent:
     """A Python that has imported torch, and runs scripts in forks of itself.
 
     It is that of the tests and has their environment, unless others are given: its scripts have no variables
-    then but these. `modules` are imported besides.
+    then but these. `modules` are imported besides. A library that is `preloaded` was loaded before any other.
     """
 
     def __init__(
@@ -70,13 +70,18 @@ class Parent:
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
         modules: Sequence[str] = (),
+        preloaded: Path | None = None,
     ) -> None:
-        self._environment = environment
+        self._environment, self._preloaded = environment, preloaded
         imports = "".join(f"import {module}\n" for module in modules)
         command = [python, "-W", "error", "-c", imports + PARENT]
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=self._variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+
+    def _variables(self) -> dict[str, str]:
+        inherited = os.environ if self._environment is None else self._environment
+        return {**inherited, **({"LD_PRELOAD": str(self._preloaded)} if self._preloaded else {})}
 
     def close(self) -> None:
         self._process.communicate()
@@ -94,7 +99,7 @@ class Parent:
 
         With `together`, what goes to stderr is in `out`, between what goes to stdout.
         """
-        process, inherited = self._process, os.environ if self._environment is None else self._environment
+        process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         with tempfile.TemporaryDirectory() as place:
@@ -104,7 +109,7 @@ class Parent:
                 "code": code,
                 "arguments": [*map(str, arguments)],
                 "folder": str(folder or Path.cwd()),
-                "environment": {**inherited, **environment},
+                "environment": self._variables() | environment,
                 "warned": warnings,
                 "out": str(out),
                 "err": str(out if together else err),
@@ -116,14 +121,19 @@ class Parent:
 
 
 @cache
-def _parent() -> Parent:
-    parent = Parent()
+def _parent(preloaded: Path | None) -> Parent:
+    parent = Parent(preloaded=preloaded)
     atexit.register(parent.close)
     return parent
 
 
 def run_forked(
-    code: str, *arguments: object, folder: Path | None = None, warnings: str = "error", **environment: str
+    code: str,
+    *arguments: object,
+    folder: Path | None = None,
+    warnings: str = "error",
+    preloaded: Path | None = None,
+    **environment: str,
 ) -> Done:
-    """Runs code as `Parent.run` does, in a fork of one process for all tests."""
-    return _parent().run(code, *arguments, folder=folder, warnings=warnings, **environment)
+    """Runs code as `Parent.run` does, in a fork of one process for all that preload the same library."""
+    return _parent(preloaded).run(code, *arguments, folder=folder, warnings=warnings, **environment)
