@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ def enter(folder, code, arguments, environment, warned, out, err):
     warnings.resetwarnings()
     warnings.simplefilter(warned)
     for number, path in ((0, os.devnull), (1, out), (2, err)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     main, builtins = sys.modules["__main__"].__dict__, __builtins__
     main.clear()
     main.update(__name__="__main__", __builtins__=builtins)
@@ -57,22 +58,73 @@ class Done:
     err: str
 
 
+class Parent:
+    """A Python that has imported torch, and runs scripts in forks of itself.
+
+    It is that of the tests and has their environment, unless others are given: its scripts have no variables
+    then but these. `modules` are imported besides. A library that is `preloaded` was loaded before any other.
+    """
+
+    def __init__(
+        self,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        modules: Sequence[str] = (),
+        preloaded: Path | None = None,
+    ) -> None:
+        self._environment, self._preloaded = environment, preloaded
+        imports = "".join(f"import {module}\n" for module in modules)
+        command = [python, "-W", "error", "-c", imports + PARENT]
+        self._process = subprocess.Popen(
+            command, env=self._variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def _variables(self) -> dict[str, str]:
+        inherited = os.environ if self._environment is None else self._environment
+        return {**inherited, **({"LD_PRELOAD": str(self._preloaded)} if self._preloaded else {})}
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def run(
+        self,
+        code: str,
+        *arguments: object,
+        folder: Path | None = None,
+        warnings: str = "error",
+        together: bool = False,
+        **environment: str,
+    ) -> Done:
+        """Runs code as `python -W error -c` does in a folder, but for the time that importing torch takes.
+
+        With `together`, what goes to stderr is in `out`, between what goes to stdout.
+        """
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with tempfile.TemporaryDirectory() as place:
+            out, err = (Path(place, name) for name in ("out", "err"))
+            err.touch()
+            given: dict[str, object] = {
+                "code": code,
+                "arguments": [*map(str, arguments)],
+                "folder": str(folder or Path.cwd()),
+                "environment": self._variables() | environment,
+                "warned": warnings,
+                "out": str(out),
+                "err": str(out if together else err),
+            }
+            process.stdin.write(json.dumps(given) + "\n")
+            process.stdin.flush()
+            status = int(process.stdout.readline())
+            return Done(status, out.read_text(), err.read_text())
+
+
 @cache
-def _parent(preloaded: Path | None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error", "-c", PARENT]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | _with(preloaded)
-    )
-    atexit.register(_end, process)
-    return process
-
-
-def _with(preloaded: Path | None) -> dict[str, str]:
-    return {} if preloaded is None else {"LD_PRELOAD": str(preloaded)}
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.communicate()
+def _parent(preloaded: Path | None) -> Parent:
+    parent = Parent(preloaded=preloaded)
+    atexit.register(parent.close)
+    return parent
 
 
 def run_forked(
@@ -83,22 +135,5 @@ def run_forked(
     preloaded: Path | None = None,
     **environment: str,
 ) -> Done:
-    """Runs code as `python -W error -c` does in a folder, but for the time that importing torch takes.
-
-    A library that is `preloaded` was loaded before any other of the process.
-    """
-    process = _parent(preloaded)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with tempfile.TemporaryDirectory() as place:
-        out, err = (Path(place, name) for name in ("out", "err"))
-        given: dict[str, object] = {
-            "code": code,
-            "arguments": [*map(str, arguments)],
-            "folder": str(folder or Path.cwd()),
-        }
-        given |= {"environment": os.environ | _with(preloaded) | environment, "warned": warnings}
-        process.stdin.write(json.dumps({**given, "out": str(out), "err": str(err)}) + "\n")
-        process.stdin.flush()
-        status = int(process.stdout.readline())
-        return Done(status, out.read_text(), err.read_text())
+    """Runs code as `Parent.run` does, in a fork of one process for all that preload the same library."""
+    return _parent(preloaded).run(code, *arguments, folder=folder, warnings=warnings, **environment)

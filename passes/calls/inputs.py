@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
-from torch.utils._sympy.value_ranges import bound_sympy
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from penstock.passes.calls.checks import ConstantLeaf, Dimension, Leaf, NumberLeaf, TensorLeaf
 from penstock.passes.calls.expressions import parse
@@ -74,7 +75,8 @@ def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
     names an input which no leaf has, and for one that is no expression of `expressions.py`.
     """
     sources, nodes = _sources(exported), user_placeholders(exported)
-    sizes = [_sizes(node.meta.get("val")) for node in nodes]
+    sizes = tuple(_sizes(node.meta.get("val")) for node in nodes)
+    ranges = frozenset(exported.range_constraints.items())
     guards = []
     for code in dict.fromkeys(getattr(exported, "_guards_code", ())):
         text, source = code, code
@@ -87,23 +89,30 @@ def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
                 "export with strict=True, or pass inputs in lists, tuples and dictionaries only"
             )
         parse(source)
-        if not _follows(source, sizes, exported):
+        if not _follows(source, sizes, ranges):
             guards.append((text.replace(".size()[", ".shape["), source))
     return tuple(guards)
 
 
-_Sizes = Sequence[sympy.Expr | None]
+_Sizes = tuple[sympy.Expr | None, ...]
 """The sizes of a leaf. One that checks do not tie to a symbol is None."""
 
 
 def _sizes(value: object) -> _Sizes:
     shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
     found = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape]
-    return [size if size.is_Integer or _linear(size) else None for size in found]
+    return tuple(size if size.is_Integer or _linear(size) else None for size in found)
 
 
-def _follows(source: str, leaves: Sequence[_Sizes], exported: ExportedProgram) -> bool:
-    """Tells whether a guard is a comparison that is known to hold for all sizes that the leaves may have."""
+@lru_cache(maxsize=1024)
+def _follows(
+    source: str, leaves: tuple[_Sizes, ...], ranges: frozenset[tuple[sympy.Symbol, ValueRanges[Any]]]
+) -> bool:
+    """Tells whether a guard is a comparison that is known to hold for all sizes that the leaves may have.
+
+    `ranges` has the range of each symbol. A program is asked for its guards several times, and sympy takes
+    tens of milliseconds for one.
+    """
     tree = ast.parse(source, mode="eval").body
     if not isinstance(tree, ast.Compare) or len(tree.ops) != 1 or type(tree.ops[0]) not in _COMPARED:
         return False
@@ -111,7 +120,7 @@ def _follows(source: str, leaves: Sequence[_Sizes], exported: ExportedProgram) -
     difference = None if difference is None else sympy.simplify(difference)
     if difference is None or not difference.is_polynomial():
         return False
-    bounds = bound_sympy(difference, exported.range_constraints)
+    bounds = bound_sympy(difference, dict(ranges))
     return bool(_COMPARED[type(tree.ops[0])](bounds))
 
 

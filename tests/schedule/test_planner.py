@@ -20,7 +20,7 @@ from penstock.schedule.planner import RUNGS, floor, make_plan, with_figures
 from penstock.schedule.space import pieces
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
-from tests.hunt import scaled
+from tests.hunt import sampled, scaled
 from tests.schedule.traces import RandomProblem, equal_problem, machine, problems
 
 UNIT = 4096
@@ -268,6 +268,7 @@ def test_a_segment_may_begin_inside_a_granule(latency_ns: int) -> None:
         verify_plan(storages, traces, make_plan(Problem(storages, traces, arena, hardware=hardware), budget))
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind: ArenaKind) -> None:
     """With fewer it would wait for the link to fill, with more on their way it would copy more."""
@@ -281,18 +282,16 @@ def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind: ArenaKind) -
     def period(plan: Plan, share: float) -> int:
         return steady_period_ns(p.traces[0], plan.schedules[0], on(share).hardware, p.wrap)
 
-    gains = 0
-    for weights in (3, 10, 20, 30):
-        hasty = make_plan(prompt, weights * UNIT)
-        for share in (0.1, 0.5, 2.0):
-            plan = make_plan(on(share), weights * UNIT)
-            verify_plan(p.storages, p.traces, plan)
-            assert plan.lower_bound_ns == hasty.lower_bound_ns
-            assert plan.predicted_ns == period(plan, share) <= 1.01 * period(hasty, share)
-            assert period(plan, 4 * share) <= 1.01 * period(hasty, 4 * share)
-            gains += period(plan, share) < 0.9 * period(hasty, share)
-            gains += period(plan, 4 * share) < 0.9 * period(hasty, 4 * share)
-    assert gains >= 8
+    cases, gains = sampled([*itertools.product((3, 10, 20, 30), (0.1, 0.5, 2.0))], 2), 0
+    for weights, share in cases:
+        hasty, plan = make_plan(prompt, weights * UNIT), make_plan(on(share), weights * UNIT)
+        verify_plan(p.storages, p.traces, plan)
+        assert plan.lower_bound_ns == hasty.lower_bound_ns
+        assert plan.predicted_ns == period(plan, share) <= 1.01 * period(hasty, share)
+        assert period(plan, 4 * share) <= 1.01 * period(hasty, 4 * share)
+        gains += period(plan, share) < 0.9 * period(hasty, share)
+        gains += period(plan, 4 * share) < 0.9 * period(hasty, 4 * share)
+    assert gains >= len(cases) * 2 / 3
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import io
 from dataclasses import dataclass
 
 import pytest
+import sympy
 import torch
 from torch import nn
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.calls.convention import CallingConvention
@@ -189,6 +191,23 @@ def test_guards_that_follow_from_sizes_are_left_out():
     for rows in ((6, 7), (7, 6)):
         with pytest.raises(StreamError, match=r"as in the other inputs|which is"):
             convention.flatten(tuple(torch.randn(size, 3) for size in rows), {})
+
+
+def test_what_guards_follow_from_is_worked_out_once_for_sizes_and_ranges(monkeypatch):
+    def small_or_large(x, y):
+        return x.sum() + y.sum() if x.shape[0] * y.shape[0] > 100 else x.sum() - y.sum()
+
+    automatic = torch.export.Dim.AUTO
+    exported = exported_with(
+        small_or_large, (torch.randn(3), torch.randn(5)), ({0: automatic}, {0: automatic})
+    )
+    (guard,) = guards_of(exported)
+    with monkeypatch.context() as patch:
+        patch.setattr(sympy, "simplify", None)
+        assert guards_of(exported) == (guard,)
+    for symbol in exported.range_constraints:
+        exported.range_constraints[symbol] = ValueRanges(0, 10)
+    assert guards_of(exported) == ()
 
 
 class Deep(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -66,13 +66,20 @@ def contents_of(nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, the weights it is for, and what runs: (method, how) in turn, on so many streams in turn."""
+    """A plan, the weights it is for, and what runs: (method, how) in turn, on so many streams in turn.
+
+    Nothing is planned before a test asks, since pytest collects the cases of all tests in each worker.
+    """
 
     name: str
     storages: tuple[Storage, ...]
-    plan: Plan
+    planned: Callable[[], Plan]
     passes: tuple[tuple[int, str], ...]
     streams: int = 1
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned()
 
     @property
     def source(self) -> Memory:
@@ -109,11 +116,15 @@ def case(
     traces = tuple(trace_of(graph, steps) for graph, steps in enumerate(reads))
     if in_turn:
         traces = tuple(replace(trace, follows=(trace.graph or len(traces)) - 1) for trace in traces)
-    arena = packed_arena(storages, traces, kind="contiguous", granule=64, alignment=64)
-    least = floor(Demand(storages, traces, arena)).upper_bytes
-    budget = least + int(share * (sum(s.nbytes for s in storages) - least))
-    plan = make_plan(Problem(storages, traces, arena, hardware=HARDWARE, wrap=wrap, host=host), budget)
-    return Case(name, storages, plan, tuple(passes), streams)
+
+    @cache
+    def planned() -> Plan:
+        arena = packed_arena(storages, traces, kind="contiguous", granule=64, alignment=64)
+        least = floor(Demand(storages, traces, arena)).upper_bytes
+        budget = least + int(share * (sum(s.nbytes for s in storages) - least))
+        return make_plan(Problem(storages, traces, arena, hardware=HARDWARE, wrap=wrap, host=host), budget)
+
+    return Case(name, storages, planned, tuple(passes), streams)
 
 
 @cache

@@ -218,6 +218,7 @@ def test_changes_of_plans_are_refused_or_right(case: Case) -> None:
     total = refused = found = 0
     for plan in mutants_of(case.plan):
         total += 1
+        changed = replace(case, planned=lambda plan=plan: plan)
         try:
             verify_plan(case.storages, plan.traces, plan)
         except PlanError:
@@ -225,9 +226,9 @@ def test_changes_of_plans_are_refused_or_right(case: Case) -> None:
             with suppress(
                 KeyError, IndexError, ValueError, ZeroDivisionError
             ):  # the plan is refused, after all
-                found += found_by_device(replace(case, plan=plan))
+                found += found_by_device(changed)
         else:
-            assert not found_by_device(replace(case, plan=plan)), f"the verifier lets through {plan}"
+            assert not found_by_device(changed), f"the verifier lets through {plan}"
     assert refused > total // 2
     assert found > 0
 

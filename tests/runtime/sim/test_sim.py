@@ -218,7 +218,10 @@ def case_of(p: RandomProblem, host_share: float | None = None) -> Case:
     plan = make_plan(problem, p.budget(least))
     graphs = [trace.graph for trace in p.traces]
     return Case(
-        "random", storages, plan, tuple((graph, "in order") for graph in (*graphs, *graphs, graphs[0]))
+        "random",
+        storages,
+        lambda: plan,
+        tuple((graph, "in order") for graph in (*graphs, *graphs, graphs[0])),
     )
 
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from penstock.schedule.bound.period import relax, tier_of
 from penstock.schedule.facts.model import Hardware, Step, Trace, Work
 from penstock.schedule.facts.problem import Demand, Problem
-from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.planner import floor
 from penstock.schedule.report import baselines
 from penstock.schedule.report.baselines import Setting, compare
 from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.space.pieces import Pieces
 from tests.schedule.traces import RandomProblem, machine, problems
 
 US = 1000
@@ -81,11 +83,11 @@ def test_no_policy_beats_the_bound(p: RandomProblem) -> None:
     """They copy whole storages to the byte, so the relaxation with granules of a byte holds for them too."""
     arena = packed_arena(p.storages, p.traces, kind="paged", granule=1, alignment=1)
     budget = p.budget(floor(Demand(p.storages, p.traces, arena)).upper_bytes)
-    plan = make_plan(Problem(p.storages, p.traces, arena, hardware=p.hardware), budget)
     outside = sum(s.nbytes for s in p.storages if s.kind != "streamable")
     if not p.traces[0].steps:
         return
     found = compare(Setting([s.nbytes for s in p.storages], p.traces[0], budget - outside, p.hardware))
-    bound = plan.schedules[0].lower_bound_ns
-    assert bound is not None
-    assert all(ns is None or ns >= bound for ns in found.values())
+    problem = Problem(p.storages, p.traces, arena, hardware=p.hardware)
+    relaxed = relax(problem, Pieces(problem), (tier_of(budget - outside, p.hardware),))
+    assert relaxed is not None
+    assert all(ns is None or ns >= relaxed.bound_ns for ns in found.values())

@@ -17,6 +17,8 @@ pytest.importorskip(
 from torch.export import ExportedProgram, export
 
 from tests.backends.executorch.delegate.pte_models import (
+    DEEP,
+    WIDE,
     Files,
     Mlp,
     decoder_methods,
@@ -31,7 +33,7 @@ ROOT = Path(__file__).parents[4]
 METHODS: dict[str, Callable[[], dict[str, ExportedProgram]]] = {
     "mlp": lambda: {"forward": export(Mlp().eval(), (rows(),))},
     "quantised": lambda: {"forward": export(quantised_mlp().eval(), (rows(),))},
-    "wide": lambda: {"forward": export(Mlp(width=512, layers=16).eval(), (rows(width=512),))},
+    "wide": lambda: {"forward": export(Mlp(width=WIDE, layers=DEEP).eval(), (rows(width=WIDE),))},
     "dynamic": lambda: for_rows(Mlp()),
     "quantised rows": lambda: for_rows(quantised_mlp()),
     "decoder": decoder_methods,

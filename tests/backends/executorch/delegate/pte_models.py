@@ -25,6 +25,9 @@ from penstock.backends.executorch import PenstockPartitioner
 from tests.quantised_models import Shown
 
 WIDTH, LAYERS, WORDS, ROOM = 64, 6, 48, 16
+WIDE, DEEP = 512, 16
+"""Width and layers of the MLP whose weights show in the memory of a process."""
+
 LEAST = 1 << 10
 """From this many bytes on a weight streams in these models."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.backends.executorch import read
-from tests.backends.executorch.delegate.pte_models import WIDTH, Files
+from tests.backends.executorch.delegate.pte_models import DEEP, WIDE, Files
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,14 +54,14 @@ def said(call, *arguments):
 
 entry = c.CDLL(sys.argv[1]).penstock_aoti
 entry.restype = c.POINTER(Library)
-library, package, WIDTH = entry().contents, open(sys.argv[2], "rb").read(), int(sys.argv[4])
+library, package, WIDTH, LAYERS = entry().contents, open(sys.argv[2], "rb").read(), *map(int, sys.argv[4:])
 code, probe = c.c_void_p(), PROBE(lambda context, call: 0)
 said(library.load, package, len(package), b"forward", sys.argv[3].encode(), b"", c.byref(code))
 if code:
     weights = [tensor(None, *shape, name=b"layers.%d.%s" % (k, name))
-               for k in range(6) for name, shape in ((b"weight", (WIDTH, WIDTH)), (b"bias", (WIDTH,)))]
-    said(library.bind, code, (Tensor * 11)(*weights[1:]), 11)
-    said(library.bind, code, (Tensor * 12)(*weights), 12)
+               for k in range(LAYERS) for name, shape in ((b"weight", (WIDTH, WIDTH)), (b"bias", (WIDTH,)))]
+    for given in (weights[1:], weights):
+        said(library.bind, code, (Tensor * len(given))(*given), len(given))
     said(library.run, code, tensor(None, 3, WIDTH), 1, probe, None)
     room, dims = (c.c_float * (3 * WIDTH + 16))(), c.c_int32()
     address = c.addressof(room)
@@ -84,7 +84,7 @@ def lines(
     package = folder / "package"
     package.write_bytes(exported.programs[exported.regions[0].program])
     release = version.partition("+")[0]
-    arguments = [built / "libpenstock_aoti.so", package, release, str(WIDTH)]
+    arguments = [built / "libpenstock_aoti.so", package, release, str(WIDE), str(DEEP)]
     done = subprocess.run(
         [sys.executable, "-c", CODE, *arguments],
         check=False,
@@ -100,12 +100,12 @@ def test_tensors_without_memory_and_results_that_are_dropped(built, compiled, tm
     nowhere = "an input or a result has no memory: set the program's inputs and outputs before it runs"
     missing = "the compiled code reads a weight layers.0.weight that it is not given: export it again"
     other = "the compiled code gives other results than the program has: export it again"
-    found = lines(built, compiled("dynamic"), tmp_path)
+    found = lines(built, compiled("wide"), tmp_path)
     assert found == ["ok", missing, "ok", nowhere, "ok", nowhere, other, "ok", "None True", "None"]
 
 
 def test_code_of_another_torch(built, compiled, tmp_path):
-    (said,) = lines(built, compiled("dynamic"), tmp_path, "2.9.1")
+    (said,) = lines(built, compiled("wide"), tmp_path, "2.9.1")
     assert said.startswith("the program was compiled by torch 2.9.1, and this is torch ")
 
 
@@ -118,6 +118,6 @@ def test_another_torch_than_the_library_was_built_for(built, compiled, tmp_path)
     compiler = shutil.which("gcc") or shutil.which("g++")
     assert compiler
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", other], check=True)
-    (said,) = lines(built, compiled("dynamic"), tmp_path, LD_PRELOAD=str(other))
+    (said,) = lines(built, compiled("wide"), tmp_path, LD_PRELOAD=str(other))
     assert "what runs compiled code was built for torch " in said
     assert said.endswith(", and torch 2.9.1 is loaded: build it for that")

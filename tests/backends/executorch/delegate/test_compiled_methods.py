@@ -20,7 +20,7 @@ import penstock
 from penstock.backends.executorch import read
 from penstock.backends.executorch.facts import SMALL
 from tests.backends.executorch.delegate.conftest import METHODS
-from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, Files, rows, write_files
+from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, WIDE, Files, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Answer, Call, Program, Runner
 from tests.backends.executorch.forging import fields, forge
 
@@ -107,7 +107,7 @@ def test_programs_that_outlive_what_is_static(runner, compiled, expected):
 def test_weights_are_not_copied(runner, compiled):
     files = compiled("wide")
     total = sum(storage.nbytes for storage in read(files.pte).payload.storages)
-    calls = [Call([rows(width=512)])] * 3
+    calls = [Call([rows(width=WIDE)])] * 3
     small, large = (runner([Program(files, {"budget": share})], calls) for share in ("25%", "100%"))
     assert_equal(small, outputs_of(large))
     assert 0.6 * total < large[-1].process_bytes - small[-1].process_bytes < total

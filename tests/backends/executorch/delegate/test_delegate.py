@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import chain
 
@@ -16,12 +14,14 @@ from penstock.schedule.plan import Plan
 from tests.backends.executorch.delegate.pte_models import (
     NEXT,
     PROMPT,
+    WIDE,
     Files,
     Mlp,
     rows,
     write_files,
 )
 from tests.backends.executorch.delegate.pte_runs import Answer, Call, Program
+from tests.forked import run_forked
 
 THREE_CALLS = [Call([rows()])] * 3
 SPOKEN = [Call(PROMPT, "prefill"), *(Call(one, "decode") for one in NEXT)]
@@ -126,7 +126,7 @@ def test_weights_are_read_from_the_file_or_from_memory(runner, exported, mode):
 def test_the_process_takes_the_memory_of_the_budget(runner, exported):
     files, plain = exported("wide")
     total = sum(storage.nbytes for storage in read(files.pte).payload.storages)
-    calls = [Call([rows(width=512)])] * 3
+    calls = [Call([rows(width=WIDE)])] * 3
     small, large = (runner([Program(files, {"budget": share})], calls) for share in ("25%", "100%"))
     locked = runner([Program(files, {"budget": "25%"}, "mlock")], calls)
     _assert_equal(small, runner([Program(plain)], calls))
@@ -171,13 +171,10 @@ ctypes.CDLL(sys.argv[1])
 module = _load_for_executorch(sys.argv[2], sys.argv[3])
 save_file({"y": module.forward([load_file(sys.argv[4])["x"]])[0].clone()}, sys.argv[5])
 """
-    arguments = [
-        built / "libpenstock_executorch.so",
-        files.pte,
-        files.weights,
-        tmp_path / "inputs",
-        tmp_path / "y",
-    ]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+    library = built / "libpenstock_executorch.so"
+    done = run_forked(
+        code, library, files.pte, files.weights, tmp_path / "inputs", tmp_path / "y", warnings="default"
+    )
+    assert done.status == 0, done.err
     expected = runner([Program(files)], THREE_CALLS[:1])[0].outputs[0]
     assert torch.equal(load_file(tmp_path / "y")["y"], expected)
