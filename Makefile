@@ -14,8 +14,9 @@ test: $(STAMP) ## make the environment, then run every check and test (WORKERS=2
 	@scripts/install-browser
 	@scripts/check
 	@$(VENV)/bin/python -m tests.rig.building
-	@# Passive: the threads of one worker would spin on the cores that another needs.
-	@OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
+	@# Passive: the threads of one worker would spin on the cores that another needs. Bytecode is kept: hundreds of
+	@# processes import the same modules, and each worker rewrites those of the tests.
+	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
 check: $(STAMP) ## formatting, lint, types and hygiene
 	@scripts/check

@@ -18,13 +18,15 @@ settings.load_profile("penstock")
 # torch reads it as it is imported. Kernels are compiled as ever, and what calls them in seconds less.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
+_INDUCTORS_OWN = "TORCHINDUCTOR_CACHE_DIR" not in os.environ  # libraries that tests import may set it
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory):
     """What penstock remembers of a machine stays out of the user's folders, in child processes too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        if _INDUCTORS_OWN:
             base = tmp_path_factory.getbasetemp()
             base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(base / "inductor"))
