@@ -75,7 +75,7 @@ class RaceDetector:
                 clock[other] = stamp
 
     def begin(self, thread: str, by: str) -> None:
-        """Count another operation of the thread, which comes after all that the one that asks for it knows."""
+        """Count another operation of the thread, which comes after all that the one that asks knows."""
         self.tick(by)
         self.join(thread, self._clocks[by])
         self.tick(thread)
