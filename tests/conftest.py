@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.engines import COMPILER, ENGINES
+from tests.kept_code import keeping
 
 settings.register_profile("penstock", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("penstock")
@@ -30,6 +31,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
             base = tmp_path_factory.getbasetemp()
             base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(base / "inductor"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_code():
+    """What AOTInductor's C++ compiles to is kept, and taken where it comes again."""
+    from torch._inductor import cpp_builder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpp_builder, "run_compile_cmd", keeping(cpp_builder.run_compile_cmd))
         yield
 
 

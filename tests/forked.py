@@ -15,8 +15,9 @@ from pathlib import Path
 
 PARENT = """
 import gc, json, os, sys, warnings
+import networkx, scipy.optimize, scipy.sparse  # which a plan needs
 import torch, torch._dynamo, torch.export, torch._functorch.aot_autograd
-import penstock
+import penstock.runtime.program
 
 def enter(folder, code, arguments, environment, warned, out, err):
     os.chdir(folder)

@@ -352,9 +352,7 @@ class SimDevice:
 
     def _operation(self, stream: SimStream) -> None:
         """Count an operation that the host enqueues, which comes after all that the host knows of."""
-        self.detector.tick(HOST)
-        self.detector.join(stream.name, self.detector.clock_of(HOST))
-        self.detector.tick(stream.name)
+        self.detector.begin(stream.name, HOST)
 
     def _access(
         self, stream: SimStream, memory: torch.Tensor, start: int, nbytes: int, label: object, *, writes: bool

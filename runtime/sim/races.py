@@ -71,7 +71,14 @@ class RaceDetector:
         """Have the thread come after all operations that `known` has counted."""
         clock = self._clocks.setdefault(thread, {})
         for other, stamp in known.items():
-            clock[other] = max(clock.get(other, 0), stamp)
+            if stamp > clock.get(other, 0):
+                clock[other] = stamp
+
+    def begin(self, thread: str, by: str) -> None:
+        """Count another operation of the thread, which comes after all that the one that asks knows."""
+        self.tick(by)
+        self.join(thread, self._clocks[by])
+        self.tick(thread)
 
     def access(self, memory: str, start: int, stop: int, thread: str, label: object, *, writes: bool) -> None:
         """Note that the thread's newest operation touches these bytes. Raises RaceError for a race."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -25,7 +26,9 @@ from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import FileRead
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.source import Source
+from penstock.runtime.program import Program
 from penstock.runtime.stream.interface import Streamer
+from penstock.schedule.plan import Plan
 from tests.rig import machine
 from tests.runtime.device.device_runs import (
     POLICIES,
@@ -80,6 +83,12 @@ class LateReading(AcceleratorDevice):
         disk = LateDisk(source)
         self._disks.append(disk)
         return disk
+
+
+@cache
+def plan_of(program: Program, budget: int | str, **options: Any) -> Plan:
+    """A plan for the rig as if it were as fast as an H200, made once for all orders."""
+    return program.plan(budget, device="rig", hardware="h200", **options)
 
 
 @dataclass

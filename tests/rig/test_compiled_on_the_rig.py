@@ -16,7 +16,6 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock.runtime import calibrate
 from penstock.runtime.files.source import Source
 from tests.rig import inductor, machine
 
@@ -54,10 +53,8 @@ class Apart(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Dynamo starts anew and warns about itself; the device is measured quickly."""
-    monkeypatch.setattr(calibrate, "_DEVICE_MATRIX", 64)
-    monkeypatch.setattr(calibrate, "_DEVICE_BUFFER", 1 << 20)
+def quiet() -> Iterator[None]:
+    """Dynamo starts anew, and warns about itself."""
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")

@@ -74,8 +74,6 @@ def test_times_of_streams_can_be_compared(order: str) -> None:
 
 def test_a_device_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibrate, "_DEVICE_MATRIX", 64)
-    monkeypatch.setattr(calibrate, "_DEVICE_BUFFER", 1 << 20)
     weights: tuple[Weight, ...] = ()
     reserved = torch.accelerator.memory_reserved()
     first = calibrate.measure_accelerator("rig", weights, None)

@@ -29,6 +29,7 @@ from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from tests.rig import machine
+from tests.rig.rig_runs import plan_of
 from tests.runtime.device.device_runs import Memory
 
 VALUES = torch.randn(2, 100)
@@ -92,8 +93,7 @@ def registering(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Registering]]:
 
 
 def load(program: Program, share: str, device: AcceleratorDevice) -> StreamedModule:
-    plan = program.plan(share, device="rig", hardware="h200")
-    return load_module(program, plan, LoadOptions(device="rig"), device=device)
+    return load_module(program, plan_of(program, share), LoadOptions(device="rig"), device=device)
 
 
 @pytest.mark.parametrize("share", ["50%", "100%"])

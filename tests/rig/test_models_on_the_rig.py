@@ -12,6 +12,7 @@ from torch.export import export
 
 import penstock
 from tests.rig import machine
+from tests.rig.rig_runs import plan_of
 from tests.runtime.models import Stack, aligned
 
 
@@ -31,7 +32,7 @@ def test_a_stack_streams_to_the_rig(stack: Any, order: str, wrap: Any) -> None:
     resident = aligned(module).to("rig")
     expected = [resident(tokens) for tokens in calls]
     for budget in (program.floor("rig"), "60%"):
-        plan = program.plan(budget, device="rig", hardware="h200", wrap=wrap)
+        plan = plan_of(program, budget, wrap=wrap)
         with torch.no_grad(), program.load(plan=plan, device="rig") as streamed:
             before = machine.blocked()
             outputs = [streamed(tokens) for tokens in calls]

@@ -12,6 +12,7 @@ from torch.export import export
 import penstock
 from penstock.runtime.program import Program
 from tests.rig import machine
+from tests.rig.rig_runs import plan_of
 
 
 class Wide(nn.Module):
@@ -42,7 +43,7 @@ def test_closing_waits_for_kernels_on_any_stream(wide: Any, order: str, share: s
     expected = module.to("rig")(values)
     stream = torch.Stream("rig")
     stream.wait_stream(torch.accelerator.current_stream())
-    plan = program.plan(share, device="rig", hardware="h200", keep=("layers.7.*",))  # read behind all probes
+    plan = plan_of(program, share, keep=("layers.7.*",))  # read behind all probes
     streamed = program.load(plan=plan, device="rig")
     with torch.no_grad(), stream:
         output = streamed(values)
@@ -55,15 +56,17 @@ def test_closing_waits_for_kernels_on_any_stream(wide: Any, order: str, share: s
     del taken
 
 
-def test_an_error_of_a_late_kernel_is_the_devices_and_closing_stays_clean(
-    tmp_path_factory: pytest.TempPathFactory, order: str
-) -> None:
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, nn.Module]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64), nn.Linear(64, 50)).requires_grad_(False)
-    tokens = torch.arange(6)
     path = tmp_path_factory.mktemp("embedding") / "m.penstock"
-    program = penstock.compile(export(module, (tokens,)), path)
-    plan = program.plan("60%", device="rig", hardware="h200")
+    return penstock.compile(export(module, (torch.arange(6),)), path), module
+
+
+def test_an_error_of_a_late_kernel_is_the_devices_and_closing_stays_clean(embedding: Any, order: str) -> None:
+    program, module = embedding
+    tokens, plan = torch.arange(6), plan_of(program, "60%")
     expected = module.to("rig")(tokens.to("rig")).cpu()
     streamed = program.load(plan=plan, device="rig")
     with torch.no_grad():
@@ -91,7 +94,7 @@ def test_passes_on_streams_in_turn_see_each_others_weights(
     for stream in streams:
         stream.wait_stream(torch.accelerator.current_stream())
     budget = program.floor("rig") if share == "floor" else share
-    plan = program.plan(budget, device="rig", hardware="h200", wrap=wrap)
+    plan = plan_of(program, budget, wrap=wrap)
     outputs = []
     with torch.no_grad(), program.load(plan=plan, device="rig") as streamed:
         before = machine.blocked()

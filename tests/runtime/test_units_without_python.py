@@ -233,10 +233,13 @@ def test_a_ladder_begins_at_the_floor_of_units(run: Run, case: Case, tmp_path: P
 
 
 def test_a_ladder_has_no_tiles(tmp_path: Path) -> None:
-    model, given = Head(torch.bfloat16, tied=False), (torch.arange(3),)
+    """Of a program that test_compiled_units.py compiles as well, so that g++ compiles it once."""
+    model, given = Head(torch.bfloat16, tied=True), (torch.arange(3)[None],)
     with torch.no_grad():
         exported = torch.export.export(model, given)
-    program = penstock.compile(exported, tmp_path / "head.penstock", lowering="inductor")
+    program = penstock.compile(
+        exported, tmp_path / "head.penstock", lowering="inductor", resident_below="4KiB"
+    )
     assert program.plan(program.floor_bytes, hardware=SLOW).pool.tiles
     plans = program.write_ladder().payload.plans
     assert not any(plan.pool is not None and plan.pool.tiles for plan in plans)

@@ -331,7 +331,7 @@ class Run:
         expected = b"".join(contents[e.file_offset : e.file_offset + e.nbytes] for e in extents)
         if not expected:
             return
-        if found is None or bytes(found[0][found[1] : found[2]].tolist()) != expected:
+        if found is None or found[0][found[1] : found[2]].numpy().tobytes() != expected:
             raise WrongBytesError(f"{self.case.name}: storage {storage} is not what the file has")
 
 

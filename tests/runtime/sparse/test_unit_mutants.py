@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from torch.export import export
 import penstock
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
+from tests.forked import run_forked
 from tests.runtime.sparse.unit_mutants import MUTANTS, POOLS, Model, engines_of, inputs, plan_with
 
 ROOT = Path(__file__).parents[3]
@@ -30,13 +28,10 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def came(artifact: Path) -> dict[str, str]:
-    command = [sys.executable, "-m", "tests.runtime.sparse.unit_mutants", str(artifact)]
-    variables = {"PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | variables, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    code = "import runpy; runpy.run_module('tests.runtime.sparse.unit_mutants', run_name='__main__')"
+    done = run_forked(code, artifact, folder=ROOT, warnings="default")
+    assert done.status == 0, done.err
+    return json.loads(done.out)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,12 +25,11 @@ from penstock.passes.sparse.contracts import Contract
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.program import Program
 from penstock.runtime.sparse.units import LoadedUnits
-from penstock.runtime.system.memory import resident_bytes
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.plan import Plan
 from penstock.schedule.sparse.residency import Residency
 from tests.engines import ENGINES
-from tests.runtime.sparse.unit_reads import have_reads_pass
+from tests.runtime.sparse.unit_reads import have_reads_pass, taken
 
 HARDWARE = Hardware("toy", 1e12, 1e10, 1e9, 4_000)
 POOLS = {"rounds": 24 * 4096, "one unit": 11 * 4096, "several": 80 * 4096}
@@ -142,8 +140,7 @@ def _watched(was: Any) -> Any:
         was(self, units)
         for future in list(self._coming.values()):
             future.exception()
-        taken = resident_bytes(self._memory.address, self._memory.address + self._memory.nbytes)
-        if taken > self.pool.nbytes:
+        if taken(self) > self.pool.nbytes:
             raise MemoryError
 
     return wait
@@ -170,13 +167,11 @@ def outcome(program: Program, plan: Plan, engine: str) -> str:
     return "right"
 
 
-def _alone(path: Path, pool: str, mutant: Mutant | None, engine: str) -> str:
+def _alone(program: Program, plan: Plan, mutant: Mutant | None, engine: str) -> str:
     """What comes of a mutant, in a process that may be killed."""
     theirs, ours = os.pipe()
     child = os.fork()
     if child == 0:
-        program = penstock.open(path)
-        plan = plan_with(program, pool)
         if mutant is not None:
             owner, name, made = mutant
             patch.object(owner, name, made(getattr(owner, name))).start()
@@ -194,11 +189,12 @@ def _alone(path: Path, pool: str, mutant: Mutant | None, engine: str) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    artifact = Path(sys.argv[1])
+    program = penstock.open(sys.argv[1])
+    plans = {pool: plan_with(program, pool) for pool in POOLS}
     came = {
-        f"{name}, {pool}, {engine}": _alone(artifact, pool, one, engine)
+        f"{name}, {pool}, {engine}": _alone(program, plan, one, engine)
         for name, one in MUTANTS.items()
-        for pool in POOLS
+        for pool, plan in plans.items()
         for engine in engines_of(one)
     }
     print(json.dumps(came))

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +20,8 @@ from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream import native
 from penstock.runtime.stream.native import NativeStreamer
-from penstock.runtime.system.memory import resident_bytes
 from tests.runtime.stream.cases import READ
+from tests.runtime.system.page_tables import mapped_bytes
 
 Before = Callable[[int, int], None]
 """Called before a reader fills memory: with its address and its bytes. What it raises fails the read."""
@@ -28,7 +29,7 @@ Before = Callable[[int, int], None]
 
 def taken(units: PooledUnits) -> int:
     """The bytes that the process's page tables really hold for units."""
-    return resident_bytes(*units.memory)
+    return mapped_bytes(*units.memory)
 
 
 def have_reads_pass(before: Before, patch: pytest.MonkeyPatch) -> None:
@@ -62,9 +63,16 @@ def have_reads_pass(before: Before, patch: pytest.MonkeyPatch) -> None:
 def interrupt_wait(turn: int, patch: pytest.MonkeyPatch) -> None:
     """Interrupt the wait for units, the first of which is 0, in modules that are loaded from now on.
 
-    Reads take so long that the native engine loses its patience before.
+    Reads take long, and do not end before the native engine has lost its patience.
     """
-    have_reads_pass(lambda address, nbytes: time.sleep(0.003), patch)
+    lost = threading.Event()
+    lost.set()
+
+    def late(address: int, nbytes: int) -> None:
+        time.sleep(0.003)
+        lost.wait()
+
+    have_reads_pass(late, patch)
     patch.setattr(native, "_PATIENCE_MS", 1)
     wait, call, calls = LoadedUnits._wait, NativeStreamer.call, itertools.count()
 
@@ -75,7 +83,10 @@ def interrupt_wait(turn: int, patch: pytest.MonkeyPatch) -> None:
 
     def interrupted_call(self: NativeStreamer, function: str, *arguments: Any) -> None:
         if function == "ps_units_hold" and next(calls) == turn:
-            assert getattr(self._library, function)(self._open(), *arguments) == WAITING
+            lost.clear()
+            waiting = getattr(self._library, function)(self._open(), *arguments) == WAITING
+            lost.set()
+            assert waiting
             raise KeyboardInterrupt
         call(self, function, *arguments)
 

@@ -12,7 +12,17 @@ _PRESENT = 1 << 63
 
 def mapped_pages(address: int, nbytes: int) -> list[bool]:
     """For each page of page-aligned memory, whether it is in this process's page tables."""
-    with Path("/proc/self/pagemap").open("rb") as entries:
+    return [bool(word & _PRESENT) for word in array("Q", _entries(address, nbytes))]
+
+
+def mapped_bytes(start: int, stop: int) -> int:
+    """The bytes of page-aligned memory that are in this process's page tables."""
+    flags = _entries(start, stop - start)[7::8]  # the highest byte of each entry
+    return len(flags.translate(None, bytes(range(128)))) * PAGE
+
+
+def _entries(address: int, nbytes: int) -> bytes:
+    """The words of 64 bits that the system keeps of pages; the highest bit says that one is there."""
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as entries:
         entries.seek(address // PAGE * 8)
-        words = array("Q", entries.read(round_up(nbytes, PAGE) // PAGE * 8))
-    return [bool(word & _PRESENT) for word in words]
+        return entries.read(round_up(nbytes, PAGE) // PAGE * 8)
