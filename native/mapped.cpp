@@ -186,7 +186,10 @@ int64_t AdaptiveArena::bring_mapped(Range range) {
 // Has the granules of a range mapped to their file.
 void AdaptiveArena::place_mapped(Range range) {
     std::lock_guard<std::mutex> guard(lock_);
-    make_room();
+    // Gives spare memory back until spare, held and filling granules together are within the arena.
+    int64_t held, peak;
+    held_.sizes(&held, &peak);
+    spares_.keep(std::max<int64_t>(0, plan_.arena_bytes - held) / plan_.granule);
     each(range, [this](int64_t start, Granule &granule) {
         if (!granule.moved) return;
         spares_.vacate(memory_.at(start));
@@ -238,7 +241,6 @@ void AdaptiveArena::note(Range range, int64_t brought, double seconds) {
 int64_t AdaptiveArena::bring_private(Range range) {
     {
         std::lock_guard<std::mutex> guard(lock_);
-        make_room();
         for (int64_t granule = range.start; granule < range.stop; granule += plan_.granule) {
             if (at(granule).filled) continue;
             if (!spares_.take(memory_.at(granule))) {
@@ -249,13 +251,6 @@ int64_t AdaptiveArena::bring_private(Range range) {
         }
     }
     return read(range);
-}
-
-// Gives spare memory back until spare, held and filling granules together are within the arena.
-void AdaptiveArena::make_room() {
-    int64_t held, peak;
-    held_.sizes(&held, &peak);
-    spares_.keep(std::max<int64_t>(0, plan_.arena_bytes - held) / plan_.granule);
 }
 
 bool AdaptiveArena::goes_past_cache(Range cut) {

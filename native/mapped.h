@@ -86,7 +86,6 @@ class AdaptiveArena final : public MappedArena {
     void note(Range range, int64_t brought, double seconds);
     bool is_whole(Range cut) const;
     int64_t bring_private(Range range);
-    void make_room();
     bool goes_past_cache(Range cut);
     bool asks_cache() const { return cache_ != nullptr; }
     bool cached(int64_t granule) const;

@@ -31,11 +31,11 @@ from penstock.runtime.measurements import (
     record,
     this_machine,
 )
-from penstock.runtime.system.trials import Trials, repeat
+from penstock.runtime.system.trials import LEAST, SECONDS, Trials, repeat
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware, Weight
 
-_MATRIX, _DEVICE_MATRIX = 1024, 4096
+_LEAST_MATRIX, _MATRIX, _DEVICE_MATRIX = 128, 1024, 4096
 _BUFFER = 32 << 20  # a load may measure, and may take at most 64 MiB beside its budget
 _DEVICE_BUFFER = 256 << 20  # several times what a processor's cache holds
 _LATENCY_NS = 50_000  # to wake a reader and to notify the caller, most of it in Python
@@ -159,9 +159,21 @@ def common_dtype(weights: Sequence[Weight]) -> str:
 
 
 def _products(dtype: str) -> Trials:
-    """Floating-point operations a second of matrix products on this CPU."""
-    matrix = torch.ones(_MATRIX, _MATRIX, dtype=getattr(torch, dtype))
-    return repeat(lambda: torch.mm(matrix, matrix), 2 * _MATRIX**3, threads=torch.get_num_threads())
+    """Floating-point operations a second of matrix products on this CPU.
+
+    The matrices have `_MATRIX` rows, or fewer where the trials would take longer than `SECONDS`: a product in
+    float16 takes seconds on a processor that has no instructions for it.
+    """
+    size, found = _LEAST_MATRIX, _products_of(dtype, _LEAST_MATRIX)
+    while size < _MATRIX and LEAST * 2 * (2 * size) ** 3 <= SECONDS * max(found.figures):
+        size *= 2
+        found = _products_of(dtype, size)
+    return found
+
+
+def _products_of(dtype: str, size: int) -> Trials:
+    matrix = torch.ones(size, size, dtype=getattr(torch, dtype))
+    return repeat(lambda: torch.mm(matrix, matrix), 2 * size**3, threads=torch.get_num_threads())
 
 
 def _memory() -> Trials:

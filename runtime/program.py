@@ -396,12 +396,12 @@ class Program:
         """Hash every weight byte and prove every plan; returns the bytes hashed.
 
         `strict` accounts for every byte of the artifact's folder: no file is there that is no part of it,
-        nothing lies between the weights, and the stored code is what the payload says. With a `digest`, the
-        artifact must be the one that has it. Raises SourceError naming the first weight whose bytes changed
-        since it was compiled, or that cannot be verified because the payload does not say what its bytes
-        were; and for another digest, or a byte that nothing accounts for.
+        nothing lies between the weights, and the stored code is what the payload says. With a `digest` (also
+        with `sha256:` before it), the artifact must be that one. Raises SourceError naming the first weight
+        whose bytes changed since it was compiled, or that cannot be verified because the payload does not say
+        what its bytes were; and for another digest, or a byte that nothing accounts for.
         """
-        if digest is not None and digest.lower() != self.digest:
+        if digest is not None and digest.lower().removeprefix("sha256:") != self.digest:
             raise SourceError(
                 f"{self.path} is not the artifact of the digest {digest:.80}: its own is "
                 f"{self.digest or 'not known'}; get that artifact, or ask for its digest again"

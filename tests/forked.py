@@ -58,11 +58,17 @@ class Done:
 
 
 @cache
-def _parent() -> subprocess.Popen[str]:
+def _parent(preloaded: Path | None) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "error", "-c", PARENT]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | _with(preloaded)
+    )
     atexit.register(_end, process)
     return process
+
+
+def _with(preloaded: Path | None) -> dict[str, str]:
+    return {} if preloaded is None else {"LD_PRELOAD": str(preloaded)}
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -70,10 +76,18 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def run_forked(
-    code: str, *arguments: object, folder: Path | None = None, warnings: str = "error", **environment: str
+    code: str,
+    *arguments: object,
+    folder: Path | None = None,
+    warnings: str = "error",
+    preloaded: Path | None = None,
+    **environment: str,
 ) -> Done:
-    """Runs code as `python -W error -c` does in a folder, but for the time that importing torch takes."""
-    process = _parent()
+    """Runs code as `python -W error -c` does in a folder, but for the time that importing torch takes.
+
+    A library that is `preloaded` was loaded before any other of the process.
+    """
+    process = _parent(preloaded)
     assert process.stdin is not None
     assert process.stdout is not None
     with tempfile.TemporaryDirectory() as place:
@@ -83,7 +97,7 @@ def run_forked(
             "arguments": [*map(str, arguments)],
             "folder": str(folder or Path.cwd()),
         }
-        given |= {"environment": {**os.environ, **environment}, "warned": warnings}
+        given |= {"environment": os.environ | _with(preloaded) | environment, "warned": warnings}
         process.stdin.write(json.dumps({**given, "out": str(out), "err": str(err)}) + "\n")
         process.stdin.flush()
         status = int(process.stdout.readline())

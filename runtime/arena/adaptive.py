@@ -147,7 +147,8 @@ class AdaptiveArena(MappedArena):
         """Have the granules of a range mapped to their file, and return them."""
         granules = range(round_down(start, self._granule), stop, self._granule)
         with self._lock:
-            self._make_room()
+            # Give spare memory back until spare, held and filling granules together are within the budget.
+            self._spares.keep(max(0, self._most - self._held.nbytes) // self._granule)
             for granule in [g for g in granules if g in self._moved]:
                 self._spares.vacate(self._memory.address + granule)
                 segment = bisect_right(self._starts, granule) - 1
@@ -167,7 +168,6 @@ class AdaptiveArena(MappedArena):
     def _read(self, start: int, stop: int) -> int:
         address = self._memory.address
         with self._lock:
-            self._make_room()
             for granule in range(start, stop, self._granule):
                 if granule not in self._private:
                     if self._spares.take(address + granule) is None:
@@ -178,10 +178,6 @@ class AdaptiveArena(MappedArena):
         if self._debug:
             protect(address + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE)
         return self._pieces.read(self._source, start, stop)
-
-    def _make_room(self) -> None:
-        """Give spare memory back until spare, held and filling granules together are within the budget."""
-        self._spares.keep(max(0, self._most - self._held.nbytes) // self._granule)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
         """Yields a range as runs of granules, and whether each is read past the cache."""
@@ -212,8 +208,7 @@ class AdaptiveArena(MappedArena):
 
     def _is_cached(self, granule: int) -> bool:
         """Tells whether the page cache holds a granule, by its first page; False if nobody knows."""
-        segment = self._segments[max(0, bisect_right(self._starts, granule) - 1)]
-        start = max(granule, segment.start)
+        start = max(granule, self._starts[0])  # the first granule may begin before all weights
         return self._cache is not None and any(
             cached_pages(self._cache.address + round_down(start, PAGE), PAGE)
         )

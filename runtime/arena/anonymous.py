@@ -44,9 +44,7 @@ class ContiguousArena(WeightArena):
     is filled into the same bytes.
     """
 
-    def __init__(
-        self, plan: Plan, storages: Sequence[Storage], source: Source, *, poison: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, storages: Sequence[Storage], source: Source, *, poison: bool) -> None:
         self._poison = poison
         super().__init__(plan, storages, source, plan.arena_bytes)
 

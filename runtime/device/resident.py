@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -27,8 +28,15 @@ def load_resident(device: Device, disk: Stream, memory: torch.Tensor, work: Sequ
     """
     try:
         _load(device, disk, memory, work)
-    finally:
-        device.synchronize(device.record(device.current_stream()))
+    except BaseException:
+        with suppress(Exception):  # of a device that has failed, or was interrupted: the first error says why
+            _settle(device)
+        raise
+    _settle(device)
+
+
+def _settle(device: Device) -> None:
+    device.synchronize(device.record(device.current_stream()))
 
 
 def _load(device: Device, disk: Stream, memory: torch.Tensor, work: Sequence[Load]) -> None:

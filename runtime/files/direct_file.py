@@ -12,12 +12,13 @@ import ctypes
 import errno
 import mmap
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
 
-from penstock.runtime.files.safetensors_file import close_read, open_descriptor, reading
+from penstock.runtime.files.safetensors_file import open_descriptor, reading
 from penstock.runtime.files.stamp import check_open_file, locate
 from penstock.runtime.system.page_cache import open_uncached
 from penstock.schedule.facts.errors import SourceError
@@ -34,19 +35,29 @@ AGAIN = "open the artifact again, or load the model again"
 
 @dataclass(frozen=True)
 class DirectFile:
-    """A file of `nbytes`, last modified at `mtime_ns` when it was opened, and its descriptors.
+    """A file of `nbytes`, last modified at `mtime_ns` when it was opened, as `file`.
 
-    `block` is the alignment of direct reads, 0 (and `direct_fd` -1) where only buffered reads work;
-    `note` then says why, if direct ones were asked for.
+    `direct` reads it past the page cache, in multiples of `block`. It is None, and `block` is 0, where only
+    buffered reads work; `note` then says why, if direct ones were asked for.
     """
 
     path: Path
     nbytes: int
     mtime_ns: int
-    fd: int
-    direct_fd: int = -1
+    file: FileIO
+    direct: FileIO | None = None
     block: int = 0
     note: str = ""
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of buffered reads. Raises ValueError once it is closed."""
+        return self.file.fileno()
+
+    @property
+    def direct_fd(self) -> int:
+        """The descriptor of direct reads; -1 where there are none."""
+        return self.direct.fileno() if self.direct else -1
 
     def read_into(self, offset: int, address: int, nbytes: int, *, through_cache: bool = False) -> None:
         """Fill `nbytes` of memory at `address` from byte `offset` on, or raise SourceError.
@@ -92,10 +103,10 @@ class DirectFile:
             )
 
     def close(self) -> None:
-        """Close both descriptors, once."""
-        close_read(self.fd)
-        if self.direct_fd >= 0:
-            close_read(self.direct_fd)
+        """Close both descriptors. It may be called again, also after an interrupt."""
+        _close(self.file)
+        if self.direct is not None:
+            _close(self.direct)
 
     def _read_in_place(self, offset: int, address: int, nbytes: int) -> None:
         head = min(-offset % self.block, nbytes)
@@ -159,24 +170,25 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
     """Open a weight file of the artifact `folder`. With `check`, raise SourceError unless its stamp holds."""
     path = locate(file, folder)
     in_place = Path(file.path).is_absolute()
-    fd = -1
-    try:
-        with reading(path):
-            fd = open_descriptor(path)
-            status = os.fstat(fd)  # taken before the check, so that a change meanwhile is noticed later
-            if check:
-                check_open_file(fd, path, file, in_place=in_place)
-            direct_fd, block = _open_direct(path, fd) if direct else (-1, 0)
-    except BaseException as error:
-        if fd >= 0:
-            close_read(fd)
-        if isinstance(error, SourceError) and in_place:
+    with ExitStack() as opened:
+        try:
+            with reading(path):
+                source = FileIO(path, opener=lambda *_: open_descriptor(path))
+                opened.callback(_close, source)
+                fd = source.fileno()
+                status = os.fstat(fd)  # taken before the check, so that a change meanwhile is noticed later
+                if check:
+                    check_open_file(fd, path, file, in_place=in_place)
+                past, block = _open_direct(path, fd) if direct else (None, 0)
+        except SourceError as error:
+            if not in_place:
+                raise
             raise SourceError(
                 f"{error}; an identical copy is accepted by `penstock relink {folder} {path.name}`"
             ) from error
-        raise
+        opened.pop_all()
     note = "" if block or not direct else f"the file system of {path} lacks O_DIRECT: buffered reads"
-    return DirectFile(path, file.nbytes, status.st_mtime_ns, fd, direct_fd, block, note)
+    return DirectFile(path, file.nbytes, status.st_mtime_ns, source, past, block, note)
 
 
 def _time(ns: int) -> str:
@@ -194,18 +206,24 @@ def memory_view(address: int, nbytes: int) -> memoryview:
     return view
 
 
-def _open_direct(path: Path, buffered_fd: int) -> tuple[int, int]:
-    """Returns a descriptor that reads past the page cache, and its block in bytes, or (-1, 0)."""
+def _open_direct(path: Path, buffered_fd: int) -> tuple[FileIO | None, int]:
+    """Returns the file past the page cache, and its block in bytes, or (None, 0)."""
     fd = open_uncached(path, buffered_fd)
-    return usable_directly(fd)
+    return usable_directly(fd) if fd >= 0 else (None, 0)
 
 
-def usable_directly(fd: int) -> tuple[int, int]:
-    """Returns a descriptor past the page cache and its block in bytes, or closes it: (-1, 0)."""
-    block = _direct_block(fd) if fd >= 0 else 0
-    if fd >= 0 and not block:
-        close_read(fd)
-    return (fd, block) if block else (-1, 0)
+def usable_directly(fd: int) -> tuple[FileIO | None, int]:
+    """Returns what reads past the page cache, and its block in bytes, or closes it: (None, 0)."""
+    direct, block = FileIO(fd), _direct_block(fd)
+    if block:
+        return direct, block
+    _close(direct)
+    return None, 0
+
+
+def _close(file: FileIO) -> None:
+    with suppress(OSError):  # of what was read, nothing can be lost
+        file.close()
 
 
 def _direct_block(fd: int) -> int:

@@ -178,10 +178,9 @@ class Source:
 
     def _close_files(self) -> None:
         self._closed = True
-        files, self._files = self._files, []
-        spill, self.spill = self.spill, None
-        for file in (*files, *([spill] if spill else [])):
+        for file in (*self._files, *([self.spill] if self.spill else [])):
             file.close()
+        self._files, self.spill = [], None
 
     def _open(self, file: int) -> DirectFile:
         if self._closed:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 
 from penstock.runtime.files.direct_file import DirectFile, memory_view, usable_directly
@@ -111,24 +112,24 @@ def open_scratch(where: Path, size: int, *, needed: int | None = None) -> SpillF
 
     Raises SourceError as `open_spill_file` does.
     """
-    needed, fd = size if needed is None else needed, -1
-    try:
-        status = os.statvfs(where)
-        free = status.f_bavail * status.f_frsize
-        if free < needed:
+    needed = size if needed is None else needed
+    with ExitStack() as opened:
+        try:
+            status = os.statvfs(where)
+            free = status.f_bavail * status.f_frsize
+            if free < needed:
+                raise SourceError(
+                    f"{where}, {_WHERE}, has {free} bytes free, and {needed} may be written there: {_INSTEAD}"
+                )
+            file = opened.enter_context(FileIO(where, opener=lambda *_: _unnamed(where)))
+            os.ftruncate(file.fileno(), size)
+            direct, block = _open_past_cache(file.fileno())
+        except OSError as error:
             raise SourceError(
-                f"{where}, {_WHERE}, has {free} bytes free, and {needed} may be written there: {_INSTEAD}"
-            )
-        fd = _unnamed(where)
-        os.ftruncate(fd, size)
-        direct_fd, block = _open_past_cache(fd)
-    except OSError as error:
-        if fd >= 0:
-            os.close(fd)
-        raise SourceError(
-            f"no file of {size} bytes can be made in {where}, {_WHERE} ({error.strerror}): {_INSTEAD}"
-        ) from error
-    return SpillFile(where, size, 0, fd, direct_fd, block)
+                f"no file of {size} bytes can be made in {where}, {_WHERE} ({error.strerror}): {_INSTEAD}"
+            ) from error
+        opened.pop_all()
+    return SpillFile(where, size, 0, file, direct, block)
 
 
 def _unnamed(folder: Path) -> int:
@@ -142,14 +143,14 @@ def _unnamed(folder: Path) -> int:
     return fd
 
 
-def _open_past_cache(fd: int) -> tuple[int, int]:
+def _open_past_cache(fd: int) -> tuple[FileIO | None, int]:
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
-        return -1, 0
+        return None, 0
     try:
         return usable_directly(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | flag))
     except OSError:
-        return -1, 0
+        return None, 0
 
 
 def _round_up(value: int, unit: int) -> int:

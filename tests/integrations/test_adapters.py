@@ -55,12 +55,12 @@ def test_a_model_of_peft_generates_through_its_base(tmp_path):
 def test_a_merged_adapter_is_a_weight_like_any_other(tmp_path):
     model = models.frozen(get_peft_model(models.llama(), lora()).merge_and_unload())
     reference = models.twin(model)
-    with apply(model, "340KB", cache=tmp_path):
+    with apply(model, "340KB", example=models.nothing, cache=tmp_path):
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
 
 
 def test_what_changes_afterwards_is_refused_and_never_ignored(adapted, tmp_path):
-    with apply(adapted, "340KB", cache=tmp_path):
+    with apply(adapted, "340KB", example=models.nothing, cache=tmp_path):
         adapted.disable_adapters()
         with pytest.raises(StreamError, match="adapters were switched"):
             adapted(IDS)
@@ -80,7 +80,7 @@ def test_what_changes_afterwards_is_refused_and_never_ignored(adapted, tmp_path)
 def test_an_adapter_that_comes_later_is_refused_and_the_model_is_restored(tmp_path):
     model = models.llama()
     reference = models.twin(model)
-    with apply(model, "340KB", cache=tmp_path):
+    with apply(model, "340KB", example={"input_ids": IDS}, cache=tmp_path):
         model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]), "late")
         with pytest.raises(StreamError, match=r"q_proj is another module than at export"):
             model(IDS)
@@ -96,7 +96,7 @@ def swapped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     model = models.llama()
     model.add_adapter(lora(), "first")
-    applied = apply(models.frozen(model), "340KB", cache=folder)
+    applied = apply(models.frozen(model), "340KB", example=models.nothing, cache=folder)
     yield model, model(IDS).logits, applied, lambda: len(list((folder / "programs").iterdir()))
     applied.close()
 
@@ -161,7 +161,7 @@ def test_what_is_no_adapter_of_the_model_is_refused_by_name(swapped, tmp_path):
     with pytest.raises(SourceError, match="holds no adapter"):
         applied.swap_adapter(tmp_path)
     with (
-        apply(models.llama(), "340KB", cache=tmp_path) as plain,
+        apply(models.llama(), "340KB", example=models.nothing, cache=tmp_path) as plain,
         pytest.raises(StreamError, match="no adapter whose values could be replaced"),
     ):
         plain.swap_adapter(tmp_path)
@@ -169,7 +169,7 @@ def test_what_is_no_adapter_of_the_model_is_refused_by_name(swapped, tmp_path):
 
 def test_a_model_that_is_restored_keeps_the_adapter_that_it_has_now(adapted, tmp_path):
     reference = saved(tmp_path / "other")
-    with apply(adapted, "340KB", cache=tmp_path) as applied:
+    with apply(adapted, "340KB", example=models.nothing, cache=tmp_path) as applied:
         applied.swap_adapter(tmp_path / "other")  # before anything was compiled
     assert torch.equal(adapted(IDS).logits, reference(IDS).logits)
 
@@ -179,7 +179,7 @@ def test_a_merged_adapter_is_not_swapped(tmp_path):
     model = models.frozen(get_peft_model(models.llama(), lora()))
     model.merge_adapter()
     with (
-        apply(model, "340KB", cache=tmp_path) as applied,
+        apply(model, "340KB", example=models.nothing, cache=tmp_path) as applied,
         pytest.raises(StreamError, match="into whose weight it is merged"),
     ):
         applied.swap_adapter(tmp_path / "other")

@@ -91,6 +91,19 @@ def test_logits_are_those_of_the_library_in_the_dtype_that_it_would_take(folder,
     model.penstock_applied.close()
 
 
+@pytest.mark.parametrize("half", ["lm_head.weight", "model.norm.weight"])
+def test_where_no_dtype_is_stated_a_model_has_that_of_the_first_name(tmp_path, half):
+    folder, file = tmp_path / "llama", tmp_path / "llama/model.safetensors"
+    models.llama(**ONE).save_pretrained(folder)
+    tensors = load_file(file)
+    save_file({name: one.half() if name == half else one for name, one in tensors.items()}, file)
+    dtype = LlamaForCausalLM.from_pretrained(says(folder, dtype=None)).dtype
+    assert dtype == (torch.float16 if half == min(tensors) else torch.float32)
+    model = opened(folder, tmp_path)
+    assert model.dtype == dtype
+    model.penstock_applied.close()
+
+
 def test_what_is_converted_is_announced_listed_and_written_once(folder, tmp_path, said):
     opened(folder, tmp_path)(IDS)
     ((file,), stored) = weights(tmp_path)

@@ -23,6 +23,12 @@ def drawn(tmp_path_factory):
     return made, folder / "saved", models.picture(made)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """What `load` exports of the pipeline is here for all tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
 def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_component(drawn, tmp_path, said):
     made, _, expected = drawn
     assert sum(p.nbytes for p in made.unet.parameters()) > CAP
@@ -37,9 +43,9 @@ def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_componen
     assert torch.equal(models.picture(made), expected)
 
 
-def test_a_simulated_gpu_draws_the_same_picture_and_says_how_long_it_takes(drawn, tmp_path):
+def test_a_simulated_gpu_draws_the_same_picture_and_says_how_long_it_takes(drawn, cache):
     _, folder, expected = drawn
-    made = load(folder, "5MB", cache=tmp_path, example=models.nothing, device="sim:rtx4090")
+    made = load(folder, "5MB", cache=cache, example=models.nothing, device="sim:rtx4090")
     made.set_progress_bar_config(disable=True)
     assert torch.equal(models.picture(made), expected)
     stats = made.penstock_applied.components["vae"].stats
@@ -118,9 +124,9 @@ def test_a_component_that_cannot_be_streamed_leaves_the_others_as_they_were(tmp_
     assert torch.equal(models.picture(made), expected)
 
 
-def test_a_pipeline_from_a_folder_is_never_in_memory(drawn, tmp_path):
+def test_a_pipeline_from_a_folder_is_never_in_memory(drawn, cache):
     _, folder, expected = drawn
-    made = load(folder, CAP, cache=tmp_path)
+    made = load(folder, CAP, cache=cache)
     made.set_progress_bar_config(disable=True)
     assert all(p.untyped_storage().nbytes() == 0 for p in made.unet.parameters())
     assert torch.equal(models.picture(made), expected)

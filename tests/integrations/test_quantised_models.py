@@ -137,7 +137,7 @@ def test_a_quantised_model_generates_what_it_generates_in_memory(saved, tmp_path
 def test_a_folder_of_quantised_weights_is_never_in_memory(saved, tmp_path):
     reference, folder = saved
     assert len(list(folder.glob("*.safetensors"))) == 3
-    model = load(folder, "130KB", cache=tmp_path)
+    model = load(folder, "130KB", example=models.nothing, cache=tmp_path)
     assert type(model.model.layers[0].mlp.up_proj.weight) is type(
         reference.model.layers[0].mlp.up_proj.weight
     )
@@ -159,7 +159,7 @@ def test_a_quantised_embedding_that_is_the_head_too_is_loaded_from_either(writte
     metadata = read_header(file).metadata
     names = (written, "model.layers", "model.norm")
     save_file({k: v for k, v in load_file(file).items() if k.startswith(names)}, file, metadata)
-    model = load(tmp_path / "tied", "190KB", cache=tmp_path)
+    model = load(tmp_path / "tied", "190KB", example=models.nothing, cache=tmp_path)
     assert torch.equal(model(IDS).logits, models.frozen(reference)(IDS).logits)
     model.penstock_applied.close()
 

@@ -77,12 +77,33 @@ def test_a_busy_machine_is_told_of_in_the_plan(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_this_machine_has_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_LEAST_MATRIX", 64)
     monkeypatch.setattr(calibrate, "_MATRIX", 64)
     monkeypatch.setattr(calibrate, "_BUFFER", 1 << 16)
     products, memory = calibrate.compute_rates("float32")
     assert products.trials >= LEAST
     assert memory.trials >= LEAST
     assert min(products.median, memory.median) > 1e6
+
+
+@pytest.mark.parametrize(
+    ("flops", "sizes"),
+    [(1e11, [128, 256, 512, 1024]), (2.1e10, [128, 256, 512]), (3e9, [128, 256, 512]), (1e8, [128])],
+)
+def test_slow_products_are_measured_on_smaller_matrices(
+    flops: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three products of 1,024 rows, which are 2 * 1,024 ** 3 operations each, take 0.3 s at 21.5 GFLOP/s."""
+    seen: list[int] = []
+
+    def trials(_: object, amount: float, **options: object) -> Trials:
+        seen.append(round((amount / 2) ** (1 / 3)))
+        return Trials((flops / 9, flops, flops / len(seen)))
+
+    monkeypatch.setattr(calibrate, "repeat", trials)
+    rates, _ = calibrate.compute_rates("float16")
+    assert seen[:-1] == sizes  # the last is memory
+    assert rates.median == flops / len(sizes)
 
 
 def test_measuring_takes_less_memory_than_a_load_may_take_beside_its_budget(
@@ -95,10 +116,10 @@ def test_measuring_takes_less_memory_than_a_load_may_take_beside_its_budget(
 
     def looked_at(*_: object, **options: object) -> Trials:
         seen.append(alive() - before)
-        return Trials((1.0,) * LEAST)
+        return Trials((1e12,) * LEAST)  # fast enough for the largest matrices
 
     monkeypatch.setattr(calibrate, "repeat", looked_at)
     before = alive()
     calibrate.compute_rates("float32")
-    assert len(seen) == 2
+    assert len(seen) == 5
     assert 0 < max(seen) <= 40 << 20

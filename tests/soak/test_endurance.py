@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from typing import Any
 
 import pytest
 
@@ -48,7 +50,7 @@ def test_memory_that_stays_is_found(one, monkeypatch):
         real(*arguments)
 
     monkeypatch.setattr(Endurance, "_load", leaking)
-    with pytest.raises(NoMoreThanBeforeError, match="after a fifth of the loads"):
+    with pytest.raises(NoMoreThanBeforeError, match="after each fifth of the loads"):
         one.run(10, 10)
 
 
@@ -63,6 +65,21 @@ def test_an_interrupt_comes_at_its_line():
     assert found[0]
     assert found == sorted(found, reverse=True)
     assert not found[-1]
+
+
+def test_no_interrupt_comes_between_the_end_of_a_with_and_its_exit(tmp_path):
+    """As with the system's, which the interpreter sees at calls, where functions begin, and at loops."""
+    lines = ["def hold(lock):", "    with lock:", "        lock.locked()", "    return lock"]
+    places: dict[str, Any] = {}
+    exec(compile("\n".join(lines), str(tmp_path / "penstock/held.py"), "exec"), places)
+    seen = []
+    for number in range(1, 5):
+        lock = threading.Lock()
+        with (one := Interrupt(number)).coming():
+            places["hold"](lock)
+        assert not lock.locked()
+        seen.append(one.where.rpartition(":")[2])
+    assert seen == ["2", "3", "4", "4"]
 
 
 @pytest.mark.parametrize("hold", ["call", "closing"])

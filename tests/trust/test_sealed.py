@@ -31,6 +31,7 @@ def test_a_copy_has_the_digest_and_runs_by_it(artifact, copy):
     assert digest == hashlib.sha256((copy / "payload.json").read_bytes()).hexdigest()
     program = penstock.open(copy)
     assert program.verify(strict=True, digest=digest) == program.weight_bytes
+    assert program.verify(digest=f"sha256:{digest}") == program.weight_bytes
     with program.load("100%", digest=digest.upper()) as module, program.load("100%") as other:
         assert torch.equal(module(X, torch.ones(5))["out"], other(X, torch.ones(5))["out"])
 
@@ -74,7 +75,7 @@ def test_another_artifact_whose_hashes_are_right_has_another_digest(copy, change
         program.load("100%", digest=digest)
 
 
-@pytest.mark.parametrize("digest", ["", "0" * 64, "x", "9" * 500])
+@pytest.mark.parametrize("digest", ["", "0" * 64, "x", "9" * 500, "sha256:", "sha256:" + "0" * 64])
 def test_what_is_no_digest_of_it(copy, digest):
     with pytest.raises(penstock.SourceError, match="is not the artifact of the digest"):
         penstock.open(copy).verify(digest=digest)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from penstock._extras import require
@@ -356,8 +355,8 @@ def _first(files: tuple[Path, ...], config: Any) -> str | None:
     """The floating-point dtype that transformers takes where a configuration states none."""
     if getattr(config, "dtype", None):
         return None
-    with safe_open(files[0], framework="pt") as opened:
-        dtypes = (TORCH_NAMES.get(opened.get_slice(name).get_dtype()) for name in opened.keys())  # noqa: SIM118
+    with open_tensors(files[0]) as opened:  # safetensors sorts names, and transformers takes the first
+        dtypes = (TORCH_NAMES.get(opened.entries[name].dtype) for name in sorted(opened.entries))
         return next((dtype for dtype in dtypes if dtype in DTYPES), None)
 
 

@@ -78,7 +78,7 @@ def test_a_plan_is_made_once_for_a_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "make_plan", make)
     monkeypatch.setattr(program, "least_budget", None)  # a plan tells whether there is one
     for memory in ("200KB", "200KB", "190KB"):
-        apply(models.llama(num_hidden_layers=1), memory, cache=tmp_path).restore()
+        apply(models.llama(num_hidden_layers=1), memory, example=IDS, cache=tmp_path).restore()
     assert len(made) == 2
     assert made[0] - made[1] == 10_000
 

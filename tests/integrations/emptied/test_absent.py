@@ -124,7 +124,7 @@ def test_a_folder_that_was_written_again_is_exported_again(tmp_path):
         model.lm_head.weight.mul_(scale)
         model.save_pretrained(tmp_path / "model")
         os.utime(tmp_path / "model" / "model.safetensors", ns=(0, int(scale) << 40))
-        streamed = load(tmp_path / "model", "350KB", cache=tmp_path / "cache")
+        streamed = load(tmp_path / "model", "350KB", example=models.nothing, cache=tmp_path / "cache")
         assert torch.equal(streamed(IDS).logits, model(IDS).logits)
         streamed.penstock_applied.close()
 

@@ -8,11 +8,12 @@ import torch
 import transformers
 from peft import LoraConfig
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128}
 DECODER = SIZES | {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+GEMMA_2 = DECODER | {"num_hidden_layers": 2, "sliding_window": 8}  # for every other layer
 ENCODER = SIZES | {"intermediate_size": 128, "pad_token_id": 0}
-GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64}
-OPT = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 128, "n_positions": 64}
+OPT = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
 OPT = OPT | {"vocab_size": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 64, "pad_token_id": 0}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
 
@@ -25,7 +26,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", DECODER, QV),
     "Mistral": ("MistralConfig", "MistralForCausalLM", DECODER | {"sliding_window": 8}, QV),
     "Gemma": ("GemmaConfig", "GemmaForCausalLM", DECODER, QV),
-    "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", DECODER | {"sliding_window": 8}, QV),
+    "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", GEMMA_2, QV),
     "GPT-2": ("GPT2Config", "GPT2LMHeadModel", GPT2, ["c_attn", "c_fc"]),
     "OPT, classification": ("OPTConfig", "OPTForSequenceClassification", OPT | CLASSIFIED, QV),
     "BERT, classification": (

@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 import random
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -122,6 +123,11 @@ def is_right(arena: Any, weights: Weights, granule: int) -> bool:
     return True
 
 
+def faults() -> int:
+    """How often the system had to give this thread memory."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
 def test_a_cold_granule_is_brought_into_the_cache_once_and_then_read_past_it(arena, weights):
     caches = []
     for _ in range(2 * PATIENCE):
@@ -168,6 +174,45 @@ def test_spare_memory_makes_room_for_mappings(crowded, weights):
     warm(weights)
     crowded.fill(0, 2 * HUGE_PAGE)
     assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE
+
+
+def test_memory_of_what_was_dropped_is_filled_again_though_everything_is_held(crowded, weights):
+    """Fresh memory would be cleared by the system, in a fault or in 512, and direct reads wait for it."""
+    turns = list(itertools.islice(itertools.cycle((1, 2, 3, 4)), 60))
+    for granule in turns[:GRANULES]:
+        crowded.fill(granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE)
+    before = faults()
+    for old, new in zip(turns, turns[GRANULES:], strict=False):
+        crowded.drop(old * HUGE_PAGE, (old + 1) * HUGE_PAGE)
+        crowded.fill(new * HUGE_PAGE, (new + 1) * HUGE_PAGE)
+        assert is_private(crowded, new)
+        assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE
+    assert faults() < before + 40
+    assert all(is_right(crowded, weights, granule) for granule in turns[-GRANULES:])
+
+
+@python_only
+def test_spare_memory_moves_to_a_slot_of_its_own_and_back_as_often_as_it_must(weights, monkeypatch):
+    for arena in opened(weights, monkeypatch, LARGE):
+        for _ in range(2 * GRANULES):
+            arena.fill(HUGE_PAGE, (1 + GRANULES) * HUGE_PAGE)
+            arena.drop(HUGE_PAGE, (1 + GRANULES) * HUGE_PAGE)
+            arena._place_mapped(HUGE_PAGE, (1 + GRANULES) * HUGE_PAGE)  # as if the cache held them
+            assert arena.mapped_bytes() == GRANULES * HUGE_PAGE
+        arena.close()
+        assert arena.mapped_bytes() == 0
+
+
+@python_only
+def test_what_is_cached_is_mapped_where_weights_begin_within_a_granule(weights, monkeypatch):
+    place = weights.layout[1]
+    start = place - place % PAGE
+    weights.layout = (-1, *weights.layout[1:])
+    weights.segments = (Range(start, LARGE), weights.segments[1])
+    for arena in opened(weights, monkeypatch):
+        warm(weights)
+        assert arena.fill_ready(start, start + PAGE) is not None
+        assert bytes_at(arena, place, 1000) == weights.bytes_of(1)
 
 
 def test_granules_that_a_segment_cuts_are_mapped(crowded, weights):

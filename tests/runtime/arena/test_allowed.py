@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from penstock.runtime.arena.allowed import cpu_arenas
+from penstock.runtime.arena import allowed
+from penstock.runtime.arena.allowed import allowed_arenas, cpu_arenas
 from penstock.runtime.system.memory import PAGE
+from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Extent, Step, Storage, Trace, WeightFile
 from penstock.schedule.payload.codec import Payload
 
@@ -43,3 +47,18 @@ def test_a_contiguous_arena_is_of_pages_where_all_large_weights_begin_at_pages(
     arena = cpu_arenas(payload_of(*places))["contiguous"]
     assert arena.granule == granule
     assert all(start % granule == 0 for start in arena.layout)
+
+
+def test_an_arena_that_is_not_there_is_refused_for_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = payload_of((PAGE, LARGE))
+    writing = replace(plain, storages=(*plain.storages, Storage(PAGE, "produced", ())))
+    assert list(allowed_arenas(plain, "cpu", "pooled")) == ["pooled"]
+    monkeypatch.setattr(allowed, "supports_move", lambda: False)
+    for payload, arena, words in (
+        (plain, "pooled", "these weights cannot be in an arena 'pooled': choose from mapped, contiguous"),
+        (writing, "pooled", "an arena 'pooled' has the weight files' own pages, .* compile with spill=False"),
+        (writing, "mapped", "an arena 'mapped' has the weight files' own pages"),
+        (writing, "heap", "these weights cannot be in an arena 'heap': choose from contiguous, paged"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            allowed_arenas(payload, "cpu", arena)

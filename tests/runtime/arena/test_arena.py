@@ -27,6 +27,7 @@ from tests.runtime.arena.arena_weights import (
     over_engines,
     whole,
 )
+from tests.runtime.arena.native_arena import address_of
 from tests.runtime.system.page_tables import mapped_pages
 
 
@@ -103,6 +104,21 @@ def test_exactly_the_filled_huge_granules_are_mapped(weights: Weights, kind: str
         assert len(pages) * PAGE == arena.mapped_bytes() <= arena.held_bytes
         # Bytes between storages are read from no file and may take no memory.
         assert kind == "anonymous" or arena.mapped_bytes() == arena.held_bytes
+    arena.close()
+
+
+@pytest.mark.parametrize(("granule", "pages"), [(HUGE_PAGE, "hg"), (64 << 10, "nh")])
+@pytest.mark.parametrize("kind", ["mapped", "anonymous"])
+def test_pages_are_of_the_granules_size_and_none_is_read_before_it_is_filled(
+    weights: Weights, kind: str, granule: int, pages: str
+) -> None:
+    arena = weights.open_plan(weights.plan(kind, granule=granule), debug=True)
+    start = f"{address_of(arena):x}-"
+    mappings = iter(Path("/proc/self/smaps").read_text().splitlines())
+    permissions = next(line.split()[1] for line in mappings if line.startswith(start))
+    flags = next(line.split()[1:] for line in mappings if line.startswith("VmFlags:"))
+    assert permissions[:3] == "---"
+    assert pages in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
     arena.close()
 
 

@@ -14,14 +14,16 @@ import torch
 import penstock
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.pass_order import PassOrder
+from penstock.runtime.device.resident import load_resident
 from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.files.ranges import FileRange
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.races import RaceError
 from penstock.runtime.stream.passes import Resources
 from tests.runtime.device.cpu_device import CpuDevice
-from tests.runtime.device.device_runs import case, disk_cases
+from tests.runtime.device.device_runs import Memory, case, disk_cases
 
 
 class LostError(RuntimeError):
@@ -212,3 +214,17 @@ def test_an_interrupt_before_the_end_of_a_pass_is_recorded_leaves_no_kernel_behi
             device.kernels_touch(memory, 0, 64, "another kernel", writes=True)
     order.close()
     device.close()  # raises RaceError where a kernel may still use the memory that it gives back
+
+
+def test_an_interrupt_while_weights_are_loaded_is_not_hidden_by_what_it_leaves() -> None:
+    class Interrupting(Memory):
+        def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+            raise KeyboardInterrupt
+
+    device = SimDevice()
+    source: Any = Interrupting(bytes(8192))
+    disk, target = device.open_disk(source), device.allocate(8192, "a test")
+    work = [(target, FileRange(at, at + 4096, 0, at, at)) for at in (0, 4096)]
+    with pytest.raises(KeyboardInterrupt):
+        load_resident(device, disk, device.allocate_host(8192), work)
+    device.close()

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.files.source import Source
+from penstock.runtime.files.spill_file import open_scratch
 from penstock.runtime.system import page_cache
 from penstock.runtime.system.page_cache import cached_fraction
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import WeightFile
 from tests.runtime.files.weight_files import Memory, pattern, write_tensor
+from tests.soak.endurance import Interrupt
 
 NBYTES = 40_000
 
@@ -164,6 +166,23 @@ def test_descriptors_are_closed(own_file: tuple[Path, WeightFile]) -> None:
     with pytest.raises(SourceError, match="missing"):
         Source([file, missing], folder)
     assert descriptors() == before
+
+
+def test_an_interrupt_of_a_close_leaves_nothing_that_another_does_not_close(
+    own_file: tuple[Path, WeightFile],
+) -> None:
+    folder, file = own_file
+    before, happened = descriptors(), []
+    for line in range(1, 80):
+        source = Source([file, file], folder)
+        source.spill = open_scratch(folder, 4096)
+        with (one := Interrupt(line)).coming():
+            source.close()
+        happened.append(one.happened)
+        source.close()
+        assert descriptors() == before
+    assert sum(happened) > 10
+    assert not happened[-1]
 
 
 def test_close_waits_for_reads(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,18 +34,23 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Prog
 
 
 @pytest.fixture(scope="session")
-def spilling(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Trained], Program]:
-    """By a model, the program whose kept values may leave memory, without one for evaluation."""
+def program_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Program]:
+    """By a model and options of `compile_training`, the program of the model for inputs of its own sizes."""
 
     @cache
-    def compiled(trained: Trained) -> Program:
+    def compiled(trained: Trained, **options: Any) -> Program:
         return penstock.compile_training(
             trained.model(),
-            tmp_path_factory.mktemp("spilling") / "trained.penstock",
+            tmp_path_factory.mktemp("trained") / "trained.penstock",
             example=trained.inputs(),
             trainable=trained.patterns,
-            spill=True,
-            evaluate=False,
+            **options,
         )
 
     return compiled
+
+
+@pytest.fixture(scope="session")
+def spilling(program_of: Callable[..., Program]) -> Callable[[Trained], Program]:
+    """By a model, the program whose kept values may leave memory, without one for evaluation."""
+    return partial(program_of, spill=True, evaluate=False)

@@ -1,14 +1,10 @@
 """Mutants of what a streamer does with values that leave, and what comes of a training step with each.
 
-A plan that the verifier would refuse has a streamer do what a wrong one would. As a program this runs each on
-a CPU (`ARTIFACT FOLDER ENGINE`), where writes are late, or the kernels that write values are; the double of
-`tests/faults` must be preloaded.
+A plan that the verifier would refuse has a streamer do what a wrong one would.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,7 +65,10 @@ ELSEWHERE = "outs go to another place of the file"
 
 
 def run(artifact: Path, folder: Path, engine: str) -> dict[str, str]:
-    """What comes of a step with each mutant."""
+    """What comes of a step with each mutant on a CPU, where writes are late, or kernels that write values.
+
+    The double of `tests/faults` must be preloaded.
+    """
     double = Double()
     program = penstock.open(artifact)
     plan, wanted = spilling_plan(program.payload), step(DECODER.model())
@@ -100,7 +99,3 @@ def _delay(module: TrainingModule, steps: set[int]) -> None:
         acquire(graph, number)
 
     streamer.acquire = late  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])))

@@ -1,14 +1,9 @@
-"""Runs a training step with each write, or each read, of the spill file gone wrong.
-
-`ARTIFACT FOLDER ENGINE READS|WRITES`, with the double of `tests/faults` preloaded. Prints a line of JSON for
-each kind of fault: how many calls went wrong, and what came of it.
-"""
+"""Runs a training step with each write, or each read, of the spill file gone wrong."""
 
 from __future__ import annotations
 
 import errno
 import json
-import sys
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -59,7 +54,11 @@ def outcome(module: TrainingModule, wanted: dict[str, torch.Tensor], folder: Pat
     return "right" if same else "wrong gradients"
 
 
-def main(artifact: Path, folder: Path, engine: str, kind: Kind) -> None:
+def fail_each(artifact: Path, folder: Path, engine: str, kind: Kind) -> None:
+    """Print a line of JSON for each kind of fault: how many calls went wrong, and what came of it.
+
+    The double of `tests/faults` must be preloaded.
+    """
     double = Double()
     program = penstock.open(artifact)
     plan = spilling_plan(program.payload)
@@ -81,7 +80,3 @@ def main(artifact: Path, folder: Path, engine: str, kind: Kind) -> None:
                 {"fault": name, "failed": found.total(), "calls": calls, "misses": misses, "came": found}
             )
         )
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Kind[sys.argv[4]])

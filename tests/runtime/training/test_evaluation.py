@@ -22,17 +22,8 @@ CASES = {"dropout": DECODER, "batch norms": NORMED}
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Program]:
-    folder = tmp_path_factory.mktemp("evaluation")
-    return {
-        name: penstock.compile_training(
-            case.model().train(),
-            folder / f"{name}.penstock",
-            example=case.inputs(),
-            trainable=case.patterns,
-        )
-        for name, case in CASES.items()
-    }
+def programs(program_of: Callable[..., Program]) -> dict[str, Program]:
+    return {name: program_of(case) for name, case in CASES.items()}
 
 
 def values(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -239,15 +230,8 @@ def test_an_argument_of_the_name_of_the_parameters(tmp_path: Path) -> None:
         )
 
 
-def test_without_the_methods(tmp_path: Path) -> None:
-    plain = DECODER.model().train()
-    program = penstock.compile_training(
-        DECODER.model().train(),
-        tmp_path / "m.penstock",
-        example=DECODER.inputs(),
-        trainable=DECODER.patterns,
-        evaluate=False,
-    )
+def test_without_the_methods(program_of: Callable[..., Program]) -> None:
+    plain, program = DECODER.model().train(), program_of(DECODER, evaluate=False)
     assert [one.name for one in program.payload.methods] == ["forward", "backward"]
     with program.load(program.floor_bytes) as module:
         with torch.no_grad():

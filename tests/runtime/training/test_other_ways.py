@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,8 @@ def gradients(program: Program, budget: int | str, device: str, *inputs: torch.T
     return [loss.detach(), *(one for one in found if one is not None)]
 
 
-def test_on_the_simulated_device(tmp_path: Path) -> None:
-    program = penstock.compile_training(
-        DECODER.model(), tmp_path / "m.penstock", example=DECODER.inputs(), trainable=DECODER.patterns
-    )
+def test_on_the_simulated_device(program_of: Callable[..., Program]) -> None:
+    program = program_of(DECODER)
     plain = DECODER.model()
     torch.manual_seed(0)
     loss = plain(*DECODER.inputs())[0]

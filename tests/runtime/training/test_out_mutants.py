@@ -7,9 +7,6 @@ device some are races already, whatever the order in which its streams run.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +26,7 @@ from penstock.schedule.facts.errors import PenstockError, PlanError
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
 from tests.faults.double import build
+from tests.forked import run_forked
 from tests.runtime.sim.ordered_device import OrderedDevice, Policy
 from tests.runtime.training.out_mutants import ELSEWHERE, MUTANTS
 from tests.runtime.training.spill_faults import step
@@ -36,6 +34,12 @@ from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER, Trained
 
 ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from tests.runtime.training.out_mutants import run
+print(json.dumps(run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])))
+"""
 POLICIES: tuple[Policy, ...] = ("latest", "earliest", "lagging", "random")
 
 
@@ -53,13 +57,9 @@ def wanted() -> dict[str, torch.Tensor]:
 def came(request: pytest.FixtureRequest, program: Program, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What came of each mutant on an engine, in a process whose writes to the spill file are late."""
     given = [program.path, tmp_path_factory.mktemp("late"), request.param]
-    command = [sys.executable, "-m", "tests.runtime.training.out_mutants", *map(str, given)]
-    variables = {"PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path)), "LD_PRELOAD": str(build())}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | variables, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    done = run_forked(SCRIPT, *given, folder=ROOT, preloaded=build())
+    assert done.status == 0, done.err
+    return json.loads(done.out)
 
 
 @pytest.mark.parametrize("name", [*MUTANTS, ELSEWHERE])

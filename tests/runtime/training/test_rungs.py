@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -185,8 +187,9 @@ def test_one_rung_that_was_asked_for(tmp_path: Path) -> None:
         )
 
 
-def test_a_ladder_of_plans_is_of_all_methods(program: Program) -> None:
-    written = program.write_ladder()
+def test_a_ladder_of_plans_is_of_all_methods(program_of: Callable[..., Program], tmp_path: Path) -> None:
+    program = program_of(NORMED)
+    written = penstock.open(shutil.copytree(program.path, tmp_path / "copy.penstock")).write_ladder()
     assert written.verify() == program.verify()
     assert [*written.rungs] == [*RUNGS]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from penstock.passes.graph.retarget import move_graph
 from penstock.passes.training.rerun import RANDOM_STATE, SEGMENT_GRADIENTS
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PassError
-from tests.engines import ENGINES
-from tests.runtime.training.test_training import assert_equal, gradients, train
+from tests.hunt import sampled
+from tests.runtime.training.conftest import DTYPES
+from tests.runtime.training.test_training import STEPS, assert_equal, gradients, train
 from tests.training_models import DECODER, NORMED, Adapted, Trained
 
 
@@ -67,18 +69,17 @@ def _case(dtype: torch.dtype) -> Trained:
     return Trained(Layered, lambda: inputs, ("down", "up"), lambda result: result["loss"])
 
 
-DTYPES = (torch.float32, torch.bfloat16)
-
-
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
     """The layers, compiled by segments."""
     folder = tmp_path_factory.mktemp("segments")
-    return {dtype: _compiled(_case(dtype), folder / f"{dtype}.penstock", dtype) for dtype in DTYPES}
+    return {
+        dtype: _compiled(_case(dtype), folder / f"{dtype}.penstock", dtype, evaluate=True) for dtype in DTYPES
+    }
 
 
 def _compiled(case: Trained, path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Program:
-    options = {"losses": ["loss"], **options} if case.make is Layered else options
+    options = {"evaluate": False, **({"losses": ["loss"]} if case.make is Layered else {}), **options}
     return penstock.compile_training(
         case.model(dtype),
         path,
@@ -89,9 +90,8 @@ def _compiled(case: Trained, path: Path, dtype: torch.dtype = torch.float32, **o
     )
 
 
-@pytest.mark.parametrize("budget", ["floor", "25%", "100%"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.random
+@pytest.mark.parametrize(("engine", "budget", "dtype"), sampled(STEPS, 2))
 def test_five_steps(
     programs: dict[torch.dtype, Program], dtype: torch.dtype, engine: str, budget: str
 ) -> None:
@@ -130,24 +130,22 @@ def test_each_weight_is_read_once_in_each_direction(programs: dict[torch.dtype, 
     assert traces["backward"].follows == traces["forward"].graph
 
 
-def test_what_is_kept(programs: dict[torch.dtype, Program], tmp_path: Path) -> None:
-    """Less than joint graphs of a like model keep, where no layer computes anything twice."""
-    by_segments = _compiled(DECODER, tmp_path / "segments.penstock")
-    joint = penstock.compile_training(
-        DECODER.model(),
-        tmp_path / "joint.penstock",
-        example=DECODER.inputs(),
-        trainable=DECODER.patterns,
-        activations=["keep"],
-    )
-    assert by_segments.rungs["segments"].kept_bytes < joint.rungs["keep"].kept_bytes
+@pytest.fixture(scope="module")
+def of_any_length(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """The decoder, compiled by segments for batches of any length."""
+    length, path = Dim("length", min=2, max=64), tmp_path_factory.mktemp("decoder") / "m.penstock"
+    return _compiled(DECODER, path, dynamic_shapes=({1: length}, {1: length}))
+
+
+def test_what_is_kept(of_any_length: Program, program_of: Callable[..., Program]) -> None:
+    """Less than joint graphs of the model keep, where no layer computes anything twice."""
+    joint = program_of(DECODER)
+    assert of_any_length.rungs["segments"].kept_bytes < joint.rungs["keep"].kept_bytes
 
 
 @pytest.mark.parametrize("spill", [False, True])
-def test_a_decoder_of_any_length(tmp_path: Path, spill: bool) -> None:
-    length = Dim("length", min=2, max=64)
-    shapes = {} if spill else {"dynamic_shapes": ({1: length}, {1: length})}
-    program = _compiled(DECODER, tmp_path / "m.penstock", spill=spill, **shapes)
+def test_a_decoder(of_any_length: Program, tmp_path: Path, spill: bool) -> None:
+    program = _compiled(DECODER, tmp_path / "m.penstock", spill=True) if spill else of_any_length
     plain = DECODER.model()
     expected = train(plain, DECODER)
     with program.load(program.floor(arena="contiguous"), poison=True, arena="contiguous") as module:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -23,6 +21,7 @@ from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import SourceError
 from tests.engines import ENGINES
 from tests.faults.double import build
+from tests.forked import run_forked
 from tests.hunt import sampled
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER, Trained
@@ -36,13 +35,14 @@ def artifact(spilling: Callable[[Trained], Program]) -> Path:
     return spilling(DECODER).path
 
 
-def child(*arguments: object, **environment: str) -> list[str]:
-    path = os.pathsep.join((str(ROOT), *sys.path))
-    command = [sys.executable, "-m", *map(str, arguments)]
-    variables = os.environ | {"PYTHONPATH": path} | environment
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+FAILING = """
+import sys
+from pathlib import Path
+from tests.faults.double import Kind
+from tests.runtime.training.spill_faults import fail_each
+artifact, folder, engine, kind = sys.argv[1:]
+fail_each(Path(artifact), Path(folder), engine, Kind[kind])
+"""
 
 
 @pytest.mark.random
@@ -51,9 +51,9 @@ def child(*arguments: object, **environment: str) -> list[str]:
 def test_each_call_that_goes_wrong_is_named_or_mended(
     engine: str, kind: str, artifact: Path, tmp_path: Path
 ) -> None:
-    given = (artifact, tmp_path, engine, kind)
-    told = child("tests.runtime.training.spill_faults", *given, LD_PRELOAD=str(build()))
-    lines = [json.loads(line) for line in told]
+    done = run_forked(FAILING, artifact, tmp_path, engine, kind, folder=ROOT, preloaded=build())
+    assert done.status == 0, done.err
+    lines = [json.loads(line) for line in done.out.splitlines()]
     assert len(lines) == 7
     for one in lines:
         fatal = one["fault"] in FATAL
@@ -66,21 +66,30 @@ def test_each_call_that_goes_wrong_is_named_or_mended(
 
 
 TRAINING = """
-import sys
-import os
+import os, signal, sys
 from tests.training_models import DECODER, Trained
 from tests.runtime.training.spill_plans import spilling_plan
 from penstock.runtime.loading import LoadOptions, load_module
 import penstock
 
-if sys.argv[4] == "named":
+artifact, folder, engine, kind = sys.argv[1:]
+if kind == "named":
     del os.O_TMPFILE
-program = penstock.open(sys.argv[1])
-options = LoadOptions(engine=sys.argv[3], spill=sys.argv[2])
-with load_module(program, spilling_plan(program.payload), options) as module:
-    for number in range(10**9):
-        DECODER.loss(module(*DECODER.inputs())).backward()
-        print(number, module.stats.bytes_written, flush=True)
+told, telling = os.pipe()
+child = os.fork()
+if not child:
+    os.close(told)
+    program = penstock.open(artifact)
+    options = LoadOptions(engine=engine, spill=folder)
+    with load_module(program, spilling_plan(program.payload), options) as module:
+        while True:
+            DECODER.loss(module(*DECODER.inputs())).backward()
+            os.write(telling, f"{module.stats.bytes_written}\\n".encode())
+os.close(telling)
+with open(told) as lines:
+    steps = [int(lines.readline()) for _ in range(3)]
+    os.kill(child, signal.SIGKILL)
+    print(steps[-1], os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
@@ -91,17 +100,11 @@ with load_module(program, spilling_plan(program.payload), options) as module:
 def test_a_process_that_is_killed_leaves_nothing(
     engine: str, kind: str, artifact: Path, tmp_path: Path
 ) -> None:
-    path = os.pathsep.join((str(ROOT), *sys.path))
-    command = [sys.executable, "-c", TRAINING, str(artifact), str(tmp_path), engine, kind]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}, text=True
-    )
-    assert process.stdout is not None
-    with process, process.stdout:
-        told = [process.stdout.readline().split() for _ in range(3)]
-        assert int(told[2][1]) > 0, "nothing was written"
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+    done = run_forked(TRAINING, artifact, tmp_path, engine, kind, folder=ROOT)
+    assert done.status == 0, done.err
+    written, status = map(int, done.out.split())
+    assert written > 0, "nothing was written"
+    assert status == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
 
 

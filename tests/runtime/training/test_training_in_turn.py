@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-import penstock
 from penstock.passes.training.facts import BACKWARD, FORWARD
 from penstock.runtime.program import Program
 from penstock.runtime.training.module import TrainingModule
@@ -20,11 +18,8 @@ from tests.training_models import DECODER
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    path: Path = tmp_path_factory.mktemp("turns") / "decoder.penstock"
-    return penstock.compile_training(
-        DECODER.model(), path, example=DECODER.inputs(), trainable=DECODER.patterns, evaluate=False
-    )
+def program(program_of: Callable[..., Program]) -> Program:
+    return program_of(DECODER, evaluate=False)
 
 
 @pytest.fixture(params=["floor", "25%", "60%"])
