@@ -1,12 +1,9 @@
 #include "files.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
 #include <memory>
 
@@ -90,17 +87,13 @@ double cached_share(int fd, int64_t nbytes, int64_t windows) {
 int64_t find_block(int fd) {
     Scratch memory(2 * 4096);
     for (const int64_t block : {512, 4096}) {
-        if (pread(fd, memory.at(block), block, 0) >= 0) return block;
+        if (uninterrupted([&] { return pread(fd, memory.at(block), block, 0); }) >= 0) return block;
         if (errno != EINVAL) break;
     }
     return 0;
 }
 
 }  // namespace
-
-Descriptor::~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-}
 
 Source::Source(const Plan &plan, const std::string &folder, const ps_options &options)
     : count_(static_cast<int>(plan.files.size())), callback_(options.read), context_(options.context) {
@@ -132,7 +125,7 @@ void Source::open(const WeightFile &file, const std::string &folder, const ps_fi
         throw Failure(PS_SOURCE, "the payload names the weight file '" + file.path + "', which is not inside " +
                                      folder + ": do not trust this artifact, compile again");
     const std::string path = in_place ? file.path : folder + "/" + file.path;
-    Descriptor fd(opened ? fcntl(opened->fd, F_DUPFD_CLOEXEC, 0) : ::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    Descriptor fd = opened ? Descriptor(fcntl(opened->fd, F_DUPFD_CLOEXEC, 0)) : open_file(path, O_RDONLY);
     if (fd < 0)
         throw Failure(PS_SOURCE, path + " cannot be opened (" + std::strerror(errno) + "): put the file back");
     Open one{path, file.nbytes, std::move(fd), Descriptor()};
@@ -148,7 +141,7 @@ void Source::open(const WeightFile &file, const std::string &folder, const ps_fi
         throw Failure(PS_SOURCE, path + " is not the file that was compiled: its size, time or inode differ; put "
                                         "the original back, or compile again");
     if (direct) {
-        one.direct_fd = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
+        one.direct_fd = open_file(path, O_RDONLY | O_DIRECT);
         one.block = one.direct_fd >= 0 && is_same_file(one.direct_fd, status) ? find_block(one.direct_fd) : 0;
     }
     if (!opened) check_stamp(one.fd, one.block ? static_cast<int>(one.direct_fd) : -1, file, path);
@@ -197,7 +190,10 @@ void Source::check_unchanged() const {
 void Source::check_unchanged(const Open &file) const {
     if (file.spill) return;
     struct stat status;
-    if (fstat(file.fd, &status) != 0 || status.st_size < file.nbytes)
+    if (fstat(file.fd, &status) != 0)
+        throw Failure(PS_SOURCE, file.path + " cannot be asked whether it has changed (" + std::strerror(errno) +
+                                     "): check the disk, then try again");
+    if (status.st_size < file.nbytes)
         throw Failure(PS_SOURCE, file.path + " has been truncated while in use: expected " +
                                      std::to_string(file.nbytes) + " bytes; restore the file and open the artifact again");
     if (status.st_size != file.nbytes || modified_ns(status) != file.mtime_ns)
@@ -250,8 +246,8 @@ void Source::write(int64_t offset, const char *address, int64_t nbytes) const {
 
 void Source::write_plainly(int fd, int64_t offset, const char *address, int64_t nbytes) const {
     for (int64_t done = 0; done < nbytes;) {
-        const ssize_t wrote = pwrite(fd, address + done, std::min(nbytes - done, LARGEST_READ), offset + done);
-        if (wrote < 0 && errno == EINTR) continue;
+        const ssize_t wrote = uninterrupted(
+            [&] { return pwrite(fd, address + done, std::min(nbytes - done, LARGEST_READ), offset + done); });
         if (wrote <= 0) {
             const std::string why = wrote ? std::strerror(errno) : "no byte was written";
             throw Failure(PS_SOURCE, "writing " + std::to_string(nbytes) + " bytes to " + spill_->path + " failed (" + why +
@@ -273,7 +269,8 @@ bool Source::read_and_move(const Open &file, int64_t offset, char *address, int6
     std::vector<iovec> parts{{edges.at(0), static_cast<size_t>(block)}};
     if (whole) parts.push_back({place, static_cast<size_t>(whole)});
     parts.push_back({edges.at(block), static_cast<size_t>((rest + block - 1) / block * block)});
-    const ssize_t got = preadv(file.direct_fd, parts.data(), static_cast<int>(parts.size()), first);
+    const ssize_t got = uninterrupted(
+        [&] { return preadv(file.direct_fd, parts.data(), static_cast<int>(parts.size()), first); });
     if (got < offset + nbytes - first) return false;  // a plain read says why, if it fails as well
     std::memmove(start, place, whole);
     const int64_t skipped = offset - first;
@@ -285,8 +282,8 @@ bool Source::read_and_move(const Open &file, int64_t offset, char *address, int6
 void Source::read_plainly(const Open &file, int fd, int64_t offset, char *address, int64_t nbytes) const {
     const int64_t stop = offset + nbytes;
     while (offset < stop) {
-        const ssize_t got = pread(fd, address, std::min(stop - offset, LARGEST_READ), offset);
-        if (got < 0 && errno == EINTR) continue;
+        const ssize_t got =
+            uninterrupted([&] { return pread(fd, address, std::min(stop - offset, LARGEST_READ), offset); });
         if (got < 0) {
             const int error = errno;
             check_unchanged(file);  // behind a new end in the middle of a block a direct read fails with EINVAL

@@ -5,29 +5,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "descriptor.h"
 #include "penstock.h"
 #include "plan.h"
 
 namespace penstock {
-
-// A file descriptor, closed with this.
-class Descriptor {
-  public:
-    explicit Descriptor(int fd = -1) : fd_(fd) {}
-    Descriptor(Descriptor &&other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-    Descriptor &operator=(Descriptor &&other) noexcept {
-        std::swap(fd_, other.fd_);
-        return *this;
-    }
-    ~Descriptor();
-    operator int() const { return fd_; }
-
-  private:
-    int fd_;
-};
 
 class Keeping;
 

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 
@@ -68,7 +69,11 @@ void MappedArena::find_files() {
 
 void MappedArena::map_file(Reservation &memory, size_t segment, Range range) const {
     const Behind &behind = behind_[segment];
-    memory.map_file(range.start, range.nbytes(), source_.fd(behind.file), range.start - behind.base);
+    errno = memory.map_file(range.start, range.nbytes(), source_.fd(behind.file), range.start - behind.base);
+    if (errno == ENOMEM) refused(range.nbytes(), "address space");
+    if (errno)
+        throw Failure(PS_SOURCE, source_.path(behind.file) + " could not be mapped (" + std::strerror(errno) +
+                                     "): check the disk, then try again");
 }
 
 void MappedArena::map_segments(Reservation &memory) const {

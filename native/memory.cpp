@@ -47,9 +47,9 @@ void Reservation::map_anonymous(int64_t start, int64_t nbytes) {
         refused(nbytes, "address space");
 }
 
-void Reservation::map_file(int64_t start, int64_t nbytes, int fd, int64_t offset) {
-    if (nbytes && mmap(at(start), nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, offset) == MAP_FAILED)
-        refused(nbytes, "address space");
+int Reservation::map_file(int64_t start, int64_t nbytes, int fd, int64_t offset) {
+    const bool failed = nbytes && mmap(at(start), nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, offset) == MAP_FAILED;
+    return failed ? errno : 0;
 }
 
 int advise(char *address, int64_t nbytes, int advice) {

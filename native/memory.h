@@ -26,9 +26,11 @@ class Reservation {
     char *at(int64_t offset) const { return memory_ + offset; }
     int64_t nbytes() const { return nbytes_; }
 
-    // Maps private, writable pages of zeros, or whole pages of a file, read-only.
+    // Maps private, writable pages of zeros. Raises PS_STREAM.
     void map_anonymous(int64_t start, int64_t nbytes);
-    void map_file(int64_t start, int64_t nbytes, int fd, int64_t offset);
+
+    // Maps whole pages of a file, read-only. Returns 0, or the errno of what the system refuses.
+    int map_file(int64_t start, int64_t nbytes, int fd, int64_t offset);
 
   private:
     int64_t nbytes_;

@@ -1,13 +1,12 @@
 #include "stamp.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "descriptor.h"
 #include "failure.h"
 
 namespace penstock {
@@ -59,8 +58,7 @@ void mix(std::array<uint32_t, 8> &state, const unsigned char *block) {
 std::string read_exactly(int fd, int64_t offset, int64_t nbytes, const std::string &path) {
     std::string bytes(nbytes, 0);
     for (int64_t done = 0; done < nbytes;) {
-        const ssize_t got = pread(fd, &bytes[done], nbytes - done, offset + done);
-        if (got < 0 && errno == EINTR) continue;
+        const ssize_t got = uninterrupted([&] { return pread(fd, &bytes[done], nbytes - done, offset + done); });
         if (got < 0)
             throw Failure(PS_SOURCE, "reading " + path + " failed (" + std::strerror(errno) +
                                          "); check the disk, then try again");

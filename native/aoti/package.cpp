@@ -3,20 +3,19 @@
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <c10/core/InferenceMode.h>
+#include <sys/mman.h>
 #include <sys/utsname.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/version.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <condition_variable>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <sstream>
 #include <thread>
 
+#include "../descriptor.h"
 #include "../failure.h"
 #include "by_units.h"
 
@@ -43,28 +42,23 @@ bool has_instructions(const std::string &name) {
     return name == "DEFAULT";
 }
 
-// torch's loader takes a file, not bytes, and unpacks it into a folder of its own.
+// torch's loader takes a file, not bytes, and unpacks it into a folder of its own. A file in memory has no name that a
+// killed process would leave.
 std::unique_ptr<torch::inductor::AOTIModelPackageLoader> load_package(std::string_view bytes,
                                                                       const std::string &method) {
-    const char *const folder = std::getenv("TMPDIR");
-    std::string path = std::string(folder && *folder ? folder : "/tmp") + "/penstock-XXXXXX.pt2";
-    const int fd = mkstemps(path.data(), 4);
-    if (fd < 0) throw Failure(PS_SOURCE, path + " could not be written (" + std::strerror(errno) + "): set TMPDIR");
-    ::close(fd);
-    struct Removed {
-        const std::string &path;
-        ~Removed() { unlink(path.c_str()); }
-    } removed{path};
-    std::ofstream file(path, std::ios::binary);
-    file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-    file.close();
-    if (!file) throw Failure(PS_SOURCE, path + " could not be written: set TMPDIR to a folder with room");
+    const Descriptor file(memfd_create("compiled.pt2", MFD_CLOEXEC));
+    if (file < 0 || !write_all(file, bytes))
+        throw Failure(PS_STREAM, "the system refused " + std::to_string(bytes.size()) + " bytes of memory for compiled code (" +
+                                     std::strerror(errno) + "): free some");
+    const std::string path = "/proc/self/fd/" + std::to_string(file);
     try {
         return std::make_unique<torch::inductor::AOTIModelPackageLoader>(path, method, false, 1, -1);
     } catch (const std::exception &error) {
-        const std::string text = error.what();
-        throw Failure(PS_PAYLOAD, "torch cannot load the compiled code of " + method + " (" + text.substr(0, text.find('\n')) +
-                                      "): compile it again");
+        const char *const folder = std::getenv("TMPDIR");
+        const std::string text = error.what(), where = folder && *folder ? folder : "/tmp";
+        throw Failure(PS_PAYLOAD, "torch cannot load the compiled code of " + method + ", which it unpacks in " + where + " (" +
+                                      text.substr(0, text.find('\n')) + "): see that there is room or set TMPDIR, or compile "
+                                      "it again");
     }
 }
 

@@ -79,7 +79,7 @@ class PenstockBackend final : public BackendInterface {
                                   ArrayRef<CompileSpec>) const override {
         Region *region = nullptr;
         const Error error = guarded([&] {
-            const Json facts = region_facts({static_cast<const char *>(processed->data()), processed->size()});
+            const Json facts = region_facts(copy_of(*processed, "a delegate"));
             if (!context.get_named_data_map())
                 throw Failure(PS_PAYLOAD, "the program has no named data, where its payload is: export it again");
             region = new Region(*context.get_named_data_map(), facts, LoadOptions(context.runtime_specs()));

@@ -48,8 +48,8 @@ int reader_count(int asked) {
 }
 
 Json read_payload(const NamedDataMap &map, const std::string &key) {
-    const FreeableBuffer bytes = read_checked(map, key);
-    Json payload = parse_json({static_cast<const char *>(bytes.data()), bytes.size()}, "the program's " + key);
+    const std::string title = "the program's " + key;
+    Json payload = parse_json(copy_of(read_checked(map, key), title), title);
     const Json &version = payload.at("version");
     const bool known = version.is_number_integer() && version >= OLDEST && version <= NEWEST;
     if (payload.at("format") != "penstock" || !known)

@@ -1,17 +1,16 @@
 #include "named_data.h"
 
 #include <executorch/runtime/executor/merged_data_map.h>
-#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <optional>
 #include <sstream>
 
 #include "../failure.h"
+#include "../guard.h"
 #include "../stamp.h"
 
 namespace penstock {
@@ -105,11 +104,20 @@ const NamedDataMap *own_map(const NamedDataMap &given, const std::string &key) {
     return has_key(*first, key) ? first : part_of(*merged, Second());
 }
 
+std::string copy_of(const FreeableBuffer &bytes, const std::string &what) {
+    const Guard guard(bytes.data(), static_cast<int64_t>(bytes.size()));
+    std::string copy(static_cast<const char *>(bytes.data()), bytes.size());
+    if (guard.hit()) throw Failure(PS_SOURCE, what + " was read from a .pte that has been truncated meanwhile: copy the .pte again");
+    return copy;
+}
+
 FreeableBuffer read_checked(const NamedDataMap &map, const std::string &key) {
-    Result<FreeableBuffer> found = has_key(map, key) ? map.get_data(key) : Error::NotFound;
+    if (!has_key(map, key)) throw Failure(PS_PAYLOAD, "the program lacks its " + key + ": export it again");
+    Result<FreeableBuffer> found = map.get_data(key);
     if (!found.ok())
-        throw Failure(PS_PAYLOAD, "the program lacks its " + key + ": export it again");
-    if (key.substr(key.rfind('.') + 1) != sha256({static_cast<const char *>(found->data()), found->size()}))
+        throw Failure(PS_SOURCE, "the program's " + key + " cannot be read from its .pte (ExecuTorch says " +
+                                     executorch::runtime::to_string(found.error()) + "): check the disk, then try again");
+    if (key.substr(key.rfind('.') + 1) != sha256(copy_of(*found, "the program's " + key)))
         throw Failure(PS_PAYLOAD, "the program's " + key + " is damaged: its sha256 differs; copy the .pte again");
     return std::move(found.get());
 }
@@ -125,14 +133,18 @@ NamedWeights::NamedWeights(const NamedDataMap &loaded, const std::string &path, 
     if (!locate(map, files)) hold(map, files);
 }
 
-// Opens the caller's data file by itself, because the runtime's loader need not map it.
+// Opens the caller's data file by itself, because the runtime's loader need not map it. ExecuTorch is given the descriptor:
+// where a signal interrupts its own opening of a file, it gives up.
 void NamedWeights::open_data_file(const std::string &path) {
-    const Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    const Descriptor fd = open_file(path, O_RDONLY);
     if (fd < 0) throw Failure(PS_SOURCE, path + " cannot be opened (" + std::strerror(errno) + "): put the file back");
-    Result<MmapDataLoader> loader = MmapDataLoader::from(path.c_str(), MmapDataLoader::MlockConfig::NoMlock);
+    const std::string own = "/proc/self/fd/" + std::to_string(fd);
+    Result<MmapDataLoader> loader = MmapDataLoader::from(own.c_str(), MmapDataLoader::MlockConfig::NoMlock);
     if (loader.ok()) loader_ = std::make_unique<MmapDataLoader>(std::move(loader.get()));
     Result<FlatTensorDataMap> map =
         loader_ ? FlatTensorDataMap::load(loader_.get()) : Error::AccessFailed;
+    if (map.error() == Error::AccessFailed)
+        throw Failure(PS_SOURCE, path + " cannot be mapped (ExecuTorch says AccessFailed): check the disk, then try again");
     if (!map.ok()) throw Failure(PS_SOURCE, path + " is no .ptd file, or is damaged: export it again");
     data_file_ = std::make_unique<FlatTensorDataMap>(std::move(map.get()));
 }
@@ -150,6 +162,8 @@ bool NamedWeights::locate(const NamedDataMap &map, const Json &files) {
         }
         const auto address = reinterpret_cast<uintptr_t>(bytes.data());
         const int64_t offset = found->offset + static_cast<int64_t>(address - found->start);
+        if (offset > sizes_[number] - static_cast<int64_t>(bytes.size()))
+            throw Failure(PS_SOURCE, found->path + " has been truncated while it was loaded: copy the file again");
         if (offset % ALIGNMENT)
             throw Failure(PS_SOURCE, "weights lie at byte " + std::to_string(offset) + " of " + found->path +
                                          ", which is no multiple of " + std::to_string(ALIGNMENT) +
@@ -174,7 +188,7 @@ void NamedWeights::hold(const NamedDataMap &map, const Json &files) {
 int NamedWeights::file_number(const std::string &path, uint64_t inode) {
     const auto known = std::find(paths_.begin(), paths_.end(), path);
     if (known != paths_.end()) return static_cast<int>(known - paths_.begin());
-    Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    Descriptor fd = open_file(path, O_RDONLY);
     struct stat status;
     if (fd < 0 || fstat(fd, &status) != 0 || !S_ISREG(status.st_mode) || status.st_ino != inode) return -1;
     opened_.push_back({fd, status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec});

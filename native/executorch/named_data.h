@@ -19,6 +19,10 @@ bool has_key(const NamedDataMap &map, const std::string &key);
 // merges it, for each method anew, with the data files.
 const NamedDataMap *own_map(const NamedDataMap &given, const std::string &key);
 
+// A copy of bytes of the program, which may lie in a mapping of a file that somebody makes shorter: PS_SOURCE then, which
+// calls them `what`.
+std::string copy_of(const FreeableBuffer &bytes, const std::string &what);
+
 // The bytes of an entry whose key ends with their sha256. Raises PS_PAYLOAD for one that is missing or damaged.
 FreeableBuffer read_checked(const NamedDataMap &map, const std::string &key);
 

@@ -70,9 +70,10 @@ void Artifact::read_program() {
     }
 }
 
-std::string Artifact::program_file(const std::string &name) const {
+std::string_view Artifact::program_file(const std::string &name) const {
     const auto found = entries_.find(name);
-    return found == entries_.end() ? "" : program_.substr(found->second.first, found->second.second);
+    if (found == entries_.end()) return {};
+    return std::string_view(program_).substr(found->second.first, found->second.second);
 }
 
 const Json &Artifact::method(const std::string &name) const {

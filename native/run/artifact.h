@@ -21,7 +21,7 @@ class Artifact {
     const nlohmann::json &method(const std::string &name) const;
 
     // A file of the lowered program; nothing for one that it does not have.
-    std::string program_file(const std::string &name) const;
+    std::string_view program_file(const std::string &name) const;
 
   private:
     void read_program();

@@ -131,7 +131,8 @@ StreamedProgram::StreamedProgram(const Artifact &artifact, const Json &plan, con
     const Json &payload = artifact.payload();
     check_machine(payload.at("torch"), payload.at("program").value("machine", ""));
     state_->method = artifact.method(options.method);
-    const std::string name = state_->method.at("name"), stored = artifact.program_file(name + ".json");
+    const std::string name = state_->method.at("name");
+    const std::string_view stored = artifact.program_file(name + ".json");
     const Json code = stored.empty() ? Json::object() : Json::parse(stored);
     if (!code.contains("outputs"))
         throw Failure(PS_PLAN, "method " + name + " has no form that can be called without Python: compile it again, or "

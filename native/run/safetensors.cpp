@@ -1,21 +1,18 @@
 #include "safetensors.h"
 
 #include <dirent.h>
-#include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "../descriptor.h"
 #include "../failure.h"
-#include "../files.h"
 
 namespace penstock {
 
@@ -74,7 +71,7 @@ TensorPlace place_of(const std::string &name, const Json &json, int64_t data, in
 }
 
 Descriptor open_to_read(const std::string &path) {
-    Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    Descriptor fd = open_file(path, O_RDONLY);
     if (fd < 0) refuse_system(path, "opened");
     return fd;
 }
@@ -97,9 +94,10 @@ void remove_stale(const std::string &folder, const std::string &prefix) {
         if (name.compare(0, prefix.size(), prefix) != 0 || name.size() != prefix.size() + 8 ||
             name.find_first_not_of("0123456789abcdef", prefix.size()) != std::string::npos)
             continue;
-        const Descriptor fd(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+        const Descriptor fd = open_file(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
         struct stat status;
-        if (fd >= 0 && fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && flock(fd, LOCK_EX | LOCK_NB) == 0)
+        if (fd >= 0 && fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
+            uninterrupted([&] { return flock(fd, LOCK_EX | LOCK_NB); }) == 0)
             unlink(path.c_str());
     }
     closedir(names);
@@ -108,47 +106,66 @@ void remove_stale(const std::string &folder, const std::string &prefix) {
 // A file beside its target, under a name like those of Python's atomic files, that is removed unless it was renamed.
 class Temporary {
   public:
-    explicit Temporary(const std::string &target) {
+    explicit Temporary(const std::string &target) : target_(target) {
         const size_t slash = target.rfind('/');
         folder_ = slash == std::string::npos ? "./" : target.substr(0, slash + 1);
-        const std::string prefix = "." + (slash == std::string::npos ? target : target.substr(slash + 1)) + ".tmp-";
-        remove_stale(folder_, prefix);
-        struct stat named, opened;
-        do {
-            char digits[9];
-            std::snprintf(digits, sizeof digits, "%08x", static_cast<unsigned>(std::random_device()()));
-            path_ = folder_ + prefix + digits;
-            fd_ = Descriptor(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
-            if (fd_ < 0) refuse_system(target, "written");
-            flock(fd_, LOCK_EX);  // a file system without locks will do: nobody can then take the file for stale
-            // Another run may have taken it for stale between its creation and its lock.
-        } while (fstat(fd_, &opened) == 0 && (stat(path_.c_str(), &named) != 0 || named.st_ino != opened.st_ino));
+        prefix_ = "." + (slash == std::string::npos ? target : target.substr(slash + 1)) + ".tmp-";
     }
+    // What the system refuses to remove, the next run removes.
     ~Temporary() {
         if (!path_.empty()) unlink(path_.c_str());
     }
 
-    void write(const std::string &data) const {
-        for (size_t done = 0; done < data.size();) {
-            const ssize_t wrote = ::write(fd_, data.data() + done, data.size() - done);
-            if (wrote < 0 && errno == EINTR) continue;
-            if (wrote <= 0) refuse_system(path_, "written");
-            done += wrote;
-        }
+    void create() {
+        remove_stale(folder_, prefix_);
+        do {
+            path_.clear();
+            char digits[9];
+            std::snprintf(digits, sizeof digits, "%08x", static_cast<unsigned>(std::random_device()()));
+            const std::string path = folder_ + prefix_ + digits;
+            fd_ = open_file(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
+            if (fd_ < 0) refuse();
+            path_ = path;
+            lock();
+        } while (!is_there());
     }
 
-    void become(const std::string &target, bool force) {
-        if (fsync(fd_) != 0) refuse_system(target, "written");
+    void write(const std::string &data) const {
+        if (!write_all(fd_, data)) refuse();
+    }
+
+    void become(bool force) {
+        if (uninterrupted([&] { return fsync(fd_); }) != 0) refuse();
         // A link fails where somebody has made the file meanwhile.
-        if ((force ? rename(path_.c_str(), target.c_str()) : link(path_.c_str(), target.c_str())) != 0)
-            refuse_system(target, "written");
+        if ((force ? rename(path_.c_str(), target_.c_str()) : link(path_.c_str(), target_.c_str())) != 0) refuse();
         if (force) path_.clear();
-        const Descriptor folder(::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-        if (folder >= 0) fsync(folder);
+        const Descriptor folder = open_file(folder_, O_RDONLY | O_DIRECTORY);
+        if (folder < 0 || uninterrupted([&] { return fsync(folder); }) != 0)
+            throw Failure(PS_SOURCE, target_ + " is written, and the system does not say that the disk has it (" +
+                                         std::strerror(errno) + "): check the disk, then write it again with --force");
     }
 
   private:
-    std::string folder_, path_;
+    [[noreturn]] void refuse() const { refuse_system(target_, "written"); }
+
+    // A lock on a file system without locks will do: nobody can then take the file for stale.
+    void lock() const {
+        const bool locked = uninterrupted([&] { return flock(fd_, LOCK_EX); }) == 0;
+        const int without[] = {ENOSYS, EOPNOTSUPP, EINVAL, ENOLCK};
+        if (!locked && std::count(std::begin(without), std::end(without), errno) == 0) refuse();
+    }
+
+    // Another run may have taken it for stale between its creation and its lock.
+    bool is_there() const {
+        struct stat named, opened;
+        if (fstat(fd_, &opened) != 0) refuse();
+        if (stat(path_.c_str(), &named) == 0) return named.st_ino == opened.st_ino;
+        if (errno != ENOENT) refuse();
+        return false;
+    }
+
+    const std::string target_;
+    std::string folder_, prefix_, path_;
     Descriptor fd_;
 };
 
@@ -161,8 +178,8 @@ int64_t item_nbytes(const std::string &dtype) {
 
 void read_exactly(int fd, const std::string &path, int64_t offset, void *address, int64_t nbytes) {
     for (int64_t done = 0; done < nbytes;) {
-        const ssize_t got = pread(fd, static_cast<char *>(address) + done, nbytes - done, offset + done);
-        if (got < 0 && errno == EINTR) continue;
+        const ssize_t got = uninterrupted(
+            [&] { return pread(fd, static_cast<char *>(address) + done, nbytes - done, offset + done); });
         if (got < 0) refuse_system(path, "read");
         if (got == 0) throw Failure(PS_SOURCE, path + " ends too early: it has been truncated");
         done += got;
@@ -238,9 +255,10 @@ void write_tensors(const std::string &path, const std::vector<NamedTensor> &tens
     text.append((8 - text.size() % 8) % 8, ' ');
     const uint64_t length = text.size();
     Temporary file(path);
+    file.create();
     file.write(std::string(reinterpret_cast<const char *>(&length), 8) + text);
     for (const NamedTensor *one : sorted) file.write(one->bytes);
-    file.become(path, force);
+    file.become(force);
 }
 
 }  // namespace penstock

@@ -1,8 +1,9 @@
 /* A double of the system's calls on files, to be preloaded: one call on a path under a given folder goes wrong.
  *
  * `fault_arm` names the folder, the number of the call, which kinds of calls count, and what happens to that one. All
- * other calls go to the system. The calls that counted are in a log, which lies in shared memory: it can be read by the
- * process that forked the one that made them, also after that one was killed.
+ * other calls go to the system. What was armed, and a log of the calls that counted, lie in memory that a process shares
+ * with those that it forks and those that it starts: the fault meets whichever makes the call, and the log can be read
+ * after that one was killed.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -38,16 +39,13 @@ struct Logged {
     char path[232];
 };
 
-/* Shared with the process that forked this one. */
 static struct Shared {
-    atomic_int seen, fired;
+    char folder[LONGEST];
+    int which, action, value, late_us;
+    off_t moved;
+    atomic_int left, seen, fired;
     struct Logged calls[LOGGED];
 } *shared;
-
-static char folder[LONGEST];
-static int which, action, value, late_us;
-static atomic_int left;
-static off_t moved;
 
 /* What a mapping of a file has, so that populating it counts as a read. */
 static struct {
@@ -55,37 +53,49 @@ static struct {
     char path[LONGEST];
 } mappings[64];
 
+/* The environment says where the process that began this has its memory. */
 __attribute__((constructor)) static void begin(void) {
-    shared = (void *)syscall(SYS_mmap, NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0L);
+    static const char name[] = "FAULTS_MEMORY";
+    int fd = getenv(name) ? (int)syscall(SYS_openat, AT_FDCWD, getenv(name), O_RDWR | O_CLOEXEC, 0) : -1;
+    if (fd < 0) {
+        char path[64];
+        fd = memfd_create("faults", MFD_CLOEXEC);
+        snprintf(path, sizeof path, "/proc/%d/fd/%d", getpid(), fd);
+        if (fd < 0 || syscall(SYS_ftruncate, fd, sizeof *shared) || setenv(name, path, 1)) abort();
+    }
+    shared = (void *)syscall(SYS_mmap, NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0L);
     if (shared == MAP_FAILED) abort();
 }
+
+/* No further call counts. */
+EXPORT void fault_rest(void) { shared->folder[0] = 0; }
 
 /* The call with this number among those of the kinds in `kinds` under `where`, from 0 on, meets `what` (`with`: an errno,
  * microseconds, or how many bytes are moved at most). A number below 0 only counts; an empty `where` ends that too. */
 EXPORT void fault_arm(const char *where, int kinds, int number, int what, int with) {
-    folder[0] = 0;
-    which = kinds, action = what, value = with, late_us = 0, moved = 0;
+    fault_rest();
+    shared->which = kinds, shared->action = what, shared->value = with, shared->late_us = 0, shared->moved = 0;
     shared->seen = shared->fired = 0;
-    left = number < 0 ? -1 : number + 1;
-    strncpy(folder, where, sizeof folder - 1);
+    shared->left = number < 0 ? -1 : number + 1;
+    strncpy(shared->folder, where, LONGEST - 1);
 }
 
 /* All calls that read or write there are late, and go to another place of the file. */
 EXPORT void fault_spoil_all(const char *where, int kinds, int microseconds, long bytes) {
     fault_arm(where, kinds, -1, PASS, 0);
-    late_us = microseconds, moved = bytes;
+    shared->late_us = microseconds, shared->moved = bytes;
 }
-
-/* No further call counts. */
-EXPORT void fault_rest(void) { folder[0] = 0; }
 
 EXPORT int faults_seen(void) { return shared->seen; }
 EXPORT int faults_fired(void) { return shared->fired; }
 EXPORT const struct Logged *faults_logged(void) { return shared->calls; }
 
+/* Libraries make calls before this one has begun. */
+static int armed(void) { return shared && *shared->folder; }
+
 /* Whether a path lies in the folder; a relative one of an open folder is made absolute. */
 static int absolute(int at, const char *path, char *found) {
-    if (!*folder || !path) return 0;
+    if (!armed() || !path) return 0;
     if (*path == '/') {
         snprintf(found, LONGEST, "%s", path);
     } else {
@@ -95,17 +105,17 @@ static int absolute(int at, const char *path, char *found) {
         if (length < 0) return 0;
         snprintf(found + length, LONGEST - length, "/%s", path);
     }
-    return !strncmp(found, folder, strlen(folder));
+    return !strncmp(found, shared->folder, strlen(shared->folder));
 }
 
 static int of_descriptor(int fd, char *found) {
-    if (!*folder || fd < 0) return 0;
+    if (!armed() || fd < 0) return 0;
     char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     const ssize_t length = readlink(link, found, LONGEST - 1);
     if (length < 0) return 0;
     found[length] = 0;
-    return !strncmp(found, folder, strlen(folder));
+    return !strncmp(found, shared->folder, strlen(shared->folder));
 }
 
 /* Puts another file of the same size in the place of one: its second half differs. */
@@ -137,23 +147,24 @@ static void cut(const char *path) {
 
 /* What is to be done about a call: FAIL (errno is set), SHORTEN, KILL_AFTER, or PASS. */
 static int meets(const char *call, int kind, int writing, const char *path) {
-    if (!(kind & which)) return PASS;
+    if (!(kind & shared->which)) return PASS;
     const int number = atomic_fetch_add(&shared->seen, 1);
     if (number < LOGGED) {
         struct Logged *const one = &shared->calls[number];
         snprintf(one->call, sizeof one->call, "%s", call);
-        snprintf(one->path, sizeof one->path, "%s", path + strlen(folder));
+        snprintf(one->path, sizeof one->path, "%s", path + strlen(shared->folder));
         one->kind = kind, one->writing = writing;
     }
-    if (late_us) usleep(late_us);
-    if (atomic_load(&left) < 0 || atomic_fetch_sub(&left, 1) != 1) return PASS;
+    if (shared->late_us) usleep(shared->late_us);
+    if (atomic_load(&shared->left) < 0 || atomic_fetch_sub(&shared->left, 1) != 1) return PASS;
     atomic_fetch_add(&shared->fired, 1);
-    if (action == DELAY) usleep(value);
-    if (action == TRUNCATE) cut(path);
-    if (action == REPLACE) put_other(path);
-    if (action == KILL_BEFORE) kill(getpid(), SIGKILL);
-    if (action == FAIL) errno = value;
-    return action;
+    const int what = shared->action;
+    if (what == DELAY) usleep(shared->value);
+    if (what == TRUNCATE) cut(path);
+    if (what == REPLACE) put_other(path);
+    if (what == KILL_BEFORE) kill(getpid(), SIGKILL);
+    if (what == FAIL) errno = shared->value;
+    return what;
 }
 
 static int done(int met) {
@@ -165,7 +176,7 @@ static int done(int met) {
  * file is read past the page cache. */
 static size_t to_move(int met, int fd, size_t nbytes) {
     if (met != SHORTEN) return nbytes;
-    size_t most = value ? (size_t)value : nbytes / 2;
+    size_t most = shared->value ? (size_t)shared->value : nbytes / 2;
     if (fcntl(fd, F_GETFL) & O_DIRECT) most = most < 512 ? 512 : most / 512 * 512;
     return most && most < nbytes ? most : nbytes;
 }
@@ -210,7 +221,7 @@ static size_t to_move(int met, int fd, size_t nbytes) {
     EXPORT ssize_t name declared {                                                             \
         NEXT(name);                                                                            \
         char path[LONGEST];                                                                    \
-        const int ours = of_descriptor(fd, path) && kind & which;                              \
+        const int ours = of_descriptor(fd, path) && kind & shared->which;                              \
         const int met = ours ? meets(#name, kind, kind == WRITES, path) : PASS;                \
         if (met == FAIL) return -1;                                                            \
         if (met == NOTHING) return 0;                                                          \
@@ -222,7 +233,7 @@ static size_t to_move(int met, int fd, size_t nbytes) {
     }
 
 #define HERE (void)0
-#define THERE offset += moved
+#define THERE offset += shared->moved
 #define OF_BYTES nbytes = to_move(met, fd, nbytes)
 /* Of several parts only the first one is moved. */
 #define OF_PARTS                                                     \
@@ -299,6 +310,7 @@ CALL(int, fstat, LOOKS, 0, -1, of_descriptor(fd, path), (int fd, struct stat *st
 CALL(int, fstat64, LOOKS, 0, -1, of_descriptor(fd, path), (int fd, struct stat64 *status), fd, status)
 CALL(int, fstatat, LOOKS, 0, -1, absolute(at, given, path), (int at, const char *restrict given, struct stat *restrict status, int flags), at, given, status, flags)
 CALL(int, fstatat64, LOOKS, 0, -1, absolute(at, given, path), (int at, const char *restrict given, struct stat64 *restrict status, int flags), at, given, status, flags)
+CALL(int, access, LOOKS, 0, -1, absolute(AT_FDCWD, given, path), (const char *given, int mode), given, mode)
 CALL(int, statvfs, LOOKS, 0, -1, absolute(AT_FDCWD, given, path), (const char *restrict given, struct statvfs *restrict status), given, status)
 CALL(int, statvfs64, LOOKS, 0, -1, absolute(AT_FDCWD, given, path), (const char *restrict given, struct statvfs64 *restrict status), given, status)
 
@@ -344,7 +356,7 @@ EXPORT int madvise(void *address, size_t nbytes, int advice) {
     NEXT(madvise);
     const uintptr_t start = (uintptr_t)address;
     int met = PASS;
-    for (int k = 0; *folder && advice == 22 && k < 64; ++k)
+    for (int k = 0; armed() && advice == 22 && k < 64; ++k)
         if (mappings[k].start <= start && start < mappings[k].stop) {
             met = meets("madvise", READS, 0, mappings[k].path);
             break;

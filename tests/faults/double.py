@@ -89,7 +89,7 @@ def build() -> Path:
 
 
 class Double:
-    """The double in this process, and in those that it forks."""
+    """The double in this process, and in those that it forks, or starts with its environment."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -121,7 +121,7 @@ class Double:
 
     @property
     def seen(self) -> int:
-        """The number of calls that counted, also in a forked process that has ended."""
+        """The number of calls that counted, also in a process that has ended."""
         return int(self._library.faults_seen())
 
     @property

@@ -178,13 +178,17 @@ class Bench:
         self.before.restore()
         return calls
 
-    def inject(self, number: int, fault: Fault) -> bool:
-        """Have a call meet a fault, and report what is not as it should be; returns whether the call came."""
+    def inject(self, kind: Kind, number: int, fault: Fault) -> bool:
+        """Have a call meet a fault, and report what is not as it should be; returns whether the call came.
+
+        Its number is that among those of its kind, so that threads which read change none of an opening.
+        """
         outcome, problems = None, list[str]()
         try:
-            outcome = forked(lambda: self._act(number, fault)) or forked(self._next)
+            outcome = forked(lambda: self._act(kind, number, fault)) or forked(self._next)
         except RuntimeError as error:
             problems.append(str(error))
+        self._double.disarm()  # a process that ended before it could
         call = self._double.call(number) if self._double.fired else None
         # Threads make calls in another order than when they were counted.
         other = call is not None and fault not in faults_of(call, self.before)
@@ -198,17 +202,19 @@ class Bench:
             self.report.injected[fault.name] += 1
             self.report.came[how] += 1
         where = f"{call.name} of {call.path}" if call else "which did not come"
-        self.report.problems += [f"{fault.name} at call {number}, {where}: {one}" for one in problems]
+        self.report.problems += [
+            f"{fault.name} at call {number} of its kind, {where}: {one}" for one in problems
+        ]
         self.before.restore()
         return came
 
     def _start(self) -> Any:
         return self._started or self._scenario.start(self._root, self._beside)
 
-    def _act(self, number: int, fault: Fault) -> dict[str, Any]:
+    def _act(self, kind: Kind, number: int, fault: Fault) -> dict[str, Any]:
         self._double.arm(self._root, Kind(0))  # what is mapped from now on is known
         started = self._start()
-        self._double.arm(self._root, number=number, action=fault.action, value=fault.value)
+        self._double.arm(self._root, kind, number=number, action=fault.action, value=fault.value)
         how, why, value = "right", "", ""
         try:
             value = self._scenario.act(self._root, started)
@@ -264,6 +270,8 @@ class Bench:
             yield outcome.why
         if outcome.how == "refused" and fault.absorbed:
             yield f"it was not absorbed: {outcome.why}"
+        if outcome.how == "refused" and call and not self._scenario.names(outcome.why, call.path):
+            yield f"the file is not named: {outcome.why}"
         # What cannot be removed is removed by the next call.
         removing = call is not None and not call.writing and ".tmp-" in call.path
         yield from self._strange(outcome.changes, unfinished=fault.kills or removing)
@@ -289,6 +297,11 @@ class Bench:
         """Whether a path in the folder is what the scenario writes, or in it."""
         target = self._scenario.target
         return name == target or name.startswith(f"{target}/")
+
+    def is_always(self, call: Call, fault: Fault) -> bool:
+        """Whether the scenario always meets this."""
+        what = f"{fault.name} {call.name} {call.path}"
+        return bool(self._scenario.always) and re.match(self._scenario.always, what) is not None
 
     def _is_own(self, name: str) -> bool:
         return self.is_target(name) or any(fnmatch(name, one) for one in self._scenario.adds)
@@ -323,7 +336,7 @@ def chosen(calls: list[Call], most: int) -> list[int]:
 
 
 def run(name: str, place: Path, double: Double, *, most: int, every: int) -> Report:
-    """Inject faults into a scenario: every so manyth of those that its calls can meet."""
+    """Inject every so manyth of the faults that a scenario can meet, and those that it always meets."""
     bench = Bench(name, place, double)
     gc.freeze()  # the collector of forked processes need not look at, and so copy, what they inherit
     calls = bench.count()
@@ -332,14 +345,24 @@ def run(name: str, place: Path, double: Double, *, most: int, every: int) -> Rep
     # What others do to the target itself is theirs.
     faults = [
         (number, fault)
-        for number in numbers
-        for fault in faults_of(calls[number], bench.before)
-        if not (fault.changes and bench.is_target(calls[number].path))
+        for number, call in enumerate(calls)
+        for fault in faults_of(call, bench.before)
+        if not (fault.changes and bench.is_target(call.path))
     ]
+    always = [one for one in faults if bench.is_always(calls[one[0]], one[1])] if every > 1 else []
+    faults = [one for one in faults if one[0] in numbers]
+
+    def inject(number: int, fault: Fault) -> bool:
+        kind = calls[number].kind
+        return bench.inject(kind, sum(one.kind == kind for one in calls[:number]), fault)
+
     # Scenarios begin at different ones, so that together they meet more of them.
     first = sum(name.encode()) % min(every, len(faults))
     for start in range(first, len(faults), every):
-        any(bench.inject(*one) for one in faults[start : start + every])  # up to one that comes
+        any(inject(*one) for one in faults[start : start + every])  # up to one that comes
+    for number, fault in always:
+        if not inject(number, fault):
+            bench.report.problems.append(f"{fault.name} did not come at {calls[number]}")
     return bench.report
 
 

@@ -74,10 +74,10 @@ def of_files(path: Path) -> str:
 class Plain(nn.Module):
     """Linears with weights in float32."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -91,8 +91,9 @@ class Scenario(ABC):
 
     What penstock remembers of the machine meets faults as well if it `remembers` in the folder. What `start`
     returns is made once if the processes that act can inherit it (`inherits`). A kill may leave a target that
-    is refused by a message with the words in `torn`, if there are any. What takes long is `kept` in a folder
-    for other scenarios.
+    is refused by a message with the words in `torn`, if there are any. Faults that match the pattern `always`
+    (`EIO fsync out`) are injected where few others are: they have found something before. What takes long is
+    `kept` in a folder for other scenarios.
     """
 
     kept: Path
@@ -101,6 +102,7 @@ class Scenario(ABC):
     remembers = False
     inherits = False
     torn = ""
+    always = ""
 
     def once(self) -> None:  # noqa: B027
         """Make what all processes of the scenario share."""
@@ -128,3 +130,7 @@ class Scenario(ABC):
     def found(self, root: Path) -> str:
         """What the target holds; empty if it is not there."""
         return ""
+
+    def names(self, why: str, path: str) -> bool:
+        """Whether a refusal says enough of the file whose call has failed, by its path in the folder."""
+        return True

@@ -8,6 +8,7 @@ from typing import Any
 
 import penstock
 from tests.faults.caching import Applying, LoadingModel, Pruning, Swapping
+from tests.faults.programs import Delegating, WithoutPython
 from tests.faults.running import Compiled, Loading, Planning, Running, Verifying
 from tests.faults.scenario import Scenario, exported, of_artifact
 from tests.faults.writing import Carelessly, Command, Compiling, Converting, Exporting, Relinking, Reporting
@@ -39,6 +40,12 @@ _SCENARIOS: Mapping[str, Callable[[], Scenario]] = {
     "swap_adapter": Swapping,
     "penstock cache clear": Pruning,
     "save for ExecuTorch": Exporting,
+    "penstock-run": WithoutPython,
+    "penstock-run, a new output": lambda: WithoutPython(over=False),
+    "penstock-run, mapped": lambda: WithoutPython(arena="mapped"),
+    "delegate, mapped": lambda: Delegating("mmap"),
+    "delegate, read": lambda: Delegating("file"),
+    "delegate, compiled code": lambda: Delegating("mmap", "aotinductor"),
     "compiled code": lambda: Compiled("paged", "auto"),
     **{
         f"{kind.__name__.lower()} {arena}, {engine}": lambda kind=kind, arena=arena, engine=engine: kind(
@@ -51,7 +58,12 @@ _SCENARIOS: Mapping[str, Callable[[], Scenario]] = {
 }  # fmt: skip
 
 
-SLOW = frozenset({"compiled code", "load a model", "save for ExecuTorch", "swap_adapter"})
+SLOW = frozenset(
+    {
+        "compiled code", "delegate, compiled code", "delegate, read", "load a model", "penstock-run, mapped",
+        "penstock-run, a new output", "save for ExecuTorch", "swap_adapter",
+    }
+)  # fmt: skip
 """Scenarios that take seconds before anything is injected, for a compiler or a library: not in the suite."""
 
 

@@ -10,23 +10,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines import ENGINES
+from tests.engines import ENGINES, ROOT, built
 from tests.faults.double import build
 from tests.faults.scenarios import SLOW, names
 from tests.hunt import scaled
-
-ROOT = Path(__file__).parents[2]
 
 ALL = scaled(1) > 1
 SOME = (10**6, 1) if ALL else (1, 61)
 """How many of the calls that are alike meet faults, and every which fault is injected."""
 
 NAMES = [one for one in names() if ("native" in ENGINES or "native" not in one) and (ALL or one not in SLOW)]
+
+PROGRAMS = {
+    "penstock-run": ("run/penstock-run", "build-run"),
+    "delegate": ("executorch/run_pte", "build-delegate"),
+}
+"""What runs in the scenarios whose names begin so, and the script that builds it."""
 
 Inject = Callable[[str, int, int], dict[str, Any]]
 
@@ -58,6 +61,8 @@ def inject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inject]:
 @pytest.mark.random
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fault_is_absorbed_or_named_and_nothing_is_lost(inject: Inject, name: str) -> None:
+    if found := PROGRAMS.get(name.partition(",")[0]):
+        built(*found)
     report = inject(name, *SOME)
     assert report["problems"] == []
     injected = report["injected"]

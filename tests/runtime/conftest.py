@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from torch.export import Dim, ExportedProgram, export
 
 import penstock
 from penstock.runtime.program import Program
+from tests.engines import built
 from tests.runtime.compiled_models import Artifact, compile_models
 from tests.runtime.models import Stack
 
-ROOT = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -59,12 +58,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, compiler: None) -> dict[s
 
 @pytest.fixture(scope="session")
 def runner() -> Path:
-    """The program, built from the sources as they are; `make` has built it before, which takes a minute."""
-    subprocess.run([ROOT / "scripts/build-run", sys.executable], check=True)
-    program = ROOT / "build/run/penstock-run"
-    if not program.exists():
-        pytest.skip("penstock-run is not built: scripts/install-compiler installs what builds it")
-    return program
+    """penstock-run."""
+    return built("run/penstock-run", "build-run")
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,8 +26,8 @@ from tests.backends.executorch.delegate.pte_models import (
     write_files,
 )
 from tests.backends.executorch.delegate.pte_runs import Runner
+from tests.engines import built as build
 
-ROOT = Path(__file__).parents[4]
 METHODS: dict[str, Callable[[], dict[str, ExportedProgram]]] = {
     "mlp": lambda: {"forward": export(Mlp().eval(), (rows(),))},
     "quantised": lambda: {"forward": export(quantised_mlp().eval(), (rows(),))},
@@ -42,12 +40,8 @@ METHODS: dict[str, Callable[[], dict[str, ExportedProgram]]] = {
 
 @pytest.fixture(scope="session")
 def built() -> Path:
-    """The folder of the delegate, built from the sources as they are; `make` has built it before."""
-    subprocess.run([ROOT / "scripts/build-delegate", sys.executable], check=True)
-    folder = ROOT / "build/executorch"
-    if not (folder / "run_pte").exists():
-        pytest.skip("the delegate is not built: scripts/install-compiler installs what builds it")
-    return folder
+    """The folder of the delegate."""
+    return build("executorch/run_pte", "build-delegate").parent
 
 
 @pytest.fixture

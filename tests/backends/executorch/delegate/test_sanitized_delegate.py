@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.backends.executorch.delegate.conftest import ROOT
 from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, Files, rows
 from tests.backends.executorch.delegate.pte_runs import Answer, Call, Program, Runner
 from tests.backends.executorch.forging import FORGERIES, Change, deep, fields, forge
+from tests.engines import ROOT
 
 pytestmark = pytest.mark.sanitize
 MLP = [Call([rows()])] * 3
