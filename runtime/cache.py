@@ -127,11 +127,15 @@ class Cache:
 
     @property
     def own(self) -> bool:
-        """Whether nobody but this user can write to the folder: then what is there, this user has made."""
-        try:
-            state = self.folder.stat()
-        except FileNotFoundError:  # it will be made
-            return True
+        """Whether nobody but this user can write to the folder: then what is there, this user has made.
+
+        Raises SourceError where the system does not say.
+        """
+        with reading(self.folder):
+            try:
+                state = self.folder.stat()
+            except FileNotFoundError:  # it will be made
+                return True
         others = state.st_mode & stat.S_IWOTH or (
             state.st_mode & stat.S_IWGRP and not _is_private(state.st_gid)
         )

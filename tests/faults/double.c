@@ -118,20 +118,27 @@ static int of_descriptor(int fd, char *found) {
     return !strncmp(found, shared->folder, strlen(shared->folder));
 }
 
+/* The size of a file; below 0 of what is none, which a call comes to where it takes the number of another. */
+static off_t size_of(const char *path) {
+    struct stat status;
+    memset(&status, 0, sizeof status);
+    const int failed = syscall(SYS_newfstatat, AT_FDCWD, path, &status, 0);
+    return failed || !S_ISREG(status.st_mode) ? -1 : status.st_size;
+}
+
 /* Puts another file of the same size in the place of one: its second half differs. */
 static void put_other(const char *path) {
     char other[LONGEST + 16], block[4096];
+    const off_t nbytes = size_of(path);
+    if (nbytes < 0) return;
     snprintf(other, sizeof other, "%s.other", path);
     const int from = syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
     if (from < 0) return;
     const int to = syscall(SYS_openat, AT_FDCWD, other, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-    struct stat status;
-    memset(&status, 0, sizeof status);
-    syscall(SYS_newfstatat, from, "", &status, AT_EMPTY_PATH);
     off_t at = 0;
     for (ssize_t got; (got = syscall(SYS_read, from, block, sizeof block)) > 0; at += got) {
         for (ssize_t k = 0; k < got; ++k)
-            if (at + k >= status.st_size / 2) block[k] ^= 1;
+            if (at + k >= nbytes / 2) block[k] ^= 1;
         if (syscall(SYS_write, to, block, got) != got) abort();
     }
     syscall(SYS_close, from), syscall(SYS_close, to);
@@ -139,10 +146,8 @@ static void put_other(const char *path) {
 }
 
 static void cut(const char *path) {
-    struct stat status;
-    memset(&status, 0, sizeof status);
-    syscall(SYS_newfstatat, AT_FDCWD, path, &status, 0);
-    syscall(SYS_truncate, path, (long)status.st_size / 2);
+    const off_t nbytes = size_of(path);
+    if (nbytes >= 0) syscall(SYS_truncate, path, (long)nbytes / 2);
 }
 
 /* What is to be done about a call: FAIL (errno is set), SHORTEN, KILL_AFTER, or PASS. */

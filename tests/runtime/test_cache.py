@@ -229,6 +229,13 @@ def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache: Ca
     assert kept
 
 
+def test_a_folder_that_cannot_be_looked_at_is_neither_ones_own_nor_new(tmp_path: Path) -> None:
+    assert Cache(tmp_path / "new").own
+    (tmp_path / "file").touch()
+    with pytest.raises(SourceError, match="file/cache cannot be read"):
+        _ = Cache(tmp_path / "file" / "cache").own
+
+
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
