@@ -99,12 +99,16 @@ def _refuse_folder(path: Path) -> None:
 @contextmanager
 def _kept(path: Path) -> Iterator[None]:
     """Lock a file that is about to be exchanged, so that nobody takes it for stale under its new name."""
-    with ExitStack() as held:
+    fd = -1
+    try:
         with suppress(OSError):  # what may not be opened, or is a link to nowhere
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            held.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
+    finally:
+        if fd >= 0:
+            with suppress(OSError):  # nothing was written by it
+                os.close(fd)
 
 
 def _put_back(path: Path, fd: int, old: Path | None) -> None:

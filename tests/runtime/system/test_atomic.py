@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -404,3 +405,24 @@ def test_killed_at_any_time(output: Path, renames: str) -> None:
     write_artifact(output, force=True, build=build("last"))
     assert generations(output) == {"last"}
     assert os.listdir(output.parent) == [output.name]
+
+
+def test_what_was_there_is_replaced_though_the_system_complains_when_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, complained = tmp_path / "out", os.close, []
+    path.write_bytes(b"old")
+
+    def close(fd: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)
+        if name.startswith(f"{tmp_path}/.out.tmp-"):  # which the old file is called by then
+            complained.append(name)
+            raise OSError(errno.EIO, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        with replace_files([path], force=True) as (fd,):
+            os.write(fd, b"new")
+    assert len(complained) == 1
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("out", b"new")]
