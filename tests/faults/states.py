@@ -60,9 +60,13 @@ class State:
             os.utime(path, ns=(one.mtime_ns, one.mtime_ns))
 
     def put_back(self, name: str) -> None:
-        """Give one file its bytes, inode and time again, if it was there."""
+        """Give one file its bytes, inode and time again, if it was there and was not written again since.
+
+        Beside what was written again the old bytes would be damage: an archive has the time of its writing.
+        """
         path = self._folder / name
-        if (one := self._files.get(name)) is not None and path.parent.is_dir():
+        one = self._files.get(name)
+        if one is not None and path.parent.is_dir() and not (path.exists() and self._is_new(path, one.data)):
             one.link.write_bytes(one.data)
             os.utime(one.link, ns=(one.mtime_ns, one.mtime_ns))
             again = one.link.with_suffix(".again")
@@ -73,6 +77,12 @@ class State:
     def holds(self, name: str) -> bool:
         """Whether a file was there."""
         return name in self._files
+
+    @staticmethod
+    def _is_new(path: Path, old: bytes) -> bool:
+        """Whether a file is neither the old one, nor what the double makes of that."""
+        half = len(old) // 2
+        return path.read_bytes() not in (old, old[:half], old[:half] + bytes(one ^ 1 for one in old[half:]))
 
     def _is_same(self, name: str, one: _File) -> bool:
         path = self._folder / name
