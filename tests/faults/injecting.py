@@ -173,6 +173,8 @@ class Bench:
             self._double.disarm()
             return value, self._found()
 
+        forked(act)  # what is remembered beside the folder is remembered from now on
+        self.before.restore()
         self._new = tuple(forked(act))
         calls = [self._double.call(number) for number in range(self._double.seen)]
         self.before.restore()
