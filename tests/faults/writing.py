@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.export import export
+from typer import BadParameter
 
 import penstock
 from penstock.passes.trace import PRESET_CPU
@@ -153,7 +154,10 @@ class Command(Scenario):
         from penstock.cli.main import assemble
 
         arguments = [one.replace("ROOT", str(root)) for one in self._arguments]
-        assemble()(arguments, prog_name="penstock", standalone_mode=False)
+        try:
+            assemble()(arguments, prog_name="penstock", standalone_mode=False)
+        except BadParameter as error:  # a sentence, and exit status 2
+            raise SourceError(error.message) from error
         return ""
 
     def found(self, root: Path) -> str:
