@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.protocol import Move
 from penstock.schedule.facts.errors import PenstockError
 from tests.rig.machine import readable
-from tests.rig.rig_runs import RigRun
+from tests.rig.rig_runs import DISKS_OF_ORDERS, RigRun
 from tests.rig.test_faults_on_the_rig import LATE_ORDERS, ORDERINGS
 from tests.runtime.device.device_runs import (
     POLICIES,
@@ -107,10 +108,10 @@ def test_faults_of_order_are_found(name: str) -> None:
 
 def run_everywhere(fault: Parts) -> None:
     for order in LATE_ORDERS:
-        for one in (*cases(), *disk_cases()):
+        behind_hosts = product(disk_cases(), DISKS_OF_ORDERS.get(order[0], (None,)))
+        for one, disk in (*product(cases(), (None,)), *behind_hosts):
             with ordered(*order):
-                waits, late = LIBRARY.fake_cudart_waits, order[0] == "late"
-                moved = RigRun(one, fault, "cuda", late_disk=late, blocked=waits).go()
+                moved = RigRun(one, fault, "cuda", disk=disk, blocked=LIBRARY.fake_cudart_waits).go()
             if one in cases() and moved != totals_of(one, *POLICIES[0]).bytes_moved:
                 raise CountError(f"{one.name}: {moved} bytes were moved")
 

@@ -6,7 +6,8 @@ second device. Its kernels run on threads of streams, in one of `ORDERS`:
 - soon: at once;
 - late: only what somebody waits for, and only then;
 - random: as `seed` draws, and what somebody waits for;
-- lagging: as soon, but default streams (seed 0), or all others (seed 1), wait until nothing else can run.
+- lagging: as soon, but default streams (seed 0), or all others (seed 1), wait until nothing else can run,
+  and the host waits, so that nothing else is about to be enqueued.
 """
 
 from __future__ import annotations

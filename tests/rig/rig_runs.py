@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -76,13 +76,28 @@ class LateEvent(DiskEvent):
         super().synchronize()
 
 
-class LateReading(AcceleratorDevice):
-    """The rig with a late disk behind it."""
+class PromptDisk(DiskStream):
+    """Reads as early as waits allow: what is enqueued is read before anything else is."""
 
-    def open_disk(self, source: Source) -> LateDisk:
-        disk = LateDisk(source)
-        self._disks.append(disk)
-        return disk
+    def read(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
+        super().read(target, reads)
+        wait(self.record().submitted.result())
+
+
+DISKS_OF_ORDERS = {"late": (LateDisk, PromptDisk)}
+"""Disks that make all faults of order certain to show in an order of the rig's, beside the system's disk."""
+
+
+class DeviceWithDisk(AcceleratorDevice):
+    """The rig with another disk behind it than the system's."""
+
+    def __init__(self, name: str, disk: type[DiskStream]) -> None:
+        super().__init__(name)
+        self._disk = disk
+
+    def open_disk(self, source: Source) -> DiskStream:
+        self._disks.append(self._disk(source))
+        return self._disks[-1]
 
 
 @cache
@@ -95,21 +110,20 @@ def plan_of(program: Program, budget: int | str, **options: Any) -> Plan:
 class RigRun:
     """A case on the rig, in the order that is set, or on the accelerator of another name.
 
-    `parts` may alter what the runtime is given. The disk is the system's, which has often read before, or
-    with `late_disk`, on the rig, one that never has. `blocked` tells how often the host has waited for the
-    device so far.
+    `parts` may alter what the runtime is given. The disk is the system's, which may have read or not, unless
+    it is another. `blocked` tells how often the host has waited for the device so far.
     """
 
     case: Case
     parts: Parts = field(default_factory=Parts)
     name: str = "rig"
-    late_disk: bool = False
+    disk: type[DiskStream] | None = None
     blocked: Callable[[], object] = machine.blocked
 
     def go(self) -> int:
         """Run all passes, and return the bytes moved. Raises WrongBytesError for what a step found."""
         one, parts = self.case, self.parts
-        device = LateReading(self.name) if self.late_disk else open_accelerator(self.name)
+        device = DeviceWithDisk(self.name, self.disk) if self.disk else open_accelerator(self.name)
         given = parts.device(device)
         self.found: list[tuple[int, torch.Tensor, torch.Stream]] = []
         streams = [
@@ -202,9 +216,10 @@ def run_everywhere(parts: Parts, some: Sequence[Case], orders: Any = machine.ORD
 
     As many bytes are moved as on the simulated device, unless how many there are is up to a disk.
     """
-    for one, order, late_disk in product(some, orders, (False, True)):
-        if not late_disk or (one.plan.host and order[0] == "late"):
+    for one, order in product(some, orders):
+        others = DISKS_OF_ORDERS.get(order[0], ()) if one.plan.host else ()
+        for disk in (None, *others):
             with machine.ordered(*order):
-                moved = RigRun(one, parts, late_disk=late_disk).go()
+                moved = RigRun(one, parts, disk=disk).go()
             if one in cases() and moved != totals_of(one, *POLICIES[0]).bytes_moved:
                 raise CountError(f"{one.name}: {moved} bytes were moved")

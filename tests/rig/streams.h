@@ -79,6 +79,7 @@ class Streams {
   void set_policy(Policy policy, uint64_t seed) {
     std::lock_guard lock(mutex_);
     policy_ = policy;
+    asked_ = false;
     seed_ = seed;
     random_.seed(seed);
     wake();
@@ -111,7 +112,9 @@ class Streams {
   bool query(Mark mark) {
     std::lock_guard lock(mutex_);
     if (mark.stream == nullptr || mark.stream->done >= mark.position) return true;
+    asked_ = true;
     demand(mark);
+    wake();
     return false;
   }
 
@@ -187,8 +190,12 @@ class Streams {
   }
 
   void finish(std::unique_lock<std::mutex>& lock, Mark mark) {
+    if (mark.stream->done >= mark.position) return;
+    waiting_++;
     demand(mark);
+    wake();  // also what was demanded before, and held back for the host
     hosts_.wait(lock, [&] { return mark.stream->done >= mark.position; });
+    waiting_--;
   }
 
   void finish_all(std::unique_lock<std::mutex>& lock, int device) {
@@ -205,7 +212,7 @@ class Streams {
     if (policy_ == Policy::late) return demanded;
     if (policy_ == Policy::random) return demanded || stream->released > stream->done;
     if (!lags(stream)) return true;
-    if (!demanded) return false;
+    if (!demanded || (waiting_ == 0 && !asked_)) return false;  // the host may still enqueue what goes first
     for (const Stream* other : started_)  // those that do not lag go first, as far as they can
       if (!lags(other) && !other->idle() && !blocked_at(other)) return false;
     return true;
@@ -263,6 +270,8 @@ class Streams {
   std::string errors_[kDevices];
   Policy policy_ = Policy::soon;
   uint64_t seed_ = 0;
+  int waiting_ = 0;  // threads of the host that wait for a mark
+  bool asked_ = false;  // whether the host has asked for a mark instead, and may do nothing else until it is reached
   std::mt19937_64 random_;
   pid_t owner_ = getpid();
 };

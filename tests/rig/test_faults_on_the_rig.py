@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.schedule.facts.errors import PenstockError
 from tests.hunt import scaled
 from tests.rig import machine
-from tests.rig.rig_runs import RigRun, run_everywhere
+from tests.rig.rig_runs import LateDisk, RigRun, run_everywhere
 from tests.runtime.device.device_runs import Case, CountError, Parts, WrongBytesError, cases, disk_cases
 from tests.runtime.sim.faults import FAULTS, PLANS, PROBES, RECORDS, WAITS
 from tests.runtime.sim.test_sim import case_of
@@ -54,4 +54,4 @@ def test_random_plans_run_on_the_rig_in_random_orders(
     if one.plan.arena_bytes:
         for order in (("random", number), ("late", 0), ("lagging", 0)):
             with machine.ordered(*order):
-                RigRun(one, late_disk=order[0] == "late").go()
+                RigRun(one, disk=LateDisk if order[0] == "late" else None).go()
