@@ -35,22 +35,25 @@ def test_another_program_has_its_own_bits():
 
 
 def test_memory_that_nobody_has_filled_would_be_found(monkeypatch):
-    """A step fewer than the graph reads, where nothing follows the graph."""
+    """Steps that come later than the graph reads, where nothing follows the graph.
 
-    def fewer(document: dict[str, Any]) -> None:
+    What `linear_2` reads arrives behind the step before, which then is its own: no earlier, on any machine.
+    """
+    later = {"linear_1": "linear_2", "linear_2": "add"}
+
+    def late(document: dict[str, Any]) -> None:
         payload = document["payload"]
         for traces in (payload["traces"], *(plan["traces"] for plan in payload["plans"])):
             for trace in traces:
                 for step in trace["steps"]:
-                    if step["name"] == "linear_1":
-                        step["name"] = "relu"
+                    step["name"] = later.get(step["name"], step["name"])
         payload["plans"] = [one for one in payload["plans"] if one["arena"]["kind"] == "contiguous"][:1]
 
     with pytest.raises(penstock.PayloadError, match="read by linear_1, and no step"):
-        wholes().use(changed(fewer))
+        wholes().use(changed(late))
     monkeypatch.setattr("penstock.passes.lowering.archive.check_uses", lambda *_: None)
     with pytest.raises(WrongBitsError):
-        wholes().use(changed(fewer))
+        wholes().use(changed(late))
 
 
 def test_an_error_in_one_of_both_is_found():
