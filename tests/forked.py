@@ -15,6 +15,7 @@ from pathlib import Path
 
 PARENT = """
 import gc, json, os, sys, warnings
+gc.set_threshold(700, 10, 100)  # as in the command line
 import networkx, scipy.optimize, scipy.sparse  # which a plan needs
 import torch, torch._dynamo, torch.export, torch._functorch.aot_autograd
 import penstock.runtime.program
