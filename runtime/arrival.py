@@ -153,7 +153,7 @@ class WeightFiles:
         return measured(self._subject("answer", cache), partial(self._wait, cache))
 
     def _subject(self, quantity: Quantity, cache: Cache) -> Subject:
-        first = (self.folder / self.files[0].path).resolve()
+        first = (self.folder / self.files[0].path).absolute()
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
         mounts = sorted({" on ".join(find_mount(self.folder / file.path)) for file in self.files})
         return Subject(

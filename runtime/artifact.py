@@ -27,6 +27,7 @@ from penstock.runtime.files.pack import (
     tensor_chunks,
     write_packed,
 )
+from penstock.runtime.files.safetensors_file import is_safetensors
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage, stamp_file
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
@@ -199,8 +200,8 @@ def _compile(
 
 def _open(weights: Paths, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:
     checkpoint = without(open_checkpoint(weights), annotated.computed, rename)
-    others = [path for path in checkpoint.files if path.suffix != ".safetensors"]
-    if others and not pack:
+    others = [] if pack else [path for path in checkpoint.files if not is_safetensors(path)]
+    if others:
         raise SourceError(
             f"{others[0]} is no safetensors file, and only those are used in place: leave out pack=False, or "
             "write safetensors with `penstock convert`"

@@ -89,7 +89,7 @@ class Entry:
             return frozenset()
         try:
             files = json.loads((self.path / PAYLOAD).read_bytes())["files"]
-            return frozenset(Path(file["path"]).resolve().parent for file in files)
+            return frozenset(Path(file["path"]).parent.resolve() for file in files)
         except (OSError, ValueError, TypeError, KeyError):  # a damaged payload refers to nothing
             return frozenset()
 

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.runtime.files.artifact_files import read_payload, replace_payload
-from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.safetensors_file import own_place, reading
 from penstock.runtime.files.stamp import Progress, compare_header, stamp_file
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
@@ -34,8 +34,10 @@ def relink(
     files in place. The artifact then stays as it was.
     """
     folder = Path(path)
+    given = [Path(file) for file in files]
     with reading(folder):
-        relinked = _relinked(folder, [Path(file).absolute() for file in files])
+        places = [file.resolve() if file.is_dir() else own_place(file) for file in given]
+        relinked = _relinked(folder, places)
     relinked.verify(progress)
     replace_payload(folder, relinked.payload)
     return open_program(folder, trust=trust)

@@ -13,14 +13,21 @@ from pathlib import Path
 
 from penstock.runtime.checkpoint.distributed_file import METADATA, is_distributed, read_tensors
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor, from_entry
-from penstock.runtime.checkpoint.torch_file import SUFFIXES, read_entries
+from penstock.runtime.checkpoint.torch_file import is_torch_file, read_entries
 from penstock.runtime.files.pack import PAD_PREFIX
-from penstock.runtime.files.safetensors_file import index_files, read_header, read_index, reading
+from penstock.runtime.files.safetensors_file import (
+    index_files,
+    indexed_files,
+    own_place,
+    read_header,
+    read_index,
+    reading,
+)
 from penstock.schedule.facts.errors import SourceError
 
 _log = logging.getLogger(__name__)
 
-_INDEX = ".safetensors.index.json"
+_INDEX, _TORCH_INDEX = ".safetensors.index.json", "pytorch_model.bin.index.json"
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
 
 FileState = tuple[int, int, int]
@@ -76,14 +83,13 @@ def _open(given: Sequence[Path], patterns: Sequence[str]) -> Checkpoint:
     named: dict[Path, Path] = {}
     for path in others:
         for file in _files(path, wanted):
-            # Judged by the link's own name: in the hub's cache, names are links to files without a suffix.
-            named.setdefault(file.resolve(), file.absolute())
+            named.setdefault(file.resolve(), own_place(file))
     files = {path: number for number, path in enumerate(named.values())}
     states = {path: _state_of(path) for path in files}
     tensors: dict[str, StoredTensor] = {}
     nbytes: dict[Path, int] = {}
     for path, number in list(files.items()):
-        entries = read_entries(path) if path.suffix in SUFFIXES else read_header(path).entries
+        entries = read_entries(path) if is_torch_file(path) else read_header(path).entries
         nbytes[path.resolve()] = sum(entry.nbytes for entry in entries.values())
         own = {name: from_entry(path, number, entry) for name, entry in entries.items() if wanted(name)}
         _add(tensors, own)
@@ -109,7 +115,15 @@ def _state_of(path: Path) -> FileState:
 
 
 def _files(path: Path, wanted: Callable[[str], bool] | None = None) -> tuple[Path, ...]:
-    return (path,) if path.suffix in SUFFIXES and path.is_file() else index_files(path, wanted)
+    """The files that a path stands for; of a folder without safetensors those that torch.save wrote."""
+    if path.is_file() and is_torch_file(path):
+        return (path,)
+    if path.is_dir() and not any(path.glob("*.safetensors*")):
+        index = path / _TORCH_INDEX
+        found = indexed_files(index, wanted) if index.is_file() else tuple(sorted(path.glob("*model*.bin")))
+        if found:
+            return found
+    return index_files(path, wanted)
 
 
 def _check_shards(given: Sequence[Path], nbytes: Mapping[Path, int]) -> None:

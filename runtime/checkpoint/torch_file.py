@@ -27,6 +27,11 @@ _NAME_LENGTHS = 26
 """Bytes of a record's own header in a zip without name and extra field, and where their lengths are."""
 
 
+def is_torch_file(path: Path) -> bool:
+    """Tell whether torch.save wrote a file, by its name, or by its first bytes if the name has no suffix."""
+    return path.suffix in SUFFIXES or (not path.suffix and _is_zip(path))
+
+
 def read_entries(path: Path) -> dict[str, TensorEntry]:
     """Returns the tensors of a state dict in a file, by name: dtype, shape and bytes.
 

@@ -21,7 +21,7 @@ from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_value
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.device.accelerator import find_accelerator, out_of_memory
 from penstock.runtime.device.opening import ACCELERATOR, device_kind
-from penstock.runtime.files.safetensors_file import index_files
+from penstock.runtime.files.safetensors_file import index_files, own_place
 from penstock.runtime.files.stamp import stamp_file
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from penstock.schedule.facts.model import Storage, Weight, WeightFile
@@ -92,7 +92,7 @@ def offload(
     where = _place(device)
     _check_kept(module, where)
     given = [checkpoint] if isinstance(checkpoint, str | PathLike) else list(checkpoint)
-    files = tuple(path.resolve() for path in index_files([Path(one) for one in given]))
+    files = tuple(own_place(path) for path in index_files([Path(one) for one in given]))
     parameters = _streamable(module)
     weights, storages = _catalog(parameters, where)
     if isinstance(rename, Mapping):  # which may tell of buffers, too

@@ -172,10 +172,31 @@ def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | Non
     if not path.is_file():
         raise SourceError(f"{path} is not a file or folder that exists; give a checkpoint's path")
     if re.search(r"\.safetensors\.index(\.\w+)?\.json$", path.name):
-        return _indexed_files(path, wanted)
-    if path.suffix != ".safetensors":
+        return indexed_files(path, wanted)
+    if not is_safetensors(path):
         raise SourceError(f"{path} is neither a .safetensors file nor a .safetensors.index.json")
     return (path,)
+
+
+def is_safetensors(path: Path) -> bool:
+    """Tell whether a file is safetensors, by its name or else by its first bytes.
+
+    A file of the hub's cache is a link to a blob, whose name has no suffix.
+    """
+    if path.suffix == ".safetensors":
+        return True
+    with open_for_reading(path) as fd, suppress(SourceError):
+        begin = read_exactly(fd, 0, PREFIX_BYTES + 1, path)
+        return begin.endswith(b"{") and int.from_bytes(begin[:PREFIX_BYTES], "little") <= HEADER_LIMIT
+    return False
+
+
+def own_place(path: Path) -> Path:
+    """Return the absolute path of a file under its own name, in the folder to which links of folders lead.
+
+    The file itself may be a link to one of another name, which says less to whoever reads a message.
+    """
+    return path.parent.resolve() / path.name
 
 
 @contextmanager
@@ -246,7 +267,7 @@ def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[P
     if len(indices) > 1:
         names = ", ".join(index.name for index in indices)
         raise SourceError(f"{folder} holds several checkpoints ({names}); name the index of one")
-    files = _indexed_files(indices[0], wanted) if indices else tuple(sorted(folder.glob("*.safetensors")))
+    files = indexed_files(indices[0], wanted) if indices else tuple(sorted(folder.glob("*.safetensors")))
     if not files and (wanted is None or not indices):
         others = sorted(path.name for path in folder.glob("*.bin"))
         advice = f"name its files ({others[0]}, ...)" if others else "give the folder of a checkpoint"
@@ -264,7 +285,8 @@ def read_index(index: Path) -> dict[str, Any]:
     return fields
 
 
-def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
+def indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
+    """Return the files that an index names, in order, each once. Raises SourceError as `index_files` does."""
     weight_map = read_index(index)["weight_map"]
     names = dict.fromkeys(file for name, file in weight_map.items() if wanted is None or wanted(name))
     for name in names:

@@ -71,7 +71,7 @@ def plan(
 
         found = advise(program, decided, again, compare=compare, sweep=sweep)
     if report is not None:
-        _write_report(found, artifact.resolve().name, report, force=force)
+        _write_report(found, artifact.absolute().name, report, force=force)
     _write(found, output=output, timeline=timeline, force=force)
     if json:
         _print_json(program, found)

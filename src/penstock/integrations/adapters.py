@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.safetensors_file import is_safetensors, reading
 from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 
@@ -63,7 +63,7 @@ class Adapter:
         """Read the adapter of a folder or of a safetensors file. Raises SourceError where there is none."""
         files = [source, *(source / name for name in _FILES)]
         with reading(source):
-            file = next((one for one in files if one.is_file() and one.suffix == ".safetensors"), None)
+            file = next((one for one in files if one.is_file() and is_safetensors(one)), None)
             if file is None:
                 raise SourceError(
                     f"{source} holds no adapter: give a safetensors file, or a folder with {_FILES[0]}"

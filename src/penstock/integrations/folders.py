@@ -32,7 +32,7 @@ from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.artifact_files import PAYLOAD
-from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, reading
+from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, own_place, reading
 from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.facts.errors import PassError, SourceError
 
@@ -139,15 +139,25 @@ def local_folder(source: object, revision: str | None = None) -> Path:
         if Path(source).is_dir():
             return Path(source)
     with suppress(Exception):
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(str(source), revision=revision, local_files_only=True))
+        return _snapshot(str(source), revision)
     if Path(source).is_file():
         raise SourceError(f"{source} is a file: give the folder that it is in, {Path(source).parent}")
     raise SourceError(
         f"{str(source)!r} is neither a folder nor a model in the local cache: download it first, as penstock "
         "does not"
     )
+
+
+def _snapshot(name: str, revision: str | None) -> Path:
+    """Return the folder of a model in the local cache of the hub. Raises an error of any kind without one."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception as error:
+        # Libraries download only the files that they read, and the hub's calls such a snapshot incomplete.
+        incomplete: Any = error
+        return Path(incomplete.snapshot_path)
 
 
 def is_pipeline(folder: Path) -> bool:
@@ -219,7 +229,7 @@ def open_model(
     if pickled and not any(folder.glob("*.safetensors")):
         raise SourceError(f"{folder} has its weights in {pickled[0]} and in no safetensors file: {_AGAIN}")
     weights = _weights(folder, variant)
-    files = tuple(path.resolve() for path in index_files(weights))
+    files = tuple(own_place(path) for path in index_files(weights))
     checkpoint = open_checkpoint(files)  # parses every header before anything else
     facts = _facts(folder / _CONFIG)
     if dtype and facts.get("quantization_config"):
@@ -250,7 +260,7 @@ def _weights(folder: Path, variant: str | None) -> Path:
 def weight_sets(folder: Path) -> list[tuple[Path, ...]]:
     """The files of a folder's weights, and those of each variant of them. SourceError where it has none."""
     found = dict.fromkeys(_weights(folder, variant) for variant in (None, *_variants(folder)))
-    return [tuple(path.resolve() for path in index_files(weights)) for weights in found]
+    return [tuple(own_place(path) for path in index_files(weights)) for weights in found]
 
 
 def _variants(folder: Path) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -43,8 +44,7 @@ def keep_weights(
     A library says where it loaded a module from. Each byte there is compared with the one in memory. What
     was converted, quantised or changed since, and what was added, is written to the cache.
     """
-    checkpoint, matches = _best_match(module, tensors)
-    phases = dict(_same_bytes(checkpoint, matches, tensors))
+    checkpoint, matches, phases = _best_match(module, tensors)
     own = {fqn: tensors[fqn] for fqn in phases}
     if not own:
         return [store(tensors, cache, made_for)]
@@ -74,31 +74,55 @@ def keep_weights(
     return [kept, replace(written, digests={fqn: written.digests[free[fqn]] for fqn in rest})]
 
 
-def _best_match(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[Checkpoint, Matches]:
-    """Of the checkpoints in the folder of a module the one that fits most bytes; empty where none does."""
-    best: tuple[Checkpoint, Matches] = Checkpoint((), {}), {}
-    most = 0
+def _best_match(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> tuple[Checkpoint, Matches, Mapping[str, int | None]]:
+    """The checkpoint that holds most bytes of a module, its matches, and `_same_bytes` of both.
+
+    All are empty where none holds any.
+    """
+    best: tuple[Checkpoint, Matches, Mapping[str, int | None]] = Checkpoint((), {}), {}, {}
+    most, total = 0, _nbytes(tensors, tensors)
     for checkpoint in _checkpoints(module):
         matches = _matches(module, tensors, checkpoint)
-        if (fitting := sum(tensors[fqn].nbytes for fqn in matches)) > most:
-            best, most = (checkpoint, matches), fitting
+        if _nbytes(tensors, matches) > most:
+            phases = dict(_same_bytes(checkpoint, matches, tensors))
+            if (nbytes := _nbytes(tensors, phases)) > most:
+                best, most = (checkpoint, matches, phases), nbytes
+        if most == total:
+            break
     return best
 
 
+def _nbytes(tensors: Mapping[str, torch.Tensor], fqns: Iterable[str]) -> int:
+    return sum(tensors[fqn].nbytes for fqn in fqns)
+
+
 def _checkpoints(module: nn.Module) -> Iterator[Checkpoint]:
-    """The checkpoints in the folder, or in the hub's cache, that a module was loaded from."""
+    """The checkpoints in the folder, or in the hub's cache, that a module was loaded from.
+
+    Libraries say of neither a revision nor a component's sub-folder that they loaded it, so those of all
+    snapshots and sub-folders follow.
+    """
     origin = origin_of(module)
     if not origin:
         return
-    try:
-        sets = weight_sets(local_folder(origin, getattr(module.config, "_commit_hash", None)))
-    except Exception:  # the folder is gone, or holds no safetensors: what is in memory is all there is
-        return
-    for files in sets:
-        try:
-            yield open_checkpoint(files)
-        except Exception as error:
-            _log.info("the weights of %s are not used where they are: %s", origin, error)
+    with suppress(Exception):  # the folder is gone: what is in memory is all there is
+        folder = local_folder(origin, getattr(module.config, "_commit_hash", None))
+        others = folder.parent.iterdir() if folder.parent.name == "snapshots" else ()
+        for root in dict.fromkeys((folder, *others)):
+            for place in (root, *(path for path in sorted(root.iterdir()) if path.is_dir())):
+                yield from _opened(place)
+
+
+def _opened(folder: Path) -> Iterator[Checkpoint]:
+    """The checkpoints of a folder and of each variant; none where it holds no safetensors."""
+    with suppress(Exception):
+        for files in weight_sets(folder):
+            try:
+                yield open_checkpoint(files)
+            except Exception as error:
+                _log.info("the weights of %s are not used where they are: %s", folder, error)
 
 
 def _matches(module: nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Matches:

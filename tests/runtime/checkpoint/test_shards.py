@@ -80,8 +80,7 @@ def test_links_to_files_without_suffixes(tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         assert torch.equal(penstock.bind(exported, link).module()(x), model(x))
     if name.endswith("bin"):
-        with pytest.raises(SourceError, match=r"no \.safetensors file; name its files \(pytorch_model\.bin"):
-            open_checkpoint(tmp_path / "snapshot")
+        assert len(open_checkpoint(tmp_path / "snapshot").tensors) == 2
         return
     program = penstock.compile(exported, tmp_path / "a.penstock", weights=link, pack=False)
     assert program.payload.files[0].path == str(link)

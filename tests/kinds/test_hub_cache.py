@@ -1,0 +1,357 @@
+"""Models in the local cache of the hub are used in place, although their files are links to blobs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from peft import LoraConfig
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import penstock as library
+from penstock.integrations import apply, load
+from penstock.runtime.cache import Cache
+from penstock.runtime.checkpoint.convert import convert
+from penstock.runtime.dynamo.offload import offload
+from penstock.runtime.relink import relink
+from penstock.schedule.facts.errors import SourceError
+from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+from tests.integrations import models
+
+# peft asks transformers for what transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+IDS = torch.tensor([[5, 17, 99, 3]])
+ONE = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+X = torch.ones(2, 64)
+ONES = torch.ones(1, 2, dtype=torch.int64)
+
+
+class Hub:
+    """A cache of models in a folder, as huggingface_hub lays it out."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def publish(self, name: str, saved: Path, commit: str = "a" * 40, ref: str = "main") -> Path:
+        """Move the files of a folder to blobs, and return the snapshot that links to them."""
+        home = self.folder / f"models--{name.replace('/', '--')}"
+        snapshot = home / "snapshots" / commit
+        (home / "refs").mkdir(parents=True, exist_ok=True)
+        (home / "blobs").mkdir(exist_ok=True)
+        (home / "refs" / ref).write_text(commit)
+        for file in sorted(path for path in saved.rglob("*") if path.is_file()):
+            blob = home / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+            shutil.move(file, blob)
+            link = snapshot / file.relative_to(saved)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(blob, link.parent))
+        return snapshot
+
+    def state(self) -> dict[Path, tuple[int, ...]]:
+        found = {path: path.lstat() for path in (self.folder, *self.folder.rglob("*"))}
+        return {path: (one.st_ino, one.st_size, one.st_mtime_ns) for path, one in found.items()}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The cache that libraries use offline."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return Hub(tmp_path / "hub")
+
+
+def written(tmp_path: Path) -> list[Path]:
+    """The files of weights in penstock's own cache."""
+    return list(Cache(tmp_path / "own").weights.glob("*/*"))
+
+
+def save(tmp_path: Path, seed: int = 0, **options) -> LlamaForCausalLM:
+    """A model in the folder `saved`."""
+    model = models.llama(**ONE)
+    torch.manual_seed(seed)
+    nn.init.normal_(model.lm_head.weight)
+    model.save_pretrained(tmp_path / "saved", **options)
+    return model
+
+
+def opened(source, tmp_path, **options):
+    return load(source, "1GB", example=models.nothing, cache=tmp_path / "own", **options)
+
+
+@pytest.mark.parametrize("shards", ["50GB", "20KB"])
+@pytest.mark.parametrize("by", ["name", "snapshot"])
+def test_load_reads_the_files_of_a_snapshot_in_place(hub, tmp_path, shards, by):
+    model = save(tmp_path, max_shard_size=shards)
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    before = hub.state()
+    with opened("some/model" if by == "name" else snapshot, tmp_path) as loaded:
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+        files = loaded.penstock_applied.components["LlamaForCausalLM"].weights
+    assert sorted(files) == sorted(snapshot.glob("*.safetensors"))
+    assert (len(files) > 1) == (shards == "20KB")
+    assert not written(tmp_path)
+    assert hub.state() == before
+
+
+@pytest.mark.parametrize("shards", ["50GB", "20KB"])
+def test_apply_finds_the_files_of_a_model_that_was_loaded_by_name(hub, tmp_path, shards):
+    save(tmp_path, max_shard_size=shards)
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    model = models.frozen(LlamaForCausalLM.from_pretrained("some/model"))
+    expected, before = model(IDS).logits, hub.state()
+    with apply(model, "1GB", example=models.nothing, cache=tmp_path / "own") as applied:
+        assert torch.equal(model(IDS).logits, expected)
+        assert {file.parent for file in applied.components["LlamaForCausalLM"].weights} == {snapshot}
+    assert torch.equal(model(IDS).logits, expected)
+    assert not written(tmp_path)
+    assert hub.state() == before
+
+
+def test_each_revision_has_its_own_values(hub, tmp_path):
+    snapshots, expected = [], []
+    for commit, ref in (("a" * 40, "old"), ("b" * 40, "main")):
+        expected.append(save(tmp_path, seed=len(snapshots))(IDS).logits)
+        snapshots.append(hub.publish("some/model", tmp_path / "saved", commit, ref))
+    assert not torch.equal(*expected)
+    for source, logits in (("some/model", expected[1]), *zip(snapshots, expected, strict=True)):
+        with opened(source, tmp_path) as loaded:
+            assert torch.equal(loaded(IDS).logits, logits)
+    old = models.frozen(LlamaForCausalLM.from_pretrained("some/model", revision="old"))
+    with apply(old, "1GB", example=models.nothing, cache=tmp_path / "own") as applied:
+        assert applied.components["LlamaForCausalLM"].weights == [snapshots[0] / "model.safetensors"]
+        assert torch.equal(old(IDS).logits, expected[0])
+    assert not written(tmp_path)
+
+
+def test_a_snapshot_without_the_files_that_no_library_reads_is_a_model(hub, tmp_path):
+    """The hub's library calls it incomplete, because it keeps a list of all files of a repository."""
+    from huggingface_hub import _tree_cache as trees
+
+    model = save(tmp_path)
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    names = [*(path.name for path in snapshot.iterdir()), "README.md", "pytorch_model.bin"]
+    entries = {name: trees.TreeCacheEntry(size=1, blob_id="0" * 40) for name in names}
+    trees.write_tree_cache(str(snapshot.parent.parent), snapshot.name, entries)
+    with opened("some/model", tmp_path) as loaded:
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_a_converted_model_of_the_hub_is_converted_once(hub, tmp_path):
+    save(tmp_path)
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    expected = models.frozen(LlamaForCausalLM.from_pretrained("some/model", dtype=torch.bfloat16))(IDS).logits
+    before = hub.state()
+    for source in ("some/model", snapshot):
+        with opened(source, tmp_path, dtype=torch.bfloat16) as loaded:
+            assert torch.equal(loaded(IDS).logits, expected)
+    assert len({file.parent for file in written(tmp_path)}) == 1
+    assert hub.state() == before
+
+
+@pytest.mark.parametrize("shards", ["one file", "shards"])
+def test_a_snapshot_of_torch_files_is_refused_by_their_names_and_converted(hub, tmp_path, penstock, shards):
+    model = save(tmp_path)
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    values = {name: one.contiguous() for name, one in model.state_dict().items()}
+    names = dict.fromkeys(values, "pytorch_model.bin")
+    if shards == "shards":
+        names |= {"lm_head.weight": "pytorch_model-00002-of-00002.bin"}
+        names = {name: file.replace("model.bin", "model-00001-of-00002.bin") for name, file in names.items()}
+        (tmp_path / "saved" / "pytorch_model.bin.index.json").write_text(
+            f'{{"metadata": {{}}, "weight_map": {names}}}'.replace("'", '"')
+        )
+    for file in set(names.values()):
+        torch.save(
+            {name: one for name, one in values.items() if names[name] == file}, tmp_path / "saved" / file
+        )
+    torch.save({}, tmp_path / "saved" / "training_args.bin")
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    before = hub.state()
+    with pytest.raises(
+        SourceError, match=rf"^{snapshot} has its weights in {min(names.values())} and in no "
+    ):
+        opened("some/model", tmp_path)
+    done = penstock("convert", snapshot, "--output", tmp_path / "converted")
+    assert done.status == 0, done.err
+    shutil.copy(snapshot / "config.json", tmp_path / "converted")
+    with opened(tmp_path / "converted", tmp_path) as loaded:
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert hub.state() == before
+
+
+@pytest.mark.parametrize("given", ["folder", "index", "file", "no suffix"])
+def test_compile_and_relink_call_the_files_of_a_snapshot_by_their_own_names(hub, tmp_path, penstock, given):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    (tmp_path / "saved").mkdir()
+    name = "weights" if given == "no suffix" else "model.safetensors"
+    save_file(model.state_dict(), tmp_path / "saved" / name)
+    if given == "index":
+        text = str({"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), name)}).replace("'", '"')
+        (tmp_path / "saved" / "model.safetensors.index.json").write_text(text)
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    path = snapshot / {"folder": "", "index": "model.safetensors.index.json"}.get(given, name)
+    exported = torch.export.export(model, (X,))
+    torch.export.save(exported, tmp_path / "model.pt2")
+    before = hub.state()
+    artifact = tmp_path / "a.penstock"
+    done = penstock("compile", tmp_path / "model.pt2", artifact, "--weights", path, "--no-pack", "--trust")
+    assert done.status == 0, done.err
+    program = library.open(artifact)
+    assert [file.path for file in program.payload.files] == [str(snapshot / name)]
+    assert runs(program, model)
+    assert torch.equal(library.bind(exported, path).module()(X), model(X))
+    assert hub.state() == before
+
+    blob = (snapshot / name).resolve()
+    (snapshot / name).unlink()
+    with pytest.raises(SourceError, match=rf"^{snapshot / name} is missing: .*`penstock relink .* {name}`"):
+        library.open(artifact)
+    (tmp_path / name).symlink_to(blob)
+    assert penstock("relink", artifact, tmp_path / name).status == 0
+    assert [file.path for file in library.open(artifact).payload.files] == [str(tmp_path / name)]
+    assert runs(library.open(artifact), model)
+
+
+def runs(program, model):
+    with program.load("100%") as module, torch.no_grad():
+        return torch.equal(module(X), model(X))
+
+
+def test_a_link_that_leads_to_another_blob_is_refused_by_its_own_name(hub, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    (tmp_path / "saved").mkdir()
+    save_file(model.state_dict(), tmp_path / "saved" / "model.safetensors")
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    link = snapshot / "model.safetensors"
+    exported = torch.export.export(model, (X,))
+    artifact = library.compile(exported, tmp_path / "a.penstock", weights=snapshot, pack=False).path
+    nn.init.ones_(model[0].weight)
+    save_file(model.state_dict(), tmp_path / "other")
+    link.unlink()
+    link.symlink_to(tmp_path / "other")
+    with pytest.raises(SourceError, match=rf"^{link} is not the file that was compiled"):
+        library.open(artifact)
+
+
+def test_a_path_with_dots_is_a_place_like_any_other(tmp_path, monkeypatch):
+    """What is recorded would otherwise leave the artifact's folder, which is refused when it is opened."""
+    model = nn.Linear(64, 64)
+    for name in ("files", "here", "moved"):
+        (tmp_path / name).mkdir()
+    save_file(model.state_dict(), tmp_path / "files" / "model.safetensors")
+    monkeypatch.chdir(tmp_path / "here")
+    exported = torch.export.export(model, (X,))
+    file = Path("..", "files", "model.safetensors")
+    artifact = library.compile(exported, "a.penstock", weights=file, pack=False).path
+    assert runs(library.open(artifact), model)
+    moved = Path("..", "moved")
+    for place, given in ((moved, moved), (file.parent, file)):
+        found = next(Path("..").glob("*/model.safetensors"))
+        shutil.move(found, place)
+        relink(artifact, [given])
+        assert runs(library.open(artifact), model)
+
+
+def test_offload_reads_a_snapshot_in_place(hub, tmp_path):
+    module = nn.Linear(64, 64)
+    (tmp_path / "saved").mkdir()
+    save_file(module.state_dict(), tmp_path / "saved" / "model.safetensors")
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    record = offload(module, snapshot)
+    assert [file.path for file in record.files] == [str(snapshot / "model.safetensors")]
+
+
+def test_the_components_of_a_pipeline_stay_in_its_snapshot(hub, tmp_path):
+    (tmp_path / "vocabulary").mkdir()
+    made = models.pipeline(tmp_path / "vocabulary")
+    made.save_pretrained(tmp_path / "saved", safe_serialization=True)
+    snapshot = hub.publish("some/pipeline", tmp_path / "saved")
+    before = hub.state()
+    loaded = opened("some/pipeline", tmp_path)
+    assert torch.equal(loaded.text_encoder(ONES)[0], made.text_encoder(ONES)[0])
+    for name, component in loaded.penstock_applied.components.items():
+        assert {file.parent for file in component.weights} == {snapshot / name}
+    loaded.penstock_applied.close()
+    assert not written(tmp_path)
+    assert hub.state() == before
+
+
+# diffusers gives the hub's library what that warns of.
+@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks` argument:UserWarning")
+@pytest.mark.parametrize("by", ["name", "folder"])
+def test_a_component_that_was_loaded_alone_stays_in_its_folder_of_the_snapshot(hub, tmp_path, by):
+    from diffusers import AutoencoderKL
+
+    made = AutoencoderKL(block_out_channels=(16,), latent_channels=4, norm_num_groups=8)
+    models.frozen(made).save_pretrained(tmp_path / "saved" / "vae")
+    (tmp_path / "saved" / "model_index.json").write_text("{}")
+    snapshot = hub.publish("some/pipeline", tmp_path / "saved")
+    given = ("some/pipeline", "vae") if by == "name" else (snapshot / "vae", None)
+    model = models.frozen(AutoencoderKL.from_pretrained(given[0], subfolder=given[1]))
+    with apply(model, "1GB", example=models.nothing, cache=tmp_path / "own") as applied:
+        assert {file.parent for file in applied.components["AutoencoderKL"].weights} == {snapshot / "vae"}
+    assert not written(tmp_path)
+
+
+def test_adapters_in_the_hubs_cache_take_the_place_of_others(hub, tmp_path):
+    model = models.llama(**ONE)
+    config = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False)
+    model.add_adapter(config, "any")
+    model.save_pretrained(tmp_path / "saved")
+    snapshot = hub.publish("some/adapter", tmp_path / "saved")
+    blob = (snapshot / "adapter_model.safetensors").resolve()
+    expected = models.frozen(model)(IDS).logits
+    for source in (snapshot, snapshot / "adapter_model.safetensors", blob):
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.zeros_(value)
+        with apply(model, "1GB", example=models.nothing, cache=tmp_path / "own") as applied:
+            assert not torch.equal(model(IDS).logits, expected)
+            applied.swap_adapter(source)
+            assert torch.equal(model(IDS).logits, expected)
+
+
+def test_a_quantised_model_of_the_hub_stays_in_its_snapshot(hub, tmp_path):
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    save(tmp_path)
+    config = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+    made = LlamaForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config)
+    made.save_pretrained(tmp_path / "int8", max_shard_size="20KB")
+    expected = models.frozen(made)(IDS).logits
+    snapshot = hub.publish("some/model", tmp_path / "int8")
+    with opened("some/model", tmp_path) as loaded:
+        assert torch.equal(loaded(IDS).logits, expected)
+        files = loaded.penstock_applied.components["LlamaForCausalLM"].weights
+        assert {file.parent for file in files} == {snapshot}
+    assert not written(tmp_path)
+
+
+def test_a_snapshot_folder_is_converted_into_one_file(hub, tmp_path):
+    model = save(tmp_path, max_shard_size="20KB")
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    before = hub.state()
+    done = convert(snapshot, tmp_path / "model.safetensors")
+    assert done.tensors == len(model.state_dict())
+    assert hub.state() == before
+
+
+def test_preflight_reads_the_configuration_of_a_snapshot(hub, tmp_path, penstock: Command):
+    save(tmp_path)
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    before = hub.state()
+    for source in (snapshot, snapshot / "config.json"):
+        done = penstock("preflight", source, "--hardware", "h200", "--json")
+        assert done.status == 0, done.err
+    assert hub.state() == before
