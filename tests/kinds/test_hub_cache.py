@@ -18,11 +18,10 @@ from transformers import LlamaForCausalLM
 import penstock as library
 from penstock.integrations import apply, load
 from penstock.runtime.cache import Cache
-from penstock.runtime.checkpoint.convert import convert
 from penstock.runtime.dynamo.offload import offload
 from penstock.runtime.relink import relink
 from penstock.schedule.facts.errors import SourceError
-from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+from tests.cli.command_line import penstock_fixture  # noqa: F401
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.
@@ -187,60 +186,48 @@ def test_a_snapshot_of_torch_files_is_refused_by_their_names_and_converted(hub, 
     assert hub.state() == before
 
 
-@pytest.mark.parametrize("given", ["folder", "index", "file", "no suffix"])
-def test_compile_and_relink_call_the_files_of_a_snapshot_by_their_own_names(hub, tmp_path, penstock, given):
+def test_files_of_a_snapshot_are_called_by_their_own_names(hub, tmp_path, penstock):
+    """Given as a folder, an index, a file, or a file whose own name has no suffix either."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    (tmp_path / "saved").mkdir()
-    name = "weights" if given == "no suffix" else "model.safetensors"
-    save_file(model.state_dict(), tmp_path / "saved" / name)
-    if given == "index":
-        text = str({"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), name)}).replace("'", '"')
-        (tmp_path / "saved" / "model.safetensors.index.json").write_text(text)
-    snapshot = hub.publish("some/model", tmp_path / "saved")
-    path = snapshot / {"folder": "", "index": "model.safetensors.index.json"}.get(given, name)
+    saved, index = tmp_path / "saved", "model.safetensors.index.json"
+    for place, name in (("plain", "model.safetensors"), ("bare", "weights")):
+        (saved / place).mkdir(parents=True)
+        save_file(model.state_dict(), saved / place / name)
+    text = str({"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), "model.safetensors")})
+    (saved / "plain" / index).write_text(text.replace("'", '"'))
+    snapshot = hub.publish("some/model", saved)
     exported = torch.export.export(model, (X,))
     torch.export.save(exported, tmp_path / "model.pt2")
-    before = hub.state()
-    artifact = tmp_path / "a.penstock"
-    done = penstock("compile", tmp_path / "model.pt2", artifact, "--weights", path, "--no-pack", "--trust")
-    assert done.status == 0, done.err
-    program = library.open(artifact)
-    assert [file.path for file in program.payload.files] == [str(snapshot / name)]
-    assert runs(program, model)
-    assert torch.equal(library.bind(exported, path).module()(X), model(X))
+    artifact, before = tmp_path / "a.penstock", hub.state()
+    for given in ("plain", f"plain/{index}", "plain/model.safetensors", "bare/weights"):
+        weights = ["--weights", snapshot / given, "--no-pack", "--trust", "--force"]
+        done = penstock("compile", tmp_path / "model.pt2", artifact, *weights)
+        assert done.status == 0, done.err
+        program = library.open(artifact)
+        assert runs(program, model)
+        assert torch.equal(library.bind(exported, snapshot / given).module()(X), model(X))
+    link = snapshot / given
+    assert [file.path for file in program.payload.files] == [str(link)]
     assert hub.state() == before
 
-    blob = (snapshot / name).resolve()
-    (snapshot / name).unlink()
-    with pytest.raises(SourceError, match=rf"^{snapshot / name} is missing: .*`penstock relink .* {name}`"):
+    blob = link.resolve()
+    link.unlink()
+    with pytest.raises(SourceError, match=rf"^{link} is missing: .*`penstock relink .* {link.name}`"):
         library.open(artifact)
-    (tmp_path / name).symlink_to(blob)
-    assert penstock("relink", artifact, tmp_path / name).status == 0
-    assert [file.path for file in library.open(artifact).payload.files] == [str(tmp_path / name)]
+    shutil.copy(blob, tmp_path / "another")
+    link.symlink_to(tmp_path / "another")
+    with pytest.raises(SourceError, match=rf"^{link} is not the file that was compiled"):
+        library.open(artifact)
+    (tmp_path / link.name).symlink_to(blob)
+    assert penstock("relink", artifact, tmp_path / link.name).status == 0
+    assert [file.path for file in library.open(artifact).payload.files] == [str(tmp_path / link.name)]
     assert runs(library.open(artifact), model)
 
 
 def runs(program, model):
     with program.load("100%") as module, torch.no_grad():
         return torch.equal(module(X), model(X))
-
-
-def test_a_link_that_leads_to_another_blob_is_refused_by_its_own_name(hub, tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    (tmp_path / "saved").mkdir()
-    save_file(model.state_dict(), tmp_path / "saved" / "model.safetensors")
-    snapshot = hub.publish("some/model", tmp_path / "saved")
-    link = snapshot / "model.safetensors"
-    exported = torch.export.export(model, (X,))
-    artifact = library.compile(exported, tmp_path / "a.penstock", weights=snapshot, pack=False).path
-    nn.init.ones_(model[0].weight)
-    save_file(model.state_dict(), tmp_path / "other")
-    link.unlink()
-    link.symlink_to(tmp_path / "other")
-    with pytest.raises(SourceError, match=rf"^{link} is not the file that was compiled"):
-        library.open(artifact)
 
 
 def test_a_path_with_dots_is_a_place_like_any_other(tmp_path, monkeypatch):
@@ -336,22 +323,3 @@ def test_a_quantised_model_of_the_hub_stays_in_its_snapshot(hub, tmp_path):
         files = loaded.penstock_applied.components["LlamaForCausalLM"].weights
         assert {file.parent for file in files} == {snapshot}
     assert not written(tmp_path)
-
-
-def test_a_snapshot_folder_is_converted_into_one_file(hub, tmp_path):
-    model = save(tmp_path, max_shard_size="20KB")
-    snapshot = hub.publish("some/model", tmp_path / "saved")
-    before = hub.state()
-    done = convert(snapshot, tmp_path / "model.safetensors")
-    assert done.tensors == len(model.state_dict())
-    assert hub.state() == before
-
-
-def test_preflight_reads_the_configuration_of_a_snapshot(hub, tmp_path, penstock: Command):
-    save(tmp_path)
-    snapshot = hub.publish("some/model", tmp_path / "saved")
-    before = hub.state()
-    for source in (snapshot, snapshot / "config.json"):
-        done = penstock("preflight", source, "--hardware", "h200", "--json")
-        assert done.status == 0, done.err
-    assert hub.state() == before

@@ -227,7 +227,10 @@ def open_model(
         _refuse_adapter(folder)
     pickled = sorted(path.name for path in folder.glob("*model*.bin"))
     if pickled and not any(folder.glob("*.safetensors")):
-        raise SourceError(f"{folder} has its weights in {pickled[0]} and in no safetensors file: {_AGAIN}")
+        raise SourceError(
+            f"{folder} has its weights in {pickled[0]} and in no safetensors file: write them to one with "
+            f"`penstock convert {folder} --output NEW` and put its {_CONFIG} into NEW, or {_AGAIN}"
+        )
     weights = _weights(folder, variant)
     files = tuple(own_place(path) for path in index_files(weights))
     checkpoint = open_checkpoint(files)  # parses every header before anything else
