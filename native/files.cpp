@@ -4,7 +4,9 @@
 #include <sys/stat.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <memory>
 
 #include "failure.h"
@@ -19,9 +21,9 @@ namespace {
 constexpr int64_t LARGEST_READ = 1 << 30, WINDOW = 2 << 20;
 constexpr double WARM_FRACTION = 0.95;  // from which share of what a pass reads on the page cache has kept it
 
-int64_t modified_ns(const struct stat &status) {
-    return status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
-}
+int64_t in_ns(const timespec &time) { return time.tv_sec * 1000000000LL + time.tv_nsec; }
+
+int64_t modified_ns(const struct stat &status) { return in_ns(status.st_mtim); }
 
 std::string in_words(int64_t start, int64_t stop, const std::string &path) {
     return "bytes " + std::to_string(start) + " to " + std::to_string(stop) + " of " + path;
@@ -108,8 +110,14 @@ Source::Source(const Plan &plan, const std::string &folder, const ps_options &op
         spill_ = std::make_unique<Open>(
             Open{"a file in " + std::string(given.folder) + ", the folder for values that leave memory,", given.nbytes, std::move(fd), std::move(direct), 0, given.block, true});
     }
+    std::copy_if(plan.storages.begin(), plan.storages.end(), std::back_inserter(hashed_),
+                 [](const Storage &one) { return !one.sha256.empty(); });
     for (size_t k = 0; k < plan.files.size() && !callback_; ++k)
         open(plan.files[k], folder, options.opened ? options.opened + k : nullptr, !options.buffered);
+    if (options.opened)
+        check_unchanged();
+    else if (!callback_)
+        compare_unseen(plan.files, folder);
     // What stays outside the arena is not read here.
     const int64_t first = nbytes() - plan.outside_bytes;
     if (!callback_ && !options.buffered && plan.repeated_bytes && !plan.mapped)
@@ -132,12 +140,11 @@ void Source::open(const WeightFile &file, const std::string &folder, const ps_fi
     struct stat status;
     if (fstat(one.fd, &status) != 0)
         throw Failure(PS_SOURCE, path + " cannot be asked for its size (" + std::strerror(errno) + ")");
+    one.number = static_cast<int>(files_.size());
     one.mtime_ns = opened ? opened->mtime_ns : modified_ns(status);
-    if (opened)
-        check_unchanged(one);
-    else if (status.st_size != file.nbytes ||
-             (in_place &&
-              (modified_ns(status) != file.mtime_ns || static_cast<int64_t>(status.st_ino) != file.inode)))
+    one.ctime_ns = opened ? opened->ctime_ns : in_ns(status.st_ctim);
+    const bool other_times = modified_ns(status) != file.mtime_ns || static_cast<int64_t>(status.st_ino) != file.inode;
+    if (!opened && (status.st_size != file.nbytes || (in_place && other_times)))
         throw Failure(PS_SOURCE, path + " is not the file that was compiled: its size, time or inode differ; put "
                                         "the original back, or compile again");
     if (direct) {
@@ -198,6 +205,46 @@ void Source::check_unchanged(const Open &file) const {
                                      std::to_string(file.nbytes) + " bytes; restore the file and open the artifact again");
     if (status.st_size != file.nbytes || modified_ns(status) != file.mtime_ns)
         throw Failure(PS_SOURCE, file.path + " has been changed while in use: open the artifact again");
+    // Whoever writes can put the other times back. A ctime changes without a write too: only the bytes tell.
+    std::lock_guard<std::mutex> guard(comparing_);
+    if (in_ns(status.st_ctim) == file.ctime_ns) return;
+    if (!holds_its_weights(file))
+        throw Failure(PS_SOURCE, file.path + " has been changed while in use: the sha256 of a weight differs; open the "
+                                             "artifact again");
+    file.ctime_ns = in_ns(status.st_ctim);
+}
+
+bool Source::holds_its_weights(const Open &file) const {
+    std::string bytes;
+    for (const Storage &storage : hashed_) {
+        const auto here = [&](const Extent &one) { return one.file == file.number; };
+        if (std::none_of(storage.extents.begin(), storage.extents.end(), here)) continue;
+        Sha256 digest;
+        for (const Extent &extent : storage.extents)
+            for (int64_t done = 0; done < extent.nbytes; done += static_cast<int64_t>(bytes.size())) {
+                bytes.resize(std::min(extent.nbytes - done, WINDOW));
+                const int64_t offset = extent.file_offset + done;
+                const ssize_t got = uninterrupted(
+                    [&] { return pread(files_[extent.file].fd, bytes.data(), bytes.size(), offset); });
+                if (got <= 0) return false;
+                bytes.resize(got);
+                digest.add(bytes);
+            }
+        if (digest.text() != storage.sha256) return false;
+    }
+    return true;
+}
+
+void Source::compare_unseen(const std::vector<WeightFile> &files, const std::string &folder) const {
+    const std::map<std::string, int64_t> seen = read_seen(folder);
+    for (const Open &file : files_) {
+        const std::string &path = files[file.number].path;
+        const auto found = seen.find(path);
+        if (path[0] != '/' || (found != seen.end() && found->second == file.ctime_ns)) continue;
+        if (!holds_its_weights(file))
+            throw Failure(PS_SOURCE, file.path + " is not the file that was compiled: the sha256 of a weight differs; put "
+                                                 "the original back, or compile again");
+    }
 }
 
 void Source::read(int file, int64_t offset, char *address, int64_t nbytes) const {

@@ -52,15 +52,21 @@ class Source {
         int64_t mtime_ns = 0;  // when it was opened
         int64_t block = 0;     // to which direct reads are aligned, 0 where there are none
         bool spill = false;    // which is written all the time
+        int number = 0;
+        mutable int64_t ctime_ns = 0;  // when its bytes were last compared; guarded by `comparing_`
     };
 
     void open(const WeightFile &file, const std::string &folder, const ps_file *opened, bool direct);
     void check_unchanged(const Open &file) const;
+    bool holds_its_weights(const Open &file) const;
+    void compare_unseen(const std::vector<WeightFile> &files, const std::string &folder) const;
     void write_plainly(int fd, int64_t offset, const char *address, int64_t nbytes) const;
     void read_plainly(const Open &file, int fd, int64_t offset, char *address, int64_t nbytes) const;
     bool read_and_move(const Open &file, int64_t offset, char *address, int64_t nbytes) const;
 
     std::vector<Open> files_;
+    std::vector<Storage> hashed_;  // of which the payload has a hash
+    mutable std::mutex comparing_;
     const int count_;  // of the payload's files, which `callback_` may read
     std::unique_ptr<Open> spill_;
     ps_read callback_;

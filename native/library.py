@@ -17,7 +17,7 @@ from typing import NoReturn
 from penstock.schedule.facts.errors import PayloadError, PenstockError, PlanError, SourceError, StreamError
 
 WAITING = 5
-_VERSION = 5
+_VERSION = 6
 _ERRORS: dict[int, type[PenstockError]] = {1: PayloadError, 2: PlanError, 3: SourceError, 4: StreamError}
 _ERROR_BYTES = 4096
 
@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 class File(ctypes.Structure):
-    """`ps_file`: the descriptor of an open weight file, and its modification time in nanoseconds."""
+    """`ps_file`: the descriptor of an open weight file, and its times of modification and change in ns."""
 
-    _fields_ = (("fd", c_int32), ("mtime_ns", c_int64))
+    _fields_ = (("fd", c_int32), ("mtime_ns", c_int64), ("ctime_ns", c_int64))
 
 
 class Spill(ctypes.Structure):

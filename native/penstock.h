@@ -20,7 +20,7 @@ extern "C" {
 #define PS_API __attribute__((visibility("default")))
 
 /* What a binding was written for. ps_version returns that of the library. */
-#define PS_VERSION 5
+#define PS_VERSION 6
 PS_API int32_t ps_version(void);
 
 typedef enum ps_status {
@@ -47,10 +47,11 @@ typedef enum ps_event {
 /* Told what is done with bytes `start` to `stop` of the layout, by several threads at once. */
 typedef void (*ps_log)(void *context, int32_t event, int64_t start, int64_t stop);
 
-/* A file that the caller has opened and found to be the one that was compiled, last modified at `mtime_ns` then. */
+/* A file that the caller has opened and found to be the one that was compiled, with these times then. Where only its
+ * ctime has changed since, the engine compares its bytes with the payload's hashes. */
 typedef struct ps_file {
     int32_t fd;
-    int64_t mtime_ns;
+    int64_t mtime_ns, ctime_ns;
 } ps_file;
 
 /* An open file without a name, in `folder`, for what leaves the arena: `nbytes` large, and, if `block` is not 0, open

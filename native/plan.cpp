@@ -53,8 +53,10 @@ Queue queue_of(std::vector<Piece> pieces, int steps) {
 }
 
 Storage read_storage(const Json &json, const std::vector<WeightFile> &files) {
-    Storage storage{json.at("nbytes"), json.value("phase", int64_t{0}), {}, json.at("kind") == "produced"};
+    Storage storage{json.at("nbytes"), json.value("phase", int64_t{0}), {}, json.at("kind") == "produced", {}};
     if (storage.produced && !json.at("extents").empty()) refuse("a storage that is produced lies in a file");
+    const auto sha256 = json.find("sha256");
+    if (sha256 != json.end() && !sha256->is_null()) storage.sha256 = *sha256;
     if (storage.nbytes < 0) refuse("a storage has a negative size");
     if (storage.phase < 0 || storage.phase >= 64) refuse("a storage has a phase outside of 0 to 63");
     for (const Json &one : json.at("extents")) {

@@ -29,6 +29,7 @@ struct Storage {
     int64_t phase;  // the address of its first byte modulo 64, by which kernels choose their code
     std::vector<Extent> extents;  // of what the program produces its place in the spill file, behind all files
     bool produced;
+    std::string sha256;  // of the bytes, as hexadecimal digits; empty where it is not known
 };
 
 // A part of a transfer that one reader copies, into the arena or `out`; `step` waits for it, and step `after` must

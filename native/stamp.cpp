@@ -1,13 +1,15 @@
 #include "stamp.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "descriptor.h"
 #include "failure.h"
+#include "json.h"
 
 namespace penstock {
 
@@ -106,19 +108,28 @@ std::set<int64_t> sample_offsets(const std::string &header, int64_t nbytes, cons
 }  // namespace
 
 std::string sha256(const std::string &bytes) {
-    std::array<uint32_t, 8> state{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                  0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    const auto *const data = reinterpret_cast<const unsigned char *>(bytes.data());
-    const size_t whole = bytes.size() / 64 * 64, rest = bytes.size() - whole;
-    for (size_t at = 0; at < whole; at += 64) mix(state, data + at);
-    std::array<unsigned char, 128> tail{};
-    std::memcpy(tail.data(), data + whole, rest);
-    tail[rest] = 0x80;
-    const size_t nbytes = rest < 56 ? 64 : 128;
-    for (int k = 0; k < 8; ++k) tail[nbytes - 1 - k] = static_cast<unsigned char>(bytes.size() * 8 >> 8 * k);
-    for (size_t at = 0; at < nbytes; at += 64) mix(state, tail.data() + at);
+    Sha256 digest;
+    digest.add(bytes);
+    return digest.text();
+}
+
+void Sha256::add(std::string_view bytes) {
+    nbytes_ += bytes.size();
+    rest_ += bytes;
+    const auto *const data = reinterpret_cast<const unsigned char *>(rest_.data());
+    const size_t whole = rest_.size() / 64 * 64;
+    for (size_t at = 0; at < whole; at += 64) mix(state_, data + at);
+    rest_.erase(0, whole);
+}
+
+std::string Sha256::text() {
+    const uint64_t bits = nbytes_ * 8;
+    std::string tail(rest_.size() < 56 ? 64 - rest_.size() : 128 - rest_.size(), 0);
+    tail[0] = static_cast<char>(0x80);
+    for (int k = 0; k < 8; ++k) tail[tail.size() - 1 - k] = static_cast<char>(bits >> 8 * k);
+    add(tail);
     std::string text;
-    for (const uint32_t word : state)
+    for (const uint32_t word : state_)
         for (int shift = 28; shift >= 0; shift -= 4) text += "0123456789abcdef"[word >> shift & 15];
     return text;
 }
@@ -134,6 +145,25 @@ void check_stamp(int fd, int direct_fd, const WeightFile &file, const std::strin
         samples += whole ? std::string(block, nbytes) : read_exactly(fd, offset, nbytes, path);
     }
     if (sha256(samples) != file.sampled_sha256) other(path, "sha256 of its sampled blocks");
+}
+
+std::map<std::string, int64_t> read_seen(const std::string &folder) {
+    constexpr size_t MOST = 16 << 20;
+    const Descriptor fd = open_file(folder + "/seen.json", O_RDONLY | O_NONBLOCK);
+    struct stat status;
+    if (fd < 0 || fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) return {};
+    std::string text(std::min<size_t>(status.st_size, MOST), 0);
+    const ssize_t got = uninterrupted([&] { return pread(fd, text.data(), text.size(), 0); });
+    try {
+        const auto json = parse_json(text.substr(0, std::max<ssize_t>(got, 0)), "seen.json");
+        std::map<std::string, int64_t> seen;
+        for (const auto &[path, ctime_ns] : json.items()) seen[path] = ctime_ns;
+        return seen;
+    } catch (const nlohmann::json::exception &) {
+        return {};  // what is damaged says nothing
+    } catch (const Failure &) {
+        return {};
+    }
 }
 
 }  // namespace penstock

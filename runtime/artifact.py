@@ -19,7 +19,7 @@ from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_value
 from penstock.runtime.checkpoint.opening import Checkpoint, Paths, open_checkpoint
 from penstock.runtime.checkpoint.slices import Slices
 from penstock.runtime.choice import find_ladder
-from penstock.runtime.files.artifact_files import write_payload
+from penstock.runtime.files.artifact_files import note_seen, read_seen, write_payload
 from penstock.runtime.files.pack import (
     BLOCK_ALIGNED_FROM,
     Chunk,
@@ -94,34 +94,40 @@ def compile(
     """
     _check_lowering(lowering, options, resident_below)
     _check_packing(weights, pack, cast, slices)
-    annotated = exported if isinstance(exported, Annotated) else _annotate(exported, ladder)
-    _check_names(annotated.payload.methods)
-    found, compiled, checkpoint = None, None, Checkpoint((), {})
-    if weights is not None:
-        checkpoint = _open(weights, annotated, rename, pack=pack)
-        found = find_values(_stored_weights(annotated), checkpoint, Rules(rename, cast, slices))
-    if lowering == "inductor":
-        compiled = _compile(annotated, found, options, resident_below)
-        annotated = replace(annotated, payload=compiled.payload)
-    folder = Path(path)
-    writer = _Writer(annotated, found, folder, progress, in_place=not pack, mapped=lowering == "eager")
-    hashed = {} if earlier is None else _hashed(earlier.payload.storages, earlier.payload.files)
+    annotated, folder = _annotate(exported, ladder), Path(path)
 
-    def build(temporary: Path) -> None:
-        catalog = writer.write_weights(temporary, hashed)
-        checkpoint.check_unchanged()
-        code = _save_program(annotated, compiled, temporary)
-        payload = replace(catalog, lowering="inductor" if compiled else "eager", program=code)
-        plans = find_ladder(temporary, payload) if ladder else ()
-        write_payload(replace(payload, plans=plans), temporary)
+    def write(checkpoint: Checkpoint) -> None:
+        rules = Rules(rename, cast, slices)
+        found = None if weights is None else find_values(_stored_weights(annotated), checkpoint, rules)
+        compiled = _compile(annotated, found, options, resident_below) if lowering == "inductor" else None
+        lowered = replace(annotated, payload=compiled.payload) if compiled else annotated
+        writer = _Writer(lowered, found, folder, progress, in_place=not pack, mapped=lowering == "eager")
 
-    write_artifact(folder, force=force, build=build)
+        def build(temporary: Path) -> None:
+            catalog = writer.write_weights(temporary, _hashed(earlier, checkpoint))
+            checkpoint.check_unchanged()
+            code = _save_program(lowered, compiled, temporary)
+            payload = replace(catalog, lowering="inductor" if compiled else "eager", program=code)
+            plans = find_ladder(temporary, payload) if ladder else ()
+            write_payload(replace(payload, plans=plans), temporary)
+            if not pack:
+                note_seen(temporary, checkpoint.ctimes)
+
+        write_artifact(folder, force=force, build=build)
+
+    _open(weights, annotated, rename, pack=pack).read(write)
     return open_program(folder, trust=True)  # this process has just made it
 
 
-def _annotate(exported: ExportedProgram | Mapping[str, ExportedProgram], ladder: bool) -> Annotated:
+def _annotate(
+    exported: ExportedProgram | Mapping[str, ExportedProgram] | Annotated, ladder: bool
+) -> Annotated:
     """The facts of programs. Without Python nothing computes experts one at a time."""
-    return annotate_with_values(exported, trusts=None if ladder else reads_units_only)
+    annotated = exported
+    if not isinstance(annotated, Annotated):
+        annotated = annotate_with_values(annotated, trusts=None if ladder else reads_units_only)
+    _check_names(annotated.payload.methods)
+    return annotated
 
 
 def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = None) -> Payload:
@@ -130,12 +136,13 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
     With `weights`, the safetensors files of a checkpoint are used in place, and what they lack is written.
     Raises SourceError for files that do not belong to the program, PassError for weights without values.
     """
-    found = None
-    if weights is not None:
-        checkpoint = _open(weights, annotated, None, pack=False)
-        found = find_values(annotated.payload.weights, checkpoint, Rules(None))
+    checkpoint = _open(weights, annotated, None, pack=False)
+    found = None if weights is None else find_values(annotated.payload.weights, checkpoint, Rules(None))
     writer = _Writer(annotated, found, folder, None, in_place=weights is not None, mapped=False)
-    return writer.write_weights(folder, {})
+    payload = writer.write_weights(folder, {})
+    if checkpoint.files:
+        note_seen(folder, checkpoint.ctimes)
+    return payload
 
 
 def _stored_weights(annotated: Annotated) -> list[Weight]:
@@ -198,7 +205,9 @@ def _compile(
     )
 
 
-def _open(weights: Paths, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:
+def _open(weights: Paths | None, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:
+    if weights is None:
+        return Checkpoint((), {})
     checkpoint = without(open_checkpoint(weights), annotated.computed, rename)
     others = [] if pack else [path for path in checkpoint.files if not is_safetensors(path)]
     if others:
@@ -218,8 +227,18 @@ def _is_whole(storage: Storage) -> bool:
     return 0 < storage.nbytes == sum(extent.nbytes for extent in storage.extents)
 
 
-def _hashed(storages: Sequence[Storage], files: Sequence[WeightFile]) -> dict[Place, str]:
-    return {_place(one, files): one.sha256 for one in storages if one.extents and one.sha256}
+def _hashed(earlier: Program | None, checkpoint: Checkpoint) -> dict[Place, str]:
+    """The hashes that an earlier program has of storages in files that have not changed since."""
+    if earlier is None:
+        return {}
+    storages, files = earlier.payload.storages, earlier.payload.files
+    seen, now = read_seen(earlier.path), checkpoint.ctimes
+    as_seen = [file.path in seen and seen[file.path] == now.get(file.path) for file in files]
+    return {
+        _place(one, files): one.sha256
+        for one in storages
+        if one.extents and one.sha256 and all(as_seen[extent.file] for extent in one.extents)
+    }
 
 
 class _Writer:

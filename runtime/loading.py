@@ -34,7 +34,7 @@ from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
-from penstock.runtime.files.source import Source, open_source
+from penstock.runtime.files.source import Mode, Source, open_source
 from penstock.runtime.files.spill_file import open_spill_file, spills, with_places
 from penstock.runtime.memory_split import MemorySplit, check_host, check_room
 from penstock.runtime.module import LoadedMethod, StreamedModule
@@ -245,10 +245,11 @@ def load_weights(
 def _open_files(folder: Path, payload: Payload, plan: Plan, *, private: bool) -> Source:
     """The weight files of a plan. A mapped arena reads past the page cache only into `private` memory."""
     if plan.arena_bytes > 0 and plan.arena.backing == "mapped":
-        return Source(payload.files, folder, mode="direct" if private else "buffered")
+        mode: Mode = "direct" if private else "buffered"
+        return Source(payload.files, folder, mode=mode, storages=payload.storages)
     moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
     repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
-    return open_source(payload.files, folder, repeated=repeated)
+    return open_source(payload.files, folder, storages=payload.storages, repeated=repeated)
 
 
 def _load_units(
@@ -274,7 +275,7 @@ def _load_units(
 
 def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:
     """What the native engine is told: it reads the files that are open here, as they are read here."""
-    files = [File(file.fd, file.mtime_ns) for file in source.files]
+    files = [File(file.fd, file.mtime_ns, file.contents.ctime_ns) for file in source.files if file.contents]
     spill = None
     if (one := source.spill) is not None:
         spill = Spill(one.fd, one.direct_fd, one.block, one.nbytes, str(one.path).encode())
@@ -376,7 +377,7 @@ def _load_on_device(
             f"the plan reads weights by units, which {device.name} cannot: make a plan for that device"
         )
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
-        source = open_source(payload.files, folder)
+        source = open_source(payload.files, folder, storages=payload.storages)
         opened.callback(source.close)
         opened.callback(device.close)
         weights = DeviceWeights(plan, payload.storages, device, source, on_host=on_host)

@@ -235,7 +235,7 @@ def measurements() -> tuple[Measurement, ...]:
     path = _path()
     try:
         state = path.stat()
-        return _read(path, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
+        return _read(path, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
     except (OSError, PayloadError):
         return ()
 

@@ -81,7 +81,7 @@ def open(path: str | PathLike[str], *, trust: bool = False) -> Program:
     folder = Path(path)
     with reading(folder):
         payload, digest = read_artifact(folder)
-        with Source(payload.files, folder, mode="buffered"):
+        with Source(payload.files, folder, mode="buffered", storages=payload.storages):
             pass  # opening compares every stamp
     return Program(folder, payload, trust=trust, digest=digest)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from penstock.runtime.files.artifact_files import read_payload, replace_payload
+from penstock.runtime.files.artifact_files import note_seen, read_payload, replace_payload
 from penstock.runtime.files.safetensors_file import own_place, reading
 from penstock.runtime.files.stamp import Progress, compare_header, stamp_file
 from penstock.runtime.program import Program
@@ -38,8 +39,12 @@ def relink(
     with reading(folder):
         places = [file.resolve() if file.is_dir() else own_place(file) for file in given]
         relinked = _relinked(folder, places)
+    with reading(folder):
+        paths = [file.path for file in relinked.payload.files if Path(file.path).is_absolute()]
+        seen = {path: os.stat(path).st_ctime_ns for path in paths}
     relinked.verify(progress)
     replace_payload(folder, relinked.payload)
+    note_seen(folder, seen)
     return open_program(folder, trust=trust)
 
 

@@ -191,7 +191,8 @@ int NamedWeights::file_number(const std::string &path, uint64_t inode) {
     Descriptor fd = open_file(path, O_RDONLY);
     struct stat status;
     if (fd < 0 || fstat(fd, &status) != 0 || !S_ISREG(status.st_mode) || status.st_ino != inode) return -1;
-    opened_.push_back({fd, status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec});
+    const auto in_ns = [](const timespec &time) { return time.tv_sec * 1000000000LL + time.tv_nsec; };
+    opened_.push_back({fd, in_ns(status.st_mtim), in_ns(status.st_ctim)});
     paths_.push_back(path);
     sizes_.push_back(status.st_size);
     descriptors_.push_back(std::move(fd));

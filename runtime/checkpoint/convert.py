@@ -56,33 +56,36 @@ def convert(
 
     Raises SourceError if a tensor or a file cannot be read, converted or written.
     """
-    checkpoint = open_checkpoint(source, only)
-    entries = sorted(
-        (_entry(name, one, checkpoint, dtype) for name, one in checkpoint.tensors.items()),
-        key=lambda entry: (entry.nbytes % BLOCK > 0, entry.nbytes % 64 > 0),
-    )
-    if not entries:
-        raise SourceError(f"{source} holds no tensors")
     path = Path(target)
-    total = sum(entry.nbytes for entry in entries)
-    most = parse_size(shard_size, name="shard_size") if shard_size is not None else total
-    _check_output(path, total, sharded=shard_size is not None, force=force)
-    _log.info("writing %s bytes of tensors to %s", f"{total:,}", path)
-    report = count_bytes(progress, "converting", total)
-    if path.suffix == ".safetensors":
-        write_packed(path, entries, dense=True, force=force, progress=report)
-        return Converted((path,), len(entries), total)
-    shards = _shards(entries, most)
-    names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
-    names = names if len(shards) > 1 else [_FILE]
 
-    def build(folder: Path) -> None:
-        for name, shard in zip(names, shards, strict=True):
-            write_packed(folder / name, shard, dense=True, progress=report)
-        (folder / INDEX).write_text(_index(names, shards, total), encoding="utf-8")
+    def write(checkpoint: Checkpoint) -> Converted:
+        entries = sorted(
+            (_entry(name, one, checkpoint, dtype) for name, one in checkpoint.tensors.items()),
+            key=lambda entry: (entry.nbytes % BLOCK > 0, entry.nbytes % 64 > 0),
+        )
+        if not entries:
+            raise SourceError(f"{source} holds no tensors")
+        total = sum(entry.nbytes for entry in entries)
+        most = parse_size(shard_size, name="shard_size") if shard_size is not None else total
+        _check_output(path, total, sharded=shard_size is not None, force=force)
+        _log.info("writing %s bytes of tensors to %s", f"{total:,}", path)
+        report = count_bytes(progress, "converting", total)
+        if path.suffix == ".safetensors":
+            write_packed(path, entries, dense=True, force=force, progress=report)
+            return Converted((path,), len(entries), total)
+        shards = _shards(entries, most)
+        names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
+        names = names if len(shards) > 1 else [_FILE]
 
-    write_artifact(path, force=force, build=build, marker=INDEX)
-    return Converted(tuple(path / name for name in names), len(entries), total)
+        def build(folder: Path) -> None:
+            for name, shard in zip(names, shards, strict=True):
+                write_packed(folder / name, shard, dense=True, progress=report)
+            (folder / INDEX).write_text(_index(names, shards, total), encoding="utf-8")
+
+        write_artifact(path, force=force, build=build, marker=INDEX)
+        return Converted(tuple(path / name for name in names), len(entries), total)
+
+    return open_checkpoint(source, only).read(write)
 
 
 def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> None:

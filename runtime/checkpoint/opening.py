@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from os import PathLike
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.runtime.checkpoint.distributed_file import METADATA, is_distributed, read_tensors
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor, from_entry
@@ -30,10 +31,19 @@ _log = logging.getLogger(__name__)
 _INDEX, _TORCH_INDEX = ".safetensors.index.json", "pytorch_model.bin.index.json"
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
 
-FileState = tuple[int, int, int]
-"""Size, modification time and inode of a file."""
+FileState = tuple[int, int, int, int]
+"""Size, modification time, inode and ctime of a file."""
+
+_ATTEMPTS = 3
+"""How often a checkpoint is read, if the ctime of its files changes whenever it is."""
+
+T = TypeVar("T")
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
+
+
+class TouchedError(SourceError):
+    """Nothing but the ctime of a file has changed while it was read."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +65,30 @@ class Checkpoint:
         for number in {box.file for box in tensor.boxes} if tensor else range(len(self.files)):
             path = self.files[number]
             with reading(path):
-                changed = _state_of(path) != self.states[number]
-            if changed:
-                raise SourceError(
+                now, before = _state_of(path), self.states[number]
+            if now != before:
+                kind = TouchedError if now[:-1] == before[:-1] else SourceError
+                raise kind(
                     f"{path} was written to or replaced while it was read: leave it as it is, and try again"
                 )
+
+    @property
+    def ctimes(self) -> dict[str, int]:
+        """The ctime of each file before it was looked into, by path."""
+        return {str(path): state[-1] for path, state in zip(self.files, self.states, strict=True)}
+
+    def read(self, work: Callable[[Checkpoint], T]) -> T:
+        """Return what `work` makes of this checkpoint, again where the ctime of a file changes meanwhile.
+
+        A changed ctime may be that of a write whose other traces were put back, or of no write at all.
+        """
+        checkpoint = self
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return work(checkpoint)
+            except TouchedError:
+                checkpoint = replace(checkpoint, states=tuple(_state_of(path) for path in self.files))
+        return work(checkpoint)
 
 
 def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
@@ -111,7 +140,7 @@ def _open(given: Sequence[Path], patterns: Sequence[str]) -> Checkpoint:
 
 def _state_of(path: Path) -> FileState:
     state = path.stat()
-    return state.st_size, state.st_mtime_ns, state.st_ino
+    return state.st_size, state.st_mtime_ns, state.st_ino, state.st_ctime_ns
 
 
 def _files(path: Path, wanted: Callable[[str], bool] | None = None) -> tuple[Path, ...]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from penstock.runtime.files.safetensors_file import check_regular
+from penstock.runtime.files.safetensors_file import check_regular, open_for_reading
 from penstock.runtime.system.atomic import write_artifact
+from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.facts.errors import PayloadError, SourceError
 from penstock.schedule.payload.checks import check_artifact
 from penstock.schedule.payload.codec import Payload, verify_payload
@@ -16,6 +20,14 @@ from penstock.schedule.payload.codec import Payload, verify_payload
 PAYLOAD = "payload.json"
 DIGEST = "payload.json.sha256"
 """The payload's sha256 as sha256sum writes it: a payload whose numbers were changed can still be valid."""
+
+SEEN = "seen.json"
+"""The ctime that each weight file in place had when all of its bytes were last compared, by path.
+
+It is no part of the payload: a file that gets another ctime and keeps its bytes leaves the artifact's digest.
+"""
+
+_MOST_SEEN = 16 << 20
 
 
 def read_payload(folder: Path) -> Payload:
@@ -55,6 +67,20 @@ def read_payload_bytes(folder: Path) -> bytes:
         raise SourceError(
             f"{folder} is not an artifact: {reason}; give the folder that penstock compile wrote"
         ) from error
+
+
+def read_seen(folder: Path) -> Mapping[str, object]:
+    """Return what SEEN says; nothing where it is missing or damaged, so that all bytes are compared again."""
+    with suppress(SourceError, ValueError, RecursionError), open_for_reading(folder / SEEN) as fd:
+        found = json.loads(os.pread(fd, _MOST_SEEN, 0))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def note_seen(folder: Path, seen: Mapping[str, object]) -> None:
+    """Write SEEN into the folder of an artifact. A failure is ignored: the bytes are compared again then."""
+    with suppress(OSError, SourceError), replace_file(folder / SEEN, force=True) as fd:
+        write_all(fd, json.dumps(seen).encode() + b"\n")
 
 
 def write_payload(payload: Payload, folder: Path) -> None:

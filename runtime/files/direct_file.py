@@ -12,6 +12,8 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,12 +35,34 @@ _BUFFER_WRITE = 0x200  # PyBUF_WRITE
 AGAIN = "open the artifact again, or load the model again"
 
 
+class Contents:
+    """The ctime of an open file, and `compare`, which raises an error if the file has other bytes by now.
+
+    Whoever writes to a file can put back its size and its modification time, and not its ctime. That changes
+    without a write as well, when a file gets other rights or another name, so only its bytes tell.
+    """
+
+    def __init__(self, ctime_ns: int) -> None:
+        self.ctime_ns = ctime_ns
+        self.compare: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+
+    def check(self, ctime_ns: int) -> None:
+        """Compare the bytes if the file has another ctime than it had when they were last compared."""
+        if ctime_ns != self.ctime_ns:
+            with self._lock:
+                if ctime_ns != self.ctime_ns:
+                    self.compare()
+                    self.ctime_ns = ctime_ns
+
+
 @dataclass(frozen=True)
 class DirectFile:
     """A file of `nbytes`, last modified at `mtime_ns` when it was opened, as `file`.
 
     `direct` reads it past the page cache, in multiples of `block`. It is None, and `block` is 0, where only
-    buffered reads work; `note` then says why, if direct ones were asked for.
+    buffered reads work; `note` then says why, if direct ones were asked for. `contents` is None for a file
+    that is written all the time.
     """
 
     path: Path
@@ -48,6 +72,7 @@ class DirectFile:
     direct: FileIO | None = None
     block: int = 0
     note: str = ""
+    contents: Contents | None = None
 
     @property
     def fd(self) -> int:
@@ -87,7 +112,7 @@ class DirectFile:
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise SourceError unless size and modification time are those at opening (one fstat)."""
+        """Raise SourceError unless the file is as it was opened (one fstat, or all bytes)."""
         with reading(self.path):
             found = os.fstat(self.fd)
         if found.st_size < self.nbytes:
@@ -101,6 +126,8 @@ class DirectFile:
                 f"{_time(self.mtime_ns)}, got {found.st_size} of {_time(found.st_mtime_ns)}; leave the file "
                 f"alone, and {AGAIN}"
             )
+        if self.contents is not None:
+            self.contents.check(found.st_ctime_ns)
 
     def close(self) -> None:
         """Close both descriptors. It may be called again, also after an interrupt."""
@@ -188,7 +215,8 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
             ) from error
         opened.pop_all()
     note = "" if block or not direct else f"the file system of {path} lacks O_DIRECT: buffered reads"
-    return DirectFile(path, file.nbytes, status.st_mtime_ns, source, past, block, note)
+    contents = Contents(status.st_ctime_ns)
+    return DirectFile(path, file.nbytes, status.st_mtime_ns, source, past, block, note, contents)
 
 
 def _time(ns: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from penstock.runtime.files.artifact_files import DIGEST, PAYLOAD
+from penstock.runtime.files.artifact_files import DIGEST, PAYLOAD, SEEN
 from penstock.runtime.files.safetensors_file import open_for_reading, read_raw_header
 from penstock.runtime.files.stamp import file_chunks
 from penstock.schedule.facts.errors import SourceError
@@ -17,10 +17,10 @@ def check_folder(folder: Path, payload: Payload, beside: Collection[str]) -> Non
 
     The bytes of storages, of the payload and of the lowered program have hashes, which others compare, and so
     do headers of weight files; between storages are zeros. `beside` are the names of further files that are
-    compared elsewhere.
+    compared elsewhere. SEEN may hold anything: whoever changes it has files compared again, or not.
     """
     packed = [k for k, file in enumerate(payload.files) if not Path(file.path).is_absolute()]
-    known = {PAYLOAD, DIGEST, *beside, *(payload.files[k].path for k in packed)}
+    known = {PAYLOAD, DIGEST, SEEN, *beside, *(payload.files[k].path for k in packed)}
     known |= {payload.program.path} if payload.program else set()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -5,6 +5,8 @@ Reads are positioned, hold no lock while they run and release the interpreter lo
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import threading
 from collections import deque
@@ -15,12 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from penstock.runtime.files.artifact_files import PAYLOAD, note_seen, read_seen
 from penstock.runtime.files.direct_file import AGAIN, DirectFile, open_direct_file
+from penstock.runtime.files.safetensors_file import read_exactly
 from penstock.runtime.files.spill_file import SpillFile
+from penstock.runtime.files.stamp import CHUNK_BYTES
 from penstock.runtime.system.limits import available_bytes
 from penstock.runtime.system.page_cache import cached_fraction
 from penstock.schedule.facts.errors import PlanError, SourceError
-from penstock.schedule.facts.model import WeightFile
+from penstock.schedule.facts.model import Storage, WeightFile
+
+_log = logging.getLogger(__name__)
 
 Mode = Literal["direct", "buffered"]
 
@@ -46,6 +53,8 @@ class Source:
     first that is missing, unreadable or changed. `mode` asks for a way of reading; where a file
     system cannot read directly, reads are buffered and `note` says why. `repeated` is how many
     bytes will be read in every pass: after the first one they go through the page cache, if it has room.
+    If only the ctime of a file has changed, the bytes of `storages` are compared with their hashes; those
+    without hashes are not.
 
     Methods may be called from any thread. `close` waits for reads in flight.
     """
@@ -58,6 +67,7 @@ class Source:
         mode: Mode = "direct",
         check: bool = True,
         repeated: int = 0,
+        storages: Sequence[Storage] = (),
     ) -> None:
         self._process = os.getpid()
         self._idle = threading.Condition()
@@ -65,11 +75,16 @@ class Source:
         self._closed = False
         self._direct = mode == "direct"
         self._files: list[DirectFile] = []
+        self._storages = storages
         self.spill: SpillFile | None = None
         opening = partial(open_direct_file, folder=folder, direct=self._direct, check=check)
         try:
             for file in _in_order(opening, files):
                 self._files.append(file)
+                assert file.contents is not None
+                file.contents.compare = partial(self._compare_in_use, len(self._files) - 1)
+            if check:
+                self._compare_unseen(files, folder)
         except BaseException:
             self.close()
             raise
@@ -158,6 +173,51 @@ class Source:
         cached = sum(cached_fraction(file.fd, file.nbytes, windows) * file.nbytes for file in self._files)
         return cached / total if total else 0.0
 
+    def _compare_unseen(self, files: Sequence[WeightFile], folder: Path) -> None:
+        """Compare the bytes of files in place whose ctime is not the one at which that was done before."""
+        seen = read_seen(folder)
+        unseen: dict[str, int] = {}
+        for number, (stamped, opened) in enumerate(zip(files, self._files, strict=True)):
+            assert opened.contents is not None
+            packed = not Path(stamped.path).is_absolute()
+            if packed or seen.get(stamped.path) == opened.contents.ctime_ns or not self._hashed(number):
+                continue
+            if changed := self._changed(number):
+                raise SourceError(
+                    f"{opened.path} is not the file that was compiled: {changed}; put the original back, or "
+                    "compile again"
+                )
+            unseen[stamped.path] = opened.contents.ctime_ns
+        if unseen and ((folder / PAYLOAD).is_file() or seen):  # others are no folders of artifacts
+            note_seen(folder, {**seen, **unseen})
+
+    def _compare_in_use(self, number: int) -> None:
+        if changed := self._changed(number):
+            raise SourceError(
+                f"{self._files[number].path} has been changed while in use: {changed}; leave the file alone, "
+                f"and {AGAIN}"
+            )
+
+    def _changed(self, number: int) -> str:
+        """Say which hash of a file's weights is another one by now; empty if there is none."""
+        hashed = self._hashed(number)
+        if hashed:
+            _log.info("%s is not as it was left: all of its weights are compared", self._files[number].path)
+        for storage in hashed:
+            digest = hashlib.sha256()
+            for extent in storage.extents:
+                file = self._files[extent.file]
+                for start in range(extent.file_offset, extent.file_offset + extent.nbytes, CHUNK_BYTES):
+                    nbytes = min(CHUNK_BYTES, extent.file_offset + extent.nbytes - start)
+                    digest.update(read_exactly(file.fd, start, nbytes, file.path))
+            if (found := digest.hexdigest()) != storage.sha256:
+                return f"the sha256 of a weight was {storage.sha256} and is {found}"
+        return ""
+
+    def _hashed(self, number: int) -> list[Storage]:
+        """The storages with a hash that have bytes in a file."""
+        return [s for s in self._storages if s.sha256 and any(e.file == number for e in s.extents)]
+
     def close(self) -> None:
         """Close every descriptor once the reads in flight have ended; may be called again."""
         if os.getpid() != self._process:
@@ -207,11 +267,13 @@ class Source:
                 self._idle.notify_all()
 
 
-def open_source(files: Sequence[WeightFile], folder: Path, *, repeated: int = 0) -> Source:
+def open_source(
+    files: Sequence[WeightFile], folder: Path, *, storages: Sequence[Storage], repeated: int = 0
+) -> Source:
     """Opens weight files, to read them through the page cache where it holds them now, and else past it."""
     with Source(files, folder, mode="buffered", check=False) as source:
         mode: Mode = "buffered" if source.is_warm() else "direct"
-    return Source(files, folder, mode=mode, repeated=repeated)
+    return Source(files, folder, mode=mode, repeated=repeated, storages=storages)
 
 
 def _in_order(

@@ -3,7 +3,8 @@
 A stamp holds size, modification time, inode, the sha256 of length prefix and header, and the
 sha256 of sampled blocks. It catches another model of the same shapes. What it cannot catch is an
 edit that misses every sampled block (and, in a file used in place, also forges the modification
-time). Only `hash_storage` catches that: it reads everything.
+time). Only hashes of all bytes catch that: `Source` compares them where the ctime of a file in place
+has changed, and `Program.verify` always.
 """
 
 from __future__ import annotations

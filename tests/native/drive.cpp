@@ -100,9 +100,10 @@ int main(int count_of_arguments, char **arguments) {
     for (const auto &[file, bytes] : content) {
         const std::string path = std::string(folder ? folder : "") + "/weights-" + std::to_string(file);
         struct stat status {};
-        files.push_back({folder ? open(path.c_str(), O_RDONLY) : -1, 0});
+        files.push_back({folder ? open(path.c_str(), O_RDONLY) : -1, 0, 0});
         if (folder) fstat(files.back().fd, &status);
         files.back().mtime_ns = status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
+        files.back().ctime_ns = status.st_ctim.tv_sec * 1000000000LL + status.st_ctim.tv_nsec;
     }
     options.opened = files.data();
     ps_engine *engine;

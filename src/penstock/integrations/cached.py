@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count, takewhile
 from pathlib import Path
 
 import torch
@@ -128,10 +129,34 @@ def _entry(name: str, value: torch.Tensor) -> PackEntry:
     )
 
 
+def place_of(
+    folder: Path,
+    name: str,
+    suffix: str = "",
+    *,
+    is_seen: Callable[[Path], bool],
+    is_current: Callable[[Path], bool],
+) -> Path:
+    """The place in a folder of what was made of files as they are now, or one where there is nothing.
+
+    Nothing but the ctime may tell a file from what it was before, so both have the same `name`, and the
+    second place that of a number beside it. `is_seen` compares ctimes, and `is_current` bytes.
+    """
+
+    def place(number: int) -> Path:
+        own = hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:32] if number else name
+        return folder / f"{own}{suffix}"
+
+    there = list(takewhile(Path.is_dir, map(place, count())))
+    found = next(filter(is_seen, there), None) or next(filter(is_current, there), None)
+    return found or place(len(there))
+
+
 def artifact_key(contents: Sequence[str], weights: Sequence[Path], settings: str) -> str:
     """A name for programs of these contents over weight files as they are now, under these versions.
 
-    Raises SourceError for a file that the system does not look at.
+    It leaves out their ctimes, which change without a write too (`place_of`). Raises SourceError for a file
+    that the system does not look at.
     """
     stamps = []
     for path in weights:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.integrations.cached import WEIGHTS, keep_packed
+from penstock.integrations.cached import WEIGHTS, keep_packed, place_of
 from penstock.integrations.kept import KeptWeights
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.subclasses import has_parts
@@ -27,7 +28,7 @@ from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.binding import Names, tensor_names
 from penstock.runtime.checkpoint.opening import Checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
-from penstock.runtime.files.pack import PackedTensor, PackEntry
+from penstock.runtime.files.pack import Chunk, PackedTensor, PackEntry
 from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES, read_header
 from penstock.runtime.files.stamp import file_chunks
 from penstock.schedule.atomic_file import replace_file, write_all
@@ -35,9 +36,9 @@ from penstock.schedule.facts.errors import SourceError
 
 _log = logging.getLogger(__name__)
 
-_SUMS, _STATE = "sums.json", "state"
-"""The file beside converted weights: what the system said of these when they were written, and the sha256 of
-each tensor."""
+_SUMS, _STATE, _SOURCES = "sums.json", "state", "sources"
+"""The file beside converted weights: what the system said of these when they were written, the ctimes of the
+files that they were converted from, and the sha256 of each tensor."""
 
 
 @dataclass(frozen=True)
@@ -116,24 +117,33 @@ def _write(changes: Sequence[_Change], files: Sequence[Path], cache: Cache, made
     """Write converted tensors to a file of the cache, unless it is there, and keep it there.
 
     Its folder is named by what the system says of the checkpoint's files, by their headers, and by the names
-    and dtypes of the tensors: the files themselves are read once.
+    and dtypes of the tensors: the files themselves are read once, and again where their ctimes have changed.
     """
-    before = _states(files)
+    before, ctimes = _states(files), _ctimes(files)
     in_file = sorted(changes, key=lambda one: [(box.file, box.start) for box in one.tensor.boxes])
     entries = [change.entry(files) for change in in_file]
     headers = [hashlib.sha256(read_header(file).raw).hexdigest() for file in files]
     facts = f"converted {before} {headers} {[entry.name for entry in entries]}"
-    folder = cache.weights / hashlib.sha256(facts.encode()).hexdigest()[:32]
+    folder = place_of(
+        cache.weights,
+        hashlib.sha256(facts.encode()).hexdigest()[:32],
+        is_seen=lambda made: _facts(made).get(_SOURCES) == ctimes,
+        is_current=lambda made: _is_current(made, entries, ctimes),
+    )
 
     def finish(made: Path, placed: Sequence[PackedTensor]) -> None:
-        if _states(files) != before:
+        now = _ctimes(files)
+        touched = now != ctimes and [one.sha256 for one in placed] != [
+            _digest(one.chunks()) for one in entries
+        ]
+        if touched or _states(files) != before:
             raise SourceError(
                 f"{files[0].parent} was written to while it was being converted: leave it as it is, and load "
                 "it again"
             )
         header = hashlib.sha256(read_header(made / WEIGHTS).raw).hexdigest()
         sums = [[one.file_offset, one.nbytes, one.sha256] for one in placed]
-        facts = {_STATE: _state(made / WEIGHTS), "header": header, "sums": sums}
+        facts = {_STATE: _state(made / WEIGHTS), _SOURCES: now, "header": header, "sums": sums}
         (made / _SUMS).write_text(json.dumps(facts), encoding="utf-8")
 
     how = f", converted to {' and '.join(sorted({change.dtype for change in changes}))},"
@@ -146,6 +156,44 @@ def _states(files: Sequence[Path]) -> list[tuple[int, int, int]]:
     """What the system says of files, which differs once one of them is written to or replaced."""
     states = [file.stat() for file in files]
     return [(state.st_size, state.st_mtime_ns, state.st_ino) for state in states]
+
+
+def _ctimes(files: Sequence[Path]) -> list[int]:
+    return [file.stat().st_ctime_ns for file in files]
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """What is noted beside converted weights; nothing where that is damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads((folder / _SUMS).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _note(folder: Path, facts: Mapping[str, Any]) -> None:
+    with suppress(SourceError), replace_file(folder / _SUMS, force=True) as written:
+        write_all(written, json.dumps(facts).encode())
+
+
+def _is_current(folder: Path, entries: Sequence[PackEntry], ctimes: Sequence[int]) -> bool:
+    """Whether the files give now, whose ctimes have changed, what was converted of them before."""
+    facts = _facts(folder)
+    with suppress(TypeError, ValueError):  # of damaged facts, by which the entry is written again
+        sums = [sha256 for _, _, sha256 in facts.get("sums", ())]
+        if len(sums) == len(entries):
+            _log.info("the ctimes of what %s was converted from have changed: it is compared", folder)
+            same = all(_digest(e.chunks()) == sha256 for e, sha256 in zip(entries, sums, strict=True))
+            if same:
+                _note(folder, {**facts, _SOURCES: list(ctimes)})
+            return same
+    return True
+
+
+def _digest(chunks: Iterable[Chunk]) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _state(file: Path) -> list[int]:
@@ -167,11 +215,7 @@ def _is_whole(folder: Path) -> bool:
     if hashlib.sha256(read_header(file).raw).hexdigest() != facts["header"]:
         return False
     for start, nbytes, sha256 in facts["sums"]:
-        digest = hashlib.sha256()
-        for chunk in file_chunks(file, start, start + nbytes):
-            digest.update(chunk)
-        if digest.hexdigest() != sha256:
+        if _digest(file_chunks(file, start, start + nbytes)) != sha256:
             return False
-    with suppress(SourceError), replace_file(folder / _SUMS, force=True) as written:
-        write_all(written, json.dumps(facts | {_STATE: now}).encode())
+    _note(folder, facts | {_STATE: now})
     return True

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.integrations.cached import artifact_key, same_layout, with_other_file, with_phases
+from penstock.integrations.cached import artifact_key, place_of, same_layout, with_other_file, with_phases
 from penstock.integrations.calls.exported import ExportedCall, export_call
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import Call, named, refuse_grad
@@ -35,10 +35,12 @@ from penstock.passes.lowering.eager import LoweredProgram
 from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.device.accelerator import find_accelerator
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
-from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.artifact_files import read_seen
+from penstock.runtime.files.safetensors_file import own_place, reading
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.training.module import TrainingCall
+from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import (
     BudgetError,
     PassError,
@@ -420,7 +422,15 @@ class Component:
         cache, eager = self._where.cache, self._where.lowering == "eager"
         contents = [method.content() for method in self._methods]
         name = artifact_key(contents, self.weights, f"{self._where.lowering} {names_of(self.kept)}")
-        path = cache.programs / f"{name}.penstock"
+        with reading(self.weights[0] if self.weights else cache.folder):
+            ctimes = {str(own_place(file)): file.stat().st_ctime_ns for file in self.weights}
+        path = place_of(
+            cache.programs,
+            name,
+            ".penstock",
+            is_seen=lambda made: ctimes.items() <= read_seen(made).items(),
+            is_current=partial(_is_of_its_files, trust=cache.own),
+        )
         opened: list[Program] = []
 
         def whole() -> bool:
@@ -430,6 +440,7 @@ class Component:
 
         self._artifact = cache.keep(path, self._made_for, lambda: self._write(path), whole=whole)
         program = opened[0] if opened else penstock.open(path, trust=cache.own)
+        self._refuse_changed(program)
         if eager:  # code that Inductor compiled computes on aligned weights
             phases = {f"model.{fqn}": phase for one in self.kept for fqn, phase in one.phases.items()}
             program = with_phases(program, phases)
@@ -440,6 +451,18 @@ class Component:
                 program.payload, {one.name: one.code for one in self._parts}, with_grad
             )
         return program
+
+    def _refuse_changed(self, program: Program) -> None:
+        """Raise SourceError where the program reads other bytes than the module had in memory."""
+        known = {f"model.{fqn}": digest for one in self.kept for fqn, digest in one.digests.items()}
+        for weight in program.payload.tensors:
+            storage = program.payload.storages[weight.parts[0].storage]
+            whole = part_nbytes(weight.parts[0]) == storage.nbytes
+            if whole and storage.sha256 and known.get(weight.fqn, storage.sha256) != storage.sha256:
+                path = program.payload.files[storage.extents[0].file].path
+                raise SourceError(
+                    f"{path} has been changed since {self.name} was loaded from it: load the model again"
+                )
 
     @property
     def _parts(self) -> list[ExportedCall | Backward]:
@@ -458,3 +481,13 @@ class Component:
                 pack=False,
                 earlier=self._earlier,
             )
+
+
+def _is_of_its_files(path: Path, *, trust: bool) -> bool:
+    """Whether the weight files of an artifact are those that it was made of."""
+    with suppress(PayloadError, PlanError):  # a damaged artifact is written again
+        try:
+            penstock.open(path, trust=trust)
+        except SourceError:
+            return False
+    return True
