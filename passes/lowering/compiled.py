@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.calls.signature import CallSignature
@@ -102,6 +103,12 @@ class CompiledMethod:
         if self._runner is None:
             raise StreamError("the module is closed: load the program again")
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        unpack: Any = forward_ad.unpack_dual
+        if any(unpack(leaf).tangent is not None for leaf in given):
+            raise StreamError(
+                "an input has a tangent, and compiled code computes none: call the module outside of "
+                "torch.autograd.forward_ad.dual_level(), or compile the program with lowering='eager'"
+            )
         dense = [leaf.contiguous() for leaf in given]  # compiled code takes contiguous tensors only
         values = iter(self._runner.boxed_run(list(dense)))
         for before, after in zip(given, dense, strict=True):

@@ -51,6 +51,7 @@ from penstock.integrations.streamed import Component, Where
 from penstock.integrations.training.adapting import Adapting, under_new_names
 from penstock.integrations.training.parameters import Trained
 from penstock.passes.building.fake_export import Built
+from penstock.passes.calls.tracers import outside_dynamo
 from penstock.runtime.cache import Cache
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
@@ -147,8 +148,7 @@ class Applied:
             part = module.get_submodule(owner)
             call = functools.wraps(getattr(part, method))(functools.partial(component.call, entry))
             self._replaced.append((part, method, vars(part).get(method)))
-            not_compiled: Any = torch.compiler.disable  # torch.compile leaves the call as it is
-            part.__dict__[method] = not_compiled(call)
+            part.__dict__[method] = outside_dynamo(call)
         with uninterrupted():
             self._hollow[name] = Hollow(module, self._instead, self._where.target, own)
         component.check = Watch(module, self._again, own).check
