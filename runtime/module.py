@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -116,7 +116,9 @@ class StreamedModule(Part):
     @outside_dynamo
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method of that name; `module.decode(...)` is `module.call("decode", ...)`."""
-        return self.run(method, _checked(self._method(method).program, args, kwargs))
+        leaves = _checked(self._method(method).program, args, kwargs)
+        with without_grad():
+            return self.run(method, leaves)
 
     @outside_dynamo
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
@@ -189,7 +191,8 @@ class StreamedModule(Part):
             if loaded.order is not None:
                 calls = ProbeCalls(loaded.order, range(steps), stopwatch, loaded.by_units, loaded.bodies)
             run = _running(timed, leaves, calls)
-            self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
+            with without_grad():
+                self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
             self._passes += 1
             return stopwatch.trace(loaded.trace)
 
@@ -258,6 +261,18 @@ class StreamedModule(Part):
 
 def _refuse_change(what: str, instead: str) -> NoReturn:
     raise StreamError(f"{what} is not possible on a streamed module: {instead}")
+
+
+@contextmanager
+def without_grad() -> Iterator[None]:
+    """Have passes run as under `torch.no_grad()`, and autocast keep no casts of weights that require grad."""
+    keeps = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
 
 
 def _running(program: MethodProgram, leaves: Sequence[Any], calls: CompiledCalls | None) -> Callable[[], Any]:

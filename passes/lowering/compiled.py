@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.calls.signature import CallSignature
-from penstock.passes.lowering.archive import PACKAGE, open_programs, read_code
+from penstock.passes.lowering.archive import PACKAGE, check_ranks, open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
 from penstock.passes.lowering.recomputed import OTHERS
 from penstock.passes.weights.values import same_bytes
@@ -63,6 +63,7 @@ def load(folder: Path, payload: Payload, *, trust: bool, index: int = -1) -> Loa
             "compile the model with lowering='eager'"
         )
     _check_machine(payload, index)
+    check_ranks(folder, payload)
     with open_programs(folder, payload) as archive, tempfile.TemporaryDirectory() as temporary:
         package = archive.extract(PACKAGE, temporary)
         codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.tracers import outside_dynamo
 from penstock.passes.training.facts import EVALUATE, PREDICT, TRAINABLE, Backward, Rung, Training
-from penstock.runtime.module import LoadedMethod, Part, StreamedModule
+from penstock.runtime.module import LoadedMethod, Part, StreamedModule, without_grad
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Trace
@@ -77,15 +77,18 @@ class TrainingModule(StreamedModule):
         wants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if torch.is_grad_enabled() and wants:
             if other:
-                return _without_backward(self.run(PREDICT, _detached(leaves)), wants)
+                with without_grad():
+                    result = self.run(PREDICT, _detached(leaves))
+                return _without_backward(result, wants)
             self._refuse_lost_gradients(leaves, convention.names)
             call = TrainingCall(self._facts, self._rung, self.run, once=self._has_places)
             result = call.result(leaves)
             self._kept = weakref.ref(call)
             return result
-        if not other and EVALUATE not in self._methods:
-            return self.run(self._rung.forward, as_exported(leaves, self._facts))[0]
-        return self.run(PREDICT if other else EVALUATE, leaves)
+        with without_grad():
+            if not other and EVALUATE not in self._methods:
+                return self.run(self._rung.forward, as_exported(leaves, self._facts))[0]
+            return self.run(PREDICT if other else EVALUATE, leaves)
 
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
         if method not in {one.method for one in self._rung.backwards}:
