@@ -430,3 +430,22 @@ def kept_storages(payload: Payload, patterns: Sequence[str]) -> frozenset[int]:
             raise PlanError(f"keep pattern {pattern!r} matches no weight; the weights are {names}, ...")
         kept |= {part.storage for weight in matching for part in weight.parts}
     return frozenset(kept)
+
+
+def checked_traces(traces: object) -> tuple[Trace, ...]:
+    """The traces that a user gives for a plan. Raises PlanError for what is no list of them."""
+    if traces is None:
+        return ()
+    if not isinstance(traces, Sequence) or not all(isinstance(trace, Trace) for trace in traces):
+        raise PlanError(
+            f"traces= takes a list with a Trace for each method, got {traces!r:.60}: give what "
+            "StreamedModule.measure returns, or leave it out"
+        )
+    return tuple(traces)
+
+
+def checked_patterns(keep: Sequence[str]) -> tuple[str, ...]:
+    """The patterns that a user gives for a plan. Raises PlanError for one that is in no list."""
+    if isinstance(keep, str):
+        raise PlanError(f"keep= takes a list of patterns, got {keep!r}: give [{keep!r}]")
+    return tuple(keep)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
+from penstock.passes.calls.tracers import outside_dynamo, refuse_tracer
 from penstock.passes.lowering.compiled import CompiledMethod
 from penstock.passes.lowering.eager import EagerMethod
 from penstock.passes.probes import CompiledCalls
@@ -45,7 +46,32 @@ class LoadedMethod:
     bodies: Bodies = field(default_factory=dict)
 
 
-class StreamedModule(torch.nn.Module):
+class Part(torch.nn.Module):
+    """Stands for a module of the exported model. Its weights, called `fqns`, are no attributes of it."""
+
+    def __init__(self, fqns: Iterable[str]) -> None:
+        super().__init__()
+        self._fqns = tuple(fqns)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            start, fqns = f"{name}.", self.__dict__.get("_fqns", ())
+            within = [fqn.removeprefix(start) for fqn in fqns if fqn.startswith(start)]
+            if not within:
+                raise
+            return Part(within)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and name not in self._parameters:
+            _refuse_change(
+                f"setting {name}, as functional_call does,", "compile the program again with the new weights"
+            )
+        super().__setattr__(name, value)
+
+
+class StreamedModule(Part):
     """Runs an exported program whose weights stream.
 
     Call it like the exported module; where the artifact has several methods, call them by name
@@ -62,7 +88,7 @@ class StreamedModule(torch.nn.Module):
         name: str,
         sightings: Sightings | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(weights.tensors)
         self._name = name
         self.training = False
         self.plan = weights.plan
@@ -77,6 +103,7 @@ class StreamedModule(torch.nn.Module):
         }
         self._passes = 0
 
+    @outside_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the only method, or the one named `forward`."""
         return self.call(self._only_method(), *args, **kwargs)
@@ -86,10 +113,14 @@ class StreamedModule(torch.nn.Module):
             return partial(self.call, name)
         return super().__getattr__(name)
 
+    @outside_dynamo
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method of that name; `module.decode(...)` is `module.call("decode", ...)`."""
-        return self.run(method, _checked(self._method(method).program, args, kwargs))
+        leaves = _checked(self._method(method).program, args, kwargs)
+        with without_grad():
+            return self.run(method, leaves)
 
+    @outside_dynamo
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
         """Run a method on leaves that its program has checked, whatever autograd may want of them."""
         loaded = self._method(method)
@@ -140,6 +171,7 @@ class StreamedModule(torch.nn.Module):
         """
         return self.measure_call(self._only_method("measure_call(NAME, ...)"), *args, **kwargs)
 
+    @outside_dynamo
     def measure_call(self, method: str, /, *args: Any, **kwargs: Any) -> Trace:
         """Does what `measure` does, for one of several methods. A plan takes a trace of each of them."""
         loaded = self._method(method)
@@ -159,7 +191,8 @@ class StreamedModule(torch.nn.Module):
             if loaded.order is not None:
                 calls = ProbeCalls(loaded.order, range(steps), stopwatch, loaded.by_units, loaded.bodies)
             run = _running(timed, leaves, calls)
-            self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
+            with without_grad():
+                self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
             self._passes += 1
             return stopwatch.trace(loaded.trace)
 
@@ -216,6 +249,9 @@ class StreamedModule(torch.nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse_change("load_state_dict()", "compile the program again with the new weights")
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_tracer("torch.jit.script")
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         _refuse_change("deepcopy", "load the program again")
 
@@ -225,6 +261,18 @@ class StreamedModule(torch.nn.Module):
 
 def _refuse_change(what: str, instead: str) -> NoReturn:
     raise StreamError(f"{what} is not possible on a streamed module: {instead}")
+
+
+@contextmanager
+def without_grad() -> Iterator[None]:
+    """Have passes run as under `torch.no_grad()`, and autocast keep no casts of weights that require grad."""
+    keeps = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
 
 
 def _running(program: MethodProgram, leaves: Sequence[Any], calls: CompiledCalls | None) -> Callable[[], Any]:

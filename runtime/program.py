@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 from penstock.passes.activations import Activations
 from penstock.passes.lowering import eager
-from penstock.passes.lowering.archive import check_fits, open_programs, read_code, read_training
+from penstock.passes.lowering.archive import check_fits, check_ranks, open_programs, read_code, read_training
 from penstock.passes.training.facts import BACKWARD, COPIES, Rung, Training
 from penstock.runtime.arena.allowed import cpu_arenas
 from penstock.runtime.cache import RECORD
 from penstock.runtime.calibrate import THIS_CPU
 from penstock.runtime.choice import (
     PlanRequest,
+    checked_patterns,
+    checked_traces,
     find_ladder,
     find_plan,
     find_plan_to_load,
@@ -73,9 +75,19 @@ def open(path: str | PathLike[str], *, trust: bool = False) -> Program:
     program that has no form as data, and operators of libraries that penstock does not know. It is loaded
     with `trust` only.
 
+    A program that calls collectives is opened by the rank that compiled it only, in a world of the same size
+    and with the same process groups; any other may open.
+
     Raises PayloadError, PlanError or SourceError that says what is wrong. `Program.verify` checks every byte
     of the weights.
     """
+    program = read_program(path, trust=trust)
+    check_ranks(program.path, program.payload)
+    return program
+
+
+def read_program(path: str | PathLike[str], *, trust: bool = False) -> Program:
+    """Do what `open` does, on any rank: for facts, as the program itself does not load on another one."""
     if not isinstance(path, str | PathLike):
         raise SourceError(f"expected the folder of an artifact, got {type(path).__name__}")
     folder = Path(path)
@@ -206,9 +218,9 @@ class Program:
             budget=self._nbytes(budget),
             device=device,
             arena=arena,
-            keep=_patterns(keep),
+            keep=checked_patterns(keep),
             hardware=hardware,
-            traces=_traces(traces),
+            traces=checked_traces(traces),
             wrap=wrap,
             host_memory=parse_host_memory(host_memory, self.largest_budget),
             routes=_routes(routes),
@@ -265,6 +277,8 @@ class Program:
     ) -> StreamedModule:
         """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
+        Results have the bits of the exported model's call under `torch.no_grad()`, in whatever mode they are
+        asked for; with grad mode on, torch itself takes another kernel for an LSTM.
         `debug` makes a read of a unit that is not there fault, and one of a dropped granule of a paged arena;
         `poison` overwrites freed bytes of a contiguous arena with NaN. `device_memory` is a cap on all memory
         of the device, in place of a budget; the bytes that it leaves for weights are logged (`split_memory`).
@@ -272,12 +286,11 @@ class Program:
         available memory; other weights are read from the files in every pass. `activations` says what a
         program that is trained keeps for its backward: "keep" everything, all but cheap values ("cut"), or
         what goes from layer to layer ("layers"); of these, "auto" is the one that is predicted to be fastest
-        within `device_memory`, and "keep" with a budget, which is of weights only. `spill` is the folder for
-        what leaves memory in training, by default the system's for temporary files. `page_lock=False` uses
-        ordinary memory if the system refuses to lock memory. `engine` executes the plan on a CPU: "native"
-        is the library in C++, "python" the streamer in Python, which run the same plans; "auto" is "native"
-        where it was built, and "python" with `debug`. `digest` is what the artifact must have, to the last
-        byte, which is read first (`Program.digest`). Close the module, or use it as a context manager.
+        within `device_memory`, and "keep" with a budget. `spill` is the folder for what leaves memory in
+        training, by default the system's for temporary files. `page_lock=False` uses ordinary memory if the
+        system refuses to lock memory. `engine` executes the plan on a CPU: "native" in C++, "python" in
+        Python; "auto" is "native" where it was built, and "python" with `debug`. `digest` is what all bytes
+        must have (`Program.digest`), which are read first. Close the module, or use it as a context manager.
         """
         (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check(self.payload)
         if digest is not None:
@@ -286,7 +299,7 @@ class Program:
             budget=0,
             device=device,
             arena=arena,
-            keep=_patterns(keep),
+            keep=checked_patterns(keep),
             host_memory=parse_host_memory(host_memory, self.largest_budget),
             spill=None if spill is None else fspath(spill),
         )
@@ -296,7 +309,6 @@ class Program:
             planned = planned_for(self, plan)
             verify_plan(planned.payload.storages, planned.payload.traces, plan)
             return load_module(planned, plan, run)
-
         split = partial(self._split, device_memory, reserve, context_length, device)
         request = replace(given, budget=0 if budget is None else self._nbytes(budget))
         programs = candidates(self, activations)
@@ -477,24 +489,7 @@ def _check_rest(
         raise BudgetError("reserve= is taken from device_memory=: give that, not a budget or a plan")
 
 
-def _traces(traces: object) -> tuple[Trace, ...]:
-    if traces is None:
-        return ()
-    if not isinstance(traces, Sequence) or not all(isinstance(trace, Trace) for trace in traces):
-        raise PlanError(
-            f"traces= takes a list with a Trace for each method, got {traces!r:.60}: give what "
-            "StreamedModule.measure returns, or leave it out"
-        )
-    return tuple(traces)
-
-
 def _routes(routes: str | PathLike[str] | Routes | None) -> Routes | None:
     if routes is None or isinstance(routes, Routes):
         return routes
     return read_routes(Path(routes))
-
-
-def _patterns(keep: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(keep, str):
-        raise PlanError(f"keep= takes a list of patterns, got {keep!r}: give [{keep!r}]")
-    return tuple(keep)

@@ -11,8 +11,7 @@ from pathlib import Path
 from penstock.runtime.files.artifact_files import note_seen, read_payload, replace_payload
 from penstock.runtime.files.safetensors_file import own_place, reading
 from penstock.runtime.files.stamp import Progress, compare_header, stamp_file
-from penstock.runtime.program import Program
-from penstock.runtime.program import open as open_program
+from penstock.runtime.program import Program, read_program
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import WeightFile
 
@@ -24,7 +23,7 @@ def relink(
     progress: Progress | None = None,
     trust: bool = False,
 ) -> Program:
-    """Let the artifact `path` refer to `files`, copies of its weight files, and open it, as `open` does.
+    """Let the artifact `path` refer to `files`, copies of its weight files, and read it, as `open` does.
 
     Each of `files` replaces the weight file of its name, or the only weight file; it may also be a folder
     with such files. A weight file that is not replaced is looked for at its recorded path. Every byte of the
@@ -45,7 +44,7 @@ def relink(
     relinked.verify(progress)
     replace_payload(folder, relinked.payload)
     note_seen(folder, seen)
-    return open_program(folder, trust=trust)
+    return read_program(folder, trust=trust)
 
 
 def _relinked(folder: Path, files: Sequence[Path]) -> Program:

@@ -114,7 +114,7 @@ class Built:
             nbytes = storage.nbytes() // value.itemsize
             flat = flats.setdefault(storage._cdata, torch.empty(nbytes, dtype=value.dtype, device="meta"))
             view = flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
-            return nn.Parameter(view, requires_grad=False) if isinstance(value, nn.Parameter) else view
+            return nn.Parameter(view, value.requires_grad) if isinstance(value, nn.Parameter) else view
 
         memo: dict[int, Any] = {id(value): each_part(value, shape_of) for value in module.parameters()}
         copied = copy.deepcopy(module, memo)
@@ -183,7 +183,7 @@ class Built:
             whole = flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
             fake = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if isinstance(tensor, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=False)
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         self._fakes[id(tensor)] = fake
         return fake
 

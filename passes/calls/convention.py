@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.checks import InputChecks, Leaf, TensorLeaf
 from penstock.passes.calls.signature import CallSignature
+from penstock.passes.calls.tracers import refuse_tracers
 from penstock.schedule.facts.errors import StreamError
 
 
@@ -36,11 +37,12 @@ class CallingConvention:
         """Returns the leaves in the graph's order.
 
         Keyword arguments may come in any order. Raises StreamError for arguments of another structure than
-        the exported ones, and for a leaf that `InputChecks` refuses.
+        the exported ones, for a leaf that `InputChecks` refuses, and within a tracer of torch's.
         """
         if self._flat and not kwargs and all(type(arg) is torch.Tensor for arg in args):
             leaves = list(args)
             if len(leaves) == self._flat:
+                refuse_tracers(leaves)
                 self._checks.check(leaves)
                 return leaves
         if kwargs.keys() == set(self._keywords):
@@ -48,6 +50,7 @@ class CallingConvention:
         leaves, received = pytree.tree_flatten((args, dict(kwargs)))
         if self._in_spec is not None and received != self._in_spec:
             raise StreamError(_describe_mismatch(self._in_spec, received, self.names))
+        refuse_tracers(leaves)
         self._checks.check(leaves)
         return leaves
 

@@ -60,10 +60,14 @@ def check_operators(stored: Any, *, trust: bool) -> None:
 
     `operators.operator_of` says which are.
     """
-    for name in _called(_checked_nodes(stored)):
+    for name in operators_in(stored):
         operator_of(name, trust=trust)
-    for body in stored["bodies"].values():
-        check_operators(body, trust=trust)
+
+
+def operators_in(stored: Any) -> set[str]:
+    """The names of the operators of a stored graph and its bodies. Raises PassError for JSON that is none."""
+    called = _called(_checked_nodes(stored))
+    return called.union(*(operators_in(body) for body in stored["bodies"].values()))
 
 
 def decode_graph(stored: Any, *, trust: bool = False) -> tuple[fx.Graph, Bodies]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import Annotated
 from penstock.passes.building.refusals import sentence
+from penstock.passes.calls.operators import operator_of
+from penstock.passes.calls.ranks import Ranks, is_collective
+from penstock.passes.calls.stored_graph import operators_in
 from penstock.passes.calls.stored_program import load_stored, with_types
 from penstock.passes.lowering.method_code import MethodCode, decode_method, encode_method, method_code
 from penstock.passes.lowering.recomputed import OTHERS, check_uses
@@ -24,7 +29,7 @@ from penstock.schedule.facts.errors import TRUST, PassError, PayloadError, Penst
 from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
 
-PROGRAM, PACKAGE, TRAINING = "program.zip", "compiled.pt2", "training.json"
+PROGRAM, PACKAGE, TRAINING, RANKS = "program.zip", "compiled.pt2", "training.json", "ranks.json"
 
 
 def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
@@ -39,6 +44,21 @@ def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
             archive.writestr(f"{name}.pt2", _saved(code, name))
     if annotated.training is not None:
         archive.writestr(TRAINING, annotated.training.to_bytes())
+    if (ranks := Ranks.of(_graphs(annotated))) is not None:
+        archive.writestr(RANKS, ranks.to_bytes())
+
+
+def _graphs(annotated: Annotated) -> Iterator[fx.Graph]:
+    """The graphs of all methods that may have collectives, and those of the bodies in them."""
+    modules = [exported.graph_module for exported in annotated.programs.values()]
+    for code in annotated.codes.values():
+        names = operators_in(json.loads(code)["graph"])
+        if any(is_collective(operator_of(name, trust=True)) for name in names):
+            made = decode_method(code, trust=True).graph()
+            yield made.graph
+            modules += made.bodies.values()
+    for module in modules:
+        yield from (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
 
 
 def encoded_methods(annotated: Annotated) -> dict[str, bytes | ExportedProgram]:
@@ -93,6 +113,14 @@ def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
             f"the lowered program {path} cannot be loaded ({type(error).__name__}: {sentence(error)}): "
             "import the library that registers its operators and types first, or compile it again"
         ) from error
+
+
+def check_ranks(folder: Path, payload: Payload) -> None:
+    """Raises PayloadError for a program with collectives that another rank has compiled."""
+    with open_programs(folder, payload) as archive:
+        ranks = Ranks.from_bytes(_member(archive, RANKS)) if RANKS in archive.namelist() else None
+    if ranks is not None:
+        ranks.check_here(str(folder))
 
 
 def read_code(archive: zipfile.ZipFile, method: str, *, trust: bool) -> MethodCode:

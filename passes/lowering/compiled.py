@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.calls.signature import CallSignature
-from penstock.passes.lowering.archive import PACKAGE, open_programs, read_code
+from penstock.passes.lowering.archive import PACKAGE, check_ranks, open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
 from penstock.passes.lowering.recomputed import OTHERS
 from penstock.passes.weights.values import same_bytes
@@ -62,6 +63,7 @@ def load(folder: Path, payload: Payload, *, trust: bool, index: int = -1) -> Loa
             "compile the model with lowering='eager'"
         )
     _check_machine(payload, index)
+    check_ranks(folder, payload)
     with open_programs(folder, payload) as archive, tempfile.TemporaryDirectory() as temporary:
         package = archive.extract(PACKAGE, temporary)
         codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
@@ -102,6 +104,12 @@ class CompiledMethod:
         if self._runner is None:
             raise StreamError("the module is closed: load the program again")
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        unpack: Any = forward_ad.unpack_dual
+        if any(unpack(leaf).tangent is not None for leaf in given):
+            raise StreamError(
+                "an input has a tangent, and compiled code computes none: call the module outside of "
+                "torch.autograd.forward_ad.dual_level(), or compile the program with lowering='eager'"
+            )
         dense = [leaf.contiguous() for leaf in given]  # compiled code takes contiguous tensors only
         values = iter(self._runner.boxed_run(list(dense)))
         for before, after in zip(given, dense, strict=True):

@@ -21,7 +21,14 @@ from penstock.passes.annotate import Annotated
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.graph.retarget import move_graph, nested_modules
-from penstock.passes.lowering.archive import PROGRAM, check_fits, open_programs, read_code, write_programs
+from penstock.passes.lowering.archive import (
+    PROGRAM,
+    check_fits,
+    check_ranks,
+    open_programs,
+    read_code,
+    write_programs,
+)
 from penstock.passes.lowering.method_code import MethodCode, MethodGraph, method_code
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.probes import STORE, Site, add_sites
@@ -43,26 +50,15 @@ def save(annotated: Annotated, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """The code in an artifact, by method.
-
-    The weights in `with_grad`, given by FQN, require grad when the program runs, which must be under
-    `torch.no_grad`: torch chooses the kernels of matrix products by that, and they differ in the last bits.
-    """
+    """The code in an artifact, by method."""
 
     payload: Payload
     methods: Mapping[str, MethodCode]
-    with_grad: Collection[str] = ()
 
     @classmethod
-    def of(
-        cls,
-        payload: Payload,
-        programs: Mapping[str, ExportedProgram],
-        with_grad: Collection[str] = (),
-    ) -> LoweredProgram:
+    def of(cls, payload: Payload, programs: Mapping[str, ExportedProgram]) -> LoweredProgram:
         """The program that `load` would read if `programs` had been saved."""
-        methods = {name: method_code(exported) for name, exported in programs.items()}
-        return cls(payload, methods, frozenset(with_grad))
+        return cls(payload, {name: method_code(exported) for name, exported in programs.items()})
 
 
 def load(folder: Path, payload: Payload, *, trust: bool = False) -> LoweredProgram:
@@ -72,6 +68,7 @@ def load(folder: Path, payload: Payload, *, trust: bool = False) -> LoweredProgr
     Raises SourceError if it cannot be read, and PayloadError if it is not the payload's program, or needs
     trust.
     """
+    check_ranks(folder, payload)
     with open_programs(folder, payload) as archive:
         codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
     for method in payload.methods:
@@ -130,7 +127,7 @@ def instantiate(
     made = lower(code.graph())
     weights = {weight.fqn: weight for weight in lowered.payload.tensors}
     bound = {fqn: checked_weight(weights, fqn, tensors) for _, fqn in code.weights}
-    bound |= {fqn: bound[fqn].detach().requires_grad_() for fqn in bound.keys() & lowered.with_grad}
+    bound |= {fqn: bound[fqn].detach().requires_grad_() for fqn in code.with_grad}
     lifted = tuple(bound[fqn] for _, fqn in code.weights)
     convention = CallingConvention(code.signature, target)
     return EagerMethod(fx.GraphModule(made.bodies, made.graph), convention, tensors, lifted)

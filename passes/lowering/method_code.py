@@ -40,8 +40,11 @@ from penstock.passes.graph.nodes import copy_graph_module, dtype_name, placehold
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.payload.text import short
 
-VERSIONS = (3, 4)
-"""The versions that are read; the last one is written. Version 3 does not say what its weights are like."""
+VERSIONS = (3, 4, 5)
+"""The versions that are read; the last one is written.
+
+Version 4 does not say which weights require grad, and version 3 nothing of what they are like.
+"""
 
 Like = tuple[str, tuple[int, ...], tuple[int, ...]]
 """The dtype, shape and strides of a tensor."""
@@ -62,7 +65,9 @@ class MethodCode:
     `graph()` makes a new graph, which the caller may change. `weights` are its first placeholders, each with
     the FQN of its weight. `activations()` is the memory that intermediate values take. `like` says what each
     weight is like, None where that is not known. `strides` are those of the leaves of a call at export, by
-    number, where a leaf was not contiguous.
+    number, where a leaf was not contiguous. The weights in `with_grad`, given by FQN, require grad when the
+    program runs, which must be under `torch.no_grad`, as the exported program's do: torch chooses the kernels
+    of matrix products by that, and they differ in the last bits.
     """
 
     graph: Callable[[], MethodGraph]
@@ -71,6 +76,7 @@ class MethodCode:
     activations: Callable[[], Activations]
     like: tuple[Like, ...] | None = None
     strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    with_grad: frozenset[str] = frozenset()
 
 
 def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> MethodCode:
@@ -80,12 +86,14 @@ def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> Method
     """
     specs = exported.graph_signature.input_specs
     weights = [(spec.arg.name, str(spec.target)) for spec in specs if spec.kind is not InputKind.USER_INPUT]
+    values = {**exported.state_dict, **exported.constants}
     return MethodCode(
         partial(_copied, exported.graph_module),
         signature_of(exported),
         tuple(weights),
         partial(Activations.of, exported, held=held),
         strides=_strides(exported),
+        with_grad=frozenset(fqn for _, fqn in weights if getattr(values.get(fqn), "requires_grad", False)),
     )
 
 
@@ -132,7 +140,7 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
             "version": VERSIONS[-1],
             "graph": encode_graph(exported.graph_module),
             "weights": [
-                [*pair, *like]
+                [*pair, *like, pair[1] in code.with_grad]
                 for pair, like in zip(code.weights, _like(exported, len(code.weights)), strict=True)
             ],
             "signature": encode_signature(code.signature),
@@ -171,10 +179,11 @@ def decode_method(data: bytes, *, trust: bool = False) -> MethodCode:
         signature,
         tuple((name, fqn) for name, fqn, *_ in weights),
         partial(decode_activations, stored["activations"]),
-        tuple((dtype, tuple(shape), tuple(stride)) for _, _, dtype, shape, stride in weights)
+        tuple((dtype, tuple(shape), tuple(stride)) for _, _, dtype, shape, stride, *_ in weights)
         if version > 3
         else None,
         _checked_strides(stored.get("strides", [])),
+        frozenset(fqn for _, fqn, *like in weights if like[3:] == [True]),
     )
 
 
@@ -187,14 +196,22 @@ def _checked_strides(stored: Any) -> dict[int, tuple[int, ...]]:
 
 
 def _checked_weights(stored: Any, version: int) -> list[Any]:
-    fields = (str, str) if version == 3 else (str, str, str, list, list)
+    fields = (str, str, str, list, list, bool)[: version + 1 if version > 3 else 2]
     for one in stored if isinstance(stored, list) else [stored]:
         fits = isinstance(one, list) and len(one) == len(fields)
         if not fits or not all(isinstance(*pair) for pair in zip(one, fields, strict=True)):
             refuse(one, "weight")
-        if any(type(size) is not int for sizes in one[3:] for size in sizes):
+        if any(type(size) is not int for sizes in one[3:5] for size in sizes):
             refuse(one, "weight of static size")
+        if one[5:] == [True] and not _is_inexact(one[2]):
+            refuse(one, "weight with gradients")
     return list(stored)
+
+
+def _is_inexact(name: str) -> bool:
+    """Tells whether tensors of a dtype, given by its name, can require grad."""
+    dtype = getattr(torch, name, None)
+    return isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
 
 
 def _check_inputs(nodes: Sequence[Any], weights: Sequence[str], signature: CallSignature) -> None:

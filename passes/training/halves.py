@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._export.verifier import TrainingIRVerifier
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
@@ -430,7 +430,7 @@ class _Program:
             self._joint.graph_module,
             self._graph,
             ExportGraphSignature(self._inputs, self._outputs),
-            {name: value for name, value in old.state_dict.items() if name in targets},
+            {name: _without_grad(value) for name, value in old.state_dict.items() if name in targets},
             old.range_constraints,
             [ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec, names))],
             None,
@@ -445,6 +445,11 @@ class _Program:
         made.graph_module.meta.update(old.graph_module.meta)  # parts of weights, and values of buffers
         made.graph_module.meta[KEPT] = frozenset(self._slots.tensors)
         return made
+
+
+def _without_grad(value: Any) -> Any:
+    """The weight as the joint graph was traced with it: autograd records nothing of it."""
+    return nn.Parameter(value.detach(), requires_grad=False) if isinstance(value, nn.Parameter) else value
 
 
 def _argument(node: fx.Node) -> Any:

@@ -62,7 +62,7 @@ def each_part(value: torch.Tensor, other: Callable[[torch.Tensor], torch.Tensor]
     parts = {name: each_part(getattr(value, name), other) for name in names}
     kind: Any = type(value)
     made: torch.Tensor = kind.__tensor_unflatten__(parts, context, value.shape, value.stride())
-    return nn.Parameter(made, requires_grad=False) if isinstance(value, nn.Parameter) else made
+    return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
 
 
 @declare(requires=("real values", "computed buffers"), ensures=("plain parts",))

@@ -66,7 +66,7 @@ def tensor_in(flat: torch.Tensor, part: Part) -> torch.Tensor:
 def with_values(exported: ExportedProgram, value_of: Callable[[str, Any], Any]) -> ExportedProgram:
     """Returns a copy of the program whose weights and constants are `value_of(name, old)`.
 
-    A tensor that replaces a parameter becomes a parameter.
+    A tensor that replaces a parameter becomes a parameter, and one requires grad where the old one does.
     """
 
     def values(held: dict[str, Any]) -> dict[str, Any]:
@@ -92,5 +92,7 @@ def with_names(exported: ExportedProgram, names: Mapping[str, str]) -> ExportedP
 
 def _like(value: Any, old: Any) -> Any:
     if isinstance(old, nn.Parameter) and not isinstance(value, nn.Parameter):
-        return nn.Parameter(value, requires_grad=False)
+        return nn.Parameter(value, requires_grad=old.requires_grad)
+    if isinstance(value, torch.Tensor) and old.requires_grad and not value.requires_grad:
+        return value.detach().requires_grad_()
     return value

@@ -79,7 +79,8 @@ def compile_for(
         )
     _check_recompilations()
     session = _session(next(iter(records.values())), own)
-    return session.compile(graph_module, inputs, homes, lower)
+    with torch.no_grad():  # offloaded parameters may require grad: torch chooses kernels by that
+        return session.compile(graph_module, inputs, homes, lower)
 
 
 def _placed(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[str, torch.device]]:
@@ -121,7 +122,7 @@ def _check_inputs(inputs: Sequence[Any], homes: Mapping[int, Home]) -> None:
             continue
         if value.device.type == "meta":
             raise PassError(f"input {i} is on the meta device and has no values: {_ADVICE}")
-        if torch.is_grad_enabled() and value.requires_grad:
+        if torch.is_grad_enabled() and value.requires_grad and i not in homes:
             raise PassError(
                 "gradients through streamed weights are not supported: call under torch.no_grad(), and make "
                 f"the parameters not require grad ({_ADVICE})"

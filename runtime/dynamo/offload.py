@@ -200,7 +200,7 @@ def _hollow(
             old = parameters[weight.fqn]
             if id(old) not in new:
                 tensor = tensor_in(memory, weight.parts[0])
-                new[id(old)] = torch.nn.Parameter(tensor, requires_grad=False)
+                new[id(old)] = torch.nn.Parameter(tensor, old.requires_grad)
                 setattr(new[id(old)], HOME, Home(record, weight.fqn))
         memory.untyped_storage().resize_(0)
     return new

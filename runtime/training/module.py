@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from penstock.passes.calls.tracers import outside_dynamo
 from penstock.passes.training.facts import EVALUATE, PREDICT, TRAINABLE, Backward, Rung, Training
-from penstock.runtime.module import LoadedMethod, StreamedModule
+from penstock.runtime.module import LoadedMethod, Part, StreamedModule, without_grad
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Trace
@@ -51,8 +52,8 @@ class TrainingModule(StreamedModule):
         self._places = [_holder(self, fqn) for fqn in training.parameters]
         for (holder, leaf), fqn in zip(self._places, training.parameters, strict=True):
             holder._parameters[leaf] = nn.Parameter(parameters[fqn])
-        for fqn, buffer in buffers.items():
-            holder, leaf = _holder(self, fqn)
+        self._written = [(*_holder(self, fqn), buffer) for fqn, buffer in buffers.items()]
+        for holder, leaf, buffer in self._written:
             holder._buffers[leaf] = buffer
 
     @property
@@ -60,6 +61,7 @@ class TrainingModule(StreamedModule):
         """What is kept for the backward: "keep", "cut", "layers" or "segments"."""
         return self._rung.name
 
+    @outside_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. Gradients go to the parameters, and to inputs that were exported with grad."""
         if torch.is_autocast_enabled("cpu"):
@@ -71,18 +73,22 @@ class TrainingModule(StreamedModule):
         other = not self.training and self._facts.in_eval == PREDICT
         convention = self._method(PREDICT if other else self._rung.forward).program.convention
         leaves = convention.flatten(args, {**kwargs, TRAINABLE: trained})
+        self._refuse_other_buffers()
         wants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if torch.is_grad_enabled() and wants:
             if other:
-                return _without_backward(self.run(PREDICT, _detached(leaves)), wants)
+                with without_grad():
+                    result = self.run(PREDICT, _detached(leaves))
+                return _without_backward(result, wants)
             self._refuse_lost_gradients(leaves, convention.names)
             call = TrainingCall(self._facts, self._rung, self.run, once=self._has_places)
             result = call.result(leaves)
             self._kept = weakref.ref(call)
             return result
-        if not other and EVALUATE not in self._methods:
-            return self.run(self._rung.forward, as_exported(leaves, self._facts))[0]
-        return self.run(PREDICT if other else EVALUATE, leaves)
+        with without_grad():
+            if not other and EVALUATE not in self._methods:
+                return self.run(self._rung.forward, as_exported(leaves, self._facts))[0]
+            return self.run(PREDICT if other else EVALUATE, leaves)
 
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
         if method not in {one.method for one in self._rung.backwards}:
@@ -121,6 +127,15 @@ class TrainingModule(StreamedModule):
         if assign:
             raise StreamError("assign=True would replace parameters: leave it out, and values are copied")
         return nn.Module.load_state_dict(self, state_dict, strict)
+
+    def _refuse_other_buffers(self) -> None:
+        for holder, leaf, buffer in self._written:
+            now = getattr(holder, leaf)
+            if now is not buffer and not now.is_set_to(buffer):
+                raise StreamError(
+                    f"another tensor is in the place of the buffer {leaf}, and the program writes to the one "
+                    "from its load: copy values into that, and give functional_call the module's own buffers"
+                )
 
     def _refuse_lost_gradients(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
         trained = {leaf for one in self._rung.backwards for leaf in one.gradients}
@@ -200,6 +215,7 @@ class _Pass(torch.autograd.Function):
         return tuple(flat)
 
     @staticmethod
+    @outside_dynamo
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise StreamError(
@@ -305,5 +321,7 @@ def _holder(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     """The module, which is made if need be, that holds a weight by its FQN, and the last word of that."""
     *path, name = fqn.split(".")
     for part in path:
-        module = module._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        if part not in module._modules:
+            module._modules[part] = getattr(module, part, None) or Part(())
+        module = module.get_submodule(part)
     return module, name

@@ -144,7 +144,7 @@ def test_a_command_that_is_still_importing_says_so_too(tmp_path: Path) -> None:
 def test_the_word_does_not_wait_for_a_library_that_is_busy(folder: Path) -> None:
     arguments = ("inspect", "model.penstock", "--json")
     answered, ended, said = interrupted(
-        folder, "penstock.runtime.program.open", *arguments, long=UNINTERRUPTIBLE
+        folder, "penstock.runtime.program.read_program", *arguments, long=UNINTERRUPTIBLE
     )
     assert said == "penstock: stopping ...\n"
     assert answered < ended / 2

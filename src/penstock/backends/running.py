@@ -12,16 +12,18 @@ import torch
 from torch import fx
 
 from penstock.backends.reads import check_probes, check_reads
+from penstock.passes.calls.tracers import outside_dynamo, refuse_tracers
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.probes import CompiledCalls
 from penstock.passes.weights.naming import weights_among
 from penstock.runtime.choice import PlanRequest, find_plan
 from penstock.runtime.loading import LoadOptions, load_weights
+from penstock.runtime.module import without_grad
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import Gate
 from penstock.runtime.stream.probe_calls import probe_calls
 from penstock.schedule.facts.errors import PassError, PayloadError, StreamError
-from penstock.schedule.facts.model import Trace
+from penstock.schedule.facts.model import Trace, Weight
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, ProbeOrder
 
@@ -97,27 +99,30 @@ class LoadedPayload:
         check_probes(graph_module, self.payload, trace, held)
         check_reads(graph_module, self.payload, trace, held)
         nodes = placeholders_of(graph_module.graph)
-        entries = [held.get(node.name) for node in nodes]
+        views = [self._view(node, held[node.name]) if node.name in held else None for node in nodes]
         names = [node.name for node in nodes if node.name not in held]
 
+        @outside_dynamo
         def call(*inputs: Any) -> Any:
             if len(inputs) != len(names):
                 raise StreamError(
                     f"method {method!r} takes {len(names)} inputs ({', '.join(names) or 'none'}), got "
                     f"{len(inputs)}: give it a value for each, and leave weights to the payload"
                 )
+            refuse_tracers(inputs)
             if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in inputs):
                 raise StreamError(
                     "an input requires grad and grad mode is on: gradients through streamed weights are not "
                     "supported, so call under torch.no_grad() or detach the input"
                 )
             given = iter(inputs)
-            values = [self.tensors[weight.fqn] if weight else next(given) for weight in entries]
-            with torch.no_grad():
+            values = [next(given) if view is None else view for view in views]
+            with without_grad():
                 return self._pass(trace, lambda probes: graph_module.forward(*values))
 
         return call
 
+    @outside_dynamo
     def stream(self, run: Callable[[Reading], _Result], method: str = "forward") -> _Result:
         """Run one pass of a program that is no graph: `run` holds each step while it reads its weights.
 
@@ -152,6 +157,11 @@ class LoadedPayload:
             return run(reading)
 
         return self._pass(trace, with_steps)
+
+    def _view(self, node: fx.Node, weight: Weight) -> torch.Tensor:
+        """The weight of a graph's input, which requires grad as it did when the graph was exported."""
+        view, value = self.tensors[weight.fqn], node.meta.get("val")
+        return view.detach().requires_grad_() if getattr(value, "requires_grad", False) else view
 
     def close(self) -> None:
         """Stop the readers and give all memory back."""

@@ -102,9 +102,9 @@ class _Inspected(Protocol):
 def _open(path: Path) -> _Inspected:
     """The artifact, or what a `.pte` of ExecuTorch holds of penstock."""
     if path.suffix != ".pte":
-        from penstock.runtime.program import open as open_program
+        from penstock.runtime.program import read_program
 
-        return open_program(path)
+        return read_program(path)
     from penstock.backends.executorch import read
 
     return read(path)

@@ -56,12 +56,12 @@ def plan(
     """Show what would stay in memory and what would stream within a budget, and whether that pays."""
     check_artifact(artifact)
     from penstock.models.advice import advise
-    from penstock.runtime.program import open as open_program
+    from penstock.runtime.program import read_program
     from penstock.runtime.training.rungs import candidates
 
     check_outputs(output, report, timeline, force=force)
     with console.spinner("planning") as say:
-        program = candidates(open_program(artifact, trust=trust), activations)[0]
+        program = candidates(read_program(artifact, trust=trust), activations)[0]
         decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory, routes=routes)
         decided = decide(budget, hardware=hardware)
 

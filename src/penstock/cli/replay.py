@@ -56,12 +56,12 @@ def replay(
     """Show the bytes that recorded calls miss by size of the pool: here, with LRU and LFU, and at least."""
     if budget and pool:
         fail("--budget gives the pool of a plan and --pool a pool: give one of them")
-    from penstock.runtime.program import open as open_program
+    from penstock.runtime.program import read_program
     from penstock.runtime.sparse.recorder import read_routes
     from penstock.schedule.sparse.replay import replay as replayed
     from penstock.schedule.sparse.routes import profile_of
 
-    program = open_program(artifact)
+    program = read_program(artifact)
     facts = program.payload
     profile = profile_of(read_routes(routes), facts.storages, facts.traces, facts.storage_names())
     rows: list[Row] = []

@@ -25,9 +25,9 @@ def verify(
 ) -> None:
     """Hash every weight byte and prove every plan of an artifact."""
     check_artifact(artifact)
-    from penstock.runtime.program import open as open_program
+    from penstock.runtime.program import read_program
 
-    program = open_program(artifact, trust=trust)
+    program = read_program(artifact, trust=trust)
     with console.byte_progress() as progress:
         nbytes = program.verify(progress, strict=strict or digest is not None, digest=digest)
     if json:

@@ -51,6 +51,7 @@ from penstock.integrations.streamed import Component, Where
 from penstock.integrations.training.adapting import Adapting, under_new_names
 from penstock.integrations.training.parameters import Trained
 from penstock.passes.building.fake_export import Built
+from penstock.passes.calls.tracers import outside_dynamo
 from penstock.runtime.cache import Cache
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
@@ -136,7 +137,6 @@ class Applied:
             calls=KeptCalls(self._where.cache, self._key(module, entries), name),
             methods={entry: inspect.signature(method_of(module, entry)) for entry in entries},
             made_for=owner_of(name, module),
-            with_grad=with_grad,
             trained=trained,
         )
         own = trained.parameters if trained else ()
@@ -147,8 +147,7 @@ class Applied:
             part = module.get_submodule(owner)
             call = functools.wraps(getattr(part, method))(functools.partial(component.call, entry))
             self._replaced.append((part, method, vars(part).get(method)))
-            not_compiled: Any = torch.compiler.disable  # torch.compile leaves the call as it is
-            part.__dict__[method] = not_compiled(call)
+            part.__dict__[method] = outside_dynamo(call)
         with uninterrupted():
             self._hollow[name] = Hollow(module, self._instead, self._where.target, own)
         component.check = Watch(module, self._again, own).check
@@ -389,6 +388,9 @@ def apply(
     comes, and streams the weights from then on. `memory` counts weights, activations, inputs and caches. The
     model is in eval mode until it is restored.
 
+    Without `train`, results have the bits of the model's call under `torch.no_grad()`, in whatever mode it is
+    called; with grad mode on, torch itself takes another kernel for an LSTM.
+
     The kinds of calls that `example` makes (see `Applied.prepare`) are exported and planned now. Without an
     example those of a tiny call are, where the model is of transformers or diffusers; with `"padded"` also
     those of a padded one, whose export otherwise takes seconds when it first comes.
@@ -445,6 +447,8 @@ def load(
     in memory: its weights are read from its safetensors files, in place, when it is called. Returned is the
     library's own object, in eval mode, whose `penstock_applied` is what `apply` would return. `example` is as
     for `apply`. With `variant` (`fp16`), components that have that variant of their weights use it.
+    Without `train`, results have the bits of the call of the library's own model under `torch.no_grad()`, in
+    whatever mode the object is called; with grad mode on, torch itself takes another kernel for an LSTM.
 
     `dtype` is what `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
     have in another dtype than the library gives them are converted once, to the same bits, into `cache`; how
@@ -453,7 +457,7 @@ def load(
     peft, the folder of a saved adapter, or a function such as `lambda model: get_peft_model(model, config)`,
     whose result is returned. Its first values are drawn from torch's generator as it is.
     As a context manager the object stops its readers and frees its memory. Raises SourceError for a folder
-    that holds no model, PassError and BudgetError as `apply`.
+    without a model, PassError and BudgetError as `apply`.
     """
     begun, adapting = monotonic(), Adapting.asked(adapter, train=train)
     refuse_global_hooks()

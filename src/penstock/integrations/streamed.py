@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -109,8 +109,7 @@ class Component:
     `check` is called before each call, and raises where the program would no longer do what the module says.
     `blank` makes a copy of the module with fake parameters, when something has to be exported, and `methods`
     says what its methods take. `weights` are what files keep of the values, and `calls` what the cache has of
-    exported calls. What is put into the cache is `made_for` this module. Parameters in `with_grad` require
-    grad, as the module's do, because torch chooses matrix products by that. `cap` is shared with the other
+    exported calls. What is put into the cache is `made_for` this module. `cap` is shared with the other
     components, which unload when this one is called. `trained` are parameters that the module keeps in
     memory, and that each call is given.
     """
@@ -126,12 +125,11 @@ class Component:
         calls: KeptCalls,
         methods: Mapping[str, inspect.Signature],
         made_for: str,
-        with_grad: Collection[str] = (),
         trained: Trained | None = None,
     ) -> None:
         self.name, self._made_for = name, made_for
         self._signatures = methods
-        self._with_grad, self._trained = with_grad, trained
+        self._trained = trained
         self._steps, self._saved = Steps(name), Saved()
         self.check: Callable[[], None] = lambda: None
         self.own: Callable[[str], Any] | None = None  # the module's methods, once it is restored
@@ -446,10 +444,7 @@ class Component:
             program = with_phases(program, phases)
         program.activation_bytes = max(one.code.activations().peak() for one in self._parts)
         if eager:
-            with_grad = frozenset(f"model.{fqn}" for fqn in self._with_grad)
-            program.lowered = LoweredProgram(
-                program.payload, {one.name: one.code for one in self._parts}, with_grad
-            )
+            program.lowered = LoweredProgram(program.payload, {one.name: one.code for one in self._parts})
         return program
 
     def _refuse_changed(self, program: Program) -> None:
