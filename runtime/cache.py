@@ -35,7 +35,8 @@ from penstock.runtime.files.artifact_files import PAYLOAD
 from penstock.runtime.files.safetensors_file import close_read, reading
 from penstock.runtime.system.atomic import remove_folder
 from penstock.schedule.atomic_file import is_unfinished, remove_stale
-from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.bounded_file import read_bounded
+from penstock.schedule.facts.errors import PenstockError, SourceError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
 _log = logging.getLogger(__name__)
@@ -88,9 +89,10 @@ class Entry:
         if self.kind != "program":
             return frozenset()
         try:
-            files = json.loads((self.path / PAYLOAD).read_bytes())["files"]
+            files = json.loads(read_bounded(self.path / PAYLOAD, "a payload"))["files"]
             return frozenset(Path(file["path"]).resolve().parent for file in files)
-        except (OSError, ValueError, TypeError, KeyError):  # a damaged payload refers to nothing
+        # A damaged payload refers to nothing.
+        except (OSError, PenstockError, ValueError, TypeError, KeyError, RecursionError):
             return frozenset()
 
 
@@ -340,8 +342,8 @@ def _inside(folder: Path) -> list[Path]:
 
 def _entry(path: Path, kind: Kind) -> Entry:
     record, made_for = path / RECORD, ""
-    with suppress(OSError, ValueError):
-        said = json.loads(record.read_bytes())
+    with suppress(OSError, PenstockError, ValueError, RecursionError):
+        said = json.loads(read_bounded(record, "a record of the cache"))
         made_for = str(said.get(_MADE_FOR, "")) if isinstance(said, dict) else ""
     used = 0.0
     for place in (path, record):  # the record, if there is one, is newer
@@ -394,7 +396,7 @@ def _open_record(path: Path) -> int | None:
     """A descriptor of an entry's record; None if there is no record or it may not be read."""
     for flags in (os.O_RDWR, os.O_RDONLY):  # some file systems lock exclusively only files open for writing
         with suppress(OSError):
-            return os.open(path / RECORD, flags | os.O_CLOEXEC)
+            return os.open(path / RECORD, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     return None
 
 

@@ -7,8 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
-from penstock.runtime.files.safetensors_file import check_regular
 from penstock.runtime.system.atomic import write_artifact
+from penstock.schedule.bounded_file import hash_bounded, read_bounded
 from penstock.schedule.facts.errors import PayloadError, SourceError
 from penstock.schedule.payload.checks import check_artifact
 from penstock.schedule.payload.codec import Payload, verify_payload
@@ -43,7 +43,7 @@ def read_artifact(folder: Path) -> tuple[Payload, str]:
 def read_payload_bytes(folder: Path) -> bytes:
     """Returns the payload of an artifact folder as it is on the disk. Raises SourceError if there is none."""
     try:
-        return check_regular(folder / PAYLOAD).read_bytes()
+        return read_bounded(folder / PAYLOAD, "a payload")
     except OSError as error:
         reason = f"{PAYLOAD} cannot be read ({error.strerror})"
         if not os.path.exists(folder):
@@ -90,7 +90,7 @@ def digest_line(data: bytes) -> bytes:
 
 def _check_digest(path: Path, data: bytes) -> None:
     try:
-        expected = check_regular(path).read_bytes()
+        expected = read_bounded(path, "a digest")
     except OSError as error:
         raise SourceError(
             f"{path} cannot be read ({error.strerror}): the artifact is incomplete, so compile it again"
@@ -104,7 +104,7 @@ def _check_digest(path: Path, data: bytes) -> None:
 
 def _check_program(path: Path, sha256: str) -> None:
     try:
-        found = hashlib.sha256(check_regular(path).read_bytes()).hexdigest()
+        found = hash_bounded(path, "a lowered program")
     except OSError as error:
         raise SourceError(f"the lowered program {path} cannot be read: {error.strerror}") from error
     if found != sha256:

@@ -424,7 +424,7 @@ class Component:
         opened: list[Program] = []
 
         def whole() -> bool:
-            with suppress(PayloadError, PlanError):
+            with suppress(PayloadError, PlanError, SourceError):
                 opened.append(penstock.open(path, trust=cache.own))
             return bool(opened)
 
