@@ -13,7 +13,8 @@ from pathlib import Path
 from penstock._version import __version__
 from penstock.runtime.cache import PLANS, user_cache
 from penstock.runtime.files.artifact_files import DIGEST
-from penstock.schedule.atomic_file import replace_file, write_all
+from penstock.runtime.system.ownership import make_private
+from penstock.schedule.atomic_file import replace_file, write_all, writing_privately
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.problem import Problem
@@ -32,8 +33,8 @@ NEARNESS = 1.01
 def remember(path: Path, data: bytes) -> None:
     """Write a file in the user's cache. A failure is ignored, since the file can be made again."""
     with suppress(OSError, PenstockError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(path, force=True) as fd:
+        make_private(path.parent)
+        with writing_privately(), replace_file(path, force=True) as fd:
             write_all(fd, data)
 
 

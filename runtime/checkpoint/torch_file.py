@@ -123,9 +123,9 @@ def _check_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -
     torch finds records whatever the case of their names.
     """
     name = info.filename.lower()
-    refuse_larger(f"{info.filename} of {path}", info.file_size, "a pickle of a checkpoint")
     if info.compress_type != zipfile.ZIP_STORED:
         raise SourceError(f"{path} has {info.filename} compressed: load it with torch and save it again")
+    refuse_larger(f"{info.filename} of {path}", info.file_size, "a pickle of a checkpoint")
     with archive.open(info) as record:
         if name.endswith("/byteorder") and record.read(_LONGEST_ORDER) != b"little":
             raise SourceError(f"{path} was saved on a big-endian machine: save it again on this one")
