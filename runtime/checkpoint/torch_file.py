@@ -38,11 +38,9 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
     Raises SourceError for a file that is not a zip of torch.save, that holds anything but a mapping of dense
     tensors, or that would have to run code to be read.
     """
+    if not _is_zip(path):
+        raise SourceError(f"{path} is not a file that torch.save wrote (a zip): convert it with torch first")
     with reading(path), open(open_regular(path), "rb") as file:
-        if not _is_zip(file):
-            raise SourceError(
-                f"{path} is not a file that torch.save wrote (a zip): convert it with torch first"
-            )
         records = _records(file, path)
         file.seek(0)
         found = _load(file, path)
@@ -60,13 +58,14 @@ def read_tensor(file: Any, path: Path, name: str) -> TensorEntry:
     return _entry(path, name, _load(file, path), records)
 
 
-def _is_zip(file: Any) -> bool:
+def _is_zip(path: Path) -> bool:
     """Tells whether a file is a zip, for torch too: others may have one at their end."""
-    begins = file.read(len(_MAGIC)) == _MAGIC
-    try:
-        return begins and zipfile.is_zipfile(file)
-    except zipfile.BadZipFile:
-        return False
+    with reading(path), open(open_regular(path), "rb") as file:
+        begins = file.read(len(_MAGIC)) == _MAGIC
+        try:
+            return begins and zipfile.is_zipfile(file)
+        except zipfile.BadZipFile:
+            return False
 
 
 def _load(file: Any, path: Path) -> Any:

@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import struct
+import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.folders import open_folder
 from penstock.runtime.cache import Cache, list_entries
 from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.files.artifact_files import digest_line
 from penstock.runtime.measurements import measurements
 from penstock.runtime.remembered import artifact_digest
 from penstock.runtime.sparse.recorder import read_routes
@@ -290,6 +292,26 @@ def tensor_of_an_adapter(folder: Path) -> Callable[[], object]:
     return lambda: other_values({"": model}, Adapter.read(folder), "default")
 
 
+def buffer_of_a_model(folder: Path) -> Callable[[], object]:
+    """A model whose files have 8 GiB of nothing for a buffer of four values."""
+    from transformers import ResNetConfig, ResNetModel
+
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
+    ResNetModel(config).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    name = next(one for one in header if one.endswith("running_mean"))
+    header[name + ".old"] = header[name]
+    header[name] = {"dtype": "F32", "shape": [1 << 31], "data_offsets": [len(body), len(body) + (8 << 30)]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + body)
+        file.truncate(8 + len(text) + len(body) + (8 << 30))
+    return lambda: open_model(folder).make()  # type: ignore[attr-defined]
+
+
 def deep_method(folder: Path) -> Callable[[], object]:
     folder.mkdir()
     artifact = make_artifact(folder / "model.penstock")
@@ -306,6 +328,7 @@ BOMBS: dict[str, Callable[[Path], Callable[[], object]]] = {
     "long bytes": long_bytes,
     "program of a pte": program_of_a_pte,
     "tensor of an adapter": tensor_of_an_adapter,
+    "buffer of a model": buffer_of_a_model,
     "deep method": deep_method,
 }
 
@@ -349,6 +372,7 @@ def test_no_form_of_a_file_takes_time_or_memory(said: dict[str, str], form: str)
         "long bytes": "refused: .* more than 256 MiB, which a pickle of a checkpoint never has",
         "program of a pte": "refused: .* a .pte without weights has 536,870,912 bytes at most",
         "tensor of an adapter": "refused: .* is .* in the model and .*2147483648.* in",
+        "buffer of a model": r"refused: .* has .*running_mean as \[2147483648\] in its files and \[4\] by",
         "deep method": "refused: .* cannot be loaded",
     }.items(),
 )
@@ -408,3 +432,23 @@ def test_a_file_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "fstat", grow)
     with pytest.raises(penstock.PayloadError, match="more than 64 MiB"):
         read_routes(path)
+
+
+RUN = Path("build/run/penstock-run")
+
+
+@pytest.mark.skipif(not RUN.exists(), reason="penstock-run is not built (scripts/build-run)")
+@pytest.mark.parametrize("name", ["payload.json", "payload.json.sha256", "program.zip"])
+def test_penstock_run_refuses_what_is_too_large(tmp_path: Path, name: str) -> None:
+    data = json.dumps(
+        {"format": "penstock", "version": 9, "lowering": "inductor", "program": {"path": "program.zip"}}
+    ).encode()
+    (tmp_path / "payload.json").write_bytes(data)
+    (tmp_path / "payload.json.sha256").write_bytes(digest_line(data))
+    (tmp_path / name).unlink(missing_ok=True)
+    make_hole(tmp_path / name)
+    limited = ["/bin/sh", "-c", 'ulimit -v 8000000; exec "$@"', "sh"]
+    command = [*limited, RUN.absolute(), tmp_path, "--budget", "1MB", "--trust"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert f"{name} has {HOLE} bytes, more than the " in done.stderr

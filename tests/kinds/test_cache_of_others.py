@@ -130,7 +130,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "programs that everybody writes": lambda path: loosen(path.parent, 0o777),
     "a link in it": lambda path: exchange(path / "payload.json"),
     "a pipe in it": lambda path: os.mkfifo(path / "pipe"),
-    "a link in its place": lambda path: exchange(path),
+    "a link in its place": exchange,
 }
 
 GIVEN: dict[str, Callable[[Path], object]] = {

@@ -137,7 +137,6 @@ class StreamedModel:
         import onnx
 
         with reading(folder):
-            data = read_bounded(folder / PAYLOAD, "a payload")
             stored = read_bounded(folder / MODEL, "an ONNX model without weights")
         try:
             model = onnx.load_model_from_string(stored)
@@ -146,6 +145,8 @@ class StreamedModel:
         keys = [one.value for one in model.metadata_props if one.key == _KEY]
         if not keys:
             raise PayloadError(f"{folder / MODEL} names no payload: write it with write_onnx")
+        with reading(folder):
+            data = read_bounded(folder / PAYLOAD, "a payload")
         self.weights = FxBackend(folder).load((keys[0], data), budget, keep=keep, arena=arena)
         self._inputs = [value.name for value in model.graph.input]
         self._outputs = [value.name for value in model.graph.output]
