@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +34,7 @@ from penstock.runtime.program import open as open_program
 from penstock.runtime.sparse.trial import reads_units_only
 from penstock.runtime.system.atomic import write_artifact
 from penstock.runtime.training.parameters import write_parameters
+from penstock.schedule.bounded_file import hash_bounded
 from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.facts.model import ALIGNMENT, Extent, Method, Part, Storage, Weight, WeightFile
@@ -158,7 +158,7 @@ def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, fold
         programs, machine = eager.save(annotated, folder), ""
     else:
         programs, machine = inductor.save(compiled, annotated, folder), compiled.machine
-    return ProgramFile(programs, hashlib.sha256((folder / programs).read_bytes()).hexdigest(), machine)
+    return ProgramFile(programs, hash_bounded(folder / programs, "a lowered program"), machine)
 
 
 def _check_packing(weights: Paths | None, pack: bool, cast: bool, slices: Slices | None) -> None:

@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import grp
 import json
 import logging
 import math
 import os
-import pwd
 import re
-import stat
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -34,8 +31,10 @@ from typing import Literal
 from penstock.runtime.files.artifact_files import PAYLOAD
 from penstock.runtime.files.safetensors_file import close_read, reading
 from penstock.runtime.system.atomic import remove_folder
-from penstock.schedule.atomic_file import is_unfinished, remove_stale
-from penstock.schedule.facts.errors import SourceError
+from penstock.runtime.system.ownership import Writer, find_writer, find_writer_inside, make_private
+from penstock.schedule.atomic_file import is_unfinished, remove_stale, writing_privately
+from penstock.schedule.bounded_file import read_bounded
+from penstock.schedule.facts.errors import PenstockError, SourceError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
 _log = logging.getLogger(__name__)
@@ -88,9 +87,10 @@ class Entry:
         if self.kind != "program":
             return frozenset()
         try:
-            files = json.loads((self.path / PAYLOAD).read_bytes())["files"]
+            files = json.loads(read_bounded(self.path / PAYLOAD, "a payload"))["files"]
             return frozenset(Path(file["path"]).parent.resolve() for file in files)
-        except (OSError, ValueError, TypeError, KeyError):  # a damaged payload refers to nothing
+        # A damaged payload refers to nothing.
+        except (OSError, PenstockError, ValueError, TypeError, KeyError, RecursionError):
             return frozenset()
 
 
@@ -131,15 +131,25 @@ class Cache:
 
         Raises SourceError where the system does not say.
         """
+        return self.writer is None
+
+    @property
+    def writer(self) -> Writer | None:
+        """Who else can write to the folder, or exchange it for another one. Raises as `own` does."""
         with reading(self.folder):
-            try:
-                state = self.folder.stat()
-            except FileNotFoundError:  # it will be made
-                return True
-        others = state.st_mode & stat.S_IWOTH or (
-            state.st_mode & stat.S_IWGRP and not _is_private(state.st_gid)
-        )
-        return state.st_uid == os.geteuid() and not others
+            return find_writer(self.folder)
+
+    def writer_of(self, path: Path) -> Writer | None:
+        """Who else could change the entry at a path, or anything in it or on the way to it.
+
+        Raises SourceError where the system does not say.
+        """
+        with reading(path):
+            return find_writer_inside(path)
+
+    def trusts(self, path: Path) -> bool:
+        """Whether the entry at a path may run code: nobody but this user can have made what is in it."""
+        return self.own and self.writer_of(path) is None
 
     @property
     def weights(self) -> Path:
@@ -165,11 +175,15 @@ class Cache:
         """Hold the entry at `path`, which `write` makes if it does not exist.
 
         `whole` is asked about an entry that exists: if it is not what was written, it is removed and written
-        again. If `nbytes`, the size of the entry, is given, room is made before it is written, and otherwise
-        afterwards. If another process writes the entry first, that one is used, as it is equal. Raises
-        SourceError if the entry cannot be written, or if it is damaged while a process uses it.
+        again; so is a program that others could change. If `nbytes`, the size of the entry, is given, room is
+        made before it is written, and otherwise afterwards. If another process writes the entry first, that
+        one is used, as it is equal. Raises SourceError if the entry cannot be written, or if it is damaged
+        while a process uses it.
         """
-        with reading(path):
+        with reading(path), writing_privately():
+            code = path.parent == self.programs and os.path.lexists(path) and self.own
+            if code and (writer := self.writer_of(path)):
+                _put_aside(path, writer)
             for _ in range(_ATTEMPTS):
                 if (held := _hold(path, made_for)) is not None:
                     if whole():
@@ -186,8 +200,7 @@ class Cache:
         if nbytes:
             self.make_room(nbytes)
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.parent.mkdir(exist_ok=True)
+            self.make_folder(path.parent)
         except OSError as error:
             raise SourceError(
                 f"{path.parent} cannot be made ({error.strerror}): choose another cache"
@@ -197,6 +210,13 @@ class Cache:
         except SourceError as error:  # another process may have written the entry, and a third removed it
             if getattr(error.__cause__, "errno", None) not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder of the cache, and take the rights of others in it. Raises OSError."""
+        make_private(folder)
+        if self.own and find_writer(folder):  # an earlier version made it as the umask said
+            with suppress(OSError):
+                folder.chmod(0o700)
 
     def _discard(self, path: Path) -> None:
         """Remove a damaged entry and the programs that read it, so that it can be written again."""
@@ -229,15 +249,6 @@ class Cache:
                 LIMIT,
                 format_budget(self.limit),
             )
-
-
-def _is_private(group: int) -> bool:
-    """Whether a group is that of this user alone, as systems make them that let groups write by default."""
-    try:
-        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return False
-    return found.gr_name == user and set(found.gr_mem) <= {user}
 
 
 @dataclass(frozen=True)
@@ -307,11 +318,23 @@ def _remove(entries: Sequence[Entry], *, dry_run: bool) -> bool:
     return True
 
 
+def _put_aside(path: Path, writer: Writer) -> None:
+    """Remove an entry that others could change, so that it can be written again.
+
+    Processes that use it have its files open, and find the new entry, which is equal. What belongs to another
+    user only loses its name. An entry that cannot be removed stays, and runs no code.
+    """
+    with suppress(OSError):
+        _remove_one(_entry(path, "program"))
+    if not os.path.lexists(path):
+        _log.warning("%s is not trusted, as %s, and is written again", path, writer)
+
+
 def _remove_one(entry: Entry) -> None:
     with suppress(FileNotFoundError):  # another process has removed it
         if entry.kind == "leftover":
             remove_stale(entry.path)
-        elif entry.path.is_dir():
+        elif entry.path.is_dir() and not entry.path.is_symlink():
             remove_folder(entry.path)
         else:
             entry.path.unlink()
@@ -340,8 +363,8 @@ def _inside(folder: Path) -> list[Path]:
 
 def _entry(path: Path, kind: Kind) -> Entry:
     record, made_for = path / RECORD, ""
-    with suppress(OSError, ValueError):
-        said = json.loads(record.read_bytes())
+    with suppress(OSError, PenstockError, ValueError, RecursionError):
+        said = json.loads(read_bounded(record, "a record of the cache"))
         made_for = str(said.get(_MADE_FOR, "")) if isinstance(said, dict) else ""
     used = 0.0
     for place in (path, record):  # the record, if there is one, is newer
@@ -383,7 +406,7 @@ def _hold(path: Path, made_for: str) -> Hold | None:
 def _make_record(path: Path, made_for: str) -> None:
     """Make the record of an entry that has none."""
     with suppress(OSError):
-        record = os.open(path / RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        record = os.open(path / RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(record, json.dumps({_MADE_FOR: made_for}).encode() + b"\n")
         finally:
@@ -394,7 +417,7 @@ def _open_record(path: Path) -> int | None:
     """A descriptor of an entry's record; None if there is no record or it may not be read."""
     for flags in (os.O_RDWR, os.O_RDONLY):  # some file systems lock exclusively only files open for writing
         with suppress(OSError):
-            return os.open(path / RECORD, flags | os.O_CLOEXEC)
+            return os.open(path / RECORD, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     return None
 
 
@@ -413,7 +436,7 @@ def _locked(entry: Entry, locks: ExitStack, *, make: bool) -> bool:
     """
     if entry.kind == "leftover":
         return remove_stale(entry.path, dry_run=True)
-    if not entry.path.is_dir():
+    if entry.path.is_symlink() or not entry.path.is_dir():
         return True
     if make:
         _make_record(entry.path, entry.made_for)

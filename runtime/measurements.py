@@ -22,7 +22,8 @@ from typing import ClassVar, Literal
 from penstock.runtime.cache import user_cache
 from penstock.runtime.system.limits import memory_limit
 from penstock.runtime.system.trials import Trials
-from penstock.schedule.facts.errors import BudgetError, PayloadError
+from penstock.schedule.bounded_file import read_bounded
+from penstock.schedule.facts.errors import BudgetError, PayloadError, SourceError
 from penstock.schedule.facts.model import STRICT, UNEVEN
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.text import decode, encode, parse
@@ -236,14 +237,16 @@ def measurements() -> tuple[Measurement, ...]:
     try:
         state = path.stat()
         return _read(path, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
-    except (OSError, PayloadError):
+    except (OSError, PayloadError, SourceError):
         return ()
 
 
 @lru_cache(maxsize=1)
 def _read(path: Path, state: tuple[int, ...]) -> tuple[Measurement, ...]:
     """The figures of a file in a state, which a plan asks for some twenty times."""
-    found = decode(_File, *parse(path.read_bytes(), str(path)), str(path)).measurements
+    found = decode(
+        _File, *parse(read_bounded(path, "a list of measurements"), str(path)), str(path)
+    ).measurements
     return tuple(sorted(filter(Measurement.makes_sense, found), key=lambda one: one.taken_at))
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from penstock._version import __version__
 from penstock.runtime.cache import PLANS, user_cache
 from penstock.runtime.files.artifact_files import DIGEST
-from penstock.schedule.atomic_file import replace_file, write_all
+from penstock.runtime.system.ownership import make_private
+from penstock.schedule.atomic_file import replace_file, write_all, writing_privately
+from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.payload.codec import Payload, plan_from_json
@@ -31,8 +33,8 @@ NEARNESS = 1.01
 def remember(path: Path, data: bytes) -> None:
     """Write a file in the user's cache. A failure is ignored, since the file can be made again."""
     with suppress(OSError, PenstockError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(path, force=True) as fd:
+        make_private(path.parent)
+        with writing_privately(), replace_file(path, force=True) as fd:
             write_all(fd, data)
 
 
@@ -81,7 +83,7 @@ def _read(path: Path, payload: Payload, budget: int) -> tuple[Plan | None, float
     There is no plan where none is safe and for this budget.
     """
     with suppress(OSError, PenstockError, RecursionError, ValueError, KeyError, TypeError):
-        stored = json.loads(path.read_bytes())
+        stored = json.loads(read_bounded(path, "a plan"))
         plan = plan_from_json(json.dumps(stored["plan"]).encode(), source=str(path))
         verify_plan(payload.storages, payload.traces, plan)
         if plan.budget == budget:
@@ -92,8 +94,8 @@ def _read(path: Path, payload: Payload, budget: int) -> tuple[Plan | None, float
 def artifact_digest(folder: Path) -> str | None:
     """The hash of an artifact's payload; None if there is no artifact, as for a program in memory."""
     try:
-        return (folder / DIGEST).read_text(encoding="utf-8").partition(" ")[0]
-    except (OSError, ValueError):
+        return read_bounded(folder / DIGEST, "a digest").decode().partition(" ")[0]
+    except (OSError, PenstockError, ValueError):
         return None
 
 

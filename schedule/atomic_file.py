@@ -17,6 +17,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from penstock.schedule.facts.errors import SourceError
@@ -29,6 +30,20 @@ _DIGITS = "[0-9a-f]{8}"
 
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 """What file systems say that have no locks."""
+
+
+PRIVATE: ContextVar[bool] = ContextVar("PRIVATE", default=False)
+"""Whether what is written is for this user alone, and not for those whom umask and access lists admit."""
+
+
+@contextmanager
+def writing_privately() -> Iterator[None]:
+    """Write files and folders for this user alone while the context lasts."""
+    before = PRIVATE.set(True)
+    try:
+        yield
+    finally:
+        PRIVATE.reset(before)
 
 
 @contextmanager
@@ -122,7 +137,7 @@ def temporary(target: Path, create: Callable[[Path], int | None]) -> Iterator[tu
 
 def create_file(path: Path) -> int:
     """A descriptor of a new file, to write to and to read from."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if PRIVATE.get() else 0o666)
 
 
 def publish(unfinished: Path, path: Path, *, force: bool) -> None:
@@ -178,9 +193,9 @@ def siblings(target: Path, purpose: str) -> list[Path]:
 def remove(path: Path) -> None:
     """Remove a file, or a folder and all that is in it, also while others do. Raises OSError."""
     with suppress(FileNotFoundError):
-        if not path.is_dir():
+        if path.is_symlink() or not path.is_dir():
             path.unlink()
-    while path.is_dir():
+    while path.is_dir() and not path.is_symlink():
         with suppress(FileNotFoundError):
             shutil.rmtree(path)
 

@@ -1,5 +1,7 @@
 #include "artifact.h"
 
+#include <sys/stat.h>
+
 #include "../failure.h"
 #include "../json.h"
 #include "../stamp.h"
@@ -19,12 +21,24 @@ uint64_t number(const std::string &data, size_t at, int nbytes) {
     return value;
 }
 
+// The ceilings of schedule/bounded_file.py, in bytes.
+constexpr int64_t LARGEST_PAYLOAD = 256 << 20, LARGEST_DIGEST = 4096, LARGEST_PROGRAM = 1024 << 20;
+
+// The bytes of a file, unless it is a hole or another file of more bytes than one of its kind has.
+std::string read_within(const std::string &path, int64_t most) {
+    struct stat status;
+    if (stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode) && status.st_size > most)
+        throw Failure(PS_PAYLOAD, path + " has " + std::to_string(status.st_size) + " bytes, more than the " +
+                                      std::to_string(most) + " that it has at most: get an intact copy");
+    return read_file(path);
+}
+
 }  // namespace
 
 Artifact::Artifact(const std::string &folder) : folder_(folder) {
     const std::string path = folder + "/payload.json";
-    text_ = read_file(path);
-    if (read_file(path + ".sha256") != sha256(text_) + "  payload.json\n")
+    text_ = read_within(path, LARGEST_PAYLOAD);
+    if (read_within(path + ".sha256", LARGEST_DIGEST) != sha256(text_) + "  payload.json\n")
         throw Failure(PS_PAYLOAD, path + " is not what was written: its sha256 differs from that in "
                                          "payload.json.sha256; compile again");
     try {
@@ -49,7 +63,7 @@ void Artifact::read_program() {
     const std::string name = program.at("path");
     if (name.empty() || name[0] == '/' || ("/" + name + "/").find("/../") != std::string::npos)
         throw Failure(PS_PAYLOAD, "the payload names the program '" + name + "', which is not inside " + folder_);
-    program_ = read_file(folder_ + "/" + name);
+    program_ = read_within(folder_ + "/" + name, LARGEST_PROGRAM);
     if (sha256(program_) != program.at("sha256"))
         throw Failure(PS_PAYLOAD, "the lowered program " + folder_ + "/" + name +
                                       " is not the one compiled: its sha256 differs; compile again");

@@ -25,6 +25,7 @@ from penstock.passes.lowering.method_code import MethodCode, decode_method, enco
 from penstock.passes.lowering.recomputed import OTHERS, check_uses
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import with_values
+from penstock.schedule.bounded_file import open_bounded, open_zip, read_member
 from penstock.schedule.facts.errors import TRUST, PassError, PayloadError, PenstockError, SourceError
 from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
@@ -102,7 +103,7 @@ def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
     """
     path = folder / (payload.program.path if payload.program else PROGRAM)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_bounded(path, "a lowered program") as file, open_zip(file, path) as archive:
             yield archive
     except OSError as error:
         raise SourceError(f"the lowered program {path} cannot be read: {error.strerror or error}") from error
@@ -118,7 +119,11 @@ def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
 def check_ranks(folder: Path, payload: Payload) -> None:
     """Raises PayloadError for a program with collectives that another rank has compiled."""
     with open_programs(folder, payload) as archive:
-        ranks = Ranks.from_bytes(_member(archive, RANKS)) if RANKS in archive.namelist() else None
+        ranks = (
+            Ranks.from_bytes(read_member(archive, RANKS, "a configuration"))
+            if RANKS in archive.namelist()
+            else None
+        )
     if ranks is not None:
         ranks.check_here(str(folder))
 
@@ -132,7 +137,7 @@ def read_code(archive: zipfile.ZipFile, method: str, *, trust: bool) -> MethodCo
     """
     stored = f"{method}.json"
     if stored in archive.namelist():
-        data = _member(archive, stored)
+        data = read_member(archive, stored, "a method's code")
         return with_types(lambda: decode_method(data, trust=trust), trust=trust)
     if not trust:
         raise PassError(
@@ -141,7 +146,7 @@ def read_code(archive: zipfile.ZipFile, method: str, *, trust: bool) -> MethodCo
         )
     training = read_training(archive)
     held = training.made(method) if training else ()
-    return method_code(load_stored(archive.read(f"{method}.pt2")), held)
+    return method_code(load_stored(read_member(archive, f"{method}.pt2", "a lowered program")), held)
 
 
 def check_fits(payload: Payload, method: Method, code: MethodCode, *, trust: bool) -> None:
@@ -172,15 +177,8 @@ def check_fits(payload: Payload, method: Method, code: MethodCode, *, trust: boo
 
 def read_training(archive: zipfile.ZipFile) -> Training | None:
     """Returns what joins forward and backward, None for a program that is not trained."""
-    return Training.from_bytes(_member(archive, TRAINING)) if TRAINING in archive.namelist() else None
-
-
-def _member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The bytes of a file in the zip, which are as many as they take there."""
-    found = archive.getinfo(name)
-    if found.compress_type != zipfile.ZIP_STORED or archive.namelist().count(name) != 1:
-        raise PassError(f"{name} is compressed, or there twice: compile again")
-    return archive.read(name)
+    stored = TRAINING in archive.namelist()
+    return Training.from_bytes(read_member(archive, TRAINING, "a payload")) if stored else None
 
 
 def _emptied(name: str, value: Any) -> Any:

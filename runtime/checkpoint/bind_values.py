@@ -21,6 +21,7 @@ from penstock.passes.weights.values import has_values, tensor_in, with_values
 from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_values, listed, without
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.slices import Slices
+from penstock.schedule.bounded_file import open_regular
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Extent, Storage
 from penstock.schedule.payload.codec import Payload
@@ -139,7 +140,7 @@ def _memory(storage: Storage, number: int, found: Found, maps: dict[int, mmap.mm
 
 def _mapped(extent: Extent, files: Sequence[Path], maps: dict[int, mmap.mmap]) -> torch.Tensor:
     if extent.file not in maps:
-        with files[extent.file].open("rb") as file:
+        with open(open_regular(files[extent.file]), "rb") as file:
             # Linux would count private memory in full, although next to nothing of it is written.
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
             maps[extent.file] = mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)

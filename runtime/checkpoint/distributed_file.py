@@ -23,8 +23,10 @@ from penstock.runtime.files.safetensors_file import (
     SAFETENSORS_NAMES,
     TensorEntry,
     read_header,
+    reading,
     refuse,
 )
+from penstock.schedule.bounded_file import open_regular, read_bounded
 from penstock.schedule.facts.errors import SourceError
 
 METADATA = ".metadata"
@@ -166,8 +168,7 @@ Described = dict[str, tuple[str, tuple[int, ...], list[Chunk]]]
 
 def _described(path: Path) -> tuple[Described, dict[tuple[str, tuple[int, ...]], _Place]]:
     """Returns the content of `.metadata`: dtype, shape and chunks of each tensor, and each chunk's place."""
-    with path.open("rb") as file:
-        found: Any = load(file, _admitted)
+    found: Any = load(io.BytesIO(read_bounded(path, "a pickle of a checkpoint")), _admitted)
     described: Described = {}
     for name, one in found.state_dict_metadata.items():
         if isinstance(one, _Tensor):
@@ -277,7 +278,7 @@ def _file(folder: Path, name: str, place: _Place) -> Path:
 
 def _entry(file: Path, name: str, place: _Place) -> TensorEntry:
     """Tells where the values of a chunk lie in a file of torch.save's, or of safetensors."""
-    with file.open("rb") as opened:
+    with reading(file), open(open_regular(file), "rb") as opened:
         opened.seek(place.start)
         if opened.read(len(_ZIP)) == _ZIP:
             window = _Range(opened, place.start, place.nbytes)

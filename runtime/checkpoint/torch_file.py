@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes.building.refusals import sentence
 from penstock.runtime.checkpoint import pickles
-from penstock.runtime.files.safetensors_file import SAFETENSORS_NAMES, TensorEntry
+from penstock.runtime.files.safetensors_file import SAFETENSORS_NAMES, TensorEntry, reading
+from penstock.schedule.bounded_file import open_regular, open_zip, refuse_larger
 from penstock.schedule.facts.errors import SourceError
 
 SUFFIXES = (".pt", ".pth", ".bin")
@@ -25,6 +26,10 @@ _MAGIC = b"PK\x03\x04"
 _HEADER = 30
 _NAME_LENGTHS = 26
 """Bytes of a record's own header in a zip without name and extra field, and where their lengths are."""
+
+
+_LONGEST_ORDER = 8
+"""More bytes than any name of a byte order has."""
 
 
 def is_torch_file(path: Path) -> bool:
@@ -40,8 +45,10 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
     """
     if not _is_zip(path):
         raise SourceError(f"{path} is not a file that torch.save wrote (a zip): convert it with torch first")
-    records = _records(path, path)
-    found = _load(path, path)
+    with reading(path), open(open_regular(path), "rb") as file:
+        records = _records(file, path)
+        file.seek(0)
+        found = _load(file, path)
     if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
         found = found["state_dict"]
     if not isinstance(found, Mapping):
@@ -58,7 +65,7 @@ def read_tensor(file: Any, path: Path, name: str) -> TensorEntry:
 
 def _is_zip(path: Path) -> bool:
     """Tells whether a file is a zip, for torch too: others may have one at their end."""
-    with path.open("rb") as file:
+    with reading(path), open(open_regular(path), "rb") as file:
         begins = file.read(len(_MAGIC)) == _MAGIC
         try:
             return begins and zipfile.is_zipfile(file)
@@ -93,13 +100,10 @@ def _records(file: Any, path: Path) -> Mapping[int, int]:
     """
     found = {}
     try:
-        with zipfile.ZipFile(file) as archive:
+        with open_zip(file, path) as archive:
             for info in archive.infolist():
-                if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
-                    raise SourceError(f"{path} was saved on a big-endian machine: save it again on this one")
-                if info.filename.endswith(".pkl") and info.compress_type == zipfile.ZIP_STORED:
-                    with archive.open(info) as pickled:
-                        pickles.check(pickled)
+                if not _is_tensor(info.filename):
+                    _check_record(archive, info, path)
                 if info.compress_type == zipfile.ZIP_STORED and archive.fp is not None:
                     archive.fp.seek(info.header_offset + _NAME_LENGTHS)
                     start = info.header_offset + _HEADER + sum(struct.unpack("<HH", archive.fp.read(4)))
@@ -110,6 +114,27 @@ def _records(file: Any, path: Path) -> Mapping[int, int]:
         reason = str(error) or type(error).__name__
         raise SourceError(f"{path} is no intact file of torch.save ({reason:.200}); restore it") from error
     return found
+
+
+def _is_tensor(record: str) -> bool:
+    """Tell whether a record of a zip has the bytes of a tensor, which are not read here, by its name."""
+    return record.split("/")[1:2] == ["data"]
+
+
+def _check_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> None:
+    """Raise an error for a record that torch reads as a whole, if that takes too much memory or time.
+
+    torch finds records whatever the case of their names.
+    """
+    name = info.filename.lower()
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise SourceError(f"{path} has {info.filename} compressed: load it with torch and save it again")
+    refuse_larger(f"{info.filename} of {path}", info.file_size, "a pickle of a checkpoint")
+    with archive.open(info) as record:
+        if name.endswith("/byteorder") and record.read(_LONGEST_ORDER) != b"little":
+            raise SourceError(f"{path} was saved on a big-endian machine: save it again on this one")
+        if name.endswith(".pkl"):
+            pickles.check(record)
 
 
 def _entry(path: Path, name: object, value: object, records: Mapping[int, int]) -> TensorEntry:

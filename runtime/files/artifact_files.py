@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.runtime.files.safetensors_file import check_regular, open_for_reading
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.atomic_file import replace_file, write_all
-from penstock.schedule.facts.errors import PayloadError, SourceError
+from penstock.schedule.bounded_file import hash_bounded, read_bounded
+from penstock.schedule.facts.errors import PayloadError, PenstockError, SourceError
 from penstock.schedule.payload.checks import check_artifact
 from penstock.schedule.payload.codec import Payload, verify_payload
 
@@ -26,8 +26,6 @@ SEEN = "seen.json"
 
 It is no part of the payload: a file that gets another ctime and keeps its bytes leaves the artifact's digest.
 """
-
-_MOST_SEEN = 16 << 20
 
 
 def read_payload(folder: Path) -> Payload:
@@ -55,7 +53,7 @@ def read_artifact(folder: Path) -> tuple[Payload, str]:
 def read_payload_bytes(folder: Path) -> bytes:
     """Returns the payload of an artifact folder as it is on the disk. Raises SourceError if there is none."""
     try:
-        return check_regular(folder / PAYLOAD).read_bytes()
+        return read_bounded(folder / PAYLOAD, "a payload")
     except OSError as error:
         reason = f"{PAYLOAD} cannot be read ({error.strerror})"
         if not os.path.exists(folder):
@@ -71,8 +69,8 @@ def read_payload_bytes(folder: Path) -> bytes:
 
 def read_seen(folder: Path) -> Mapping[str, object]:
     """Return what SEEN says; nothing where it is missing or damaged, so that all bytes are compared again."""
-    with suppress(SourceError, ValueError, RecursionError), open_for_reading(folder / SEEN) as fd:
-        found = json.loads(os.pread(fd, _MOST_SEEN, 0))
+    with suppress(OSError, PenstockError, ValueError, RecursionError):
+        found = json.loads(read_bounded(folder / SEEN, "times of weight files"))
         return found if isinstance(found, dict) else {}
     return {}
 
@@ -116,7 +114,7 @@ def digest_line(data: bytes) -> bytes:
 
 def _check_digest(path: Path, data: bytes) -> None:
     try:
-        expected = check_regular(path).read_bytes()
+        expected = read_bounded(path, "a digest")
     except OSError as error:
         raise SourceError(
             f"{path} cannot be read ({error.strerror}): the artifact is incomplete, so compile it again"
@@ -130,7 +128,7 @@ def _check_digest(path: Path, data: bytes) -> None:
 
 def _check_program(path: Path, sha256: str) -> None:
     try:
-        found = hashlib.sha256(check_regular(path).read_bytes()).hexdigest()
+        found = hash_bounded(path, "a lowered program")
     except OSError as error:
         raise SourceError(f"the lowered program {path} cannot be read: {error.strerror}") from error
     if found != sha256:

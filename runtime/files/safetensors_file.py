@@ -11,17 +11,17 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from penstock.schedule.bounded_file import CEILINGS, open_regular, read_bounded
 from penstock.schedule.facts.errors import SourceError
 
 PREFIX_BYTES = 8
-HEADER_LIMIT = 100_000_000
+HEADER_LIMIT = CEILINGS["a header of weights"]
 
 ITEM_BITS: Mapping[str, int] = {
     **dict.fromkeys(("F4",), 4),
@@ -234,24 +234,13 @@ def close_read(fd: int) -> None:
         os.close(fd)
 
 
-def check_regular(path: Path) -> Path:
-    """Returns the path. Raises OSError where there is nothing, and SourceError for a pipe or a device.
-
-    To open a pipe waits for somebody to write to it, and some devices have no end.
-    """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise SourceError(f"{path} is a pipe or a device, expected a file: put the file itself there")
-    return path
-
-
 def open_descriptor(path: Path) -> int:
     """Returns a descriptor of a weight file that the caller closes.
 
     Raises SourceError if the system does not open it.
     """
     try:
-        return os.open(check_regular(path), os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
     except FileNotFoundError as error:
         raise SourceError(
             f"{path} is missing: put the file back, or compile again from where it is now"
@@ -277,8 +266,8 @@ def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[P
 
 def read_index(index: Path) -> dict[str, Any]:
     """Returns what an index says, whose `weight_map` has names of files. Raises SourceError if it is none."""
-    with open_for_reading(index) as fd:
-        fields = _parse_json(read_exactly(fd, 0, os.fstat(fd).st_size, index), index, what=_INDEX)
+    with reading(index):
+        fields = _parse_json(read_bounded(index, "an index"), index, what=_INDEX)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         refuse(index, "weight_map is not an object that gives each tensor its file", what=_INDEX)

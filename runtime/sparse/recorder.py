@@ -8,8 +8,9 @@ from pathlib import Path
 
 from penstock.runtime.sparse.base import PooledUnits
 from penstock.schedule.atomic_file import replace_file, write_all
-from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
-from penstock.schedule.payload.routes import MOST_BYTES, routes_from_bytes, routes_to_bytes
+from penstock.schedule.bounded_file import read_bounded
+from penstock.schedule.facts.errors import SourceError, StreamError
+from penstock.schedule.payload.routes import routes_from_bytes, routes_to_bytes
 from penstock.schedule.sparse.routes import Ask, Routes
 
 
@@ -65,12 +66,9 @@ class Recorder:
 def read_routes(path: Path) -> Routes:
     """The routes in a file. Raises SourceError if it cannot be read, PayloadError if it holds no routes."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = read_bounded(path, "a file of routes")
     except OSError as error:
         raise SourceError(
             f"{path} cannot be read ({error.strerror}): give a file that `recorder.save` wrote"
         ) from error
-    if len(data) > MOST_BYTES:
-        raise PayloadError(f"{path} has more than {MOST_BYTES >> 20} MiB, which no file of routes has")
     return routes_from_bytes(data, source=str(path))

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from penstock.schedule.atomic_file import (
+    PRIVATE,
     create_file,
     publish,
     refuse_existing,
@@ -151,7 +152,7 @@ def _refuse_foreign(folder: Path, marker: str) -> None:
 
 def _create_folder(path: Path) -> int | None:
     """A descriptor of the new folder; None where another writer took it for stale at once."""
-    path.mkdir()
+    path.mkdir(0o700 if PRIVATE.get() else 0o777)
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -199,6 +200,10 @@ def _sync_tree(folder: Path) -> None:
         raise error
 
     for root, _, names in os.walk(folder, topdown=False, onerror=refuse):
+        if PRIVATE.get():
+            os.chmod(root, 0o700)
         for name in names:
+            if PRIVATE.get():
+                os.chmod(Path(root, name), 0o600)
             sync(Path(root, name), os.O_RDONLY)
         sync_folder(Path(root))

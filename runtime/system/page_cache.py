@@ -32,7 +32,7 @@ def open_uncached(path: Path, fd: int) -> int:
     """Returns another descriptor of the open file `fd`, which reads past the page cache, or -1."""
     flag = getattr(os, "O_DIRECT", 0)
     try:
-        uncached = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag) if flag else -1
+        uncached = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flag) if flag else -1
     except OSError:
         return -1
     if uncached >= 0:

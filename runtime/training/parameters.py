@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.stamp import file_chunks
 from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.facts.errors import PassError, SourceError
 
@@ -25,7 +27,7 @@ def write_parameters(values: Mapping[str, torch.Tensor], folder: Path) -> str:
         if not value.is_contiguous():
             raise PassError(f"{fqn} is to be trained and is not contiguous: export it as contiguous()")
     save_file({fqn: value.detach().contiguous() for fqn, value in values.items()}, folder / PARAMETERS)
-    return hashlib.sha256((folder / PARAMETERS).read_bytes()).hexdigest()
+    return _hash(folder / PARAMETERS)
 
 
 def read_parameters(folder: Path, names: Sequence[str], sha256: str) -> dict[str, torch.Tensor]:
@@ -33,13 +35,19 @@ def read_parameters(folder: Path, names: Sequence[str], sha256: str) -> dict[str
 
     Raises SourceError for a file that is damaged, is another one, or lacks one of them.
     """
-    with open_tensors(folder / PARAMETERS) as opened:
-        values = {name: opened.get_tensor(name) for name in opened.entries}
-    if hashlib.sha256((folder / PARAMETERS).read_bytes()).hexdigest() != sha256:
-        raise SourceError(
-            f"{folder / PARAMETERS} has changed since it was compiled: restore it, or compile again"
-        )
-    missing = [name for name in names if name not in values]
-    if missing:
-        raise SourceError(f"{folder / PARAMETERS} lacks the parameter {missing[0]}: compile again")
-    return {name: values[name] for name in names}
+    path = folder / PARAMETERS
+    if _hash(path) != sha256:
+        raise SourceError(f"{path} has changed since it was compiled: restore it, or compile again")
+    with open_tensors(path) as opened:
+        for name in names:
+            if name not in opened.entries:
+                raise SourceError(f"{path} lacks the parameter {name}: compile again")
+        return {name: opened.get_tensor(name) for name in names}
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with reading(path):
+        for chunk in file_chunks(path, 0, path.stat().st_size):
+            digest.update(chunk)
+    return digest.hexdigest()

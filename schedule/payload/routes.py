@@ -9,13 +9,14 @@ from io import BytesIO
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
+from penstock.schedule.bounded_file import CEILINGS
 from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import STRICT
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.text import decode, parse, short
 from penstock.schedule.sparse.routes import Ask, Route, RoutedRead, Routes
 
-MOST_BYTES = 64 << 20
+MOST_BYTES = CEILINGS["a file of routes"]
 """A larger file is neither written nor read."""
 
 _PAGE = "docs/sparse.md"

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, T5ForConditionalGeneration
 
 import penstock
-from penstock.integrations import load
+from penstock.integrations import folders, load
 from penstock.integrations.folders import Stored, open_model
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
@@ -46,7 +46,7 @@ def test_an_adapter_without_its_model_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize(
     ("where", "look"),
-    [(Path, "is_dir"), (Path, "iterdir"), (Path, "read_text"), (GenerationConfig, "from_pretrained")],
+    [(Path, "is_dir"), (Path, "iterdir"), (folders, "read_bounded"), (GenerationConfig, "from_pretrained")],
 )
 def test_a_folder_that_the_system_does_not_read_is_named(where, look, folder, tmp_path, monkeypatch):
     def refuse(*_, **__):

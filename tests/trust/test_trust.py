@@ -144,9 +144,11 @@ def test_whose_group_may_write(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     folder.mkdir()
     folder.chmod(0o775)
-    monkeypatch.setattr("penstock.runtime.cache._is_private", lambda group: group == folder.stat().st_gid)
+    monkeypatch.setattr(
+        "penstock.runtime.system.ownership._is_private", lambda group: group == folder.stat().st_gid
+    )
     assert Cache(folder).own
-    monkeypatch.setattr("penstock.runtime.cache._is_private", lambda group: False)
+    monkeypatch.setattr("penstock.runtime.system.ownership._is_private", lambda group: False)
     assert not Cache(folder).own
     monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
     folder.chmod(0o700)

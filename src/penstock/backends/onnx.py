@@ -18,6 +18,8 @@ from torch.export import ExportedProgram
 from penstock._extras import require
 from penstock.backends.fx import FxBackend
 from penstock.backends.running import LoadedPayload, Reading
+from penstock.runtime.files.safetensors_file import reading
+from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PassError, PayloadError
 from penstock.schedule.facts.model import Part, Weight
 
@@ -134,12 +136,18 @@ class StreamedModel:
         require("onnx", "onnxruntime", purpose="running an ONNX model")
         import onnx
 
-        model = onnx.load(folder / MODEL, load_external_data=False)
+        with reading(folder):
+            stored = read_bounded(folder / MODEL, "an ONNX model without weights")
+        try:
+            model = onnx.load_model_from_string(stored)
+        except Exception as error:  # of protobuf, which penstock does not import
+            raise PayloadError(f"{folder / MODEL} is no ONNX model ({error}): get an intact copy") from error
         keys = [one.value for one in model.metadata_props if one.key == _KEY]
         if not keys:
             raise PayloadError(f"{folder / MODEL} names no payload: write it with write_onnx")
-        payload = (keys[0], (folder / PAYLOAD).read_bytes())
-        self.weights = FxBackend(folder).load(payload, budget, keep=keep, arena=arena)
+        with reading(folder):
+            data = read_bounded(folder / PAYLOAD, "a payload")
+        self.weights = FxBackend(folder).load((keys[0], data), budget, keep=keep, arena=arena)
         self._inputs = [value.name for value in model.graph.input]
         self._outputs = [value.name for value in model.graph.output]
         self._views: dict[str, Any] = {}  # which sessions do not keep alive

@@ -7,6 +7,7 @@ program, so an adapter that differs in those is refused.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.runtime.files.safetensors_file import is_safetensors, reading
-from penstock.runtime.files.tensor_file import open_tensors
+from penstock.runtime.files.safetensors_file import TensorEntry, is_safetensors, reading
+from penstock.runtime.files.tensor_file import TensorFile, open_tensors
+from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 
 _FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
@@ -50,12 +52,31 @@ _AGAIN = "restore() the model, load that adapter with its library, and apply pen
 
 
 @dataclass(frozen=True)
+class _Stored:
+    """A tensor of an adapter in its file, which is read once its shape is known to be the model's."""
+
+    file: Path
+    name: str
+    entry: TensorEntry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    def read(self, opened: TensorFile) -> torch.Tensor:
+        """Return the values. Raises SourceError where the file has changed."""
+        if opened.entries.get(self.name) != self.entry:
+            raise SourceError(f"{self.file} was written to while it was read: try again")
+        return opened.get_tensor(self.name)
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An adapter in a file: its tensors by name, and its settings, or None where the file does not state
     them."""
 
     source: Path
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, _Stored]
     settings: Mapping[str, Any] | None
 
     @classmethod
@@ -70,10 +91,13 @@ class Adapter:
                 )
             with open_tensors(file) as opened:
                 written: str | bytes | None = opened.metadata.get(_METADATA)
-                tensors = {name.removeprefix(_PEFT): opened.get_tensor(name) for name in opened.entries}
+                tensors = {
+                    name.removeprefix(_PEFT): _Stored(file, name, entry)
+                    for name, entry in opened.entries.items()
+                }
             place, beside = file, file.parent / _SETTINGS
-            if written is None and beside.is_file():
-                place, written = beside, beside.read_bytes()
+            if written is None and os.path.lexists(beside):
+                place, written = beside, read_bounded(beside, "a configuration")
         return cls(source, tensors, None if written is None else _parsed(written, place))
 
     def part(self, prefix: str) -> Adapter:
@@ -213,9 +237,13 @@ def _values(module: Any, given: Adapter, adapter: str) -> dict[str, torch.Tensor
             f"{what} of adapter {adapter!r} is {here} in the model and {there} in {given.source}; it is part "
             f"of the program: {_AGAIN}"
         )
-    _refuse_other_ties(fqns, parameters, given)
+    values: dict[str, torch.Tensor] = {}
+    for file in {one.file for one in given.tensors.values()}:  # one at most
+        with open_tensors(file) as opened:
+            values = {name: one.read(opened) for name, one in given.tensors.items()}
+    _refuse_other_ties(fqns, parameters, values, given.source)
     own = {fqn for fqn, _ in module.named_parameters()}  # named once where they are tied
-    return {fqn: given.tensors[name].to(parameters[fqn].dtype) for name, fqn in fqns.items() if fqn in own}
+    return {fqn: values[name].to(parameters[fqn].dtype) for name, fqn in fqns.items() if fqn in own}
 
 
 _LONGEST, _REPEATS = 2000, 3
@@ -243,17 +271,19 @@ def _refuse_damaged_pattern(given: Adapter) -> None:
 
 
 def _refuse_other_ties(
-    fqns: Mapping[str, str], parameters: Mapping[str, torch.Tensor], given: Adapter
+    fqns: Mapping[str, str],
+    parameters: Mapping[str, torch.Tensor],
+    values: Mapping[str, torch.Tensor],
+    source: Path,
 ) -> None:
     """Raise StreamError where parameters that are tied in the model differ in the file."""
     tied: dict[tuple[int, int], str] = {}
     for name, fqn in fqns.items():
         place = parameters[fqn].untyped_storage()._cdata, int(parameters[fqn].storage_offset())
         first = tied.setdefault(place, name)
-        if not torch.equal(given.tensors[first], given.tensors[name]):
+        if not torch.equal(values[first], values[name]):
             raise StreamError(
-                f"{first} and {name} are tied in the model and have different values in {given.source}: "
-                f"{_AGAIN}"
+                f"{first} and {name} are tied in the model and have different values in {source}: {_AGAIN}"
             )
 
 

@@ -32,6 +32,7 @@ from penstock.runtime.files.pack import Chunk, PackedTensor, PackEntry
 from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES, read_header
 from penstock.runtime.files.stamp import file_chunks
 from penstock.schedule.atomic_file import replace_file, write_all
+from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import SourceError
 
 _log = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ def _is_whole(folder: Path) -> bool:
     What the system says of the file is compared with what it said then. Where that differs, every byte is
     hashed, which reads about 1.8 GB/s, and what the system says now is noted for the next time.
     """
-    file, facts = folder / WEIGHTS, json.loads((folder / _SUMS).read_bytes())
+    file, facts = folder / WEIGHTS, json.loads(read_bounded(folder / _SUMS, "an index"))
     if (now := _state(file)) == facts[_STATE]:
         return True
     _log.info("%s is not as it was left: all of its bytes are compared", file)

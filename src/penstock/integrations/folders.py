@@ -9,9 +9,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.artifact_files import PAYLOAD
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, own_place, reading
 from penstock.runtime.files.tensor_file import open_tensors
+from penstock.schedule.bounded_file import open_bounded, read_bounded
 from penstock.schedule.facts.errors import PassError, SourceError
 
 _PIPELINE, _CONFIG = "model_index.json", "config.json"
@@ -113,15 +115,18 @@ def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTen
     """Raise SourceError where a parameter has another shape than its tensor in the files, or another dtype to
     which that is not converted.
     """
-    where = f"{folder} has {fqn} as"
     here, there = dtype_name(value.dtype), TORCH_NAMES.get(stored.dtype, stored.dtype)
     if stored.shape != tuple(value.shape):
-        raise SourceError(
-            f"{where} {list(stored.shape)} in its files and {list(value.shape)} by its {_CONFIG}: they are "
-            "of two models, so get both from one"
-        )
+        _refuse_shape(folder, fqn, stored.shape, value)
     if here != there and not is_converted(stored, value):
-        raise SourceError(f"{where} {there} in its files and {here} by its {_CONFIG}: {_AGAIN}")
+        raise SourceError(f"{folder} has {fqn} as {there} in its files and {here} by its {_CONFIG}: {_AGAIN}")
+
+
+def _refuse_shape(folder: Path, fqn: str, shape: tuple[int, ...], value: torch.Tensor) -> NoReturn:
+    raise SourceError(
+        f"{folder} has {fqn} as {list(shape)} in its files and {list(value.shape)} by its {_CONFIG}: they "
+        "are of two models, so get both from one"
+    )
 
 
 def local_folder(source: object, revision: str | None = None) -> Path:
@@ -309,7 +314,7 @@ def open_pipeline(
 def _facts(path: Path) -> dict[str, Any]:
     """The JSON of a configuration. Raises SourceError for a file that is none."""
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(read_bounded(path, "a configuration").decode())
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is no JSON: {error}") from error
     if not isinstance(facts, dict):
@@ -320,6 +325,9 @@ def _facts(path: Path) -> dict[str, Any]:
 def _part(folder: Path, name: str, library: str, kind: str) -> Any:
     """A part of a pipeline that has no weights, such as a tokenizer; a model's own code is not run."""
     made = _class(folder, library, kind)
+    for path in (folder / name).glob("*.json"):
+        with open_bounded(path, "a file of a tokenizer"):
+            pass
     options = {"trust_remote_code": False} if library == "transformers" else {}
     try:
         return made.from_pretrained(folder / name, local_files_only=True, **options)
@@ -406,10 +414,14 @@ def _fill_buffers(deferred: Deferred, files: tuple[Path, ...], names: Mapping[st
                 if value is None:
                     continue
                 own = names.get(fqn := join(path, key), (fqn,))
-                found = [_converted(where[name].get_tensor(name), value) for name in own if name in where]
-                if len(found) < len(own):
+                entries = [where[name].entries[name] for name in own if name in where]
+                fits = sum(prod(one.shape) for one in entries) == value.numel()
+                if len(entries) < len(own) or (not fits and key in child._non_persistent_buffers_set):
                     child._buffers[key] = deferred.values(value)
+                elif not fits:
+                    _refuse_shape(files[0].parent, fqn, entries[0].shape, value)
                 else:
+                    found = [_converted(where[name].get_tensor(name), value) for name in own]
                     rows = [one.flatten() for one in found]
                     child._buffers[key] = found[0] if len(own) == 1 else torch.cat(rows).view(value.shape)
 

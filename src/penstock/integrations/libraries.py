@@ -18,6 +18,7 @@ from penstock.integrations.calls.assumptions import AskedMask, Assumptions
 from penstock.integrations.emptied.watch import REMOVE_GLOBAL_HOOK, global_hook, name_of
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.files.safetensors_file import reading
+from penstock.schedule.bounded_file import open_bounded
 from penstock.schedule.facts.errors import PassError
 
 _MASKS = "transformers.masking_utils"
@@ -345,9 +346,12 @@ def _is_diffusers(module: nn.Module) -> bool:
 def add_generation_config(model: nn.Module, folder: Path) -> None:
     """Give a transformers model the settings for `generate` of its folder. Raises SourceError."""
     with reading(folder):
-        if hasattr(model, "generation_config") and (folder / "generation_config.json").is_file():
+        path = folder / "generation_config.json"
+        if hasattr(model, "generation_config") and path.is_file():
             from transformers import GenerationConfig
 
+            with open_bounded(path, "a configuration"):
+                pass
             model.generation_config = GenerationConfig.from_pretrained(folder)
 
 

@@ -89,10 +89,11 @@ class Where:
         if self.lowering not in _LOWERINGS:
             known = " or ".join(_LOWERINGS)
             raise PassError(f"there is no lowering {self.lowering!r}: choose {known}")
-        if self.lowering != "eager" and not self.cache.own:
+        if self.lowering != "eager" and (writer := self.cache.writer):
             raise PassError(
-                f"others can write to the cache {self.cache.folder}, and lowering={self.lowering!r} runs "
-                f"code from there: choose another cache= or take that right (chmod go-w {self.cache.folder})"
+                f"others can write to the cache {self.cache.folder} ({writer}), and lowering="
+                f"{self.lowering!r} runs code from there: choose another cache= or take that right "
+                f"(chmod go-w {writer.path})"
             )
 
     @property
@@ -432,12 +433,12 @@ class Component:
         opened: list[Program] = []
 
         def whole() -> bool:
-            with suppress(PayloadError, PlanError):
-                opened.append(penstock.open(path, trust=cache.own))
+            with suppress(PayloadError, PlanError, SourceError):
+                opened.append(penstock.open(path, trust=cache.trusts(path)))
             return bool(opened)
 
         self._artifact = cache.keep(path, self._made_for, lambda: self._write(path), whole=whole)
-        program = opened[0] if opened else penstock.open(path, trust=cache.own)
+        program = opened[0] if opened else penstock.open(path, trust=cache.trusts(path))
         self._refuse_changed(program)
         if eager:  # code that Inductor compiled computes on aligned weights
             phases = {f"model.{fqn}": phase for one in self.kept for fqn, phase in one.phases.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock._extras import require
+from penstock.schedule.bounded_file import open_bounded, read_bounded
 from penstock.schedule.facts.errors import SourceError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -31,6 +33,7 @@ def read_config(path: Path) -> Any:
         raise SourceError(f"{path} is not a config.json: give that, its folder, or module:function")
     if not (folder / "config.json").is_file():
         raise SourceError(f"{folder} holds no config.json: give a model's folder, or module:function")
+    _check_size(folder)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -42,6 +45,20 @@ def read_config(path: Path) -> Any:
                 ": give a function that builds the model (module:function)",
             )
         raise SourceError(f"{path} is no configuration that transformers knows: {said}{hint}") from error
+
+
+def _check_size(folder: Path) -> None:
+    """Raise SourceError for a configuration that is too large to be one, also one that it refers to."""
+    others: Any = ()
+    try:
+        facts = json.loads(read_bounded(folder / "config.json", "a configuration"))
+        others = facts.get("configuration_files")
+    except (ValueError, RecursionError, AttributeError):  # transformers says what is wrong with it
+        return
+    for name in others if isinstance(others, list) else ():
+        if isinstance(name, str) and (path := folder / name).is_file():
+            with open_bounded(path, "a configuration"):
+                pass
 
 
 def model_class(config: Any, source: str) -> Any:

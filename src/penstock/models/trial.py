@@ -148,15 +148,17 @@ def _method(program: Program, name: str | None) -> Method:
 
 def _from_file(path: Path, method: Method) -> list[Any]:
     with open_tensors(path) as file:
-        found = {name: file.get_tensor(name) for name in file.entries}
-    tensors = [leaf for leaf in method.inputs if leaf.value is None]
-    missing = [leaf.name for leaf in tensors if leaf.name not in found]
-    unknown = sorted(set(found) - {leaf.name for leaf in tensors})
-    if missing or unknown:
-        raise StreamError(
-            f"{path} must hold the tensors {listed([leaf.name for leaf in tensors])}: "
-            + f"it lacks {listed(missing, 3) or 'none'}, and also has {listed(unknown, 3) or 'none'}"
-        )
+        tensors = [leaf for leaf in method.inputs if leaf.value is None]
+        missing = [leaf.name for leaf in tensors if leaf.name not in file.entries]
+        unknown = sorted(set(file.entries) - {leaf.name for leaf in tensors})
+        if missing or unknown:
+            raise StreamError(
+                f"{path} must hold the tensors {listed([leaf.name for leaf in tensors])}: "
+                + f"it lacks {listed(missing, 3) or 'none'}, and also has {listed(unknown, 3) or 'none'}"
+            )
+        for leaf in tensors:
+            _refuse_other_shape(path, leaf, file.entries[leaf.name].shape, method)
+        found = {leaf.name: file.get_tensor(leaf.name) for leaf in tensors}
     return [
         _given(leaf, found[leaf.name]) if leaf.value is None else _constant(leaf) for leaf in method.inputs
     ]
@@ -164,13 +166,24 @@ def _from_file(path: Path, method: Method) -> list[Any]:
 
 def _given(leaf: Input, value: torch.Tensor) -> Any:
     """The value of an input that a tensor in a file stands for: the tensor itself, or its only number."""
-    if leaf.dtype not in _NUMBERS:
-        return value
-    if value.numel() != 1:
-        raise StreamError(
-            f"input {leaf.name} is a number: give a tensor of one element, got {list(value.shape)}"
-        )
-    return _NUMBERS[leaf.dtype](value.item())
+    return value if leaf.dtype not in _NUMBERS else _NUMBERS[leaf.dtype](value.item())
+
+
+def _refuse_other_shape(path: Path, leaf: Input, shape: tuple[int, ...], method: Method) -> None:
+    """Raise StreamError, before a tensor is read, for a shape that an input cannot have."""
+    if leaf.dtype in _NUMBERS:
+        if math.prod(shape) != 1:
+            raise StreamError(
+                f"input {leaf.name} is a number: give a tensor of one element, got {list(shape)}"
+            )
+        return
+    limits = {one.name: (one.lower, one.upper) for one in method.symbols}
+    sizes = [limits[size] if isinstance(size, str) else (size, size) for size in leaf.shape]
+    if len(sizes) != len(shape) or any(
+        got < least or (most is not None and got > most)
+        for got, (least, most) in zip(shape, sizes, strict=True)
+    ):
+        raise StreamError(f"{path} has {leaf.name} of the shape {list(shape)}, expected {list(leaf.shape)}")
 
 
 def _generated(method: Method, sizes: Mapping[str, int], seed: int) -> list[Any]:

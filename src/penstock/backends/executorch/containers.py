@@ -7,11 +7,14 @@ first eight bytes that says where the segments begin. Only the few fields that a
 from __future__ import annotations
 
 import functools
+import io
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Final
+
+from penstock.schedule.bounded_file import CEILINGS
 
 Bytes = bytes | memoryview
 
@@ -23,6 +26,8 @@ _LOCATION, _INDEX = 0, 1
 _DATA_SEGMENTS, _DATA_NAMED = 1, 2  # of the head of a .ptd
 _KEY, _SEGMENT = 0, 1
 _OFFSET, _SIZE = 0, 1
+
+_PTE: Final = "a .pte without weights"
 
 _LARGEST_HEAD = 64 << 20
 """The most bytes of the list in a `.ptd` that are read; an entry takes some 150."""
@@ -47,37 +52,48 @@ class Pte:
 
 def read_pte(data: Bytes) -> Pte:
     """What a `.pte` holds. Raises ValueError for other bytes."""
-    data = memoryview(data)
+    return read_open_pte(io.BytesIO(data), lambda name: True)
+
+
+def read_open_pte(file: BinaryIO, wanted: Callable[[str], bool]) -> Pte:
+    """What an open `.pte` holds: the named data of keys, and the delegates of backends, that are `wanted`.
+
+    Other segments are not read, as they may be weights. Raises ValueError for other bytes, and for more bytes
+    than are read of any.
+    """
     try:
-        if bytes(data[4:6]) != b"ET":
+        end = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        head = file.read(32)
+        if head[4:6] != b"ET":
             raise ValueError("its first bytes are not those of a .pte")
-        base = 0
-        if bytes(data[8:12]) == b"eh00":
-            (base,) = struct.unpack_from("<Q", data, 24)
-        program = _Table.root(data)
+        size, base = end, 0
+        if head[8:12] == b"eh00":
+            size, base = struct.unpack_from("<QQ", head, 16)
+        pieces = _Pieces(file, end)
+        program = _Table.root(memoryview(pieces.read(0, min(size, end))))
         segments = [
             (base + one.number(_OFFSET, "Q"), one.number(_SIZE, "Q")) for one in program.tables(_SEGMENTS)
         ]
-        if sum(size for _, size in segments) > len(data):
-            raise ValueError(f"its segments have more bytes than its {len(data)}")
+        if sum(size for _, size in segments) > end:
+            raise ValueError(f"its segments have more bytes than its {end}")
 
         @functools.cache  # several may have the same bytes
         def segment(index: int) -> bytes:
-            start, size = segments[index]
-            if start + size > len(data):
-                raise ValueError("it is cut off")
-            return bytes(data[start : start + size])
+            return pieces.read(*segments[index])
 
-        named = {one.text(_KEY): segment(one.number(_SEGMENT, "I")) for one in program.tables(_NAMED)}
+        keys = [(one.text(_KEY), one.number(_SEGMENT, "I")) for one in program.tables(_NAMED)]
+        named = {key: segment(index) for key, index in keys if wanted(key)}
         inline = list(program.tables(_INLINE))
         delegates = []
         for plan in program.tables(_PLANS):
             method = plan.text(_PLAN_NAME)
             for one in plan.tables(_DELEGATES):
-                place = one.table(_PROCESSED)
-                index = place.number(_INDEX, "I")
-                own = segment(index) if place.number(_LOCATION, "b") else inline[index].vector(0)
-                delegates.append(Delegate(method, one.text(_BACKEND), own))
+                backend, place = one.text(_BACKEND), one.table(_PROCESSED)
+                index, in_segment = place.number(_INDEX, "I"), place.number(_LOCATION, "b")
+                if not in_segment or wanted(backend):
+                    own = segment(index) if in_segment else inline[index].vector(0)
+                    delegates.append(Delegate(method, backend, own))
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise ValueError(f"it is cut off or damaged ({error})") from None
     return Pte(named, tuple(delegates))
@@ -113,6 +129,22 @@ def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:
         return {one.text(_KEY): segments[one.number(_SEGMENT, "I")] for one in tensors.tables(_DATA_NAMED)}
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise ValueError(f"it is cut off or damaged ({error})") from None
+
+
+class _Pieces:
+    """Reads pieces of a file of `end` bytes, which are no more in all than are read of any `.pte`."""
+
+    def __init__(self, file: BinaryIO, end: int) -> None:
+        self._file, self._end, self._left = file, end, CEILINGS[_PTE]
+
+    def read(self, start: int, size: int) -> bytes:
+        if start + size > self._end:
+            raise ValueError("it is cut off")
+        self._left -= size
+        if self._left < 0:
+            raise ValueError(f"{_PTE} has {CEILINGS[_PTE]:,} bytes at most, and it has more")
+        self._file.seek(start)
+        return self._file.read(size)
 
 
 class _Unread:

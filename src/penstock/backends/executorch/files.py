@@ -6,16 +6,17 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.backends.executorch.containers import Pte, read_ptd, read_pte
+from penstock.backends.executorch.containers import Pte, read_open_pte, read_ptd
 from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
 from penstock.backends.executorch.region import COMPILED, PAYLOAD, PROGRAM, RegionCode, check_regions
-from penstock.runtime.files.safetensors_file import check_regular
 from penstock.runtime.system.atomic import replace_files
 from penstock.schedule.atomic_file import reporting, write_all
+from penstock.schedule.bounded_file import open_regular
 from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
 from penstock.schedule.facts.model import Part
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
@@ -24,6 +25,8 @@ from penstock.schedule.plan import Plan
 
 _REMEDY = "export with to_executorch(ExecutorchBackendConfig(segment_alignment=4096))"
 _BACKEND = "PenstockBackend"
+_OWN = (PAYLOAD, PROGRAM, COMPILED)
+"""What the keys of penstock's named data begin with."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Pat
     if path.suffix != ".pte":
         raise SourceError(f"the program goes to a file with the ending .pte, got {path}")
     pte = bytes(program.buffer)
-    exported = _exported(path, _contents(path, pte))
+    exported = _exported(path, _contents(path, BytesIO(pte)))
     verify_payload(exported.payload)
     data = {
         name if name.endswith(".ptd") else f"{name}.ptd": one for name, one in program._tensor_data.items()
@@ -120,11 +123,12 @@ def read(path: str | PathLike[str]) -> Exported:
     """
     path = Path(path)
     try:
-        data = check_regular(path).read_bytes()
+        with open(open_regular(path), "rb") as file:
+            contents = _contents(path, file)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from None
-    exported = _exported(path, _contents(path, data))
-    places = _places(path, exported.payload, lambda target: check_regular(target).open("rb"))
+    exported = _exported(path, contents)
+    places = _places(path, exported.payload, lambda target: os.fdopen(open_regular(target), "rb"))
     exported = replace(exported, places=places)
     verify_payload(exported.payload)
     return exported
@@ -168,9 +172,9 @@ def _entries(path: Path, open_file: Callable[[Path], BinaryIO]) -> dict[str, tup
         raise SourceError(f"{path} cannot be read: {error}; export again") from None
 
 
-def _contents(path: Path, data: bytes) -> Pte:
+def _contents(path: Path, file: BinaryIO) -> Pte:
     try:
-        return read_pte(data)
+        return read_open_pte(file, lambda name: name == _BACKEND or name.startswith(_OWN))
     except ValueError as error:
         raise PayloadError(f"{path} is no .pte: {error}") from None
 
@@ -194,7 +198,7 @@ def _exported(path: Path, contents: Pte) -> Exported:
     for key in {key for one in regions for key in (one.payload, one.program)}:
         _checked(path, named, key)
     check_regions(regions, payload, str(path))
-    programs = {key: value for key, value in named.items() if key.startswith((PROGRAM, COMPILED))}
+    programs = {key: value for key, value in named.items() if key.startswith(_OWN[1:])}
     return Exported(path, payload, regions, programs, {})
 
 

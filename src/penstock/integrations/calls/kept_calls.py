@@ -49,13 +49,16 @@ from penstock.passes.lowering.method_code import decode_activations, decode_meth
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.runtime.cache import Cache
-from penstock.schedule.atomic_file import replace_file, write_all
-from penstock.schedule.facts.errors import PassError, PenstockError
+from penstock.schedule.atomic_file import replace_file, write_all, writing_privately
+from penstock.schedule.bounded_file import read_bounded, read_member, refuse_larger
+from penstock.schedule.facts.errors import PassError, PenstockError, SourceError
 from penstock.schedule.payload.codec import Payload
 
 _log = logging.getLogger(__name__)
 
 _CALL, _METHOD, _PAYLOAD, _VALUES = "call.json", "method.json", "payload.json", "values.safetensors"
+
+_MEMBERS = (_CALL, _METHOD, _PAYLOAD, _VALUES)
 
 _TRAINING, _BACKWARD = "training.json", "backward/"
 
@@ -80,7 +83,7 @@ class KeptCalls:
         for number in count():
             path = _path(self.cache, key, call.kind, number)
             try:
-                found = decode_call(path.read_bytes(), trust=self.cache.own)
+                found = self._read(path)
             except FileNotFoundError:
                 return None
             except Exception as error:  # whatever is wrong with it, the call can be exported again
@@ -94,6 +97,13 @@ class KeptCalls:
                 return found
         return None
 
+    def _read(self, path: Path) -> ExportedCall:
+        """Read a call. Raises FileNotFoundError, and any error for a file that is of no use."""
+        data, own = read_bounded(path, "an exported call"), self.cache.own
+        if own and (writer := self.cache.writer_of(path)):
+            raise SourceError(f"it is not trusted, as {writer}")
+        return decode_call(data, trust=own)
+
     def keep(self, method: ExportedCall, key: str | None) -> ExportedCall:
         """Write a program into the cache under the key that the module had when its export began.
 
@@ -103,8 +113,9 @@ class KeptCalls:
             return method
         try:
             data = encode_call(method)
+            refuse_larger(f"the program of {self.name}", len(data), "an exported call")
             same = decode_call(data, trust=True)  # this process has just made it
-        except PassError as error:
+        except (PassError, SourceError) as error:
             _log.info("%s: a call is exported again in each process: %s", self.name, error)
             return method
         try:
@@ -115,11 +126,10 @@ class KeptCalls:
         return same
 
     def _write(self, key: str, kind: str, data: bytes) -> None:
-        self.cache.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.cache.calls.mkdir(exist_ok=True)
+        self.cache.make_folder(self.cache.calls)
         paths = (_path(self.cache, key, kind, number) for number in count())
         path = next(path for path in paths if not path.exists())
-        with replace_file(path, force=True) as fd:
+        with writing_privately(), replace_file(path, force=True) as fd:
             write_all(fd, data)
 
 
@@ -179,7 +189,9 @@ def decode_call(data: bytes, *, trust: bool) -> ExportedCall:
     Raises whatever error there is for data that are none.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
+        names = [*_MEMBERS, _TRAINING, *(_BACKWARD + name for name in _MEMBERS[1:])]
+        stored = [name for name in names if name in archive.namelist()]
+        members = {name: read_member(archive, name, "an exported call") for name in stored}
     call = json.loads(members[_CALL])
     result = Result(
         _decode_tree(call["output"]),
