@@ -11,7 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.annotate import Annotated, annotate_with_values, by_method
+from penstock.passes.graph.nodes import with_aten_operators
 from penstock.passes.lowering import eager, inductor
 from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.runtime.checkpoint.bind_values import with_small_values
@@ -120,7 +121,8 @@ def compile(
 
 def _annotate(exported: ExportedProgram | Mapping[str, ExportedProgram], ladder: bool) -> Annotated:
     """The facts of programs. Without Python nothing computes experts one at a time."""
-    return annotate_with_values(exported, trusts=None if ladder else reads_units_only)
+    programs = {name: with_aten_operators(one) for name, one in by_method(exported).items()}
+    return annotate_with_values(programs, trusts=None if ladder else reads_units_only)
 
 
 def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = None) -> Payload:
