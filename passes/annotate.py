@@ -80,7 +80,7 @@ def annotate_with_values(
     `propagated` are those graphs of programs whose values come from `propagate` already. With `trusts`,
     experts that are computed from quantised ones are computed one at a time (`passes/sparse/chains.py`).
     """
-    given = _by_method(exported)
+    given = by_method(exported)
     found = Pipeline(PASSES)(Programs(given, find_hardware(hardware), frozenset(propagated), trusts))
     payload = Payload(
         lowering="none",
@@ -95,8 +95,8 @@ def annotate_with_values(
     return Annotated(payload, tuple(found.catalog.values), computed, found.programs, graphs)
 
 
-def _by_method(exported: object) -> dict[str, ExportedProgram]:
-    """Returns the programs by method; raises PassError for a value that is no program, or no name."""
+def by_method(exported: object) -> dict[str, ExportedProgram]:
+    """Returns the programs by method. Raises PassError for a value that is no program, or no name."""
     if isinstance(exported, ExportedProgram):
         return {"forward": exported}
     if not isinstance(exported, Mapping):

@@ -13,14 +13,14 @@ from types import MappingProxyType
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
+from torch._ops import OpOverload
 
-from penstock.passes.graph.nodes import placeholders_of, size_hint, subgraphs_of, tensors_of
+from penstock.passes.graph.nodes import CALLS, placeholders_of, size_hint, subgraphs_of, tensors_of
 from penstock.passes.graph.propagation import FLOPS, fake_inputs, propagate
 from penstock.passes.probes import STORE
 from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.training.rerun import SEGMENT_GRADIENTS
-from penstock.passes.weights.usage import Usage, is_view
+from penstock.passes.weights.usage import Usage, is_view, outs_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import Hardware, Method, SparseRead, Step, Storage, Trace, Work
@@ -106,20 +106,24 @@ def with_measured(trace: Trace, lead_ns: Sequence[int], read_ns: Sequence[int], 
 
 def work_of(node: fx.Node) -> Work:
     """Returns what one node of a propagated graph costs: views and placeholders cost nothing."""
-    if node.op not in ("call_function", "call_module"):
+    if node.op not in (*CALLS, "call_module"):
         return Work()
     if node.target is BY_EXPERT:
         return _work_of_experts(node)
-    if isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
-        work = sum_of(*(_work_of_body(body) for body in subgraphs_of(node)))
+    if bodies := subgraphs_of(node):
+        work = sum_of(*(_work_of_body(body) for body in bodies))
         # A segment runs again, and then a product of the same size for the gradient of each product's input.
         return sum_of(work, work) if node.target is SEGMENT_GRADIENTS else work
-    if is_view(node):
+    inputs = [tensors_of(operand.meta.get("val")) for operand in node.all_input_nodes]
+    allocates = not isinstance(node.target, OpOverload) and not any(inputs)  # as `alloc` of ExecuTorch does
+    if allocates or is_view(node):
         return Work()
     written = sum(_nbytes(tensor) for tensor in tensors_of(node.meta.get("val")))
+    outs = outs_of(node)  # their bytes are those of the result
     operands = [
-        sum(_nbytes(tensor) for tensor in tensors_of(operand.meta.get("val")))
-        for operand in node.all_input_nodes
+        sum(map(_nbytes, tensors))
+        for operand, tensors in zip(node.all_input_nodes, inputs, strict=True)
+        if operand not in outs
     ]
     if node.target in GATHERS and operands:
         operands[0] = min(operands[0], written)

@@ -10,7 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.annotate import Annotated, annotate_with_values, by_method
+from penstock.passes.graph.nodes import with_aten_operators
 from penstock.passes.lowering import eager, inductor
 from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.runtime.checkpoint.bind_values import with_small_values
@@ -125,7 +126,8 @@ def _annotate(
     """The facts of programs. Without Python nothing computes experts one at a time."""
     annotated = exported
     if not isinstance(annotated, Annotated):
-        annotated = annotate_with_values(annotated, trusts=None if ladder else reads_units_only)
+        programs = {name: with_aten_operators(one) for name, one in by_method(annotated).items()}
+        annotated = annotate_with_values(programs, trusts=None if ladder else reads_units_only)
     _check_names(annotated.payload.methods)
     return annotated
 

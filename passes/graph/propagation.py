@@ -20,12 +20,23 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.grouped import groups_of_any_dtype
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size_hint, tensors_of
+from penstock.passes.graph.nodes import (
+    CALLS,
+    called,
+    copy_graph_module,
+    is_opaque,
+    placeholders_of,
+    size_hint,
+    tensors_of,
+    use_aten_operators,
+    written_values,
+)
 from penstock.passes.weights.lifted import Weights
 from penstock.passes.weights.values import tensor_in
 from penstock.schedule.facts.errors import PassError
@@ -34,14 +45,19 @@ from penstock.schedule.facts.model import Storage, Weight
 FLOPS = "penstock_flops"
 """The key in `node.meta` of the node's floating-point operations at the exported sizes."""
 
+WRITTEN = "penstock_written"
+"""The key in `node.meta` of the fake storages that a call of a function without a schema has written."""
+
 
 def propagate(graph_module: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
     """Returns a copy of the graph whose `meta["val"]` and `meta[FLOPS]` come from running it on `inputs`.
 
-    `inputs` are fake tensors and symbolic sizes of one fake mode, as `fake_inputs` makes them. Raises
-    PassError for a value without memory of its own, such as a sparse tensor.
+    The copy calls ATen's operators where the graph calls those of another dialect. `inputs` are fake tensors
+    and symbolic sizes of one fake mode, as `fake_inputs` makes them. Raises PassError for a value without
+    memory of its own, such as a sparse tensor.
     """
     copied = copy_graph_module(graph_module)
+    use_aten_operators(copied)
     mode = fake_mode_of(inputs)
     # The symbols are the exported program's own: a guard added here would make its dynamic sizes static.
     unguarded = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
@@ -164,6 +180,7 @@ class _CountingProp(FakeTensorProp):
         super().__init__(*args)
         self._counted: dict[object, _Known] = {}
         self._flops: object = 0
+        self._written: set[int] = set()
         self._storages: set[int] = set()
         targets = (node.target for node in self.graph.nodes)
         # An operator that changes the sizes of its argument in place would change the recorded value.
@@ -177,10 +194,10 @@ class _CountingProp(FakeTensorProp):
         return result
 
     def _run(self, n: fx.Node) -> Any:
-        if n.op != "call_function" or isinstance(n.target, HigherOrderOperator):
+        if is_opaque(n) or isinstance(n.target, HigherOrderOperator):
+            return self._run_unknown(n)
+        if n.op not in CALLS:
             return super().run_node(n)
-        if isinstance(n.target, partial):
-            return n.meta["val"]  # a placeholder of Inductor's for a pattern, which does not run on tensors
         try:
             result = super().run_node(n)
         except RuntimeError as error:
@@ -191,7 +208,26 @@ class _CountingProp(FakeTensorProp):
             with enable_python_dispatcher():
                 result = super().run_node(n)
         n.meta[FLOPS] = self._flops
+        if not isinstance(n.target, OpOverload):
+            n.meta[WRITTEN] = frozenset(self._written)
         return result
+
+    def _run_unknown(self, n: fx.Node) -> Any:
+        """Runs what has no schema. It may need real tensors: then the recorded value counts."""
+        if isinstance(n.target, partial):
+            return n.meta["val"]  # a placeholder of Inductor's for a pattern, which does not run on tensors
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            if isinstance(n.target, HigherOrderOperator) and "could not find kernel" not in str(error):
+                raise
+            if "val" in n.meta:
+                return n.meta["val"]
+            raise PassError(
+                f"node {n.name!r} calls {called(n)}, which cannot run on tensors without values "
+                f"({type(error).__name__}: {sentence(error)}): register it as an operator with a fake "
+                "implementation (torch.library.custom_op)"
+            ) from error
 
     def _recorded(self, n: fx.Node) -> Any:
         """The value that a node has recorded, where to run it would give one like it; otherwise None."""
@@ -211,6 +247,12 @@ class _CountingProp(FakeTensorProp):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)
+        self._written = set()
+        if not isinstance(target, OpOverload) and storages_of((args, kwargs)):
+            with _Counter() as counter, _Writes(self._written):
+                result = super().call_function(target, args, kwargs)
+            self._flops = size_hint(counter.get_total_flops())
+            return result
         facts = (target, facts_of(args), facts_of(kwargs))
         if facts in self._counted:
             self._flops = self._counted[facts].flops
@@ -222,6 +264,23 @@ class _CountingProp(FakeTensorProp):
         self._flops = size_hint(counter.get_total_flops())
         self._counted[facts] = _Known(self._flops, _layout(result), _aliases(result, (args, kwargs)))
         return result
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.call_function(getattr(type(args[0]), str(target)), args, kwargs)
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the fake storages that the operators write which a function without a schema calls."""
+
+    def __init__(self, written: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._written = written
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._written.update(storages_of(list(written_values(func, args, kwargs or {}))))
+        return func(*args, **(kwargs or {}))
 
 
 class _Unregistered(ModuleTracker):

@@ -7,9 +7,8 @@ may be streamed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -18,9 +17,19 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from penstock.passes.graph.nodes import placeholders_of, subgraphs_of, tensors_of
-from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
+from penstock.passes.graph.nodes import (
+    CALLS,
+    called,
+    is_opaque,
+    passed_by_name,
+    placeholders_of,
+    subgraphs_of,
+    tensors_of,
+    written_values,
+)
+from penstock.passes.graph.propagation import WRITTEN, fake_inputs, propagate, storages_of
 from penstock.passes.weights.lifted import Weights
+from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Kind
 
 aten = torch.ops.aten
@@ -40,8 +49,16 @@ METADATA_ONLY = frozenset(
 )
 """Operators that use a tensor's sizes and never its values."""
 
-_ARITHMETIC = ("_operator", "math", "torch")
-"""The modules of functions in graphs that are no operators: they compute sizes, or take values apart."""
+_FUNCTIONAL = (
+    "auto_functionalized",
+    "auto_functionalized_v2",
+    "executorch_call_delegate",
+    "inline_asm_elementwise",
+    "out_dtype",
+    "print",
+    "triton_kernel_wrapper_functional",
+)
+"""The operators of higher order without bodies that write nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +79,9 @@ def find_usage(exported: ExportedProgram, weights: Weights, *, propagated: bool 
 
     A graph that is `propagated` has the values that `propagate` would give it, and is not copied.
 
-    Mutable storages are those passed, through any alias, to an argument that a schema says is written, or to
-    a function without a schema; and, in a decomposed program, those that its signature says it writes back.
+    Mutable storages are those passed, through any alias, to an argument that a schema says is written; and,
+    in a decomposed program, those that its signature says it writes back. Raises PassError for a weight that
+    a function without a schema takes, which may write it.
     """
     written_back = _written_back(exported, weights)
     return usage_of(exported.graph_module, weights, written_back, propagated=propagated)
@@ -72,7 +90,7 @@ def find_usage(exported: ExportedProgram, weights: Weights, *, propagated: bool 
 def usage_of(
     graph_module: fx.GraphModule,
     weights: Weights,
-    written_back: Iterable[int] = (),
+    written_back: Collection[int] = (),
     *,
     propagated: bool = False,
 ) -> Usage:
@@ -81,9 +99,8 @@ def usage_of(
     Nodes may call graph modules, such as regions that a partitioner has fused.
     """
     graph_module, flow = follow_weights(graph_module, weights, propagated=propagated)
-    unknown = (node.name for node in graph_module.graph.nodes if _is_unknown(node))
     mutable = flow.written.union(written_back)
-    mutable = mutable.union(*(flow.reads.get(name, ()) for name in unknown))
+    _refuse_unknown({s: node for s, node in flow.unknown.items() if s not in written_back}, weights)
     kinds: list[Kind] = []
     for index in range(len(weights.storages)):
         kinds.append(
@@ -112,11 +129,16 @@ def follow_weights(
 
 @dataclass(frozen=True)
 class Flow:
-    """The followed storages: those that each node reads, those written, and those an output may alias."""
+    """The followed storages: those that each node reads, those written, and those an output may alias.
+
+    `unknown` has the storages that are not written for certain, and that a callable takes of which nothing
+    says what it writes; each with the first node that calls one. If it is an operator, they count as written.
+    """
 
     reads: dict[str, tuple[int, ...]]
     written: frozenset[int]
     escaping: frozenset[int]
+    unknown: Mapping[int, fx.Node]
 
 
 Run = Callable[[fx.GraphModule, Sequence[object]], fx.GraphModule]
@@ -132,35 +154,43 @@ def follow(graph: fx.Graph, aliases: dict[int, int], run: Run = propagate) -> Fl
     reads: dict[str, tuple[int, ...]] = {}
     written: set[int] = set()
     escaping: set[int] = set()
+    unknown: dict[int, fx.Node] = {}
+    certain: set[int] = set()
     for node in graph.nodes:
         touched = _touched(node.all_input_nodes, aliases)
         if not touched or node.op == "get_attr":
             continue
         if node.op == "output":
             escaping |= touched
+        elif is_opaque(node):
+            reads[node.name] = tuple(sorted(touched))
+            unknown = dict.fromkeys(touched, node) | unknown
         elif isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
             reads[node.name] = tuple(sorted(touched))
             inner = _follow_operands(node, aliases, run)
             written |= inner.written
+            certain |= inner.written.difference(inner.unknown)
+            unknown = {**inner.unknown, **unknown}
             # What a called graph module returns was seen when it ran on fakes.
             escaping |= inner.escaping if node.op == "call_function" else frozenset()
         elif not is_view(node):
             reads[node.name] = tuple(sorted(touched))
-            written |= _touched(_written_arguments(node), aliases)
+            certain |= _written_by(node, aliases)
             hidden = _touched(_possibly_returned(node), aliases)
             escaping |= hidden if len(hidden) > 1 else set()
             for storage in storages_of(node.meta.get("val")) if hidden else ():
                 aliases.setdefault(storage, min(hidden))
-    return Flow(reads, frozenset(written), frozenset(escaping))
+    unknown = {s: node for s, node in unknown.items() if s not in certain}
+    return Flow(reads, frozenset(written | certain), frozenset(escaping), unknown)
 
 
 def is_view(node: fx.Node) -> bool:
     """Tells whether a node of a propagated graph computes nothing: its outputs alias its inputs."""
     if node.op == "call_module":
         return False
-    if node.op != "call_function" or node.target in METADATA_ONLY:
+    if node.op not in CALLS or node.target in METADATA_ONLY:
         return True
-    if isinstance(node.target, HigherOrderOperator) or any(_written_arguments(node)):
+    if isinstance(node.target, HigherOrderOperator) or node.meta.get(WRITTEN) or any(_written_nodes(node)):
         return False
     value = node.meta.get("val")
     outputs = storages_of(value)
@@ -177,28 +207,39 @@ def _touched(arguments: Iterable[object], aliases: dict[int, int]) -> set[int]:
     return {aliases[name] for name in names if name in aliases}
 
 
-def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes passed to arguments that the operator writes.
+def _written_by(node: fx.Node, aliases: dict[int, int]) -> set[int]:
+    """Returns the numbers of the followed storages that a node writes."""
+    observed = (aliases[name] for name in node.meta.get(WRITTEN, ()) if name in aliases)
+    return _touched(_written_nodes(node), aliases).union(observed)
 
-    These are the arguments that its schema marks, and running statistics, which batch and instance norm
-    write in training although their schemas do not say so. A flag that is computed, or a number, may tell
-    them to train.
-    """
+
+def _written_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the nodes passed to arguments that the operator writes by its schema."""
+    if isinstance(node.target, OpOverload):
+        values = written_values(node.target, node.args, node.kwargs)
+        yield from (value for value in values if isinstance(value, fx.Node))
+
+
+def outs_of(node: fx.Node) -> set[fx.Node]:
+    """Returns the nodes passed to arguments that the operator only fills: `out=`."""
     if not isinstance(node.target, OpOverload):
+        return set()
+    passed = passed_by_name(node.target, node.args, node.kwargs)
+    outs = [passed.get(argument.name) for argument in node.target._schema.arguments if argument.is_out]
+    return {value for value in pytree.tree_leaves(outs) if isinstance(value, fx.Node)}
+
+
+def _refuse_unknown(unknown: Mapping[int, fx.Node], weights: Weights) -> None:
+    """Raises PassError for weights of which nothing says whether a callable writes them."""
+    if not unknown:
         return
-    arguments, passed = node.target._schema.arguments, _passed(node, node.target)
-    trains = passed.get("training", passed.get("train", passed.get("use_input_stats"))) not in (None, False)
-    for argument in arguments:
-        marked = argument.alias_info is not None and argument.alias_info.is_write
-        if marked or (trains and argument.name in {"running_mean", "running_var"}):
-            yield from (n for n in pytree.tree_leaves(passed.get(argument.name)) if isinstance(n, fx.Node))
-
-
-def _is_unknown(node: fx.Node) -> bool:
-    """Tells whether a node calls a function without a schema that is no arithmetic of Python's or torch's."""
-    known = isinstance(node.target, OpOverload | HigherOrderOperator)
-    module = str(getattr(node.target, "__module__", ""))
-    return node.op == "call_function" and not known and module.partition(".")[0] not in _ARITHMETIC
+    node = next(iter(unknown.values()))
+    taken = (one.fqn for one in weights.held.values() if unknown.get(one.parts[0].storage) is node)
+    raise PassError(
+        f"node {node.name!r} passes {', '.join(map(repr, sorted(taken)))} to {called(node)}, which has no "
+        "schema that says whether it writes a weight: register it as an operator "
+        "(torch.library.custom_op), or replace it by operators of torch before the program is annotated"
+    )
 
 
 def _possibly_returned(node: fx.Node) -> Iterator[fx.Node]:
@@ -210,7 +251,7 @@ def _possibly_returned(node: fx.Node) -> Iterator[fx.Node]:
     """
     if not isinstance(node.target, OpOverload):
         return
-    schema, passed = node.target._schema, _passed(node, node.target)
+    schema, passed = node.target._schema, passed_by_name(node.target, node.args, node.kwargs)
     if node.target.namespace == "aten" and not _has_unknown_size(node.meta.get("val")):
         return
     returned = {name for value in schema.returns if value.alias_info for name in value.alias_info.before_set}
@@ -223,12 +264,6 @@ def _has_unknown_size(value: object) -> bool:
     return any(free_unbacked_symbols(tensor) for tensor in tensors_of(value))
 
 
-def _passed(node: fx.Node, operator: OpOverload) -> dict[str, Any]:
-    """Returns what a node passes to each argument."""
-    names = (argument.name for argument in operator._schema.arguments)
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
 def _follow_operands(node: fx.Node, aliases: dict[int, int], run: Run) -> Flow:
     """Follows operands into the bodies of control flow, or into a graph module that the node calls.
 
@@ -239,16 +274,20 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int], run: Run) -> Flow:
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     operands = [leaf for leaf in leaves if not (isinstance(leaf, fx.Node) and leaf.op == "get_attr")]
     everything = frozenset(_touched(operands, aliases))
-    if not bodies:  # a kernel of its own, without a body to follow, may do anything
-        return Flow({}, everything, everything)
+    unknown = Flow({}, everything, everything, dict.fromkeys(everything, node))
+    if not bodies and (values := _written_through(node)) is not None:
+        return Flow({}, frozenset(_touched(values, aliases)), frozenset(), {})
+    if not bodies:
+        return unknown
     written: set[int] = set()
+    unsure: dict[int, fx.Node] = {}
     # A loop that runs no round returns the operands that it carries.
     escaping = _touched(pytree.tree_leaves(_carried(node)), aliases)
     for body in bodies:
         inputs = placeholders_of(body.graph)
         values = [entry.meta.get("val") for entry in inputs]
         if len(inputs) > len(operands) or any(value is None for value in values):
-            return Flow({}, everything, everything)
+            return unknown
         inner_aliases: dict[int, int] = {}
         by_number: dict[int, set[int]] = {}
         fakes = fake_inputs(body)
@@ -260,7 +299,21 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int], run: Run) -> Flow:
         inner = follow(run(body, fakes).graph, inner_aliases, run)
         written.update(*(by_number[number] for number in inner.written))
         escaping.update(*(by_number[number] for number in inner.escaping))
-    return Flow({}, frozenset(written), frozenset(escaping))
+        unsure |= {s: one for number, one in inner.unknown.items() for s in by_number[number]}
+    return Flow({}, frozenset(written), frozenset(escaping), unsure)
+
+
+def _written_through(node: fx.Node) -> list[object] | None:
+    """Returns what an operator without a body writes, None if nothing says it.
+
+    Such operators may call the operator that stands among their arguments, before those that it gets.
+    """
+    if str(getattr(node.target, "__name__", "")) in _FUNCTIONAL:
+        return []
+    for position, one in enumerate(node.args):
+        if isinstance(one, OpOverload):
+            return list(written_values(one, node.args[position + 1 :], node.kwargs))
+    return None
 
 
 def _carried(node: fx.Node) -> object:

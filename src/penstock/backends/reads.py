@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size_hint
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size_hint, use_aten_operators
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.probes import ACQUIRE, RELEASE
 from penstock.passes.weights.usage import is_view
@@ -78,6 +78,7 @@ def _followed(
 ) -> tuple[fx.GraphModule, dict[int, int]]:
     """Returns a copy of the graph that was run on fake values, and the storages of weights by fake ones."""
     copied = copy_graph_module(graph_module)
+    use_aten_operators(copied)
     described = iter(method.inputs)
     bases: dict[int, torch.Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):

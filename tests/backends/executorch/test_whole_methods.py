@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.backends.executorch import PenstockPartitioner
-from penstock.backends.executorch.plain import operators_of, with_plain_operators, with_views
+from penstock.backends.executorch.plain import operators_of, with_views
+from penstock.passes.graph.nodes import with_aten_operators
 from tests.backends.executorch.conftest import Lower
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]  # ExecuTorch's own
@@ -32,7 +33,7 @@ def test_views_and_memory_formats_are_those_of_the_model() -> None:
     x = torch.randn(4, 64)
     program = torch.export.export(Formats().eval(), (x,))
     expected = program.module()(x)
-    edge = with_plain_operators(to_edge(program).exported_program())
+    edge = with_aten_operators(to_edge(program).exported_program())
     copies = {target.name() for target in operators_of(edge)}
     assert {"aten::permute_copy", "dim_order_ops::_to_dim_order_copy"} <= copies
     restored = with_views(edge)
@@ -74,7 +75,7 @@ class Heads(nn.Module):
 def test_a_view_of_a_contiguous_copy_of_a_transposed_value(lower: Lower, dynamic: bool) -> None:
     x, sizes = torch.randn(2, 4, 64), torch.export.Dim("length", min=2, max=8)
     program = torch.export.export(Heads().eval(), (x,), dynamic_shapes=({1: sizes},) if dynamic else None)
-    restored = with_views(with_plain_operators(to_edge(program).exported_program()))
+    restored = with_views(with_aten_operators(to_edge(program).exported_program()))
     assert torch.equal(restored.module()(x), program.module()(x))
     formats = [
         node.kwargs.get("memory_format")

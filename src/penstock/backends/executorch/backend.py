@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -22,11 +23,12 @@ from penstock.backends.executorch.options import (
     from_specs,
     settings_of,
 )
-from penstock.backends.executorch.plain import with_plain_operators, with_views
+from penstock.backends.executorch.plain import with_views
 from penstock.backends.executorch.plans import BLOCK, make_plans
 from penstock.backends.executorch.region import PAYLOAD, PROGRAM, Appended, RegionCode
 from penstock.backends.executorch.regions import dim_order_of
 from penstock.backends.executorch.uses import named_without_use
+from penstock.passes.graph.nodes import with_aten_operators
 from penstock.runtime.choice import kept_storages
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Method
@@ -125,7 +127,9 @@ def _regions(
         for number, (program, spec) in enumerate(zip(of_method, specs[method], strict=True)):
             facts = from_specs(spec).get(RegionFacts, RegionFacts())
             assert isinstance(facts, RegionFacts)
-            found.append(RegionProgram(method, number, with_plain_operators(program), facts))
+            region = copy.copy(with_aten_operators(program))
+            region._guards_code = []  # those of its method, whose inputs have other names
+            found.append(RegionProgram(method, number, region, facts))
     return found
 
 

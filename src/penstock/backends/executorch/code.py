@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchBackendConfig
+from executorch.exir.dialects._ops import ops as exir_ops
 from executorch.exir.passes import MemoryPlanningPass
+from executorch.exir.passes.reinplace import reinplace_pass
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
@@ -21,9 +24,14 @@ from torch.export.graph_signature import (
     OutputSpec,
     TensorArgument,
 )
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from penstock.schedule.facts.errors import PassError
+
+edge = exir_ops.edge
+
+_PUT, _PUT_IN_PLACE = edge.aten.index_put.default, edge.aten.index_put_.default
 
 METHOD = "forward"
 """The method of a region's program."""
@@ -32,9 +40,10 @@ METHOD = "forward"
 def region_program(exported: ExportedProgram) -> bytes:
     """The `.pte` of a region in the edge dialect, in which no input and no output has memory of its own."""
     opened = _with_weights_as_inputs(exported)
+    _write_in_place(opened)
     manager = EdgeProgramManager({METHOD: opened}, None, EdgeCompileConfig(_check_ir_validity=False))
     planning = MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False)
-    config = ExecutorchBackendConfig(memory_planning_pass=planning, run_reinplace_pass=True)
+    config = ExecutorchBackendConfig(memory_planning_pass=planning)
     try:
         with torch.no_grad():  # the fake values of parameters require gradients
             return bytes(manager.to_executorch(config).buffer)
@@ -46,6 +55,84 @@ def region_program(exported: ExportedProgram) -> bytes:
             f"a weight is read by {', '.join(operators)}, for which ExecuTorch has no kernel: import the "
             "library that registers one with ExecuTorch, or export the weight in another form"
         ) from error
+
+
+def _write_in_place(exported: ExportedProgram) -> None:
+    """Have the program write rows of its states in place where ExecuTorch's kernel can, without a copy.
+
+    The kernel takes one index of one dimension and no negative numbers, and values of the size of the rows.
+    It fails for all others, which the kernel with a result of its own takes, or ends the process. A state
+    has memory of its own, unlike other values: ExecuTorch gives theirs away behind such a write.
+    """
+    graph, outputs = exported.graph, exported.graph_signature.output_specs
+    returned = {spec.arg.name for spec in outputs if spec.kind is OutputKind.USER_OUTPUT}
+    puts = [node for node in graph.nodes if node.target is _PUT]
+    hidden = torch.ops.aten.index_put.default  # which ExecuTorch's pass does not look for
+    for node in puts:
+        node.target = hidden
+    for node in puts:
+        (written, *_) = node.all_input_nodes
+        is_state = written.op == "placeholder" or written.target is _PUT_IN_PLACE
+        if is_state and node.name not in returned and _rows_of(node) is not None:
+            node.target = _PUT
+            reinplace_pass(exported, ops_to_inplace=[_PUT])
+            node.target = hidden
+    for node in puts:
+        node.target = _PUT
+    for node in [node for node in graph.nodes if node.target is _PUT_IN_PLACE]:
+        _fit_to_kernel(node)
+
+
+def _fit_to_kernel(put: fx.Node) -> None:
+    """Give an `index_put_` values of the size of the rows, and an index that counts from the start."""
+    graph, written = put.graph, _rows_of(put)
+    assert written is not None  # as it was written in place
+    number, index, rows = written
+    state, indices, values, *others = list[Any](put.args)
+    with graph.inserting_before(put):
+        from_end = _call(graph, edge.aten.add.Scalar, index, state.meta["val"].shape[number])
+        is_negative = _call(graph, edge.aten.lt.Scalar, index, 0)
+        counted = _call(graph, edge.aten.where.self, is_negative, from_end, index)
+        if not all(isinstance(size, int) for size in rows):
+            for _ in range(len(rows) - values.meta["val"].dim()):
+                values = _call(graph, edge.aten.unsqueeze_copy.default, values, 0)
+        elif list(values.meta["val"].shape) != rows:
+            values = _call(graph, edge.aten.expand_copy.default, values, rows)
+    put.args = (state, [counted if one is index else one for one in indices], values, *others)
+
+
+def _rows_of(put: fx.Node) -> tuple[int, fx.Node, list[Any]] | None:
+    """Return the dimension that an `index_put` indexes, the index, and the sizes of the rows that it writes.
+
+    None stands for one that cannot write in place. Values of static sizes can be expanded to the rows. With
+    dynamic sizes they must be of that size already, except for leading dimensions of size 1, which PyTorch
+    drops: ExecuTorch cannot expand them.
+    """
+    state, indices, values, *accumulates = list[Any](put.args)
+    used = [(number, index) for number, index in enumerate(indices) if index is not None]
+    if len(used) != 1 or any(accumulates) or put.kwargs.get("accumulate"):
+        return None
+    ((number, index),) = used
+    if index.meta["val"].dim() != 1 or index.meta["val"].dtype not in (torch.int32, torch.int64):
+        return None
+    rows: list[Any] = list(state.meta["val"].shape)
+    rows[number] = index.meta["val"].shape[0]
+    own = list(values.meta["val"].shape)
+    if not all(isinstance(size, int) for size in (*own, *rows)):
+        own = [1] * (len(rows) - len(own)) + own
+        if not all(statically_known_true(size == row) for size, row in zip(own, rows, strict=True)):
+            return None
+    return number, index, rows
+
+
+def _call(graph: fx.Graph, operator: Any, *args: Any) -> fx.Node:
+    """Add a call of an operator of the edge dialect, with the value that it has on fakes."""
+    node = graph.call_function(operator, args)
+    values = fx.map_arg(args, lambda one: one.meta["val"])
+    (fake, *_) = (one for one in values if isinstance(one, FakeTensor))
+    with fake.fake_mode:
+        node.meta["val"] = operator(*values)
+    return node
 
 
 def text_of(exported: ExportedProgram) -> str:

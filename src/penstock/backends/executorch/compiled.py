@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import tempfile
@@ -10,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-
-from torch.export import ExportedProgram
 
 from penstock.backends.executorch.facts import (
     SMALL,
@@ -42,7 +39,7 @@ def compile_methods(
     PassError for a method without weights, and for one that AOTInductor cannot compile.
     """
     refuse_without_weights(regions)
-    programs = {one.method: _without_guards(one.program) for one in regions}
+    programs = {one.method: one.program for one in regions}
     annotated = annotate_with_values(programs, hardware=settings.hardware)
     compiled = lower(annotated.payload, annotated.programs, resident_below=max(SMALL, settings.least))
     code = _package(compiled)
@@ -69,13 +66,6 @@ def compile_methods(
     own = {method.name: method for method in annotated.payload.methods}
     takes = {one.name: checked_inputs(own[one.method], methods[one.method]) for one in regions}
     return Facts(payload, annotated.values, of_regions, tensors, takes), code
-
-
-def _without_guards(region: ExportedProgram) -> ExportedProgram:
-    """Returns a region without the guards of its method, whose inputs have other names there."""
-    result = copy.copy(region)
-    result._guards_code = []
-    return result
 
 
 def checked_inputs(region: Method, method: MethodFacts) -> Method:

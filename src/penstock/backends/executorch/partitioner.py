@@ -20,11 +20,12 @@ from penstock.backends.executorch.options import (
     Settings,
     to_spec,
 )
-from penstock.backends.executorch.plain import compiled_late, operators_of, with_plain_operators
+from penstock.backends.executorch.plain import compiled_late, operators_of
 from penstock.backends.executorch.regions import Regions, Worth, find_regions, tag, whole_method
 from penstock.backends.executorch.uses import with_own_uses
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.calls.inputs import describe_method, guards_of
+from penstock.passes.graph.nodes import with_aten_operators
 from penstock.passes.trace import PRESET_CPU
 from penstock.passes.weights.lifted import Catalog, Weights
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
@@ -156,7 +157,7 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         )
 
     def _regions(self, exported: ExportedProgram) -> Regions:
-        plain = with_plain_operators(exported)
+        plain = with_aten_operators(exported)
         catalog = Catalog()
         held = catalog.add(plain)
         usage = find_usage(plain, Weights(held, catalog.storages))

@@ -1,36 +1,16 @@
-"""Programs in ExecuTorch's edge dialect as penstock's passes take them: with the operators of ATen."""
+"""Programs as ExecuTorch makes them: their operators, and what it turns into copies as views again."""
 
 from __future__ import annotations
 
 import copy
 
 import torch
-from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from torch import fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.propagation import fake_inputs, propagate
-
-
-def with_plain_operators(exported: ExportedProgram) -> ExportedProgram:
-    """Returns the program with ATen's operators, on a copy of its graph with the same names of nodes.
-
-    An operator of the edge dialect stands for one of ATen's and computes the same. The copy shares the
-    weights.
-    """
-    graph_module = copied_graph(exported.graph_module)
-    for module in graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if isinstance(node.target, EdgeOpOverload):
-                    node.target = node.target._op
-            module.recompile()
-    result = copy.copy(exported)
-    result._graph_module = graph_module
-    return result
 
 
 def operators_of(exported: ExportedProgram) -> list[OpOverload]:
@@ -119,14 +99,6 @@ def _memory_format(node: fx.Node, order: object) -> torch.memory_format:
     if list(order) == sorted(order):
         return torch.contiguous_format
     return _FORMATS.get(tuple(order), torch.preserve_format)
-
-
-def copied_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a graph module, nested ones included, in which nodes keep their names."""
-    copied = copy_graph_module(graph_module)
-    for before, node in zip(graph_module.graph.nodes, copied.graph.nodes, strict=True):
-        node.name = before.name  # copying renames what is a builtin of Python, such as `input`
-    return copied
 
 
 class _Uncompiled(_LazyGraphModule):

@@ -23,8 +23,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
-from penstock.backends.executorch.plain import copied_graph
-from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of
+from penstock.passes.graph.nodes import copy_graph_module, needed, placeholders_of, tensors_of
 from penstock.schedule.facts.errors import PassError
 
 _USE = "_penstock_use_"
@@ -38,7 +37,7 @@ def with_own_uses(exported: ExportedProgram, least: int) -> ExportedProgram:
     if any(_writes(node) for node in exported.graph.nodes):
         exported = _without_writes(exported)
     result = copy.copy(exported)
-    result._graph_module = copied_graph(exported.graph_module)
+    result._graph_module = copy_graph_module(exported.graph_module)
     result._graph_signature = copy.copy(exported.graph_signature)
     _give_own_updates(result)
     _give_own_copies(result, least)
