@@ -19,12 +19,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.passes.building.deferred import Deferred, hold_attributes, join, record
+from penstock.passes.building.followed import export_as_called, in_eval
 from penstock.passes.building.guardless import Guardless, capable
 from penstock.passes.building.placement import AskedDevices, Placement, home_of, place
 from penstock.passes.building.quick import quick
 from penstock.passes.building.refusals import caller, check_inputs, refuse_scripted, remedy, sentence, where
 from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.retarget import is_accelerator
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.pipeline import declare
 from penstock.passes.weights.subclasses import each_part, has_parts
 from penstock.passes.weights.values import with_values
@@ -97,7 +99,7 @@ class Built:
     def by(cls, build: Callable[[], nn.Module], placement: Placement = None) -> Built:
         """Run a constructor without memory; raise PassError if it cannot run so."""
         asked = AskedDevices()
-        with asked, capable():
+        with kept_torch_state(), asked, capable():
             deferred = record(build)
         module = deferred.module
         buffers = _computed(module, deferred.values)
@@ -146,11 +148,19 @@ class Built:
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda value: self._input(value, called=module is not None), given
         )
-        try:
+
+        def make() -> ExportedProgram:
             with Guardless(self._stand_in), capable(), quick(), groups_of_any_dtype(), torch.no_grad():
-                exported = torch.export.export(
-                    root.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
-                )
+                return torch.export.export(root, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+
+        try:
+            if module is None:
+                with in_eval(root):
+                    exported = export_as_called(root, make)
+            else:  # its caller watches what a call changes
+                root.eval()
+                with kept_torch_state():
+                    exported = make()
         except PassError:
             raise
         except Exception as error:

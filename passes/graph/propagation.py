@@ -26,6 +26,7 @@ from torch.utils.module_tracker import ModuleTracker
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size_hint, tensors_of
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.weights.lifted import Weights
 from penstock.passes.weights.values import tensor_in
 from penstock.schedule.facts.errors import PassError
@@ -35,6 +36,7 @@ FLOPS = "penstock_flops"
 """The key in `node.meta` of the node's floating-point operations at the exported sizes."""
 
 
+@kept_torch_state()
 def propagate(graph_module: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
     """Returns a copy of the graph whose `meta["val"]` and `meta[FLOPS]` come from running it on `inputs`.
 

@@ -39,6 +39,7 @@ from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.in_place import as_function, is_dense, layouts_kept
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.training.aligned import align
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.errors import PassError
@@ -243,6 +244,7 @@ class _Trace:
     flat: _Flat
 
 
+@kept_torch_state()
 def _traced(
     exported: ExportedProgram,
     weights: Weights,

@@ -25,6 +25,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Outpu
 
 from penstock.backends.executorch.plain import copied_graph
 from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.schedule.facts.errors import PassError
 
 _USE = "_penstock_use_"
@@ -69,6 +70,7 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+@kept_torch_state()
 def _without_writes(exported: ExportedProgram) -> ExportedProgram:
     """What ExecuTorch does next. Raises PassError where torch cannot."""
     try:
