@@ -61,7 +61,9 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
 
 def _own(module: nn.Module) -> nn.Module:
     """The module that a function has built, or a copy of the same tensors of one that was there before."""
-    if all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    held = [one for part in parts for one in (*part.parameters(False), *part.buffers(False))]
+    if all(tensor.is_meta for tensor in held):
         return module
     with ExitStack() as entered:
         for kind in (torch.Tensor, nn.Parameter):

@@ -19,11 +19,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.passes.building.deferred import Deferred, hold_attributes, join, record
-from penstock.passes.building.followed import export_as_called, in_eval
+from penstock.passes.building.followed import export_as_called, export_errors, in_eval
 from penstock.passes.building.guardless import Guardless, capable
 from penstock.passes.building.placement import AskedDevices, Placement, home_of, place
 from penstock.passes.building.quick import quick
-from penstock.passes.building.refusals import caller, check_inputs, refuse_scripted, remedy, sentence, where
+from penstock.passes.building.refusals import caller, check_inputs
 from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.retarget import is_accelerator
 from penstock.passes.graph.torch_state import kept_torch_state
@@ -153,21 +153,13 @@ class Built:
             with Guardless(self._stand_in), capable(), quick(), groups_of_any_dtype(), torch.no_grad():
                 return torch.export.export(root, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
 
-        try:
-            if module is None:
-                with in_eval(root):
-                    exported = export_as_called(root, make)
-            else:  # its caller watches what a call changes
-                root.eval()
-                with kept_torch_state():
-                    exported = make()
-        except PassError:
-            raise
-        except Exception as error:
-            if isinstance(error, TypeError):  # torch.export calls a scripted part with an argument too many
-                refuse_scripted(root)
-            said = sentence(error).rstrip(". ")
-            raise PassError(f"the model cannot be exported{where(error)}: {said}; {remedy(error)}") from error
+        if module is None:
+            with in_eval(root):
+                exported = export_as_called(root, make)
+        else:  # its caller watches what a call changes
+            root.eval()
+            with kept_torch_state(), export_errors(root):
+                exported = make()
         prefix = next(name for name, child in root.named_modules() if child is self.module)
         exported.graph_module.meta[BUFFERS] = {join(prefix, n): v for n, v in self.buffers.items()}
         return exported

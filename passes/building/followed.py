@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
+from torch._export.verifier import SpecViolationError
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
@@ -22,7 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.passes.building.caches import empty_caches
+from penstock.passes.building.clocks import noted_clocks
 from penstock.passes.building.module_state import MISSING, Change, ModuleState, is_same
+from penstock.passes.building.refusals import refuse_scripted, remedy, sentence, where
 from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of
 from penstock.passes.graph.torch_state import generator_states, kept_torch_state
 from penstock.passes.weights.values import has_values, storage_identity
@@ -38,11 +42,27 @@ def export_as_called(module: nn.Module, export: Callable[[], ExportedProgram]) -
     `export` calls the module once. Raises PassError, by name, where the call changes something that a later
     call may read: an attribute, a name outside of functions, or a generator that is not torch's.
     """
-    with kept_torch_state(), empty_caches(module), _watched(module, export) as call:
-        exported, changes = call(())
-        if changes:
-            _refuse_state(call, exported, changes)
+    with kept_torch_state(), export_errors(module), empty_caches(module), _watched(module, export) as call:
+        with noted_clocks(0) as clocks:
+            exported, changes = call(())
+        if changes or clocks:
+            _refuse_state(call, exported, changes, clocks)
         return exported
+
+
+@contextmanager
+def export_errors(module: nn.Module) -> Iterator[None]:
+    """Raise PassError, with the line of the model and advice, for errors of an export of the module."""
+    try:
+        yield
+    except PassError:
+        raise
+    except Exception as error:
+        # torch.export calls a scripted part with an argument too many, or finds no parameters in it.
+        if isinstance(error, TypeError | SpecViolationError):
+            refuse_scripted(module)
+        said = sentence(error).rstrip(". ")
+        raise PassError(f"the model cannot be exported{where(error)}: {said}; {remedy(error)}") from error
 
 
 @contextmanager
@@ -88,12 +108,13 @@ def _watched(module: nn.Module, export: Callable[[], ExportedProgram]) -> Iterat
         for change, value in given:
             change.give(value)
         state.append(ModuleState(module))
-        exported = export()
+        with patch.object(nn.Module, "register_buffer", _register):
+            exported = export()
         if drawn:
             does = "sets torch's generator" if "torch" in drawn else f"draws {drawn[0]}'s random numbers"
             raise PassError(
-                f"the model {does} when it is called, which a program cannot: draw from torch's generator as it "
-                "is, or give the model the numbers as an input"
+                f"the model {does} when it is called, which a program cannot: draw from torch's generator "
+                "as it is, or give the model the numbers as an input"
             )
         return exported, list(changes)
 
@@ -108,30 +129,49 @@ def _watched(module: nn.Module, export: Callable[[], ExportedProgram]) -> Iterat
 
 
 def _give_attributes(module: nn.Module) -> None:
-    """Make attributes of the buffers that are None: torch.export cannot follow how a call makes them."""
+    """Make attributes of the buffers that are None, as of those that a call registers (`_register`).
+
+    torch.export cannot follow how a call makes a buffer.
+    """
     for part in module.modules():
         for name in [name for name, value in part._buffers.items() if value is None]:
             vars(part)[name] = part._buffers.pop(name)
 
 
-def _refuse_state(call: _Call, exported: ExportedProgram, changes: Sequence[Change]) -> None:
-    """Raise PassError for changes that a later call could tell, by an export with them.
+_REGISTER = nn.Module.register_buffer
+
+
+def _register(part: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+    if name in part._buffers or hasattr(part, name) or not isinstance(tensor, FakeTensor):
+        _REGISTER(part, name, tensor, persistent)
+    else:
+        vars(part)[name] = tensor
+
+
+def _refuse_state(
+    call: _Call, exported: ExportedProgram, changes: Sequence[Change], clocks: Sequence[str]
+) -> None:
+    """Raise PassError for changes that a later call could tell, by an export with them, at a later time.
 
     Tensors that the first call left have no values, so others stand in for them. Where the second program
     reads one, it must be a value of the first program that is the same in each call.
     """
     names = list(dict.fromkeys(change.name for change in changes))
-    refusal = PassError(
-        f"the model changes {', '.join(names[:_NAMED])} when it is called, and a later call may read "
-        "that, which a program cannot: give it to the model as an input and return it, or, if only the "
-        "first call sets it, call the model once before"
-    )
+    if changes:
+        does = f"changes {', '.join(names[:_NAMED])} when it is called, and a later call may read that"
+        instead = (
+            "give it as an input and return it, or, if only the first call sets it, call the model before"
+        )
+    else:
+        does, instead = f"reads {clocks[0]} when it is called", "give it as an input"
+    refusal = PassError(f"the model {does}, which a program cannot: {instead}")
     stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     try:
         left = pytree.tree_map_only(
             FakeTensor, lambda one: _stand_in(one, stand_ins), [one.new for one in changes]
         )
-        again, more = call(list(zip(changes, left, strict=True)))
+        with noted_clocks(1):
+            again, more = call(list(zip(changes, left, strict=True)))
     except Exception as error:
         raise refusal from error
     sources: dict[fx.Node, int] = {}
@@ -229,7 +269,7 @@ def _constants(exported: ExportedProgram) -> set[str]:
 
 def _is_written_again(change: Change) -> bool:
     """Tell whether a call leaves what the call before it left, but for the values of tensors."""
-    if MISSING in (change.old, change.new):
+    if change.old is MISSING or change.new is MISSING:
         return False
     (old, first), (new, second) = pytree.tree_flatten(change.old), pytree.tree_flatten(change.new)
     pairs = zip(old, new, strict=False)

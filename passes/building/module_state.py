@@ -125,14 +125,18 @@ class ModuleState:
         elif isinstance(value, tuple):
             for k, one in enumerate(value):
                 self._follow(f"{path}[{k}]", one, depth - 1)
-        elif (holder := holder_of(path, value)) is not None:
-            self._code.append(type(value))
-            if isinstance(value, nn.Module):
-                for held in map(vars(value).get, _BY_NAME):
-                    if isinstance(held, dict):  # a scripted module has none
-                        self._seen[id(held)] = held
-                        self._note(of_dict(partial(join, path), held), depth)
-            self._note(holder, depth)
+        else:
+            self._follow_object(path, value, depth)
+
+    def _follow_object(self, path: str, value: Any, depth: int) -> None:
+        if (holder := holder_of(path, value)) is None:
+            return
+        self._code.append(type(value))
+        for held in map(vars(value).get, _BY_NAME) if isinstance(value, nn.Module) else ():
+            if isinstance(held, dict):  # a scripted module has none
+                self._seen[id(held)] = held
+                self._note(of_dict(partial(join, path), held), depth)
+        self._note(holder, depth)
 
     def _note(self, holder: Holder, depth: int) -> None:
         self._holders.append(holder)

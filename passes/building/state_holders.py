@@ -23,7 +23,7 @@ Contents = dict[Any, Any]
 
 DEFINITIONS = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
 
-_LIBRARIES = frozenset({"torch", "numpy", "penstock", *sys.stdlib_module_names})
+LIBRARIES = frozenset({"torch", "numpy", "penstock", *sys.stdlib_module_names})
 """The packages whose classes and functions keep nothing of a model."""
 
 _OBJECTS = (nn.Module, types.SimpleNamespace, UserDict, UserList)
@@ -42,7 +42,7 @@ class Holder:
 def is_of_library(code: Any) -> bool:
     """Tell whether a class, a function or a module is one of Python, torch, numpy or penstock."""
     name = code.__name__ if isinstance(code, types.ModuleType) else getattr(code, "__module__", "builtins")
-    return str(name).partition(".")[0] in _LIBRARIES
+    return str(name).partition(".")[0] in LIBRARIES
 
 
 def holder_of(path: str, value: Any) -> Holder | None:

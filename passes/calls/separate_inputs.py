@@ -29,8 +29,7 @@ def separate_inputs(module: nn.Module, example: Any) -> Any:
         if id(value) not in seen:
             seen.add(id(value))
             return value
-        with torch.enable_grad():
-            return value.view_as(value)
+        return value.detach().requires_grad_(value.requires_grad)
 
     return pytree.tree_map_only(torch.Tensor, separate, example)
 

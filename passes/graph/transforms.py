@@ -82,7 +82,7 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
         else:
             raise PassError(
                 f"the program has a value ({node.name}) inside of torch.func.grad, or of vmap in a body of "
-                "torch.cond, whose beginning torch.export leaves out: compute it by torch.autograd.grad or by hand"
+                "torch.cond, whose beginning torch.export leaves out: compute it by hand"
             )
         depth -= name.endswith(_POP)
     return found

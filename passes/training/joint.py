@@ -308,8 +308,9 @@ def _refusal(error: Exception, *, forward_only: bool) -> PassError:
 
 
 def _refuse_written_parameters(graph: fx.Graph, exported: ExportedProgram, names: Sequence[str]) -> None:
-    """Raises PassError where the program writes to one of its parameters. `names` are those of its inputs."""
+    """Raises PassError where the program writes to a parameter or a constant; `names` are its inputs'."""
     parameters = exported.graph_signature.inputs_to_parameters
+    constants = exported.graph_signature.inputs_to_lifted_tensor_constants
     for meaning in graph.output_node().meta["desc"]:
         if isinstance(meaning, InputMutationAOTOutput):
             name = names[meaning.mutated_input.idx]  # type: ignore[attr-defined]
@@ -317,6 +318,11 @@ def _refuse_written_parameters(graph: fx.Graph, exported: ExportedProgram, names
                 raise PassError(
                     f"the model writes to its parameter {parameters[name]} when it is called, as an "
                     "Embedding with max_norm does: leave that out, or write to it between the steps"
+                )
+            if name in constants:
+                raise PassError(
+                    f"the model writes to its tensor {constants[name]} when it is called: "
+                    "register it as a buffer"
                 )
 
 
