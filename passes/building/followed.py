@@ -8,8 +8,9 @@ program.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch._export.verifier import SpecViolationError
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
@@ -78,6 +79,9 @@ def in_eval(model: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor that a call left, and the one that stands in for it."""
+
 _Given = Sequence[tuple[Change, Any]]
 """Changes of a module's state, and the values that they shall have."""
 
@@ -108,7 +112,8 @@ def _watched(module: nn.Module, export: Callable[[], ExportedProgram]) -> Iterat
         for change, value in given:
             change.give(value)
         state.append(ModuleState(module))
-        with patch.object(nn.Module, "register_buffer", _register):
+        with warnings.catch_warnings(), patch.object(nn.Module, "register_buffer", _register):
+            warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # which are judged here
             exported = export()
         if drawn:
             does = "sets torch's generator" if "torch" in drawn else f"draws {drawn[0]}'s random numbers"
@@ -165,10 +170,12 @@ def _refuse_state(
     else:
         does, instead = f"reads {clocks[0]} when it is called", "give it as an input"
     refusal = PassError(f"the model {does}, which a program cannot: {instead}")
-    stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    stand_ins: dict[int, _Pair] = {}
+    example = pytree.tree_leaves(exported.example_inputs)
+    mode = next((one.fake_mode for one in example if isinstance(one, FakeTensor)), None)
     try:
         left = pytree.tree_map_only(
-            FakeTensor, lambda one: _stand_in(one, stand_ins), [one.new for one in changes]
+            FakeTensor, lambda one: _stand_in(one, stand_ins, mode), [one.new for one in changes]
         )
         with noted_clocks(1):
             again, more = call(list(zip(changes, left, strict=True)))
@@ -187,14 +194,15 @@ def _refuse_state(
         raise refusal
 
 
-def _stand_in(fake: FakeTensor, known: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """A tensor with values that is like a fake one; equal ones for equal ones."""
+def _stand_in(fake: FakeTensor, known: dict[int, _Pair], mode: FakeTensorMode | None) -> torch.Tensor:
+    """A tensor of zeros that is like a fake one, or a fake one of a mode; the same one for the same one."""
     if id(fake) not in known:
         sizes = [*fake.shape, *fake.stride()]
         if not all(type(size) is int for size in sizes):
             raise PassError("its size depends on that of an input")
-        made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
-        known[id(fake)] = fake, made
+        with mode or nullcontext():
+            made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+            known[id(fake)] = fake, made.zero_()
     return known[id(fake)][1]
 
 
