@@ -13,9 +13,11 @@ from torch.export import ExportedProgram
 from penstock.passes.building.fake_export import computed_buffers, with_computed_buffers
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.calls.inputs import describe_method
+from penstock.passes.calls.separate_inputs import refuse_shared_inputs
 from penstock.passes.calls.signature import check_signature
 from penstock.passes.graph.grad_regions import without_grad_regions
 from penstock.passes.graph.retarget import exported_device
+from penstock.passes.graph.transforms import without_transforms
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.sparse.chains import Trusts, by_expert
 from penstock.passes.sparse.contracts import sparse_reads
@@ -226,8 +228,10 @@ def observe_methods(found: Programs) -> Programs:
 
 PASSES: tuple[Callable[[Programs], Programs], ...] = (
     each(refuse_lost_values),
+    each(refuse_shared_inputs),
     each(with_computed_buffers),
     each(with_plain_parts),
+    each(without_transforms),
     each(without_grad_regions),
     each(check_signature),
     compute_experts,

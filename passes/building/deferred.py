@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -51,8 +54,27 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
         raise PassError(f"expected a function that returns a module, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):  # a scripted part of another module can be materialised
         refuse_scripted(module)
+    module = _own(module)
     hold_attributes(module)
     return Deferred(module, recording)
+
+
+def _own(module: nn.Module) -> nn.Module:
+    """The module that a function has built, or a copy of the same tensors of one that was there before."""
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    held = [one for part in parts for one in (*part.parameters(False), *part.buffers(False))]
+    if all(tensor.is_meta for tensor in held):
+        return module
+    with ExitStack() as entered:
+        for kind in (torch.Tensor, nn.Parameter):
+            entered.enter_context(patch.object(kind, "__deepcopy__", lambda tensor, _: tensor))
+        try:
+            return copy.deepcopy(module)
+        except Exception as error:
+            raise PassError(
+                f"the function returns a {type(module).__name__} that is built already and cannot be copied "
+                f"({type(error).__name__}: {sentence(error)}): build the model in the function"
+            ) from error
 
 
 class Deferred:

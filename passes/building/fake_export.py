@@ -19,12 +19,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.passes.building.deferred import Deferred, hold_attributes, join, record
+from penstock.passes.building.followed import export_as_called, export_errors, in_eval
 from penstock.passes.building.guardless import Guardless, capable
 from penstock.passes.building.placement import AskedDevices, Placement, home_of, place
 from penstock.passes.building.quick import quick
-from penstock.passes.building.refusals import caller, check_inputs, refuse_scripted, remedy, sentence, where
+from penstock.passes.building.refusals import caller, check_inputs
 from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.retarget import is_accelerator
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.pipeline import declare
 from penstock.passes.weights.subclasses import each_part, has_parts
 from penstock.passes.weights.values import with_values
@@ -97,7 +99,7 @@ class Built:
     def by(cls, build: Callable[[], nn.Module], placement: Placement = None) -> Built:
         """Run a constructor without memory; raise PassError if it cannot run so."""
         asked = AskedDevices()
-        with asked, capable():
+        with kept_torch_state(), asked, capable():
             deferred = record(build)
         module = deferred.module
         buffers = _computed(module, deferred.values)
@@ -146,18 +148,18 @@ class Built:
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda value: self._input(value, called=module is not None), given
         )
-        try:
+
+        def make() -> ExportedProgram:
             with Guardless(self._stand_in), capable(), quick(), groups_of_any_dtype(), torch.no_grad():
-                exported = torch.export.export(
-                    root.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
-                )
-        except PassError:
-            raise
-        except Exception as error:
-            if isinstance(error, TypeError):  # torch.export calls a scripted part with an argument too many
-                refuse_scripted(root)
-            said = sentence(error).rstrip(". ")
-            raise PassError(f"the model cannot be exported{where(error)}: {said}; {remedy(error)}") from error
+                return torch.export.export(root, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+
+        if module is None:
+            with in_eval(root):
+                exported = export_as_called(root, make)
+        else:  # its caller watches what a call changes
+            root.eval()
+            with kept_torch_state(), export_errors(root):
+                exported = make()
         prefix = next(name for name, child in root.named_modules() if child is self.module)
         exported.graph_module.meta[BUFFERS] = {join(prefix, n): v for n, v in self.buffers.items()}
         return exported

@@ -25,6 +25,7 @@ from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.nodes import placeholders_of, subgraphs_of
 from penstock.passes.graph.propagation import facts_of, fake_mode_of, storages_of
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.schedule.facts.errors import PassError
 
 _RUNS = 4
@@ -38,6 +39,7 @@ _LARGEST = 256
 """The most binary digits of a number, and so the largest exponent, that a graph computes from its sizes."""
 
 
+@kept_torch_state()
 def dry_run(graph: fx.Graph, inputs: Sequence[object], followed: frozenset[int]) -> None:
     """Gives the nodes of a graph, and the inputs of its bodies, their values in `meta["val"]`.
 

@@ -36,12 +36,15 @@ def inline_grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:
 def without_grad_regions(exported: ExportedProgram) -> ExportedProgram:
     """Returns a copy of the program without regions of another grad mode, or the program if it has none."""
     inlined = inline_grad_regions(exported.graph_module)
-    if inlined is exported.graph_module:
-        return exported
+    return exported if inlined is exported.graph_module else with_graph(exported, inlined)
+
+
+def with_graph(exported: ExportedProgram, graph_module: fx.GraphModule) -> ExportedProgram:
+    """Return the program with another graph, which has the same inputs, and the same outputs in order."""
     result = copy.copy(exported)
-    result._graph_module = inlined
+    result._graph_module = graph_module
     result._graph_signature = copy.deepcopy(exported.graph_signature)
-    outputs: Any = inlined.graph.output_node().args[0]
+    outputs: Any = graph_module.graph.output_node().args[0]
     for spec, node in zip(result._graph_signature.output_specs, outputs, strict=True):
         if isinstance(node, fx.Node):
             spec.arg.name = node.name

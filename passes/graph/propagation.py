@@ -37,6 +37,7 @@ from penstock.passes.graph.nodes import (
     use_aten_operators,
     written_values,
 )
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.weights.lifted import Weights
 from penstock.passes.weights.values import tensor_in
 from penstock.schedule.facts.errors import PassError
@@ -49,6 +50,7 @@ WRITTEN = "penstock_written"
 """The key in `node.meta` of the fake storages that a call of a function without a schema has written."""
 
 
+@kept_torch_state()
 def propagate(graph_module: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
     """Returns a copy of the graph whose `meta["val"]` and `meta[FLOPS]` come from running it on `inputs`.
 

@@ -28,6 +28,7 @@ from torch.export.graph_signature import InputKind
 from penstock.passes.annotate import Annotated
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.graph.propagation import fake_mode_of
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.lowering.archive import PACKAGE, PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
 from penstock.passes.lowering.hollow import example_arguments, shared_memory, without_values
@@ -210,6 +211,7 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
     return Emitted(files, probes.placed or PlacedProbes((), Work()))
 
 
+@kept_torch_state()
 def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, Any]) -> Sequence[Any]:
     from torch._inductor import aot_compile
 

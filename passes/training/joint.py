@@ -39,6 +39,7 @@ from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.in_place import as_function, is_dense, layouts_kept
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.training.aligned import align
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.errors import PassError
@@ -243,6 +244,7 @@ class _Trace:
     flat: _Flat
 
 
+@kept_torch_state()
 def _traced(
     exported: ExportedProgram,
     weights: Weights,
@@ -306,8 +308,9 @@ def _refusal(error: Exception, *, forward_only: bool) -> PassError:
 
 
 def _refuse_written_parameters(graph: fx.Graph, exported: ExportedProgram, names: Sequence[str]) -> None:
-    """Raises PassError where the program writes to one of its parameters. `names` are those of its inputs."""
+    """Raises PassError where the program writes to a parameter or a constant; `names` are its inputs'."""
     parameters = exported.graph_signature.inputs_to_parameters
+    constants = exported.graph_signature.inputs_to_lifted_tensor_constants
     for meaning in graph.output_node().meta["desc"]:
         if isinstance(meaning, InputMutationAOTOutput):
             name = names[meaning.mutated_input.idx]  # type: ignore[attr-defined]
@@ -315,6 +318,11 @@ def _refuse_written_parameters(graph: fx.Graph, exported: ExportedProgram, names
                 raise PassError(
                     f"the model writes to its parameter {parameters[name]} when it is called, as an "
                     "Embedding with max_norm does: leave that out, or write to it between the steps"
+                )
+            if name in constants:
+                raise PassError(
+                    f"the model writes to its tensor {constants[name]} when it is called: "
+                    "register it as a buffer"
                 )
 
 

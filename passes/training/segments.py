@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 
 from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of
 from penstock.passes.graph.propagation import fake_inputs, fake_mode_of, storages_of
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.training.joint import Joint, trace_forward
 from penstock.passes.training.partition import forward_of, unpacked
 from penstock.passes.training.recomputing import boundaries, may_draw
@@ -73,6 +74,7 @@ class _Segment:
     state: fx.Node | None
 
 
+@kept_torch_state()
 def _requiring(joint: Joint, weights: Weights, trainable: Collection[str]) -> set[fx.Node]:
     """The nodes of a forward whose values require grad when the inputs `trainable` do."""
     found: set[fx.Node] = set()

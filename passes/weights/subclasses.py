@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.propagation import fake_mode_of
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.pipeline import declare
 from penstock.passes.weights.values import with_names, with_values
 from penstock.schedule.facts.errors import PassError
@@ -199,6 +200,7 @@ def _plain(tensor: torch.Tensor, wrap: bool) -> torch.Tensor:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
+@kept_torch_state()
 def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidden: str) -> ExportedProgram:
     """Returns the decomposed program, in which torch has run the operators of the subclasses.
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from penstock.passes.building.module_state import ModuleState
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.lowering.targets import check_generator
 from penstock.passes.weights.values import part_of, storage_bytes, storage_identity, tensor_in
@@ -208,33 +209,29 @@ def _hollow(
 
 def _replace(module: torch.nn.Module, new: Mapping[int, torch.nn.Parameter], where: torch.device) -> None:
     """Put parameters without memory in the place of others, and what keeps its memory on the device."""
-    with _undone_on_failure(_recurrent(module)):
+    with _undone_on_failure(module):
         buffers = _make(partial(_move, module, where), where, "the module's buffers and recurrent layers")
-    for one in module.modules():
-        for name, buffer in list(one.named_buffers(recurse=False)):
-            setattr(one, name, buffers[buffer])
-        own = dict(one.named_parameters(recurse=False, remove_duplicate=False))
-        replaced = {name: new[id(value)] for name, value in own.items() if id(value) in new}
-        for name, value in replaced.items():
-            setattr(one, name, value)  # also where a module keeps lists of its own
-        if replaced:
-            _refuse_eager(one)
+        for one in module.modules():
+            for name, buffer in list(one.named_buffers(recurse=False)):
+                setattr(one, name, buffers[buffer])
+            own = dict(one.named_parameters(recurse=False, remove_duplicate=False))
+            replaced = {name: new[id(value)] for name, value in own.items() if id(value) in new}
+            for name, value in replaced.items():
+                setattr(one, name, value)  # also where a module keeps lists of its own
+            if replaced:
+                _refuse_eager(one)
 
 
 @contextmanager
-def _undone_on_failure(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Modules are moved within; if that fails, they get their parameters back, in the memory they had."""
-    every = [part for one in modules for part in one.modules()]
-    attributes = [(vars(one), dict(vars(one)), dict(one._parameters), dict(one._buffers)) for one in every]
-    parameters = [value for one in modules for value in one.parameters()]
+def _undone_on_failure(module: torch.nn.Module) -> Iterator[None]:
+    """A module is changed within; if that fails, it gets back what it had, in the memory that that had."""
+    before = ModuleState(module)
+    parameters = [value for one in _recurrent(module) for value in one.parameters()]
     memory = [(value, value.data) for p in parameters for value in (p, p.grad) if value is not None]
     try:
         yield
     except BaseException:
-        for now, before, held, buffers in attributes:
-            now.update(before)
-            now["_parameters"].update(held)
-            now["_buffers"].update(buffers)
+        before.restore()
         for value, data in memory:
             value.data = data
         raise

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,7 +15,10 @@ from torch.export import ExportedProgram, export
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.building.fake_export import with_computed_buffers
+from penstock.passes.building.followed import export_as_called, in_eval
 from penstock.passes.building.refusals import sentence
+from penstock.passes.calls.separate_inputs import refuse_shared_inputs, separate_inputs
+from penstock.passes.graph.transforms import without_transforms
 from penstock.passes.pipeline import Pipeline
 from penstock.passes.training.alone import alone, is_same
 from penstock.passes.training.facts import EVALUATE, PREDICT, RUNGS, SEGMENTS, Keeping, Training
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_PLAIN: Pipeline[ExportedProgram] = Pipeline((refuse_lost_values, with_computed_buffers, with_plain_parts))
+_PLAIN: Pipeline[ExportedProgram] = Pipeline(
+    (refuse_lost_values, refuse_shared_inputs, with_computed_buffers, with_plain_parts, without_transforms)
+)
 """What a program goes through before it is differentiated."""
 
 _NOTHING_LEAVES = (
@@ -80,8 +84,9 @@ def compile_training(
     With `backward="segments"` the backward is not traced: autograd takes the gradients of one segment of the
     forward after another, computed again from what entered it. `options` are those of `compile`.
 
-    Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
-    what `compile` raises.
+    Raises PassError for a module that cannot be exported, or whose call changes what later calls read and a
+    program cannot follow; for a program whose gradients cannot be traced; and for a pattern that matches no
+    parameter. Raises what `compile` raises.
     """
     rungs = _rungs(activations, backward, options.get("lowering", "eager"), spill=spill)
     exported, in_eval = _exported(model, example, dynamic_shapes, trainable, evaluate=evaluate)
@@ -164,14 +169,15 @@ def _exported(
         raise PassError("a module is exported with the arguments of a call: give example=(x,)")
     refuse_hooks(model, trainable)
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+    args, kwargs = separate_inputs(model, (args, kwargs))
     make = partial(export, model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     with refused_own_gradients():
-        exported = make()
+        exported = export_as_called(model, make)
     if not evaluate or not any(part.training for part in model.modules()):
         return exported, exported if evaluate else None
-    with _in_eval(model):
+    with in_eval(model):
         try:
-            return exported, make()
+            return exported, export_as_called(model, make)
         except Exception as error:
             _log.warning(
                 "the model cannot be exported in eval mode, so eval() is refused (%s: %s)",
@@ -179,19 +185,6 @@ def _exported(
                 sentence(error),
             )
             return exported, None
-
-
-@contextmanager
-def _in_eval(model: nn.Module) -> Iterator[None]:
-    """Let all parts of a module be in eval mode, without methods by which a part may change its weights."""
-    modes = [(part, part.training) for part in model.modules()]
-    try:
-        for part, _ in modes:
-            part.training = False
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def _chosen(exported: ExportedProgram, patterns: Sequence[str]) -> list[str]:

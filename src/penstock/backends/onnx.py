@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from penstock._extras import require
 from penstock.backends.fx import FxBackend
 from penstock.backends.running import LoadedPayload, Reading
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.runtime.files.safetensors_file import reading
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PassError, PayloadError
@@ -31,6 +32,7 @@ _KEY = "penstock"  # of the payload's key in the model's metadata
 _DTYPES = ("float32", "float16", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")
 
 
+@kept_torch_state()
 def write_onnx(exported: ExportedProgram, folder: Path, *, optimize: bool = False) -> None:
     """Write a program as an ONNX model with penstock's payload, and the weights, into `folder`.
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size_hint, use_aten_operators
 from penstock.passes.graph.propagation import storages_of
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.probes import ACQUIRE, RELEASE
 from penstock.passes.weights.usage import is_view
 from penstock.passes.weights.values import tensor_in
@@ -73,6 +74,7 @@ def check_reads(
                 )
 
 
+@kept_torch_state()
 def _followed(
     graph_module: fx.GraphModule, payload: Payload, method: Method, held: Mapping[str, Weight]
 ) -> tuple[fx.GraphModule, dict[int, int]]:

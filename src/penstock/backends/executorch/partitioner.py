@@ -25,6 +25,7 @@ from penstock.backends.executorch.regions import Regions, Worth, find_regions, t
 from penstock.backends.executorch.uses import with_own_uses
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.calls.inputs import describe_method, guards_of
+from penstock.passes.calls.separate_inputs import refuse_shared_inputs
 from penstock.passes.graph.nodes import with_aten_operators
 from penstock.passes.trace import PRESET_CPU
 from penstock.passes.weights.lifted import Catalog, Weights
@@ -102,6 +103,7 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         """
         if self._partitioned:
             self._begin()
+        refuse_shared_inputs(exported_program)
         opened = with_plain_parts(with_computed_buffers(exported_program))
         self._parts |= parts_of(opened)
         self._parts |= {name: pair for name in opened.state_dict if (pair := _unwrapped(name))}

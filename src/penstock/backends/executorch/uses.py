@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
 from penstock.passes.graph.nodes import copy_graph_module, needed, placeholders_of, tensors_of
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.schedule.facts.errors import PassError
 
 _USE = "_penstock_use_"
@@ -68,6 +69,7 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+@kept_torch_state()
 def _without_writes(exported: ExportedProgram) -> ExportedProgram:
     """What ExecuTorch does next. Raises PassError where torch cannot."""
     try:

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from penstock.integrations.calls.arguments import Builder, Collector, State, Tree
 from penstock.integrations.calls.assumptions import Assumptions, truth_of
-from penstock.integrations.calls.isolation import RememberedError, empty_caches, watch_memory
+from penstock.integrations.calls.isolation import RememberedError, watch_memory
 from penstock.integrations.calls.kinds import Call, method_of
 from penstock.integrations.calls.modes import FastPathError, modes_of_call
 from penstock.integrations.calls.stages import Stage, stages_of, within
@@ -26,6 +26,7 @@ from penstock.integrations.training.backward import Backward, differentiate
 from penstock.integrations.training.parameters import given, in_modes
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.building.caches import empty_caches
 from penstock.passes.building.fake_export import Built, with_computed_buffers
 from penstock.passes.calls.checks import Dimension, InputChecks
 from penstock.passes.calls.inputs import dimension_of, guards_of
