@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 import warnings
@@ -30,6 +31,10 @@ OPTIONS = {"emulate_precision_casts": True}
 ALL = "100%"
 CLOSE = 1e-2
 """How far from the library's own output a compiled program may be: more is another function."""
+
+REFUSALS = "## What may be refused"
+LISTED = re.compile(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", re.MULTILINE)
+"""The section of docs/zoo.md, and a row of its table: a sentence in which `...` stands for any text."""
 
 Call = Callable[..., Any]
 
@@ -218,3 +223,11 @@ def quiet() -> Iterator[None]:
             library.utils.logging.set_verbosity_error()
             library.utils.logging.disable_progress_bar()
         yield
+
+
+def is_listed(sentence: str) -> bool:
+    """Tell whether docs/zoo.md lists the sentence of a refusal, which `first_line` gives."""
+    page = (Path(__file__).parents[1] / "docs/zoo.md").read_text(encoding="utf-8")
+    section = page.partition(REFUSALS)[2].partition("\n## ")[0]
+    patterns = [re.escape(one).replace(re.escape("..."), ".*") for one in LISTED.findall(section)]
+    return any(re.fullmatch(one, sentence, re.DOTALL) for one in patterns)

@@ -202,11 +202,10 @@ class _CountingProp(FakeTensorProp):
             return super().run_node(n)
         try:
             result = super().run_node(n)
-        except RuntimeError as error:
-            if "symbolic sizes" not in str(error) and "SymInt" not in str(error):
-                raise
-            # C++ decomposes `linear` (in torch 2.11) and `upsample_nearest2d`, and then fails with symbolic
-            # sizes. Python decomposes them only here, because it turns some views into copies.
+        except RuntimeError:
+            # C++ decomposes `linear` (in torch 2.11), `upsample_nearest2d`, `bilinear`, `fft_irfft` and
+            # `istft`, and then fails, most of them with symbolic sizes. Python decomposes them only here,
+            # because it turns some views into copies.
             with enable_python_dispatcher():
                 result = super().run_node(n)
         n.meta[FLOPS] = self._flops

@@ -37,6 +37,7 @@ from torch.export.graph_signature import ConstantArgument
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.in_place import as_function, is_dense, layouts_kept
+from penstock.passes.graph.kernel_strides import strides_of_kernels
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
 from penstock.passes.graph.torch_state import kept_torch_state
@@ -264,6 +265,7 @@ def _traced(
         entered.enter_context(torch.enable_grad())
         entered.enter_context(_as_eager())
         entered.enter_context(groups_of_any_dtype())
+        entered.enter_context(strides_of_kernels())
         entered.enter_context(layouts_kept(differentiated=forward_only))
         known = _Sizes(inputs)
         try:

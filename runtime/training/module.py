@@ -207,6 +207,8 @@ class _Pass(torch.autograd.Function):
         ctx.numbers = [None if isinstance(one, torch.Tensor) else one for one in kept]
         ctx.save_for_backward(*(one for one in kept if isinstance(one, torch.Tensor)))
         ctx.layouts = {k: _layout(flat[k]) for k in call.rung.tangents}
+        last = {id(one): k for k, one in enumerate(flat)}
+        ctx.last = {k: last[id(flat[k])] for k in call.rung.tangents}
         ctx.set_materialize_grads(False)
         # A gradient that reaches a result which is left out is refused, so that it is not lost.
         seen = {*call.rung.tangents, *call.facts.left_out}
@@ -222,6 +224,7 @@ class _Pass(torch.autograd.Function):
                 "gradients of gradients through streamed weights are not supported: call backward without "
                 "create_graph=True"
             )
+        grads = tuple(_of_repeated(ctx.last, grads, k) for k in range(len(grads)))
         chosen = _backward_for(ctx.call, grads)
         tangents = [_laid_out(grads[k], ctx.layouts[k]) for k in chosen.tangents]
         saved = iter(ctx.saved_tensors)
@@ -232,6 +235,17 @@ class _Pass(torch.autograd.Function):
         for leaf, gradient in zip(chosen.gradients, made, strict=True):
             results[leaf] = gradient
         return (None, *results)
+
+
+def _of_repeated(
+    last: Mapping[int, int], grads: Sequence[torch.Tensor | None], k: int
+) -> torch.Tensor | None:
+    """The gradient of result k, or negative zeros, which change no sum, for a tensor that is returned again.
+
+    Autograd gives the whole gradient of such a tensor to the last of its results.
+    """
+    whole = grads[last.get(k, k)]
+    return grads[k] if grads[k] is not None or whole is None else torch.full_like(whole, -0.0)
 
 
 def _backward_for(call: TrainingCall, grads: Sequence[torch.Tensor | None]) -> Backward:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import penstock
 from benchmarks import zoo_random
 from benchmarks.zoo_random import Found, names_of, render, visit
+from benchmarks.zoo_visit import first_line, is_listed
 from tests.hunt import scaled
 
 SEED, COUNT = 1909, scaled(1)
@@ -29,6 +31,12 @@ class Undecided(Doubled):
         return super().forward(x) if x.sum() > 0 else -x
 
 
+class Remembering(Doubled):
+    def forward(self, x):
+        self.seen = x.sum()
+        return super().forward(x)
+
+
 @pytest.fixture
 def made(monkeypatch):
     """A library of the modules above."""
@@ -45,7 +53,38 @@ def test_a_model_is_equal_or_refused_with_a_sentence(made):
     refused = visit("made", "Undecided")
     assert refused.verdict == "refused"
     assert "values decide which way it goes" in refused.why
+    refused = visit("made", "Remembering")
+    assert refused.verdict == "refused", refused
+    assert "remembers something of a call" in refused.why
     assert visit("made", "Missing").why == "KeyError: 'Missing'"
+
+
+def test_only_refusals_that_the_documents_list_are_right(made, monkeypatch):
+    """An error of penstock's that no row of docs/zoo.md has is wrong, as any other error is."""
+    raised = penstock.PassError("the moon is full: wait")
+
+    def refuse(*_):
+        raise raised
+
+    monkeypatch.setattr(zoo_random, "_applied", refuse)
+    assert visit("made", "Doubled").verdict == "wrong"
+    raised = penstock.StreamError(
+        "make_fx cannot record a streamed module, whose weights come and go while it runs: give make_fx the "
+        "model itself"
+    )
+    assert visit("made", "Doubled").verdict == "refused"
+    raised = RuntimeError(str(raised))
+    assert visit("made", "Doubled").verdict == "wrong"
+
+
+def test_a_budget_below_the_floor_is_listed(tmp_path):
+    program = penstock.compile(torch.export.export(Doubled().eval(), (torch.zeros(1, 4),)), tmp_path / "m")
+    with pytest.raises(penstock.BudgetError) as caught:
+        program.load(program.floor_bytes - 1)
+    assert is_listed(first_line(caught.value, tmp_path))
+    assert is_listed("PassError: the model calls torch.random.fork_rng in its forward, which torch.export drops")
+    assert not is_listed("BudgetError: the budget of 3 B is odd")
+    assert not is_listed("ValueError: the budget of 3 B is below the floor of 4 B: give at least 4 bytes")
 
 
 def test_other_bits_are_wrong(made, monkeypatch):
