@@ -4,13 +4,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 
 #include "engine.h"
 #include "guard.h"
 
 using penstock::Engine;
-using penstock::Failure;
 
 struct ps_engine {
     ps_engine(const char *payload, const char *plan, const char *folder, const ps_options &options)
@@ -26,15 +24,11 @@ template <typename Run>
 ps_status guarded(std::string &error, Run run) {
     try {
         return run() ? PS_OK : PS_WAITING;
-    } catch (const Failure &failure) {
-        error = failure.what();
-        return failure.status;
-    } catch (const std::bad_alloc &) {
-        error = "there is not enough memory: lower the budget or free some";
-    } catch (const std::exception &other) {
-        error = other.what();
+    } catch (...) {
+        penstock::Sentence found = penstock::caught();
+        error.swap(found.text);
+        return found.status;
     }
-    return PS_STREAM;
 }
 
 void copy_sentence(const std::string &text, char *error, size_t size) {
@@ -115,13 +109,18 @@ ps_status ps_wait(ps_engine *engine) {
 void ps_stats(const ps_engine *engine, ps_statistics *statistics) { *statistics = engine->engine.statistics(); }
 
 int32_t ps_memory(const ps_engine *engine, void **starts, void **stops, int32_t size) {
-    auto memory = engine->engine.arena().memory();
-    if (const penstock::Pool *const pool = engine->engine.pool()) memory.push_back(&pool->memory());
-    const auto count = static_cast<int32_t>(memory.size());
-    for (int32_t k = 0; k < count && k < size; ++k) {
-        starts[k] = memory[k]->at(0);
-        stops[k] = memory[k]->at(memory[k]->nbytes());
-    }
+    int32_t count = 0;
+    std::string unsaid;
+    guarded(unsaid, [&] {
+        auto memory = engine->engine.arena().memory();
+        if (const penstock::Pool *const pool = engine->engine.pool()) memory.push_back(&pool->memory());
+        count = static_cast<int32_t>(memory.size());
+        for (int32_t k = 0; k < count && k < size; ++k) {
+            starts[k] = memory[k]->at(0);
+            stops[k] = memory[k]->at(memory[k]->nbytes());
+        }
+        return true;
+    });
     return count;
 }
 
@@ -155,10 +154,16 @@ void ps_units_stats(const ps_engine *engine, ps_statistics *statistics) {
 }
 
 int64_t ps_units_changes(const ps_engine *engine, ps_change *changes, int64_t size) {
-    const penstock::Pool *const pool = engine->engine.pool();
-    const std::vector<ps_change> found = pool ? pool->changes() : std::vector<ps_change>();
-    std::copy_n(found.begin(), std::min(size, static_cast<int64_t>(found.size())), changes);
-    return static_cast<int64_t>(found.size());
+    int64_t count = 0;
+    std::string unsaid;
+    guarded(unsaid, [&] {
+        const penstock::Pool *const pool = engine->engine.pool();
+        const std::vector<ps_change> found = pool ? pool->changes() : std::vector<ps_change>();
+        count = static_cast<int64_t>(found.size());
+        std::copy_n(found.begin(), std::min(size, count), changes);
+        return true;
+    });
+    return count;
 }
 
 const char *ps_error(const ps_engine *engine) { return engine->error.c_str(); }

@@ -14,6 +14,20 @@ namespace penstock {
 namespace {
 
 constexpr int64_t OWN_BYTES = 8 << 20;  // that an engine takes beside its arena, page tables included
+constexpr int64_t UNIT_BYTES = 32;      // that Residency keeps for each unit,
+constexpr int64_t GRANULE_BYTES = 32;   // and AdaptiveArena for each granule
+
+// Whether so much memory can be had: the system kills a process that takes more than its group has.
+bool has_room(int64_t nbytes, int64_t available) { return nbytes <= available - OWN_BYTES; }
+
+void refuse_without_room(int64_t nbytes) {
+    const int64_t available = available_bytes();
+    if (!has_room(nbytes, available))
+        throw Failure(PS_STREAM, "weights take " + std::to_string(nbytes) + " bytes of memory, and " +
+                                     std::to_string(OWN_BYTES) + " the engine itself, where the system or a control "
+                                     "group leaves " + std::to_string(available) +
+                                     ": lower the budget, or raise the group's limit");
+}
 
 int64_t layout_nbytes(const Plan &plan) { return plan.segments.empty() ? 0 : plan.segments.back().stop; }
 
@@ -55,9 +69,17 @@ class AnonymousArena final : public PagedArena {
 
   private:
     int64_t bring(Range range) override {
+        make_room(range);
         int64_t brought = 0;
         pages(range, [&](const Pages &some) { brought += read(some.range); });
         return brought;
+    }
+
+    // For the bytes that a plan has room for, `open_arena` has found memory. One that fills more is not proved.
+    void make_room(Range range) override {
+        int64_t held, peak;
+        held_.sizes(&held, &peak);
+        if (held > plan_.arena_bytes) refuse_without_room(range.nbytes());
     }
 };
 
@@ -210,30 +232,19 @@ void PagedArena::refuse_inside_page(Range range, const Range &segment) {
                                    " bytes: make the plan's granule a multiple of the page size");
 }
 
-// Whether so much memory can be had: the system kills a process that takes more than its group has.
-static bool has_room(int64_t nbytes, int64_t available) { return nbytes <= available - OWN_BYTES; }
-
-static void refuse_without_room(int64_t nbytes) {
-    const int64_t available = available_bytes();
-    if (!has_room(nbytes, available))
-        throw Failure(PS_STREAM, "weights take " + std::to_string(nbytes) + " bytes of memory, and " +
-                                     std::to_string(OWN_BYTES) + " the engine itself, where the system or a control "
-                                     "group leaves " + std::to_string(available) +
-                                     ": lower the budget, or raise the group's limit");
-}
-
 std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const ps_options &options) {
     if (options.debug && plan.arena_bytes && !plan.contiguous)
         throw Failure(PS_PLAN, "the native engine cannot make reads of dropped weights fault in a paged arena: leave "
                                "debug=True out, or plan with arena='contiguous'");
-    const int64_t units = plan.pool ? plan.pool->nbytes : 0;
+    const int64_t units = plan.pool ? plan.pool->nbytes + UNIT_BYTES * plan.pool->units : 0;
     const int64_t beside = plan.outside_bytes + units;  // what stays outside of the arena comes later, and so do units
     const int64_t whole = plan.arena_bytes + beside;
     if (plan.mapped && !plan.contiguous && source.maps() && supports_populate()) {
         // What is mapped can always be taken back; private granules and what is outside cannot.
         if (beside) refuse_without_room(beside);
         const bool adapts = source.direct() && plan.granule % HUGE_PAGE == 0 && supports_move();
-        if (adapts && has_room(whole, available_bytes())) return std::make_unique<AdaptiveArena>(plan, source, options);
+        const int64_t kept = GRANULE_BYTES * (layout_nbytes(plan) / plan.granule);
+        if (adapts && has_room(whole + kept, available_bytes())) return std::make_unique<AdaptiveArena>(plan, source, options);
         return std::make_unique<MappedArena>(plan, source, options);
     }
     refuse_without_room(whole);

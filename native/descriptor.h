@@ -37,8 +37,9 @@ auto uninterrupted(Call call) {
     return result;
 }
 
+// Opens a file. A pipe is opened too, to be refused, and not waited for.
 inline Descriptor open_file(const std::string &path, int flags, mode_t mode = 0) {
-    return Descriptor(uninterrupted([&] { return ::open(path.c_str(), flags | O_CLOEXEC, mode); }));
+    return Descriptor(uninterrupted([&] { return ::open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK, mode); }));
 }
 
 // Writes all bytes: the system may take fewer at once. False where it refuses, as errno says.

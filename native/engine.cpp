@@ -63,6 +63,9 @@ Engine::Engine(const char *payload, const char *plan, const char *folder, const 
     } catch (const std::system_error &) {
         stop();
         throw Failure(PS_STREAM, "the system refused a thread that reads weights: raise its limit (ulimit -u)");
+    } catch (...) {
+        stop();
+        throw;
     }
 }
 
@@ -290,35 +293,37 @@ void Engine::load_on_demand(const Ranges &needed) {
 
 void Engine::read() {
     Taken taken;
-    while (take(taken)) {
+    while (true) {
         std::optional<Sentence> error;
         int64_t moved = 0, written = 0;
+        taken.left = nullptr;
         try {
+            if (!take(taken)) return;
             for (const Piece &piece : taken.pieces)
                 (piece.out ? written : moved) += piece.out ? arena_->write_out(piece.range) : arena_->fill(piece.range);
-        } catch (const Failure &failure) {
-            error = {failure.status, failure.what()};
+        } catch (...) {
+            error = caught();
         }
         std::lock_guard<std::mutex> guard(lock_);
-        --in_flight_;
+        if (taken.left) --in_flight_;
         bytes_moved_ += moved;
         bytes_read_ += moved;
         bytes_written_ += written;
         if (!error)
             for (const Piece &piece : taken.pieces) --(*taken.left)[piece.mark];
         else if (!error_)
-            error_ = error;
+            error_ = std::move(error);
         arrived_.notify_all();
     }
 }
 
-// Waits until a piece may start. Small pieces of one pass that may all start are taken together.
+// Waits until a piece may start; `left` stays null where that fails. Small pieces of one pass that may all start are taken
+// together.
 bool Engine::take(Taken &taken) {
     std::unique_lock<std::mutex> guard(lock_);
     work_.wait(guard, [this] { return closed_ || startable(); });
     if (closed_) return false;
     taken.pieces.clear();
-    taken.left = position_.ahead ? position_.left_ahead : position_.left;
     int64_t nbytes = 0;
     while (position_.may_start(position_.index)) {
         const Piece &piece = position_.queue->pieces[position_.index];
@@ -327,6 +332,7 @@ bool Engine::take(Taken &taken) {
         taken.pieces.push_back(piece);
         ++position_.index;
     }
+    taken.left = position_.ahead ? position_.left_ahead : position_.left;
     ++in_flight_;
     position_.turn(following(*position_.method));
     wake_reader();

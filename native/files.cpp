@@ -166,7 +166,7 @@ bool Source::tells_cached() const {
 
 int64_t Source::nbytes() const {
     int64_t sum = 0;
-    for (const Open &one : files_) sum += one.nbytes;
+    for (const Open &one : files_) sum = add_size(sum, one.nbytes);
     return sum;
 }
 

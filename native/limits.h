@@ -8,9 +8,8 @@ namespace penstock {
 
 constexpr int64_t UNKNOWN = INT64_MAX;
 
-// The bytes that could hold data or page cache, UNKNOWN where the system does not say: the least of what the system
-// has available and of what is left of the limit of each control group of memory (version 1 or 2) from this
-// process's up to the root. The page cache of a group counts as available, because it can be reclaimed.
+// Returns the bytes that could hold data or page cache, UNKNOWN where the system does not say: runtime/system/limits.py,
+// `memory_limit`, in C++. `proc` and `groups` stand for /proc and /sys/fs/cgroup.
 int64_t available_bytes(const std::string &proc = "/proc", const std::string &groups = "/sys/fs/cgroup");
 
 }  // namespace penstock

@@ -46,6 +46,7 @@ void MappedArena::find_files() {
     behind_.resize(plan_.segments.size());
     for (size_t s = 0; s < plan_.storages.size(); ++s) {
         if (plan_.places[s] < 0) continue;
+        if (plan_.storages[s].produced) unmappable("storage " + std::to_string(s) + " cannot be mapped: it lies in no file");
         for (const Extent &extent : plan_.storages[s].extents) {
             const int64_t start = plan_.places[s] + extent.storage_offset, base = start - extent.file_offset;
             const int segment = segment_of(start);
@@ -59,12 +60,19 @@ void MappedArena::find_files() {
                            std::to_string(base));
         }
     }
-    for (size_t s = 0; s < behind_.size(); ++s)
-        if (behind_[s].file >= 0 && segment_pages(s).start < behind_[s].base)
-            unmappable("segment " + std::to_string(s) + " cannot be mapped: it begins at layout offset " +
-                       std::to_string(segment_pages(s).start) + ", before its file " +
-                       std::to_string(behind_[s].file) + ", whose first byte is at " +
-                       std::to_string(behind_[s].base));
+    for (size_t s = 0; s < behind_.size(); ++s) {
+        const auto [file, base] = behind_[s];
+        if (file < 0) continue;
+        const Range pages = segment_pages(s);
+        const std::string where = "segment " + std::to_string(s) + " cannot be mapped: it ";
+        if (pages.start < base)
+            unmappable(where + "begins at layout offset " + std::to_string(pages.start) + ", before its file " +
+                       std::to_string(file) + ", whose first byte is at " + std::to_string(base));
+        if (pages.stop > base + round_up(plan_.files[file].nbytes, PAGE))
+            unmappable(where + "ends at layout offset " + std::to_string(pages.stop) + ", behind its file " +
+                       std::to_string(file) + ", whose " + std::to_string(plan_.files[file].nbytes) + " bytes begin at " +
+                       std::to_string(base));
+    }
 }
 
 void MappedArena::map_file(Reservation &memory, size_t segment, Range range) const {

@@ -2,13 +2,10 @@
 
 #include <set>
 
-#include "failure.h"
-#include "json.h"
 #include "memory.h"
+#include "sparse/served.h"
 
 namespace penstock {
-
-using Json = nlohmann::json;
 
 namespace {
 
@@ -88,10 +85,9 @@ const Method *Plan::method(int graph) const {
 
 Ranges Plan::cut(const Ranges &ranges) const {
     Ranges parts;
-    const int64_t most = std::max<int64_t>(PIECE / granule, 1) * granule;
     for (const Range &whole : ranges)
-        for (int64_t start = whole.start; start < whole.stop; start += most)
-            parts.push_back({start, std::min(start + most, whole.stop)});
+        for (int64_t start = whole.start; start < whole.stop; start += piece)
+            parts.push_back({start, std::min(start + piece, whole.stop)});
     return parts;
 }
 
@@ -152,6 +148,16 @@ static void check_inside(const Plan &plan, const Ranges &ranges) {
     }
 }
 
+// Refuses segments that overlap, or of which two in a paged arena share a granule: one would drop bytes of the other.
+static void check_segments(const Plan &plan) {
+    int64_t reached = 0;
+    for (const Range &one : plan.segments) {
+        if (reached > (plan.contiguous ? one.start : round_down(one.start, plan.granule)))
+            refuse("the segment from byte " + std::to_string(one.start) + " of the layout reaches into another");
+        reached = one.stop;
+    }
+}
+
 static void read_arena(Plan &plan, const Json &json) {
     const Json &arena = json.at("arena");
     plan.contiguous = arena.at("kind") == "contiguous";
@@ -164,22 +170,27 @@ static void read_arena(Plan &plan, const Json &json) {
     const size_t count = plan.storages.size();
     if (plan.granule < 1 || plan.layout.size() != count || plan.arena_bytes < 0) refuse("the arena has no such shape");
     std::sort(plan.segments.begin(), plan.segments.end());
+    check_segments(plan);
     check_inside(plan, plan.resident);
     plan.places = plan.contiguous ? json.at("addresses").get<std::vector<int64_t>>() : plan.layout;
-    for (const Json &outside : json.at("outside")) {
-        const int64_t storage = outside;
-        if (storage < 0 || storage >= static_cast<int64_t>(count)) refuse("there is no storage outside the arena");
-        plan.layout[storage] = -1;
-        plan.outside_bytes += plan.storages[storage].nbytes;
-        if (!plan.contiguous) plan.places[storage] = -1;
-    }
     if (plan.places.size() != count) refuse("there is not one address for each storage");
+    std::set<int64_t> outside;
+    for (const Json &one : json.at("outside")) {
+        const int64_t storage = one;
+        if (storage < 0 || storage >= static_cast<int64_t>(count)) refuse("there is no storage outside the arena");
+        if (!outside.insert(storage).second) refuse("storage " + std::to_string(storage) + " is outside the arena twice");
+        plan.layout[storage] = plan.places[storage] = -1;
+        plan.outside_bytes = add_size(plan.outside_bytes, plan.storages[storage].nbytes);
+    }
     const int64_t end = plan.contiguous ? plan.arena_bytes : plan.segments.empty() ? 0 : plan.segments.back().stop;
     for (size_t s = 0; s < count; ++s) {
         const int64_t place = plan.places[s], nbytes = plan.storages[s].nbytes;
         if (place >= 0 && (place % 64 != plan.storages[s].phase || nbytes > end || place > end - nbytes))
             refuse("storage " + std::to_string(s) + " has no room in the arena, or another phase there");
-        if (place < 0) plan.layout[s] = -1;
+        if (place < 0 || plan.layout[s] < 0)
+            plan.layout[s] = plan.places[s] = -1;
+        else if (nbytes)
+            check_inside(plan, {{plan.layout[s], plan.layout[s] + nbytes}});
     }
 }
 
@@ -191,8 +202,13 @@ static void place_produced(Plan &plan) {
     for (Storage &one : plan.storages) {
         if (!one.produced || !one.nbytes) continue;
         one.extents = {{static_cast<int>(plan.files.size()), end, 0, one.nbytes}};
-        end = (end + one.nbytes + unit - 1) / unit * unit;
+        end = round_up(add_size(end, one.nbytes), unit);
     }
+}
+
+// Whether a method has a boundary of its own, in place of the plan's.
+static bool has_boundary(const Json &schedule) {
+    return schedule.contains("boundary") && !schedule.at("boundary").is_null();
 }
 
 // The bytes of the storages that a step reads, or writes, beside the resident ones.
@@ -216,6 +232,21 @@ static bool continues(const Plan &plan, const Json &steps) {
             if (plan.storages[s.get<int>()].produced && plan.layout[s.get<int>()] >= 0) read.insert(s.get<int>());
     }
     return !std::includes(written.begin(), written.end(), read.begin(), read.end());
+}
+
+// The bytes of all ranges that the plan brings or copies out, one after another.
+static int64_t moved_nbytes(const Json &json) {
+    int64_t sum = 0;
+    const auto add = [&](const Json &ranges) {
+        for (const Range &one : read_ranges(ranges)) sum = add_size(sum, one.nbytes());
+    };
+    add(json.at("resident"));
+    add(json.at("boundary"));
+    for (const Json &schedule : json.at("schedules")) {
+        add(schedule.at("transfers"));
+        if (has_boundary(schedule)) add(schedule.at("boundary"));
+    }
+    return sum;
 }
 
 static const Json &trace_of(const Json &traces, int graph) {
@@ -264,7 +295,7 @@ static Method read_method(const Plan &plan, const Json &json, const Json &schedu
     std::vector<Piece> pieces;
     method.boundary = read_ranges(boundary);
     check_inside(plan, method.boundary);
-    method.crosses_calls = schedule.contains("boundary") && !schedule.at("boundary").is_null();
+    method.crosses_calls = has_boundary(schedule);
     for (const Json &transfer : schedule.at("transfers")) {
         const int step = step_in(transfer, "step", 0, n);
         const int after = step_in(transfer, "after", method.before == method.graph ? step - n : -m, step);
@@ -319,16 +350,16 @@ Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
     try {
         Plan plan{};
         for (const Json &one : payload.at("files"))
-            plan.files.push_back({one.at("path"), one.at("nbytes"), one.at("mtime_ns"), one.at("inode"),
+            plan.files.push_back({one.at("path"), one.at("nbytes"), wide_number(one.at("mtime_ns")), wide_number(one.at("inode")),
                                   one.at("header_sha256"), one.at("sampled_sha256")});
         for (const Json &one : payload.at("storages")) plan.storages.push_back(read_storage(one, plan.files));
         plan.barrier = json.at("wrap") == "barrier";
         read_arena(plan, json);
         if (json.contains("pool") && !json.at("pool").is_null()) plan.pool = read_pool(json, plan.storages);
         place_produced(plan);
+        plan.piece = std::max(std::max(PIECE, moved_nbytes(json) / MOST_PIECES) / plan.granule, int64_t{1}) * plan.granule;
         for (const Json &schedule : json.at("schedules")) {
-            const bool own = schedule.contains("boundary") && !schedule.at("boundary").is_null();
-            const Json &boundary = own ? schedule.at("boundary") : json.at("boundary");
+            const Json &boundary = (has_boundary(schedule) ? schedule : json).at("boundary");
             plan.methods.push_back(read_method(plan, json, schedule, boundary));
             read_probes(plan.methods.back(), payload);
         }
@@ -336,12 +367,12 @@ Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
         int64_t moved = 0, all = 0;
         for (const Method &one : plan.methods) {
             for (const Piece &piece : one.steady.pieces) {
-                if (!piece.out) moved += piece.range.nbytes();
+                if (!piece.out) moved = add_size(moved, piece.range.nbytes());
                 plan.spills = plan.spills || piece.out;
             }
             for (const Ranges &taken : one.takes) plan.keeps = plan.keeps || !taken.empty();
         }
-        for (const Storage &one : plan.storages) all += one.nbytes;
+        for (const Storage &one : plan.storages) all = add_size(all, one.nbytes);
         plan.repeated_bytes = std::min(moved, all);
         if (plan.methods.empty()) refuse("the plan has no schedule");
         return plan;

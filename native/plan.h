@@ -11,7 +11,8 @@
 
 namespace penstock {
 
-constexpr int64_t PIECE = 2 << 20;  // bytes that one reader takes at a time
+constexpr int64_t PIECE = 2 << 20;        // bytes that one reader takes at a time
+constexpr int64_t MOST_PIECES = 1 << 20;  // of all transfers of a plan: pieces of plans that move more than 2 TiB are larger
 
 struct WeightFile {
     std::string path;
@@ -70,6 +71,7 @@ struct Plan {
     std::vector<Storage> storages;
     bool contiguous, mapped, barrier;
     int64_t granule, arena_bytes;
+    int64_t piece;           // bytes, in whole granules
     int64_t outside_bytes;   // of what stays outside the arena
     int64_t repeated_bytes;  // that every pass reads again, at most
     std::vector<int64_t> layout;  // by storage, -1 where it is not in the arena

@@ -1,13 +1,28 @@
-// Half-open ranges of bytes, and their unions.
+// Half-open ranges of bytes, their unions, and sums of sizes.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <string>
 #include <vector>
 
+#include "failure.h"
+
 namespace penstock {
+
+// The largest size or count that a file may have (schedule/facts/validity.py has the same): far above any model, and so far
+// below overflow that a few of them, times 16, can be added.
+constexpr int64_t LARGEST_SIZE = int64_t{1} << 50;
+
+// Adds a size to a sum. Raises PS_PAYLOAD for a sum above the largest size.
+inline int64_t add_size(int64_t sum, int64_t nbytes) {
+    if (__builtin_add_overflow(sum, nbytes, &sum) || sum > LARGEST_SIZE)
+        throw Failure(PS_PAYLOAD, "the sizes in the payload add up to more than " + std::to_string(LARGEST_SIZE) +
+                                      " bytes, which no model has: export or compile again");
+    return sum;
+}
 
 struct Range {
     int64_t start, stop;

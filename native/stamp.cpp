@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "descriptor.h"
@@ -84,19 +83,22 @@ std::string read_header(int fd, const WeightFile &file, const std::string &path)
 std::set<int64_t> sample_offsets(const std::string &header, int64_t nbytes, const std::string &path) {
     std::vector<std::pair<int64_t, int64_t>> tensors;
     try {
-        const auto fields = nlohmann::json::parse(header.begin() + PREFIX, header.end());
+        const Json fields = parse_json(header.substr(PREFIX), path);
         for (const auto &[name, entry] : fields.items()) {
             if (name == "__metadata__") continue;
             const auto &ends = entry.at("data_offsets");
             tensors.emplace_back(ends.at(0), ends.at(1));
         }
-    } catch (const nlohmann::json::exception &) {
+    } catch (const Json::exception &) {
         other(path, "header");
     }
     std::sort(tensors.begin(), tensors.end());
     std::vector<int64_t> large;
-    for (const auto &[start, stop] : tensors)
-        if (stop - start >= LARGE_TENSOR) large.push_back(static_cast<int64_t>(header.size()) + start);
+    const auto data = static_cast<int64_t>(header.size());
+    for (const auto &[start, stop] : tensors) {
+        if (start < 0 || stop < start || stop > nbytes - data) other(path, "header");
+        if (stop - start >= LARGE_TENSOR) large.push_back(data + start);
+    }
     std::set<int64_t> offsets;
     const int64_t last = std::max<int64_t>(nbytes - 1, 0), count = static_cast<int64_t>(large.size());
     const int64_t chosen = std::min(count, TENSOR_SAMPLES);

@@ -29,19 +29,21 @@ struct Caller final : penstock::Probes {
 
 template <typename Run>
 ps_status guarded(char *error, size_t size, Run run) {
-    const auto say = [&](ps_status status, const std::string &text) {
-        std::snprintf(error, size, "%s", text.substr(0, text.find('\n')).c_str());
-        return status;
+    const auto say = [&](const char *begin) {
+        const penstock::Sentence found = penstock::caught();
+        const size_t end = std::min(found.text.find('\n'), found.text.size());
+        std::snprintf(error, size, "%s%.*s", begin, static_cast<int>(end), found.text.c_str());
+        return found.status;
     };
     try {
         run();
         return PS_OK;
-    } catch (const Failure &failure) {
-        return say(failure.status, failure.what());
+    } catch (const Failure &) {
+        return say("");
     } catch (const std::bad_alloc &) {
-        return say(PS_STREAM, "there is not enough memory: lower the budget or free some");
-    } catch (const std::exception &found) {
-        return say(PS_STREAM, std::string("the compiled code failed: ") + found.what());
+        return say("");
+    } catch (...) {
+        return say("the compiled code failed: ");
     }
 }
 

@@ -131,7 +131,11 @@ class ParkedTeam {
     ParkedTeam() {
         if (at::get_num_threads() == 1) return;
         thread_ = std::thread([this] {
-            at::ones({SHARED_OUT}).add_(1);
+            try {
+                at::ones({SHARED_OUT}).add_(1);
+            } catch (const std::exception &) {
+                // Without memory there is no second team; what computes will say so.
+            }
             std::unique_lock<std::mutex> guard(lock_);
             parked_ = true;
             turned_.notify_all();

@@ -49,9 +49,9 @@ Error guarded(Run run) {
     } catch (const Json::exception &error) {
         return say(Error::InvalidProgram, std::string("the payload is malformed (") + error.what() + "): export it again");
     } catch (const std::bad_alloc &) {
-        return say(Error::MemoryAllocationFailed, "there is not enough memory: lower the budget or free some");
-    } catch (const std::exception &error) {
-        return say(Error::Internal, error.what());
+        return say(Error::MemoryAllocationFailed, caught().text);
+    } catch (...) {
+        return say(Error::Internal, caught().text);
     }
 }
 

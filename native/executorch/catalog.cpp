@@ -1,6 +1,7 @@
 #include "catalog.h"
 
 #include <executorch/runtime/core/exec_aten/util/scalar_type_util.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_dimension_limit.h>
 
 #include <algorithm>
 #include <array>
@@ -41,9 +42,13 @@ bool is_order(Numbers order, size_t dimensions) {
 }
 
 bool fits(const Numbers &shape, int64_t offset, int64_t nbytes, int64_t room) {
-    for (const int64_t size : shape)
-        if (size < 0 || size > INT32_MAX || __builtin_mul_overflow(nbytes, size, &nbytes)) return false;
-    return offset >= 0 && offset <= room && nbytes <= room - offset;
+    bool empty = false;
+    if (shape.size() > executorch::runtime::kTensorDimensionLimit) return false;
+    for (const int64_t size : shape) {
+        empty = empty || !size;  // the strides of a tensor without items count the other sizes
+        if (size < 0 || size > INT32_MAX || __builtin_mul_overflow(nbytes, std::max<int64_t>(size, 1), &nbytes)) return false;
+    }
+    return offset >= 0 && offset <= room && nbytes <= (empty ? LARGEST_SIZE : room - offset);
 }
 
 // Tells whether a part has the strides of a dense tensor with dimensions in this order.
@@ -61,7 +66,11 @@ bool has_order(const Json &part, const Numbers &shape, const Numbers &order) {
 Catalog::Catalog(const Json &payload, const Json &plan) {
     for (const Json &one : payload.at("storages"))
         storages_.push_back({one.at("nbytes"), one.at("kind") == "mutable", false});
-    for (const Json &one : plan.at("outside")) storages_.at(one.get<size_t>()).outside = true;
+    for (const Json &one : plan.at("outside")) {
+        const auto storage = one.get<size_t>();
+        if (storage >= storages_.size()) throw Failure(PS_PAYLOAD, "the plan keeps a storage in memory that there is not: export it again");
+        storages_[storage].outside = true;
+    }
     for (const Json &trace : plan.at("traces")) {
         auto &steps = reads_[trace.at("graph")];
         for (const Json &step : trace.at("steps")) steps.push_back(step.at("reads").get<std::set<int64_t>>());

@@ -4,6 +4,7 @@
 
 #include "../failure.h"
 #include "../json.h"
+#include "../limits.h"
 #include "../run/ladder.h"
 
 namespace penstock {
@@ -59,8 +60,13 @@ Json read_payload(const NamedDataMap &map, const std::string &key) {
     return payload;
 }
 
-// Zeros, aligned.
+// Zeros, aligned. Refuses a size that the system or a control group has no room for: it may grant memory and, once it is
+// written, kill the process.
 Memory make_memory(int64_t nbytes) {
+    const int64_t available = available_bytes();
+    if (nbytes < 0 || nbytes > LARGEST_SIZE || nbytes > available)
+        throw Failure(PS_STREAM, "the program asks for " + std::to_string(nbytes) + " bytes of memory beside its arena, and " +
+                                     std::to_string(available) + " are available: free some, or export it again");
     void *memory = nullptr;
     if (posix_memalign(&memory, ALIGNMENT, std::max<int64_t>(nbytes, 1)) != 0) throw std::bad_alloc();
     return Memory(static_cast<char *>(std::memset(memory, 0, nbytes)));
@@ -179,7 +185,7 @@ void LoadedProgram::fill_outside(const Json &plan, const Json &storages) {
         Memory memory = make_memory(phase + nbytes);
         char *const address = memory.get() + phase;
         outside_[storage] = {std::move(memory), address};
-        outside_bytes_ += phase + nbytes;
+        outside_bytes_ = add_size(outside_bytes_, phase + nbytes);
         char error[4096];
         const ps_status status = ps_fetch(engine_.get(), storage, address, error, sizeof error);
         if (status != PS_OK) throw Failure(status, error);

@@ -138,6 +138,8 @@ NamedWeights::NamedWeights(const NamedDataMap &loaded, const std::string &path, 
 void NamedWeights::open_data_file(const std::string &path) {
     const Descriptor fd = open_file(path, O_RDONLY);
     if (fd < 0) throw Failure(PS_SOURCE, path + " cannot be opened (" + std::strerror(errno) + "): put the file back");
+    struct stat status;
+    if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) throw Failure(PS_SOURCE, path + " is no file: put the .ptd back");
     const std::string own = "/proc/self/fd/" + std::to_string(fd);
     Result<MmapDataLoader> loader = MmapDataLoader::from(own.c_str(), MmapDataLoader::MlockConfig::NoMlock);
     if (loader.ok()) loader_ = std::make_unique<MmapDataLoader>(std::move(loader.get()));
@@ -212,7 +214,9 @@ Json NamedWeights::placed(Json payload) const {
         for (size_t k = 0; k < paths_.size(); ++k) add(paths_[k], sizes_[k]);
     for (Json &storage : payload.at("storages"))
         for (Json &extent : storage.at("extents")) {
-            const Entry &entry = entries_.at(extent.at("file").get<size_t>());
+            const auto number = extent.at("file").get<size_t>();
+            if (number >= entries_.size()) throw Failure(PS_PAYLOAD, "an extent names no entry: export the program again");
+            const Entry &entry = entries_[number];
             const int64_t offset = extent.at("file_offset"), nbytes = extent.at("nbytes");
             if (offset < 0 || nbytes < 0 || nbytes > entry.nbytes || offset > entry.nbytes - nbytes)
                 throw Failure(PS_PAYLOAD, "an extent lies outside its entry: export the program again");

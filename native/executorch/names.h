@@ -9,7 +9,7 @@
 #include <executorch/runtime/core/result.h>
 #include <executorch/runtime/core/span.h>
 
-#include <nlohmann/json.hpp>
+#include "../json.h"
 
 namespace penstock {
 
@@ -22,6 +22,4 @@ using executorch::runtime::FreeableBuffer;
 using executorch::runtime::NamedDataMap;
 using executorch::runtime::Result;
 using executorch::runtime::Span;
-using Json = nlohmann::json;
-
 }  // namespace penstock

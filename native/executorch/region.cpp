@@ -41,8 +41,8 @@ Region::Region(const NamedDataMap &map, const Json &facts, const LoadOptions &op
       step_(facts.at("steps").at(0) == facts.at("steps").at(1) ? -1 : facts.at("steps").at(0).get<int>()),
       inputs_(facts.at("inputs")),
       outputs_(facts.at("outputs")),
-      last_(region_ + 1 == facts.at("regions")),
-      program_(LoadedProgram::of(map, facts.at("payload"), facts.at("budget").is_null() ? -1 : facts.at("budget").get<int64_t>(),
+      last_(int64_t{region_} + 1 == facts.at("regions")),
+      program_(LoadedProgram::of(map, facts.at("payload"), facts.at("budget").is_null() ? -1 : wide_number(facts.at("budget")),
                                  options)),
       memory_(&structures_, program_->scratch(), &temporary_) {
     program_->catalog().check(facts);

@@ -9,8 +9,6 @@
 
 namespace penstock {
 
-using Json = nlohmann::json;
-
 namespace {
 
 constexpr int OLDEST = 5, NEWEST = 11;  // versions of payloads

@@ -2,8 +2,9 @@
 #pragma once
 
 #include <map>
-#include <nlohmann/json.hpp>
 #include <string>
+
+#include "../json.h"
 
 namespace penstock {
 
@@ -15,10 +16,10 @@ class Artifact {
 
     const std::string &folder() const { return folder_; }
     const std::string &text() const { return text_; }
-    const nlohmann::json &payload() const { return payload_; }
+    const Json &payload() const { return payload_; }
 
     // The method of a name, or the only one for an empty name. Raises PS_PLAN for a method that is not there.
-    const nlohmann::json &method(const std::string &name) const;
+    const Json &method(const std::string &name) const;
 
     // A file of the lowered program; nothing for one that it does not have.
     std::string_view program_file(const std::string &name) const;
@@ -27,7 +28,7 @@ class Artifact {
     void read_program();
 
     std::string folder_, text_;
-    nlohmann::json payload_;
+    Json payload_;
     std::string program_;                                      // the zip
     std::map<std::string, std::pair<size_t, size_t>> entries_;  // where its files begin in it, and their bytes
 };

@@ -3,15 +3,12 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../failure.h"
 
 namespace penstock {
 
-using Json = nlohmann::json;
-
 int64_t weight_nbytes(const Json &payload) {
     int64_t nbytes = 0;
-    for (const Json &one : payload.at("storages")) nbytes += one.at("nbytes").get<int64_t>();
+    for (const Json &one : payload.at("storages")) nbytes = add_size(nbytes, one.at("nbytes"));
     return nbytes;
 }
 

@@ -108,10 +108,10 @@ double seconds_since(std::chrono::steady_clock::time_point began) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-void report(const Arguments &asked, nlohmann::json facts, const std::vector<penstock::NamedTensor> &outputs) {
-    facts["outputs"] = nlohmann::json::object();
+void report(const Arguments &asked, penstock::Json facts, const std::vector<penstock::NamedTensor> &outputs) {
+    facts["outputs"] = penstock::Json::object();
     for (const penstock::NamedTensor &one : outputs)
-        facts["outputs"][one.name] = one.dtype + " " + nlohmann::json(one.shape).dump();
+        facts["outputs"][one.name] = one.dtype + " " + penstock::Json(one.shape).dump();
     if (asked.json) {
         std::cout << facts.dump(2) << std::endl;
         return;
@@ -131,17 +131,17 @@ void run(const Arguments &asked) {
     const auto began = std::chrono::steady_clock::now();
     const penstock::Artifact artifact(asked.artifact);
     const int64_t budget = penstock::parse_size(asked.budget, penstock::weight_nbytes(artifact.payload()));
-    const nlohmann::json &plan =
+    const penstock::Json &plan =
         penstock::find_plan(artifact.payload(), budget, artifact.folder(), "compile it with --ladder");
     if (!asked.output.empty() && !asked.force) penstock::refuse_existing(asked.output);
     penstock::StreamedProgram program(artifact, plan, asked.run, interrupted);
     program.bind(asked.input.empty() ? std::vector<penstock::NamedTensor>() : penstock::read_tensors(asked.input));
-    nlohmann::json facts{{"budget", budget}, {"plan_budget", plan.at("budget")}, {"load_seconds", seconds_since(began)}};
+    penstock::Json facts{{"budget", budget}, {"plan_budget", plan.at("budget")}, {"load_seconds", seconds_since(began)}};
     for (int k = 0; k < asked.passes; ++k) facts["pass_seconds"].push_back(program.run());
     const ps_statistics found = program.statistics();
     int64_t outside = 0;
     for (const auto &storage : plan.at("outside"))
-        outside += artifact.payload()["storages"][storage.get<size_t>()]["nbytes"].get<int64_t>();
+        outside = penstock::add_size(outside, artifact.payload().at("storages").at(storage.get<size_t>()).at("nbytes"));
     facts["bytes_moved"] = found.bytes_moved;
     facts["misses"] = found.misses;
     facts["stall_seconds"] = static_cast<double>(found.stall_ns) * 1e-9;

@@ -18,8 +18,6 @@
 
 namespace penstock {
 
-using Json = nlohmann::json;
-
 namespace {
 
 constexpr int PATIENCE_MS = 50;
@@ -81,16 +79,24 @@ void StreamedProgram::State::read_outside(const Json &storages, const Json &plan
     std::mutex lock;
     std::optional<Sentence> failure;
     const auto read = [&] {
-        char error[4096];
-        for (size_t k; (k = next++) < outside.size() && !interrupted;) {
-            void *const address = buffers[outside[k]].data_ptr();
-            const ps_status status = ps_fetch(engine.get(), static_cast<int32_t>(outside[k]), address, error, sizeof error);
+        try {
+            char error[4096];
+            for (size_t k; (k = next++) < outside.size() && !interrupted;) {
+                void *const address = buffers[outside[k]].data_ptr();
+                const ps_status status = ps_fetch(engine.get(), static_cast<int32_t>(outside[k]), address, error, sizeof error);
+                if (status != PS_OK) throw Failure(status, error);
+            }
+        } catch (...) {
             const std::lock_guard<std::mutex> guard(lock);
-            if (status != PS_OK) failure = {status, error};
+            failure = caught();
         }
     };
     std::vector<std::thread> threads;
-    for (int k = 1; k < readers; ++k) threads.emplace_back(read);
+    try {
+        for (int k = 1; k < readers; ++k) threads.emplace_back(read);
+    } catch (const std::exception &) {
+        // This thread reads what others would have read.
+    }
     read();
     for (std::thread &one : threads) one.join();
     if (failure) throw Failure(*failure);

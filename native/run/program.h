@@ -21,7 +21,7 @@ struct RunOptions {
 class StreamedProgram {
   public:
     // Loads a method of an artifact, whose weights stream by `plan`. Raises Failure.
-    StreamedProgram(const Artifact &artifact, const nlohmann::json &plan, const RunOptions &options,
+    StreamedProgram(const Artifact &artifact, const Json &plan, const RunOptions &options,
                     const volatile std::sig_atomic_t &interrupted);
     ~StreamedProgram();
     StreamedProgram(const StreamedProgram &) = delete;

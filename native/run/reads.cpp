@@ -1,15 +1,12 @@
 #include "reads.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "../aoti/package.h"
 #include "../failure.h"
 #include "../sparse/served.h"
 
 namespace penstock {
-
-using Json = nlohmann::json;
 
 namespace {
 

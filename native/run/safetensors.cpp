@@ -8,15 +8,15 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <random>
 
 #include "../descriptor.h"
-#include "../failure.h"
+#include "../json.h"
+#include "../limits.h"
 
 namespace penstock {
 
-using Json = nlohmann::ordered_json;
+using Header = JsonOf<nlohmann::ordered_map>;  // in the order of the file
 
 namespace {
 
@@ -54,7 +54,7 @@ const Dtype *find_dtype(const std::string &name, bool stored) {
     throw Failure(PS_SOURCE, path + " could not be " + what + " (" + std::strerror(errno) + ")");
 }
 
-TensorPlace place_of(const std::string &name, const Json &json, int64_t data, int64_t file_nbytes,
+TensorPlace place_of(const std::string &name, const Header &json, int64_t data, int64_t file_nbytes,
                      const std::string &path) {
     const Dtype *const dtype = find_dtype(json.at("dtype"), true);
     if (!dtype) refuse(path, "tensor " + name + " has the unknown dtype " + json.at("dtype").dump());
@@ -83,6 +83,15 @@ int64_t size_of(int fd, const std::string &path) {
     return status.st_size;
 }
 
+// Room for bytes of a file, whose size may be that of a hole: the system grants memory, and kills who writes too much of it.
+std::string make_room(int64_t nbytes, const std::string &path) {
+    const int64_t available = available_bytes();
+    if (nbytes > available)
+        throw Failure(PS_SOURCE, path + " has " + std::to_string(nbytes) + " bytes to be read at once, and " +
+                                     std::to_string(available) + " bytes of memory are available: free some");
+    return std::string(nbytes, 0);
+}
+
 // Removes the files that killed runs left: whoever is at work holds a lock on theirs. Their names are `prefix` and
 // eight hexadecimal digits; other names, links and pipes are somebody's own.
 void remove_stale(const std::string &folder, const std::string &prefix) {
@@ -94,7 +103,7 @@ void remove_stale(const std::string &folder, const std::string &prefix) {
         if (name.compare(0, prefix.size(), prefix) != 0 || name.size() != prefix.size() + 8 ||
             name.find_first_not_of("0123456789abcdef", prefix.size()) != std::string::npos)
             continue;
-        const Descriptor fd = open_file(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+        const Descriptor fd = open_file(path, O_RDONLY | O_NOFOLLOW);
         struct stat status;
         if (fd >= 0 && fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
             uninterrupted([&] { return flock(fd, LOCK_EX | LOCK_NB); }) == 0)
@@ -188,7 +197,7 @@ void read_exactly(int fd, const std::string &path, int64_t offset, void *address
 
 std::string read_file(const std::string &path) {
     const Descriptor fd = open_to_read(path);
-    std::string data(size_of(fd, path), 0);
+    std::string data = make_room(size_of(fd, path), path);
     read_exactly(fd, path, 0, data.data(), data.size());
     return data;
 }
@@ -203,11 +212,11 @@ std::vector<TensorPlace> read_header(int fd, const std::string &path, int64_t fi
     read_exactly(fd, path, 0, raw->data(), raw->size());
     std::vector<TensorPlace> places;
     try {
-        const Json header = Json::parse(raw->substr(8));
+        const auto header = parse_json<Header>(raw->substr(8), path);
         for (const auto &[name, json] : header.items())
             if (name != "__metadata__") places.push_back(place_of(name, json, raw->size(), file_nbytes, path));
-    } catch (const Json::exception &) {
-        refuse(path, "its header is malformed");
+    } catch (const Header::exception &error) {
+        refuse(path, std::string("its header is malformed (") + error.what() + ")");
     }
     return places;
 }
@@ -217,7 +226,7 @@ std::vector<NamedTensor> read_tensors(const std::string &path) {
     std::string raw;
     std::vector<NamedTensor> tensors;
     for (const TensorPlace &place : read_header(fd, path, size_of(fd, path), &raw)) {
-        std::string bytes(place.stop - place.start, 0);
+        std::string bytes = make_room(place.stop - place.start, path);
         read_exactly(fd, path, place.start, bytes.data(), bytes.size());
         tensors.push_back({place.name, place.dtype, place.shape, std::move(bytes)});
     }
@@ -243,7 +252,7 @@ void write_tensors(const std::string &path, const std::vector<NamedTensor> &tens
         return std::make_pair(-item_nbytes(one->dtype), one->name) <
                std::make_pair(-item_nbytes(other->dtype), other->name);
     });
-    Json header = Json::object();
+    Header header = Header::object();
     int64_t at = 0;
     for (const NamedTensor *one : sorted) {
         const int64_t stop = at + static_cast<int64_t>(one->bytes.size());

@@ -3,24 +3,23 @@
 
 #include <cstdint>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <string>
 
-#include "../failure.h"
+#include "../json.h"
 
 namespace penstock {
 
 // Raises PS_PLAN for sizes that the method was not exported for. `symbols` are the method's, and `seen` has the sizes of
 // those that inputs before had. With `only_examples`, the sizes of the export are the only ones that are taken.
 template <typename Sizes>
-void check_sizes(const nlohmann::json &input, const Sizes &sizes, const nlohmann::json &symbols, bool only_examples,
+void check_sizes(const Json &input, const Sizes &sizes, const Json &symbols, bool only_examples,
                  std::map<std::string, int64_t> &seen) {
     const std::string name = input.at("name");
     const auto refuse = [&](const std::string &expected, size_t position, int64_t got) {
         throw Failure(PS_PLAN, "input " + name + ".shape[" + std::to_string(position) + "]: expected " + expected +
                                    ", got " + std::to_string(got) + "; pass what the program was exported for");
     };
-    const nlohmann::json shape = input.value("shape", nlohmann::json::array());
+    const Json shape = input.value("shape", Json::array());
     if (shape.size() != sizes.size())
         throw Failure(PS_PLAN, "input " + name + ": expected " + std::to_string(shape.size()) + " dimensions, got " +
                                    std::to_string(sizes.size()) + "; pass what the program was exported for");
@@ -31,7 +30,7 @@ void check_sizes(const nlohmann::json &input, const Sizes &sizes, const nlohmann
             continue;
         }
         bool found = false;
-        for (const nlohmann::json &symbol : symbols) {
+        for (const Json &symbol : symbols) {
             if (symbol.at("name") != shape[k]) continue;
             found = true;
             const int64_t example = symbol.at("example");

@@ -331,12 +331,12 @@ void Pool::read() {
                     source_.read(one.file, one.file_offset, memory_.at(one.place), one.range.nbytes());
                     nbytes += one.range.nbytes();
                 });
-            } catch (const Failure &failure) {
-                error = {failure.status, failure.what()};
+            } catch (...) {
+                error = caught();
             }
             guard.lock();
             batch->nbytes += nbytes;
-            if (error && !batch->error) batch->error = error;
+            if (error && !batch->error) batch->error = std::move(error);
         }
         ++idle_, --reading_, --batch->readers;
         arrived_.notify_all();

@@ -3,19 +3,11 @@
 #include <algorithm>
 #include <string>
 
-#include "../failure.h"
-#include "../json.h"
-#include "../plan.h"
 #include "served.h"
 
 namespace penstock {
 
-using Json = nlohmann::json;
-
 namespace {
-
-// That places and sizes reach, so that sums of some, times 16, do not overflow.
-constexpr int64_t MOST_BYTES = int64_t{1} << 56;
 
 [[noreturn]] void refuse(const std::string &what) {
     throw Failure(PS_PAYLOAD, what + ": the payload and the plan do not belong together; plan it again");
@@ -70,7 +62,7 @@ void check_places(const PoolPlan &pool, const std::vector<Storage> &storages) {
     for (size_t s = 0; s < storages.size(); ++s) {
         const int64_t place = pool.layout[s];
         if (place < 0) continue;
-        if (place % 64 != storages[s].phase || storages[s].produced || place > MOST_BYTES || storages[s].nbytes > MOST_BYTES)
+        if (place % 64 != storages[s].phase || storages[s].produced)
             refuse("storage " + std::to_string(s) + " has no place in the pool, or another phase there");
         placed.emplace_back(place, s);
     }
@@ -83,7 +75,8 @@ void check_places(const PoolPlan &pool, const std::vector<Storage> &storages) {
 }
 
 void check_units(const PoolPlan &pool, const UnitRead &read, const std::string &where) {
-    for (int64_t number = 0; number < read.count; ++number) {
+    // Units lie in their granules in as many ways as a granule has bytes.
+    for (int64_t number = 0; number < std::min(read.count, pool.granule); ++number) {
         const Granules some = pool.granules(read, number);
         if (some.stop - some.first > pool.nbytes / pool.granule)
             refuse(where + " reads units of which one does not fit into the pool");
@@ -94,8 +87,8 @@ void check_units(const PoolPlan &pool, const UnitRead &read, const std::string &
 
 PoolPlan read_pool(const Json &plan, const std::vector<Storage> &storages) {
     const Json &json = plan.at("pool");
-    PoolPlan pool{json.at("nbytes"), json.at("granule"), json.at("layout"), {}};
-    if (pool.granule < 1 || pool.granule > MOST_BYTES || pool.nbytes < 0 || pool.layout.size() != storages.size())
+    PoolPlan pool{json.at("nbytes"), json.at("granule"), 0, json.at("layout"), {}};
+    if (pool.granule < 1 || pool.nbytes < 0 || pool.layout.size() != storages.size())
         refuse("the pool has no such shape");
     check_places(pool, storages);
     std::map<int, UnitRead> known;
@@ -111,7 +104,7 @@ PoolPlan read_pool(const Json &plan, const std::vector<Storage> &storages) {
                 const UnitRead read = read_unit_read(some, storages, where);
                 const auto [same, fresh] = known.emplace(read.storage, read);
                 const UnitRead &first = same->second;
-                if (fresh) check_units(pool, read, where);
+                if (fresh) check_units(pool, read, where), pool.units = add_size(pool.units, read.count);
                 if (!method.reads.emplace(step, read).second) refuse(where + " reads units of two storages");
                 if (read.count != first.count || read.offset != first.offset || read.stride != first.stride ||
                     read.nbytes != first.nbytes)

@@ -3,14 +3,11 @@
 
 #include <cstdint>
 #include <map>
-#include <nlohmann/json_fwd.hpp>
 #include <vector>
 
 #include "../ranges.h"
 
 namespace penstock {
-
-struct Storage;
 
 // A read of which a call names the units that it needs: slices of a storage on dimension 0, or runs of several.
 struct UnitRead {
@@ -34,6 +31,7 @@ struct UnitSteps {
 
 struct PoolPlan {
     int64_t nbytes, granule;
+    int64_t units;  // of all storages
     std::vector<int64_t> layout;  // by storage, -1 where its units are not in the pool
     std::vector<UnitSteps> methods;
 
@@ -45,8 +43,5 @@ struct PoolPlan {
 
     Range bytes(Granules some) const { return {some.first * granule, some.stop * granule}; }
 };
-
-// The pool of a plan that has one. Raises PS_PAYLOAD for one that cannot serve each of its reads.
-PoolPlan read_pool(const nlohmann::json &plan, const std::vector<Storage> &storages);
 
 }  // namespace penstock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ def find_mount(path: Path, table: Path = Path("/proc/mounts")) -> Mount:
     except OSError:
         return Mount("", "")
     real = path.resolve()
-    around = [fields for fields in mounts if real.is_relative_to(_unescaped(fields[1]))]
+    around = [fields for fields in mounts if real.is_relative_to(unescape(fields[1]))]
     if not around:
         return Mount("", "")
     # Of several mounts on one folder the last one covers the others.
@@ -28,7 +29,6 @@ def find_mount(path: Path, table: Path = Path("/proc/mounts")) -> Mount:
     return Mount(kind, device)
 
 
-def _unescaped(field: str) -> str:
-    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        field = field.replace(code, character)
-    return field
+def unescape(field: str) -> str:
+    """Return the text of a field of a table of mounts, which has blanks and the like as octal numbers."""
+    return re.sub(r"\\([0-3][0-7]{2})", lambda code: chr(int(code[1], 8)), field)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.demo import cgroup, disk
+from penstock.runtime.system.limits import own_groups
 from penstock.runtime.system.mounts import find_mount
 from tests.demo.screens import MIB
 
@@ -61,15 +62,17 @@ def test_a_group_kills_what_takes_too_much_and_leaves_nothing(tmp_path: Path) ->
 
 
 def test_no_group_is_made_where_there_are_no_cgroups(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("4:memory:/some\n0::/other\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("4:memory:/some\n0::/other\n")
     for folder in ("mount/memory/some", "mount/other"):
         (tmp_path / folder).mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    with cgroup.make_group(MIB, mount=tmp_path / "mount", own=own) as group:
+    own = own_groups(tmp_path, tmp_path / "mount")
+    assert len(own) == 2
+    with cgroup.make_group(MIB, own=own) as group:
         assert group is None
     assert sorted(tmp_path.rglob("*")) == before
-    with cgroup.make_group(MIB, mount=tmp_path / "mount", own=tmp_path / "missing") as group:
+    with cgroup.make_group(MIB, own=[]) as group:
         assert group is None
 
 
@@ -84,9 +87,10 @@ def test_no_group_is_made_where_there_are_no_cgroups(tmp_path: Path) -> None:
     ],
 )
 def test_where_a_group_can_be_made(tmp_path: Path, text: str, expected: list[tuple[str, int]]) -> None:
-    (tmp_path / "own").write_text(text)
-    (tmp_path / "memory/a/b").mkdir(parents=True)
-    found = cgroup.list_parents(tmp_path, tmp_path / "own")
+    for folder in ("self", "memory/a/b", "a/b"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "self/cgroup").write_text(text)
+    found = cgroup.list_parents(own_groups(tmp_path, tmp_path))
     assert found == [(tmp_path / folder, version) for folder, version in expected]
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-MOUNT = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
+from penstock.runtime.system.limits import OwnGroup, own_groups
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,13 @@ def join_group(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def make_group(
-    limit_bytes: int, *, mount: Path = MOUNT, own: Path = OWN_GROUPS
-) -> Iterator[MemoryGroup | None]:
-    """Yield a memory cgroup of `limit_bytes`, which is removed at the end; None if none can be made."""
+def make_group(limit_bytes: int, *, own: Sequence[OwnGroup] | None = None) -> Iterator[MemoryGroup | None]:
+    """Yield a memory cgroup of `limit_bytes`, which is removed at the end; None if none can be made.
+
+    `own` are the groups that this process is in, as the system says by default.
+    """
     group = None
-    for parent, version in list_parents(mount, own):
+    for parent, version in list_parents(own_groups() if own is None else own):
         group = _try_group(parent / f"penstock-{os.getpid()}-{time.monotonic_ns()}", version, limit_bytes)
         if group is not None:
             break
@@ -83,23 +83,14 @@ def make_group(
             group.remove()
 
 
-def list_parents(mount: Path, own: Path) -> list[tuple[Path, int]]:
+def list_parents(own: Sequence[OwnGroup]) -> list[tuple[Path, int]]:
     """The folders in which a group could be made, the best first, each with the controller's version."""
-    try:
-        entries = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except OSError:
-        return []
     parents = []
-    for _, controllers, path in entries:
-        group = path.lstrip("/")
-        if "memory" in controllers.split(","):
-            # A container may see its own group as the root of the mount.
-            inside = mount / "memory" / group
-            parents.append((inside if inside.is_dir() else mount / "memory", 1))
-        elif not controllers:
-            parents.append((mount / group, 2))
-            if group:
-                parents.append(((mount / group).parent, 2))
+    for group in own:
+        folder = group.folder if group.folder.is_dir() else group.mount
+        parents.append((folder, group.version))
+        if group.version == 2 and folder != group.mount:
+            parents.append((folder.parent, 2))
     return sorted(parents, key=lambda entry: entry[1])
 
 

@@ -157,14 +157,29 @@ def test_what_is_cached_is_mapped_without_waiting_and_what_is_not_is_left(crowde
 
 
 def test_granules_change_between_private_and_mapped(crowded, weights):
-    for turn in range(6):
-        (warm if turn % 2 else cool)(weights)
-        for granule in range(4):
-            crowded.fill(granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE)
-            assert is_right(crowded, weights, granule)
-            crowded.drop(granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE)
-            assert crowded.mapped_bytes() <= GRANULES * HUGE_PAGE
-    assert crowded.held_bytes == 0
+    """After each step the page tables have the granules that are held, and the spare ones: no more, no fewer.
+
+    Granules are filled (+) and dropped (-) in orders in which spare ones leave their places for slots, return
+    from there, and are given back there, more often than there are slots.
+    """
+    held: dict[int, bool] = {}
+    spare = 0
+    for mapped in ("+0-0+1-1", "+0+1+2-0-1-2") * 4:
+        for state, steps in ((cool, "+0+1+2-0-1-2"), (warm, mapped)):
+            state(weights)
+            for what, granule in zip(steps[::2], map(int, steps[1::2]), strict=True):
+                ends = granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE
+                if what == "-":
+                    crowded.drop(*ends)
+                    spare += held.pop(granule)
+                else:
+                    held[granule] = state is cool
+                    crowded.fill(*ends)
+                    assert is_private(crowded, granule) == held[granule]
+                    assert is_right(crowded, weights, granule)
+                    spare = max(0, spare - 1) if held[granule] else min(spare, GRANULES - len(held))
+                assert crowded.held_bytes == len(held) * HUGE_PAGE
+                assert crowded.mapped_bytes() == (len(held) + spare) * HUGE_PAGE
 
 
 def test_spare_memory_makes_room_for_mappings(crowded, weights):

@@ -11,12 +11,16 @@ from typing import ClassVar, Literal
 from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import STRICT, Input, Part, Symbol
+from penstock.schedule.facts.validity import LARGEST_SIZE, size_faults
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.payload.text import decode, encode, parse
 
 PAYLOAD, PROGRAM, STORAGE = "penstock.payload.", "penstock.program.", "penstock.storage."
 COMPILED = "penstock.compiled."
 """How the keys of named data begin; a hash of the data follows."""
+
+_DIMENSIONS, _SIDE = 16, (1 << 31) - 1
+"""The most dimensions that a tensor of ExecuTorch has, and the largest size of one."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class _Catalog:
         if not 0 <= first <= behind <= min(first + most, len(steps)):
             yield f"$.steps: expected one of {len(steps)} steps, or none, got {[first, behind]}"
             return
+        for name in ("inputs", "outputs"):
+            yield from size_faults(getattr(region, name), f"$.{name}")
         taken = region.inputs if region.kernels == "aotinductor" else 0
         if len(region.takes) != taken:
             yield f"$.takes: expected {taken} inputs, got {len(region.takes)}"
@@ -139,10 +145,20 @@ def _tensor_faults(one: Appended, path: str, nbytes: int) -> Iterator[str]:
         yield f"{path}.dtype: expected torch's name of a dtype, got {one.dtype!r}"
     elif sorted(one.dim_order) != list(range(len(one.shape))):
         yield f"{path}.dim_order: expected each dimension of $.shape once, got {list(one.dim_order)}"
-    elif min(one.shape, default=0) < 0 or not (
-        0 <= one.offset <= nbytes - math.prod(one.shape) * ITEM_SIZES[one.dtype]
-    ):
+    elif not _fits(one, nbytes):
         yield f"{path}.shape: expected a tensor inside of its {nbytes} bytes, got {list(one.shape)}"
+
+
+def _fits(one: Appended, nbytes: int) -> bool:
+    if (
+        len(one.shape) > _DIMENSIONS
+        or not 0 <= min(one.shape, default=0) <= max(one.shape, default=0) <= _SIDE
+    ):
+        return False
+    item = ITEM_SIZES[one.dtype]
+    # The strides of a tensor without items count the other sizes.
+    room = LARGEST_SIZE if 0 in one.shape else nbytes - one.offset
+    return 0 <= one.offset <= nbytes and item * math.prod(max(1, size) for size in one.shape) <= room
 
 
 def _part_faults(one: Appended, path: str, part: Part | None) -> Iterator[str]:
