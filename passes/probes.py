@@ -22,6 +22,7 @@ from torch import fx
 
 from penstock.passes.graph.grad_regions import inline_grad_regions
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
+from penstock.passes.graph.transforms import inline_transforms
 from penstock.passes.weights.naming import weights_among
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import Range, Storage, Trace, Weight
@@ -121,7 +122,7 @@ def insert_probes(
             "model, annotate the program, and give its graph_module"
         )
     trace = _trace_of(payload, method)
-    graph_module = inline_grad_regions(graph_module)
+    graph_module = inline_grad_regions(inline_transforms(graph_module))
     names = {node.name for node in graph_module.graph.nodes}
     missing = [step.name for step in trace.steps if step.name not in names]
     if missing:

@@ -220,19 +220,14 @@ def _read(exported: ExportedProgram, value: torch.Tensor) -> fx.Node | None:
 def _source(exported: ExportedProgram, fake: torch.Tensor) -> fx.Node | None:
     """The node of a tensor that the call left, if its value is the same in every call; otherwise None."""
     nodes, layout = list(exported.graph.nodes), _layout(fake)
-    found = next(
+    found: fx.Node | None = next(
         (node for node in nodes if node.op != "output" and _layout(node.meta.get("val")) == layout), None
     )
     if found is None:
         return None
     constant = _constants(exported)
-    written = {
-        one
-        for node in nodes
-        if _writes(node)
-        for operand in node.all_input_nodes
-        for one in _storages(operand)
-    }
+    operands = {operand for node in nodes if _writes(node) for operand in node.all_input_nodes}
+    written = {one for operand in operands for one in _storages(operand)}
     for node in needed([found]):
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         given = node.op == "placeholder" and node.name not in constant

@@ -36,8 +36,8 @@ def kept_torch_state() -> Iterator[None]:
     numpy.
     """
     depth, dual = _functorch.get_dynamic_layer_stack_depth(), _has_dual_level()
-    dispatch, early = _get_current_dispatch_mode_stack(), _len_torch_dispatch_stack_pre_dispatch()
-    functions = _get_current_function_mode_stack()
+    dispatch, early = _get_current_dispatch_mode_stack(), _before_dispatch()
+    functions = _functions()
     grad, dtype = torch._C.is_grad_enabled(), torch.get_default_dtype()
     device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     draws = generator_states()
@@ -48,10 +48,10 @@ def kept_torch_state() -> Iterator[None]:
             _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         if not dual and _has_dual_level():
             torch._C._exit_dual_level(level=0)
-        while _len_torch_dispatch_stack_pre_dispatch() > early:
+        while _before_dispatch() > early:
             _pop_mode(DispatchKey.PreDispatch)
         _restack(dispatch, _get_current_dispatch_mode_stack(), _pop_mode, _push_mode)
-        _restack(functions, _get_current_function_mode_stack(), _pop_function_mode, _push_function_mode)
+        _restack(functions, _functions(), _pop_function_mode, _push_function_mode)
         torch._GLOBAL_DEVICE_CONTEXT.device_context = device
         torch._C._set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
@@ -74,6 +74,14 @@ def _set_generators(states: dict[str, Any]) -> None:
     random.setstate(states["Python"])
     if "numpy" in states:
         sys.modules["numpy.random"].set_state(states["numpy"])
+
+
+def _before_dispatch() -> int:
+    return int(_len_torch_dispatch_stack_pre_dispatch())  # type: ignore[no-untyped-call]
+
+
+def _functions() -> list[Any]:
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def _has_dual_level() -> bool:

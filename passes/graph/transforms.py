@@ -35,22 +35,30 @@ _PLACE = ("nn_module_stack", "stack_trace")
 """The keys in `node.meta` of where in the model a node comes from."""
 
 
-@declare(requires=("plain parts",), ensures=("plain functions",))
-def without_transforms(exported: ExportedProgram) -> ExportedProgram:
-    """Return a copy of the program without transforms of functions, or the program itself if it has none.
+def inline_transforms(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of the graph without transforms of functions, or the graph itself if it has none.
 
-    Raises PassError for a transform that cannot be run on fake tensors.
+    Equal graphs give equal names. Raises PassError for a transform that cannot be run on fake tensors.
     """
-    if not any(_is_transform(node) for graph in _graphs(exported.graph_module) for node in graph.nodes):
-        return exported
-    copied = copy_graph_module(exported.graph_module)
-    for before, node in zip(exported.graph.nodes, copied.graph.nodes, strict=True):
+    if not any(_is_transform(node) for graph in _graphs(graph_module) for node in graph.nodes):
+        return graph_module
+    copied = copy_graph_module(graph_module)
+    for before, node in zip(graph_module.graph.nodes, copied.graph.nodes, strict=True):
         node.name = before.name  # copying renames what is a builtin of Python, such as `input`
     for graph in _graphs(copied):
         for region in _regions(graph):
             _replace(graph, region)
-        graph.owning_module.recompile()
-    return with_graph(exported, copied)
+    for part in copied.modules():
+        if isinstance(part, fx.GraphModule):
+            part.recompile()
+    return copied
+
+
+@declare(requires=("plain parts",), ensures=("plain functions",))
+def without_transforms(exported: ExportedProgram) -> ExportedProgram:
+    """Return a copy of the program without transforms of functions, or the program itself if it has none."""
+    inlined = inline_transforms(exported.graph_module)
+    return exported if inlined is exported.graph_module else with_graph(exported, inlined)
 
 
 def _graphs(graph_module: fx.GraphModule) -> list[fx.Graph]:
@@ -59,6 +67,10 @@ def _graphs(graph_module: fx.GraphModule) -> list[fx.Graph]:
 
 def _is_transform(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", None) == predispatch.__name__
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -70,7 +82,7 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
             if depth:
                 found[-1].append(node)
             continue
-        name = node.target.__name__
+        name = _name(node)
         if name.endswith(_PUSH):
             if not depth:
                 found.append([])
@@ -137,7 +149,7 @@ def _traced(
         with kept_torch_state(), unguarded, mode, torch.no_grad():
             traced = make_fx(run)(*values)
     except Exception as error:
-        kind = next(one.target.__name__.split("_")[1] for one in region if _is_transform(one))
+        kind = _name(region[0]).split("_")[1]
         raise PassError(
             f"the program calls torch.func.{kind} on what it cannot be "
             f"followed on ({type(error).__name__}: {sentence(error)}): compute it without that transform"

@@ -30,7 +30,6 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._prims_common import is_contiguous_or_false
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
@@ -42,6 +41,7 @@ from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.training.aligned import align
+from penstock.passes.training.own_gradients import refuse_random_slopes, refuse_written_tensors
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.errors import PassError
 
@@ -278,9 +278,9 @@ def _traced(
             raise _refusal(error, forward_only=forward_only) from error
         known.check()
     graph = made.graph_module.graph
-    _refuse_written_parameters(graph, exported, [names[k] for k in flat.shown])
+    refuse_written_tensors(graph, exported, [names[k] for k in flat.shown])
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
-    _refuse_random_slopes(graph, forward_only=forward_only)
+    refuse_random_slopes(graph, forward_only=forward_only)
     _erase_assertions(graph)
     _unwrap_effects(graph)
     _name_inputs(graph, {one.meta["desc"]: names[flat.shown[one.meta["desc"].idx]] for one in _plain(graph)})
@@ -307,42 +307,6 @@ def _refusal(error: Exception, *, forward_only: bool) -> PassError:
         f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what it "
         f"trains without this operation{other}"
     )
-
-
-def _refuse_written_parameters(graph: fx.Graph, exported: ExportedProgram, names: Sequence[str]) -> None:
-    """Raises PassError where the program writes to a parameter or a constant; `names` are its inputs'."""
-    parameters = exported.graph_signature.inputs_to_parameters
-    constants = exported.graph_signature.inputs_to_lifted_tensor_constants
-    for meaning in graph.output_node().meta["desc"]:
-        if isinstance(meaning, InputMutationAOTOutput):
-            name = names[meaning.mutated_input.idx]  # type: ignore[attr-defined]
-            if name in parameters:
-                raise PassError(
-                    f"the model writes to its parameter {parameters[name]} when it is called, as an "
-                    "Embedding with max_norm does: leave that out, or write to it between the steps"
-                )
-            if name in constants:
-                raise PassError(
-                    f"the model writes to its tensor {constants[name]} when it is called: "
-                    "register it as a buffer"
-                )
-
-
-def _refuse_random_slopes(graph: fx.Graph, *, forward_only: bool) -> None:
-    """Raises PassError for an RReLU in training whose gradient torch does not find in a graph like this one.
-
-    The slopes, which eager PyTorch writes to a tensor of its own, are a second result here, and autograd does
-    not look at it; nor do kernels take a value that is not contiguous beside them.
-    """
-    for node in graph.nodes:
-        if node.target is not aten.rrelu_with_noise_functional.default or node.args[4:5] != (True,):
-            continue
-        if forward_only or not is_contiguous_or_false(node.args[0].meta["val"]):
-            raise PassError(
-                "the model has an RReLU in training mode, of which backward='segments' has no gradient, and "
-                "another backward only that of a contiguous value: put the RReLU into eval mode, use "
-                "LeakyReLU, or make the value contiguous() and leave backward= out"
-            )
 
 
 @contextmanager

@@ -19,7 +19,10 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._prims_common import is_contiguous_or_false
+from torch.export import ExportedProgram
 
 from penstock.schedule.facts.errors import PassError
 
@@ -114,3 +117,39 @@ def refused_own_gradients() -> Iterator[None]:
     if not torch.equal(state, torch.get_rng_state()):
         torch.set_rng_state(state)
         raise PassError(f"the model sets torch's generator in its forward, {_DROPPED}")
+
+
+def refuse_written_tensors(graph: fx.Graph, exported: ExportedProgram, names: Sequence[str]) -> None:
+    """Raises PassError where the program writes to a parameter or a constant; `names` are its inputs'."""
+    parameters = exported.graph_signature.inputs_to_parameters
+    constants = exported.graph_signature.inputs_to_lifted_tensor_constants
+    for meaning in graph.output_node().meta["desc"]:
+        if isinstance(meaning, InputMutationAOTOutput):
+            name = names[meaning.mutated_input.idx]  # type: ignore[attr-defined]
+            if name in parameters:
+                raise PassError(
+                    f"the model writes to its parameter {parameters[name]} when it is called, as an "
+                    "Embedding with max_norm does: leave that out, or write to it between the steps"
+                )
+            if name in constants:
+                raise PassError(
+                    f"the model writes to its tensor {constants[name]} when it is called: register it as a "
+                    "buffer"
+                )
+
+
+def refuse_random_slopes(graph: fx.Graph, *, forward_only: bool) -> None:
+    """Raises PassError for an RReLU in training whose gradient torch does not find in a graph like this one.
+
+    The slopes, which eager PyTorch writes to a tensor of its own, are a second result here, and autograd does
+    not look at it; nor do kernels take a value that is not contiguous beside them.
+    """
+    for node in graph.nodes:
+        if node.target is not torch.ops.aten.rrelu_with_noise_functional.default or node.args[4:5] != (True,):
+            continue
+        if forward_only or not is_contiguous_or_false(node.args[0].meta["val"]):
+            raise PassError(
+                "the model has an RReLU in training mode, of which backward='segments' has no gradient, and "
+                "another backward only that of a contiguous value: put the RReLU into eval mode, use "
+                "LeakyReLU, or make the value contiguous() and leave backward= out"
+            )

@@ -84,9 +84,8 @@ def compile_training(
     With `backward="segments"` the backward is not traced: autograd takes the gradients of one segment of the
     forward after another, computed again from what entered it. `options` are those of `compile`.
 
-    Raises PassError for a module that cannot be exported, or whose call changes what later calls read and a
-    program cannot follow; for a program whose gradients cannot be traced; and for a pattern that matches no
-    parameter. Raises what `compile` raises.
+    Raises PassError for a module that cannot be exported, or whose call changes what later calls read, for
+    gradients that cannot be traced, and for a pattern that matches no parameter; and what `compile` raises.
     """
     rungs = _rungs(activations, backward, options.get("lowering", "eager"), spill=spill)
     exported, in_eval = _exported(model, example, dynamic_shapes, trainable, evaluate=evaluate)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import penstock
+from penstock.backends.fx import lower
 
 # torch's own, when it first differentiates forwards.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -151,6 +152,25 @@ def test_one_whose_weights_stream_runs(tmp_path: Path) -> None:
     program = penstock.compile(torch.export.export(model, (x,)), tmp_path / "p")
     assert {storage.kind for storage in program.payload.storages if storage.nbytes == 256} == {"streamable"}
     assert sum(len(trace.steps) for trace in program.payload.traces) > 0
+
+
+class Listener:
+    def acquire(self, graph: int, step: int) -> None: ...
+
+    def release(self, graph: int, step: int) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["vmap", "vmap without gradients", "jvp", "flex_attention"])
+def test_the_graph_of_one_gets_probes(name: str) -> None:
+    model, x = Model(COMPUTE[name]).eval().requires_grad_(False), torch.randn(4, 8)
+    exported = torch.export.export(model, (x,))
+    payload = penstock.annotate(exported)
+    lowered, again = lower(exported.graph_module, payload)
+    assert [trace.steps for trace in again.traces] == [trace.steps for trace in payload.traces]
+    values = (*exported.state_dict.values(), x)
+    for probed in (penstock.insert_probes(exported.graph_module, payload), lowered):
+        with torch.no_grad(), penstock.streaming(Listener()):
+            assert equal(probed(*values), model(x))
 
 
 def test_one_is_trained(tmp_path: Path) -> None:

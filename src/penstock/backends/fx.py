@@ -26,6 +26,7 @@ from penstock.backends.running import LoadedPayload, load_payload, payload_key, 
 from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.graph.grad_regions import inline_grad_regions
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, subgraphs_of
+from penstock.passes.graph.transforms import inline_transforms
 from penstock.passes.probes import insert_probes, without_probes
 from penstock.passes.trace import PRESET_CPU, observe, sum_of
 from penstock.passes.weights.lifted import Weights
@@ -142,7 +143,7 @@ def with_facts(
     Raises PassError for a graph whose weights have lost their names.
     """
     method = _method(payload, method)
-    copied = inline_grad_regions(copy_graph_module(graph_module))
+    copied = inline_grad_regions(inline_transforms(copy_graph_module(graph_module)))
     for node in placeholders_of(copied.graph):
         if names is not None and node.name in names:
             add_facts(node, weight=names[node.name])
