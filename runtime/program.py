@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.passes.activations import Activations
+from penstock.passes.calls.tracers import outside_dynamo
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import check_fits, check_ranks, open_programs, read_code, read_training
 from penstock.passes.training.facts import BACKWARD, COPIES, Rung, Training
@@ -86,6 +87,7 @@ def open(path: str | PathLike[str], *, trust: bool = False) -> Program:
     return program
 
 
+@outside_dynamo
 def read_program(path: str | PathLike[str], *, trust: bool = False) -> Program:
     """Do what `open` does, on any rank: for facts, as the program itself does not load on another one."""
     if not isinstance(path, str | PathLike):
@@ -184,6 +186,7 @@ class Program:
         """Returns the kinds of arena that this system and these files allow, the preferred first."""
         return tuple(cpu_arenas(self.payload))
 
+    @outside_dynamo
     def plan(
         self,
         budget: int | str,
@@ -254,6 +257,7 @@ class Program:
         replace_payload(self.path, replace(self._stored, plans=find_ladder(self.path, self._stored)))
         return open(self.path, trust=self.trust)
 
+    @outside_dynamo
     def load(
         self,
         budget: int | str | None = None,

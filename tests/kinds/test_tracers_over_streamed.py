@@ -168,6 +168,17 @@ def test_methods_of_a_program_are_left_alone(model, tmp_path, engine):
         assert module.stats.misses == 0
 
 
+def test_what_opens_plans_and_loads_is_left_alone(model, program):
+    def whole(x):
+        opened = penstock.open(program.path)
+        with opened.load(plan=opened.plan("60%", arena="contiguous")) as module:
+            return module(x) * 1, module.stats.misses
+
+    output, misses = torch.compile(whole, backend="aot_eager")(X)
+    assert torch.equal(output, model(X))
+    assert misses == 0
+
+
 @pytest.mark.usefixtures("compiler")
 def test_compiled_code_is_left_alone_and_refused_alike(model, tmp_path):
     compiled = penstock.compile(
