@@ -94,7 +94,7 @@ def written_values(
     write in training although their schemas do not say so. The flag may be a number, or a node.
     """
     passed = passed_by_name(operator, args, kwargs)
-    trains = any(passed.get(flag) for flag in ("training", "train", "use_input_stats"))
+    trains = any(passed.get(flag) for flag in ("training", "use_input_stats"))
     for argument in operator._schema.arguments:
         marked = argument.alias_info is not None and argument.alias_info.is_write
         if marked or (trains and argument.name in {"running_mean", "running_var"}):
