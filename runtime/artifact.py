@@ -141,10 +141,7 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
     checkpoint = _open(weights, annotated, None, pack=False)
     found = None if weights is None else find_values(annotated.payload.weights, checkpoint, Rules(None))
     writer = _Writer(annotated, found, folder, None, in_place=weights is not None, mapped=False)
-    payload = writer.write_weights(folder, {})
-    if checkpoint.files:
-        note_seen(folder, checkpoint.ctimes)
-    return payload
+    return writer.write_weights(folder, {})
 
 
 def _stored_weights(annotated: Annotated) -> list[Weight]:
