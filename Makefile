@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check docs bench sparse soak fuzz faults mutants sanitize zoo gpu cuda-dry wheels clean help
+.PHONY: run test check docs bench sparse nightly soak fuzz faults mutants sanitize zoo gpu cuda-dry wheels clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -36,6 +36,17 @@ sparse: $(STAMP) ## measure reads by units, into docs/: experts in memory groups
 		$(VENV)/bin/python benchmarks/experts.py --model $$model --json benchmarks/results/experts-$$model.json \
 			--docs docs/benchmarks.md || exit 1; \
 	done
+
+nightly: $(STAMP) ## the long hunts, one after another: 200 random programs, and a share of each of those below
+	@$(VENV)/bin/python -m tests.random_programs --programs 200
+	@$(VENV)/bin/python -m tests.soak.endurance
+	@PENSTOCK_SOAK=10 $(VENV)/bin/python -m pytest -n $(WORKERS) -m random --timeout=0 --ignore=tests/faults \
+		--ignore=tests/random_programs
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --timeout=0 tests/faults
+	@$(MAKE) --no-print-directory fuzz FOR=60
+	@$(MAKE) --no-print-directory sanitize
+	@$(VENV)/bin/python benchmarks/zoo_random.py --transformers 15 --diffusers 5
+	@$(MAKE) --no-print-directory mutants SAMPLE=10
 
 soak: $(STAMP) ## a long run of passes and loads (LOADS=1000), and random problems, many times as many as in the tests (TIMES=50)
 	@$(VENV)/bin/python -m tests.soak.endurance --loads $(or $(LOADS),1000) --passes $(or $(LOADS),1000)0

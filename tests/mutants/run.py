@@ -52,6 +52,11 @@ ROOMS = {
         "tests/schedule/search",
         *(f"tests/schedule/test_{name}.py" for name in ("golden_plans", "ladder", "planner", "produced")),
     ],
+    "schedule/clock": [
+        "tests/schedule/clock",
+        "tests/schedule/sparse/test_calls.py",
+        *(f"tests/schedule/test_{name}.py" for name in ("host", "produced")),
+    ],
     "passes/weights": ["tests/passes/weights", "tests/passes/test_annotate.py"],
     "passes/probes.py": ["tests/passes/test_probes.py", "tests/runtime/stream/test_streamer.py"],
 }

@@ -129,14 +129,15 @@ def faults() -> int:
 
 
 def test_a_cold_granule_is_brought_into_the_cache_once_and_then_read_past_it(arena, weights):
+    """After PATIENCE reads it gets another chance, and after twice as many the next one."""
     caches = []
-    for _ in range(2 * PATIENCE):
+    for _ in range(3 * PATIENCE + 3):
         cool(weights)
         assert arena.fill(3 * HUGE_PAGE, 4 * HUGE_PAGE) == HUGE_PAGE
         assert is_right(arena, weights, 3)
         caches.append(cached(weights, 3))
         arena.drop(3 * HUGE_PAGE, 4 * HUGE_PAGE)
-    assert [turn for turn, cached in enumerate(caches) if cached] == [0, PATIENCE + 1]
+    assert [turn for turn, cached in enumerate(caches) if cached] == [0, PATIENCE + 1, 3 * PATIENCE + 2]
 
 
 def test_a_cache_without_room_for_the_files_is_left_alone(crowded, weights):
@@ -180,6 +181,23 @@ def test_granules_change_between_private_and_mapped(crowded, weights):
                     spare = max(0, spare - 1) if held[granule] else min(spare, GRANULES - len(held))
                 assert crowded.held_bytes == len(held) * HUGE_PAGE
                 assert crowded.mapped_bytes() == (len(held) + spare) * HUGE_PAGE
+
+
+def test_a_private_granule_that_is_filled_again_stays_private(crowded, weights):
+    """Also where the cache holds it by now. Its memory is spare when it is dropped, and serves the next one."""
+    for _ in range(2 * GRANULES):
+        cool(weights)
+        crowded.fill(2 * HUGE_PAGE, 3 * HUGE_PAGE)
+        warm(weights)
+        crowded.fill(2 * HUGE_PAGE, 3 * HUGE_PAGE)
+        assert is_private(crowded, 2)
+        assert is_right(crowded, weights, 2)
+        crowded.drop(2 * HUGE_PAGE, 3 * HUGE_PAGE)
+        cool(weights)
+        crowded.fill(3 * HUGE_PAGE, 4 * HUGE_PAGE)
+        assert is_private(crowded, 3)
+        assert is_right(crowded, weights, 3)
+        crowded.drop(3 * HUGE_PAGE, 4 * HUGE_PAGE)
 
 
 def test_spare_memory_makes_room_for_mappings(crowded, weights):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -88,6 +89,30 @@ def test_a_barrier_makes_the_call_wait_for_what_is_on_its_way() -> None:
     schedule = schedule_of((20, 0, -1), (30, 1, -1))
     assert steady_period_ns(trace, schedule, BYTE_PER_NS, "overlap") == 80
     assert steady_period_ns(trace, schedule, BYTE_PER_NS, "barrier") == 130
+
+
+def test_the_time_between_calls_passes_after_what_a_barrier_waits_for() -> None:
+    trace = trace_of((30, 10), (30, 10), gap=7)
+    schedule = schedule_of((20, 0, -1), (30, 1, -1))
+    assert steady_period_ns(trace, schedule, BYTE_PER_NS, "barrier") == 137
+    _, second, third = simulate(trace, schedule, BYTE_PER_NS, "barrier", 3)
+    assert second.call_start == second.transfers[-1][1] + 7
+    assert third.call_start - second.call_start == 137
+
+
+def test_a_ring_with_room_for_everything_waits_for_the_same_copy_of_the_pass_before() -> None:
+    """The disk reads on while the last copies of the pass before still run."""
+    hardware = replace(BYTE_PER_NS, disk_bytes_per_s=1e9)
+    trace = trace_of((0, 5), (0, 5), (0, 5))
+    schedule = replace(schedule_of((40, 0, -3), (40, 1, -2), (40, 2, -1)), staged=(40, 40, 40))
+    for nbytes in (120, 121, 1000):
+        roomy = replace(schedule, staging_bytes=nbytes)
+        assert steady_period_ns(trace, roomy, hardware, "overlap") == 120
+        first, second, _ = simulate(trace, roomy, hardware, "overlap", 3)
+        assert [end for _, end in second.stages] == [160, 200, 240]
+        assert first.transfers[-1][1] == 160
+    tight = replace(schedule, staging_bytes=40)
+    assert steady_period_ns(trace, tight, hardware, "overlap") == 240
 
 
 def test_a_critical_cycle_over_two_passes_gives_a_fraction_rounded_up() -> None:
