@@ -82,7 +82,9 @@ def test_a_budget_below_the_floor_is_listed(tmp_path):
     with pytest.raises(penstock.BudgetError) as caught:
         program.load(program.floor_bytes - 1)
     assert is_listed(first_line(caught.value, tmp_path))
-    assert is_listed("PassError: the model calls torch.random.fork_rng in its forward, which torch.export drops")
+    assert is_listed(
+        "PassError: the model calls torch.random.fork_rng in its forward, which torch.export drops"
+    )
     assert not is_listed("BudgetError: the budget of 3 B is odd")
     assert not is_listed("ValueError: the budget of 3 B is below the floor of 4 B: give at least 4 bytes")
 

@@ -184,7 +184,7 @@ def test_granules_change_between_private_and_mapped(crowded, weights):
 
 
 def test_a_private_granule_that_is_filled_again_stays_private(crowded, weights):
-    """Also where the cache holds it by now. Its memory is spare when it is dropped, and serves the next one."""
+    """Also where the cache holds it by now. Its memory is spare once dropped, and serves the next one."""
     for _ in range(2 * GRANULES):
         cool(weights)
         crowded.fill(2 * HUGE_PAGE, 3 * HUGE_PAGE)
