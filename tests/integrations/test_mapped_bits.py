@@ -1,4 +1,4 @@
-"""Models computed where files are mapped: one row in float32, whose last bits tell where weights lie."""
+"""Models computed where files are mapped: on some processors the last bits of one row tell where weights lie."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def answer(model):
 
 def test_a_model_has_the_bits_of_the_one_that_its_library_maps(folder, tmp_path):
     expected = answer(library_model(folder))
-    assert not torch.equal(expected, answer(copy.deepcopy(library_model(folder))))
     for memory in ("1.2MB", "60MB"):
         with load(folder, memory, example=models.nothing, cache=tmp_path) as model:
             assert torch.equal(answer(model), expected)
