@@ -108,7 +108,7 @@ def _compare(
             error.add_note(f"loaded with {options}")
             raise
     if chosen.random() < 0.3:
-        compare_gradients(drawn, draw(drawn.seed).module, folder / "trained.penstock", chosen)
+        compare_gradients(drawn, folder / "trained.penstock", chosen)
 
 
 def _compiled(exported: Mapping[str, ExportedProgram], folder: Path) -> Program:

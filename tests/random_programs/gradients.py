@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import penstock
 from tests.engines import ENGINES
-from tests.random_programs.drawn import DifferentError, Drawn, difference
+from tests.random_programs.drawn import DifferentError, Drawn, difference, draw
 
 
-def compare_gradients(drawn: Drawn, module: nn.Module, path: Path, chosen: random.Random) -> bool:
-    """Train some parameters of a module for two steps; raises DifferentError for other bits.
+def compare_gradients(drawn: Drawn, path: Path, chosen: random.Random) -> bool:
+    """Train some parameters of a program's module for two steps; raises DifferentError for other bits.
 
-    Returns False where autograd by itself has no gradient for them.
+    Returns False where autograd by itself has no gradient for them. The reference is drawn again, as a copy of a
+    module has other strides than an expanded parameter.
     """
+    module, reference = draw(drawn.seed).module, draw(drawn.seed).module
     every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
     storages = Counter(one.untyped_storage().data_ptr() for _, one in every)
     names = sorted(
@@ -32,9 +34,8 @@ def compare_gradients(drawn: Drawn, module: nn.Module, path: Path, chosen: rando
         if one.is_floating_point() and one.is_contiguous() and storages[one.untyped_storage().data_ptr()] == 1
     )
     names = chosen.sample(names, min(len(names), chosen.randint(1, 3)))
-    for name, one in module.named_parameters():
+    for name, one in (*module.named_parameters(), *reference.named_parameters()):
         one.requires_grad_(name in names)
-    reference = copy.deepcopy(module)
     args, kwargs = next(iter(drawn.methods.values())).arguments
     given = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     try:
