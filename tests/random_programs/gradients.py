@@ -22,8 +22,8 @@ from tests.random_programs.drawn import DifferentError, Drawn, difference, draw
 def compare_gradients(drawn: Drawn, path: Path, chosen: random.Random) -> bool:
     """Train some parameters of a program's module for two steps; raises DifferentError for other bits.
 
-    Returns False where autograd by itself has no gradient for them. The reference is drawn again: a copy of an
-    expanded parameter has other strides.
+    Returns False where autograd by itself has no gradient for them. The reference is drawn again: a copy of
+    an expanded parameter has other strides.
     """
     module, reference = draw(drawn.seed).module, draw(drawn.seed).module
     every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
