@@ -1,4 +1,4 @@
-"""Models computed where files are mapped: on some processors the last bits of one row tell where weights lie."""
+"""Models computed where files are mapped: on some processors the last bits tell where weights lie."""
 
 from __future__ import annotations
 
