@@ -61,6 +61,11 @@ class Cap:
             give_back_when_freed()
 
     @property
+    def kernels(self) -> int:
+        """Bytes beside the cap that kernels may take for memory of their own."""
+        return _KERNELS[0] + self.nbytes // _KERNELS[1]
+
+    @property
     def own(self) -> int:
         """Bytes of the cap that exporting, compiling and planning have left in use."""
         return max(0, round_up(self._left - self.beside, STEP))

@@ -47,7 +47,13 @@ class Hollow:
     """
 
     def __init__(
-        self, module: nn.Module, sentence: str, device: torch.device, trained: Collection[nn.Parameter] = ()
+        self,
+        module: nn.Module,
+        sentence: str,
+        device: torch.device,
+        trained: Collection[nn.Parameter] = (),
+        *,
+        called: bool = False,
     ) -> None:
         kept = {id(one) for one in trained}
         plain = plain_parts((name, one) for name, one in module.named_parameters() if id(one) not in kept)
@@ -82,7 +88,7 @@ class Hollow:
                 if any(id(held) not in kept for held in one._parameters.values()) or (
                     one is module and plain
                 ):
-                    _refuse_uses(one, path, sentence, self._undo, trained=bool(kept))
+                    _refuse_uses(one, path, sentence, self._undo, trained=bool(kept), called=called)
             on_error.pop_all()
 
     @property
@@ -189,7 +195,9 @@ _ADAPTED = "_hf_peft_config_loaded"
 """Set on models of transformers whose `save_pretrained` saves their adapters only."""
 
 
-def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack, *, trained: bool) -> None:
+def _refuse_uses(
+    module: nn.Module, path: str, sentence: str, undo: ExitStack, *, trained: bool, called: bool
+) -> None:
     """Let uses of a module that need its parameters raise StreamError, until `undo` is closed.
 
     Where some of its parameters are `trained`, its state holds those, and the others without values.
@@ -217,7 +225,7 @@ def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack, *
     else:
         undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
-    if "forward" not in vars(module):
+    if not called and "forward" not in vars(module):
         undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
     undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
     undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))

@@ -1,0 +1,526 @@
+"""Calls of a module whose weights stream: observed when they are new, and streamed by a plan from then on.
+
+The forward of every module is wrapped. The outermost call is a pass; the call of a module that reads weights is a
+step of it. For a step, parameters take the places of the twins that stand in `_parameters` otherwise. So nothing
+that reads a weight outside of its step sees the memory of another one.
+
+The first call of a kind needs no plan: each step has its weights in memory of their own. It shows the order of the
+steps, their times, the memory that the call takes, and which weights something writes or keeps views of.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
+from penstock.integrations.called.kinds import kind_of
+from penstock.integrations.called.measuring import LiveBytes, PeakMeter, call_bytes
+from penstock.integrations.called.own_memory import OwnMemory, like
+from penstock.integrations.called.places import Places, Step, Values, Watched, leave_twins_out
+from penstock.integrations.called.readers import Learned, can_read, find_readers
+from penstock.integrations.calls.kinds import refuse_grad
+from penstock.integrations.cap import Cap
+from penstock.integrations.emptied.absent import answer_with
+from penstock.integrations.kept import KeptWeights, digest_of
+from penstock.integrations.progress import seconds_since
+from penstock.passes.weights.subclasses import has_parts, plain_tensors
+from penstock.runtime.choice import PlanRequest, decide
+from penstock.runtime.loading import LoadOptions, load_weights
+from penstock.runtime.stream.interface import Stats
+from penstock.runtime.stream.passes import LoadedWeights
+from penstock.schedule.facts.errors import BudgetError, StreamError
+from penstock.schedule.facts.sizes import format_budget, format_size
+from penstock.schedule.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+_MOST_ORDERS = 4
+"""Orders of one entry that are planned. A call in any other order loads on demand what comes out of turn."""
+
+_ROOM = 1.25
+"""A plan leaves room for calls that take so much more memory than any that was observed."""
+
+_SMALL_CALL = 1 << 20
+"""A call whose arguments are larger by no more than these bytes is not observed again for its memory."""
+
+_NO_FOLDER = Path()
+"""In place of an artifact's folder: the paths of weight files are absolute."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """One outermost call. `order` is the number of the order that is expected, None while it is observed."""
+
+    entry: str
+    order: int | None
+    thread: int = field(default_factory=threading.get_ident)
+    mark: int = field(default_factory=time.perf_counter_ns)
+    position: int = 0
+    open: Step | None = None
+    values: Values = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    times: list[StepTime] = field(default_factory=list)
+    copies: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
+    meter: PeakMeter | None = None
+    learned: bool = False
+
+
+class CalledModule:
+    """A module whose own Python runs, within the memory of a cap.
+
+    Args:
+        name: What messages call it.
+        module: A module whose parameters are absent (`emptied.hollow.Hollow`): they are its twins.
+        facts: The facts of the module, made before its parameters lost their memory.
+        kept: The files that hold the weights.
+        cap: The memory for weights and calls, which components use in turns.
+        load: How a plan is run.
+        arena: The kind of arena; by default the one that suits the machine.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        facts: ModuleFacts,
+        kept: Sequence[KeptWeights],
+        cap: Cap,
+        *,
+        entries: Sequence[str] = (),
+        load: LoadOptions | None = None,
+        arena: str | None = None,
+    ) -> None:
+        self.name, self.module, self.facts, self.kept = name, module, facts, kept
+        self.plan: Plan | None = None
+        self.orders: list[Order] = []
+        self._cap = cap
+        self._load, self._arena = load or LoadOptions(), arena
+        self._process = os.getpid()
+        self._state = threading.Lock()  # held while a step begins
+        self._kinds: dict[object, int] = {}
+        self._measured: list[tuple[int, int]] = []  # of observed calls, bytes of arguments and bytes beside weights
+        self._learned = Learned()
+        self._own = OwnMemory(facts)
+        self._staying: dict[int, torch.Tensor] = {}  # weights that have memory of their own from now on
+        self._present: dict[int, torch.Tensor] = {}  # weights that the present plan has in memory throughout
+        self._values: dict[int, torch.Tensor] = {}  # weights over the memory of the present plan
+        self._weights: LoadedWeights | None = None
+        self._watched: list[tuple[int, Watched]] = []
+        self._probed: list[frozenset[int]] = []
+        self._positions: list[dict[str, list[int]]] = []
+        self._pass: Pass | None = None
+        self._passes = 0
+        self._modules = dict(module.named_modules())
+        self._places = Places(self._modules)
+        for twin, value in self._places.twins.items():
+            for part, plain in plain_tensors(self._places.names[twin], value).items():
+                answer_with(plain, _Answer(self, twin, part))
+        self._find_steps()
+        self._undo = [leave_twins_out()]
+        for path, one in self._modules.items():
+            self._wrap(path, one, "forward")
+        for entry in entries:
+            path, _, method = entry.rpartition(".")
+            self._wrap(path, self._modules[path], method)
+
+    @property
+    def stats(self) -> Stats | None:
+        """The counters of the present plan, or None where none is loaded."""
+        return self._weights.stats(self._passes) if self._weights else None
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the weights."""
+        return [file for one in self.kept for file in one.files]
+
+    def unload(self) -> None:
+        """Give the memory of weights back. The next call plans and loads again."""
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            self._present = {}
+            self._settle()
+            self._watched, self._values = [], {}
+            weights.close()
+        self._own.close()
+
+    def let_go(self) -> None:
+        """Give every module its own forward and its twins again, and let what is in the cache be removed."""
+        self.unload()
+        staying, self._staying = self._staying, {}
+        self._places.settle({}, (staying,))
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        for one in self.kept:
+            if one.hold is not None:
+                one.hold.close()
+
+    # Who reads what.
+
+    def _find_steps(self) -> None:
+        self._readers = find_readers(self.module, self.facts, self._learned)
+        reads = self._learned.reads
+        self._steps = {
+            path: self._places.step(path, fqns, [fqn for fqn in fqns if path in reads.get(fqn, ())])
+            for path, fqns in self._readers.fqns.items()
+        }
+
+    def _learn(self) -> None:
+        """Find the steps again, by what a pass has shown. Where they are others, orders are observed again."""
+        before = set(self._steps)
+        self.unload()
+        self._find_steps()
+        if set(self._steps) != before:
+            self.orders.clear()
+            self._kinds.clear()
+
+    def _settle(self) -> None:
+        self._places.settle({**self._present, **self._staying}, (self._staying, self._values))
+
+    def _storages_of(self, twin: int) -> set[int]:
+        parts = plain_tensors(self._places.names[twin], self._places.twins[twin])
+        return {self.facts.parts[name].storage for name in parts}
+
+    # Calls.
+
+    def _wrap(self, path: str, module: nn.Module, method: str) -> None:
+        before = module.__dict__.get(method)
+        own = getattr(module, method)
+        is_forward = method == "forward"
+        entry = path if is_forward else f"{path}.{method}".removeprefix(".")
+
+        @functools.wraps(own)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            current = self._pass
+            if current is None or (entry == current.entry and threading.get_ident() != current.thread):
+                return self._call(entry, called, args, kwargs)
+            current.running.append(path)
+            try:
+                step = self._steps.get(path) if is_forward else None
+                return own(*args, **kwargs) if step is None else self._run_step(current, step, own, args, kwargs)
+            finally:
+                current.running.remove(path)
+
+        module.__dict__[method] = called
+
+        def undo() -> None:
+            if module.__dict__.get(method) is called:
+                del module.__dict__[method]
+                if before is not None:
+                    module.__dict__[method] = before
+
+        self._undo.append(undo)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _call(self, entry: str, called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Make an outermost call."""
+        if os.getpid() != self._process:
+            raise StreamError(f"a forked child cannot call the {self.name}: load it in the child")
+        with self._cap.lock:
+            if not self._undo:  # restored while this call waited for its turn
+                return called(*args, **kwargs)
+            refuse_grad((args, kwargs))
+            self._cap.turn(self)
+            nbytes, kind = call_bytes((args, kwargs)), kind_of(entry, args, kwargs)
+            current = Pass(entry, self._order_of(entry, kind, nbytes))
+            self._pass = current
+            try:
+                with torch.no_grad():
+                    output = self._run(current, functools.partial(called, *args, **kwargs), nbytes)
+            finally:
+                self._pass = None
+            self._passes += 1
+            self._check_uses(current)
+            self._note(current, kind)
+            return output
+
+    def _order_of(self, entry: str, kind: object, nbytes: int) -> int | None:
+        """Return the order that a call probably has; None where it is to be observed.
+
+        That is also so where its arguments are larger than those of any observed call, as its memory is not known.
+        """
+        if self._weights is None and not self.orders:
+            return None
+        if kind in self._kinds:
+            order: int | None = self._kinds[kind]
+        else:
+            own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
+            order = own[0] if len(own) == 1 else None
+        largest = max((size for size, _ in self._measured), default=0)
+        return order if nbytes <= _ROOM * largest or nbytes <= largest + _SMALL_CALL else None
+
+    def _run(self, current: Pass, run: Callable[[], Any], nbytes: int) -> Any:
+        if current.order is not None:
+            if self._weights is None:
+                self._open()
+            assert self._weights is not None
+            self._weights.wait()
+            current.mark = time.perf_counter_ns()
+            return self._weights.run(current.order, None, run)
+        self.unload()
+        begun, current.meter = time.monotonic(), PeakMeter()
+        with LiveBytes() as live:
+            output = run()
+        beside = nbytes + max(live.peak, current.meter.look() - self._cap.kernels)
+        self._measured.append((nbytes, beside))
+        _log.info(
+            "%s ran a call of a new kind one step at a time in %s: it takes %s beside weights; later ones stream",
+            self.name,
+            seconds_since(begun),
+            format_size(beside),
+        )
+        return output
+
+    def _note(self, current: Pass, kind: object) -> None:
+        """Remember the order in which a call ran. A new one is part of the next plan."""
+        if current.learned:
+            self._learn()
+            return
+        paths = tuple(current.paths)
+        for graph, order in enumerate(self.orders):
+            if (order.entry, order.paths) == (current.entry, paths):
+                self._kinds[kind] = graph
+                return
+        own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
+        if len(own) == _MOST_ORDERS:
+            self._kinds[kind] = own[-1]
+            return
+        tail = time.perf_counter_ns() - current.mark
+        self._kinds[kind] = len(self.orders)
+        self.orders.append(Order(current.entry, paths, tuple(current.times), tail))
+        self.unload()
+
+    # Steps.
+
+    def _run_step(
+        self, current: Pass, step: Step, own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        begun = time.perf_counter_ns()
+        with self._state:
+            number = None if current.open is not None else self._next(current, step)
+            if number is not None:
+                current.open = step
+        if number is None:
+            with self._own_step(current, step, begun):
+                return own(*args, **kwargs)
+        assert current.order is not None and self._weights is not None
+        streamer = self._weights.streamer if number in self._probed[current.order] else None
+        try:
+            if streamer is not None:
+                streamer.acquire(current.order, number)
+            filled = step.fill(self._values)
+            current.values = self._values
+            ready = time.perf_counter_ns()
+            try:
+                return own(*args, **kwargs)
+            finally:
+                ended = time.perf_counter_ns()
+                step.empty(filled)
+                if streamer is not None:
+                    streamer.release(current.order, number)
+                current.paths.append(step.path)
+                current.times.append(StepTime(max(0, begun - current.mark), ended - ready))
+                current.mark = time.perf_counter_ns()
+        finally:
+            current.open, current.values = None, {}
+
+    def _next(self, current: Pass, step: Step) -> int | None:
+        """Return the number of a step in the expected order; None where it has none."""
+        if current.order is None:
+            return None
+        order = self.orders[current.order].paths
+        if current.position < len(order) and order[current.position] == step.path:
+            number = current.position
+        else:
+            numbers = self._positions[current.order].get(step.path)
+            if numbers is None:
+                return None
+            number = next((k for k in numbers if k >= current.position), numbers[0])
+        current.position = number + 1
+        return number
+
+    @contextmanager
+    def _own_step(self, current: Pass, step: Step, begun: int) -> Iterator[None]:
+        """Have the weights of a step that no plan has in memory of their own, which is then given back."""
+        storages = self._readers.storages[step.path]
+        nbytes = sum(self.facts.storages[s].nbytes for s in storages)
+        if current.meter is not None:
+            self._check_room(step, nbytes, current.meter.look() - self._cap.kernels)
+        nested = current.open is not None
+        with torch.no_grad(), _disable_current_modes():
+            memory = self._own.read(storages)
+            values = self._values_of(step, memory)
+        watched = [(twin, Watched(value)) for twin, value in values.items()]
+        filled = step.fill(values)
+        before = current.open, current.values
+        current.open, current.values = before[0] or step, {**before[1], **values}
+        for _, one in watched:
+            one.start()
+        ready = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter_ns()
+            used = [(twin, one) for twin, one in watched if one.is_viewed or one.is_written]
+            if current.meter is not None:
+                current.meter.look(nbytes)
+            current.open, current.values = before
+            step.empty(filled)
+            if not nested:
+                current.paths.append(step.path)
+                current.times.append(StepTime(max(0, begun - current.mark), ended - ready))
+            self._keep(current, step, used)
+            current.mark = time.perf_counter_ns()
+
+    def _values_of(self, step: Step, memory: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the weights of a step over `memory`, by twin."""
+        values: dict[int, torch.Tensor] = {}
+        for place in step.places:
+            twin = id(place.twin)
+            if twin not in values and twin not in self._staying:
+                fqn = self._places.names[twin]
+                values[twin] = like(place.twin, fqn, lambda name: self._own.tensor(name, memory))
+        return values
+
+    def _keep(self, current: Pass, step: Step, used: Sequence[tuple[int, Watched]]) -> None:
+        """Let weights that a step has written, or of which something keeps views, stay in memory from now on."""
+        for twin, one in used:
+            what = "writes" if one.is_written else "keeps a view of"
+            _log.info("%s stays in memory: %s %s it", self._places.names[twin], step.path or self.name, what)
+            self._staying[twin] = one.value
+            self._learned.resident |= self._storages_of(twin)
+        if used:
+            current.learned = True
+            self._settle()
+
+    # Plans.
+
+    def _open(self) -> None:
+        """Plan for all orders that are known, and load."""
+        begun, facts = time.monotonic(), self.facts
+        payload = facts.payload(self.orders, self._readers.storages, self._readers.resident)
+        staying = sum(facts.storages[s].nbytes for s in self._learned.resident)
+        beside = max(beside for _, beside in self._measured)
+        with self._cap.working():
+            room = self._cap.room
+            budget = min(facts.nbytes, room - int(_ROOM * beside)) - staying
+            request = PlanRequest(max(1, budget), arena=self._arena, by_units=False, traces=payload.traces)
+            try:
+                self.plan = decide(_NO_FOLDER, payload, request)
+            except BudgetError as error:
+                floor = (error.floor_bytes or 0) + staying
+                if floor + beside > room:
+                    raise self._too_little(floor, beside) from error
+                self.plan = decide(_NO_FOLDER, payload, PlanRequest(floor - staying, arena=self._arena, by_units=False, traces=payload.traces))
+        self._weights = load_weights(_NO_FOLDER, payload, self.plan, self._load, beside)
+        tensors, outside = self._weights.tensors, set(self.plan.outside)
+        with torch.no_grad():
+            for twin, value in self._places.twins.items():
+                if twin not in self._staying:
+                    self._values[twin] = like(value, self._places.names[twin], tensors.__getitem__)
+        self._present = {twin: one for twin, one in self._values.items() if self._storages_of(twin) <= outside}
+        self._settle()
+        self._watched = [(twin, Watched(one)) for twin, one in self._values.items() if twin not in self._present]
+        for _, one in self._watched:
+            one.start()
+        self._probed = [frozenset(self._weights.probed(graph)) for graph in range(len(self.orders))]
+        self._positions = [_positions(order) for order in self.orders]
+        _log.info(
+            "%s streams within %s of %s, planned in %s: %s",
+            self.name,
+            format_size(self.plan.budget),
+            format_budget(self._cap.nbytes),
+            seconds_since(begun),
+            self.plan.residency,
+        )
+
+    def _check_room(self, step: Step, nbytes: int, beside: int) -> None:
+        """Raise BudgetError before a step is read that does not fit the cap beside what the call takes."""
+        if nbytes + max(0, beside) > self._cap.room:
+            raise self._too_little(nbytes, max(0, beside), step.path)
+
+    def _too_little(self, floor: int, beside: int, path: str = "") -> BudgetError:
+        least = floor + beside + self._cap.nbytes - self._cap.room
+        who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
+        return BudgetError(
+            f"{self.name} does not run in {format_budget(self._cap.nbytes)}: the call takes {format_size(beside)} beside "
+            f"weights, and {who} at once; give at least {format_size(least, up=True)}, or call it with smaller inputs",
+            floor_bytes=least,
+        )
+
+    # Reads and writes that a plan does not foresee.
+
+    def _answer(self, twin: int, name: str) -> torch.Tensor | None:
+        """Return what a twin, or a part of it, stands for; None outside of calls, which is refused.
+
+        In a step of its own, the weight is there already. Otherwise it is read from its file, and the module that
+        asks reads it in its step from the next call on, if it may be a step.
+        """
+        current = self._pass
+        if current is None:
+            return None
+        fqn = self._places.names[twin]
+        for values in (self._staying, self._present, current.values):
+            if twin in values:
+                return plain_tensors(fqn, values[twin])[name]
+        reader = current.running[-1] if current.running else current.entry
+        reads = self._learned.reads.setdefault(fqn, set())
+        if reader not in reads:
+            reads.add(reader)
+            current.learned = current.learned or (reader in self._modules and can_read(reader, self._steps))
+        with torch.no_grad(), _disable_current_modes():
+            value, whole = self._own.tensor(name, {}), self._places.twins[twin]
+            return value if has_parts(whole) else like(whole, fqn, lambda _: value)
+
+    def _check_uses(self, current: Pass) -> None:
+        """Raise StreamError where something has written a weight, or keeps a view of one, that will not be there."""
+        for fqn, copy, digest in current.copies:
+            if digest_of(copy.detach().contiguous()) != digest:
+                raise StreamError(f"the call writes {fqn}, which is not in memory: restore() the model first")
+        for twin, one in self._watched:
+            if one.is_written or one.is_viewed:
+                fqn = self._places.names[twin]
+                what = "has written" if one.is_written else "keeps a view of"
+                self._watched = []
+                raise StreamError(
+                    f"the call {what} {fqn}, which is not in memory between calls: restore() the model first"
+                )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What operators of a call take in place of a twin, or of a part of one."""
+
+    module: CalledModule
+    twin: int
+    name: str
+
+    def value(self) -> torch.Tensor | None:
+        return self.module._answer(self.twin, self.name)
+
+    def keep(self, value: torch.Tensor) -> None:
+        current = self.module._pass
+        if current is not None and not any(value is one for one in current.values.values()):
+            current.copies.append((self.name, value, digest_of(value.detach().contiguous())))
+
+
+def _positions(order: Order) -> dict[str, list[int]]:
+    """Return the numbers of the steps of each module."""
+    positions: dict[str, list[int]] = {}
+    for number, path in enumerate(order.paths):
+        positions.setdefault(path, []).append(number)
+    return positions

@@ -1,0 +1,150 @@
+"""The facts that plans are made of, taken from a module and its weight files: nothing is exported."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from penstock.integrations.kept import KeptWeights, names_of
+from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.weights.subclasses import plain_tensors
+from penstock.runtime.checkpoint.binding import Rules, find_values
+from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.files.stamp import stamp_file
+from penstock.schedule.facts.model import ALIGNMENT, Method, Part, Step, Storage, Trace, Weight, WeightFile, Work
+from penstock.schedule.payload.codec import Payload
+from penstock.schedule.space.layout import place_in_file
+
+_GUESSED_BYTES_PER_NS = 8
+"""The memory bandwidth that steps without measured times are taken to compute with."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Nanoseconds of a step: `lead_ns` since the step before, which reads no weights, and `read_ns` of its own."""
+
+    lead_ns: int
+    read_ns: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """The steps of one call: the paths of the modules that read weights, in the order in which they ran.
+
+    `entry` is the path of the module that was called. `times` has a time for each step, `tail_ns` is the compute
+    after the last one; they are those of one observed call.
+    """
+
+    entry: str
+    paths: tuple[str, ...]
+    times: tuple[StepTime, ...] = ()
+    tail_ns: int = 0
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """The weights of a module, and where their bytes lie in files.
+
+    `weights` has every name of a parameter, so that tied weights are several, whose parts name one storage.
+    """
+
+    files: tuple[WeightFile, ...]
+    storages: tuple[Storage, ...]
+    weights: tuple[Weight, ...]
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """The places of plain tensors: by FQN, or by `FQN.PART` for the parts of a quantised weight."""
+        return {weight.fqn: weight.parts[0] for weight in self.weights}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    def payload(
+        self,
+        orders: Sequence[Order],
+        reads: Mapping[str, tuple[int, ...]],
+        resident: Collection[int],
+    ) -> Payload:
+        """Return a payload with one method for each order, whose number is that of the order.
+
+        Args:
+            orders: The orders to plan for.
+            reads: By the path of a module, the storages that its step reads, ascending.
+            resident: Storages that always stay in memory.
+        """
+        storages = tuple(
+            replace(storage, kind="returned") if s in resident else storage
+            for s, storage in enumerate(self.storages)
+        )
+        names = [f"call {graph} of {order.entry or 'the model'}" for graph, order in enumerate(orders)]
+        traces = (self._trace(*numbered, reads) for numbered in zip(names, range(len(orders)), orders, strict=True))
+        return Payload(
+            lowering="eager",
+            torch=torch.__version__.split("+")[0],
+            files=self.files,
+            storages=storages,
+            weights=self.weights,
+            methods=tuple(Method(name, graph, ()) for graph, name in enumerate(names)),
+            traces=tuple(traces),
+        )
+
+    def _trace(self, name: str, graph: int, order: Order, reads: Mapping[str, tuple[int, ...]]) -> Trace:
+        steps = []
+        for k, path in enumerate(order.paths):
+            nbytes = sum(self.storages[s].nbytes for s in reads[path])
+            time = order.times[k] if order.times else StepTime(0, nbytes // _GUESSED_BYTES_PER_NS)
+            steps.append(Step(path or "model", reads[path], time.lead_ns, time.read_ns, read_work=Work(0, nbytes)))
+        times = "measured" if order.times else "modelled"
+        return Trace(name, graph, "", tuple(steps), order.tail_ns, 0, times)
+
+
+def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
+    """Return the facts of a module whose weights `kept` holds in files.
+
+    The parameters may be on the meta device. Raises SourceError for a parameter that no file holds.
+    """
+    index: dict[int, int] = {}
+    storages: list[Storage] = []
+    weights: dict[str, Weight] = {}
+    for fqn, value in module.named_parameters(remove_duplicate=False):
+        for name, plain in plain_tensors(fqn, value).items():
+            memory = plain.untyped_storage()
+            if memory._cdata not in index:
+                index[memory._cdata] = len(storages)
+                storages.append(Storage(memory.nbytes() or plain.nbytes, "streamable"))
+            part = Part(
+                "",
+                dtype_name(plain.dtype),
+                tuple(plain.shape),
+                tuple(plain.stride()),
+                index[memory._cdata],
+                plain.storage_offset() * plain.itemsize,
+            )
+            weights[name] = Weight(name, "parameter", "cpu", (part,))
+    names = names_of(kept)
+    found = find_values(
+        list(weights.values()),
+        open_checkpoint([file for one in kept for file in one.files]),
+        Rules(lambda fqn: names.get(fqn, fqn)),
+    )
+    phases = {fqn: phase for one in kept for fqn, phase in one.phases.items()}
+    placed = [_at_phase_of_file(storage) for storage in found.placed(storages)]
+    for weight in weights.values():
+        if weight.fqn in phases:
+            s = weight.parts[0].storage
+            placed[s] = replace(placed[s], phase=phases[weight.fqn])
+    files = tuple(stamp_file(path, recorded_path=str(path.absolute())) for path in found.files)
+    return ModuleFacts(files, tuple(placed), tuple(weights.values()))
+
+
+def _at_phase_of_file(storage: Storage) -> Storage:
+    """Give a storage the phase at which its library maps the file."""
+    place = place_in_file(storage)
+    return replace(storage, phase=place[1] % ALIGNMENT if place else 0)

@@ -1,0 +1,74 @@
+"""Weights in memory of their own, outside of any plan: in the first call of a kind, and for reads that no step has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from penstock.integrations.called.facts import ModuleFacts
+from penstock.passes.weights.subclasses import each_part, has_parts, plain_tensors
+from penstock.passes.weights.values import tensor_in
+from penstock.runtime.files.rates import READERS
+from penstock.runtime.files.reading import HeldStorages
+from penstock.runtime.files.source import Source, open_source
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """Return how many tensors refer to the memory behind a tensor."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Return an object like the parameter `value` over other memory.
+
+    Args:
+        value: A parameter, whose values need not be in memory.
+        fqn: Its name.
+        tensor_of: Returns a plain tensor by its name, `fqn` or `FQN.PART`.
+    """
+    if has_parts(value):
+        parts = iter([tensor_of(name) for name in plain_tensors(fqn, value)])
+        made = each_part(value, lambda _: next(parts))
+    elif isinstance(value, nn.Parameter):
+        made = nn.Parameter(tensor_of(fqn), requires_grad=value.requires_grad)
+    else:
+        made = tensor_of(fqn)
+    made.__dict__.update({name: one for name, one in vars(value).items() if not name.startswith("penstock_")})
+    return made
+
+
+class OwnMemory:
+    """Reads weights of a module from its files, each time into new memory, past the page cache where it is cold.
+
+    Reading through a cold page cache would leave small folios in it, which slow every later call that maps the
+    files (27 ms to 66 ms for a token of a Llama of 469 MiB).
+    """
+
+    def __init__(self, facts: ModuleFacts) -> None:
+        self._facts = facts
+        self._source: Source | None = None
+
+    def read(self, storages: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Return the bytes of storages, each at its phase. Raises SourceError for files that have changed."""
+        if self._source is None:
+            self._source = open_source(self._facts.files, Path())
+        with torch.inference_mode(False), torch.device("cpu"):
+            held = HeldStorages(self._facts.storages, tuple(storages), self._source, READERS)
+        held.wait()
+        return held.buffers
+
+    def tensor(self, name: str, memory: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return the plain tensor of a name in `memory`, which gets its storage if it lacks it."""
+        part = self._facts.parts[name]
+        if part.storage not in memory:
+            memory |= self.read([part.storage])
+        return tensor_in(memory[part.storage], part)
+
+    def close(self) -> None:
+        """Close the files; the next read opens them again."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
