@@ -38,10 +38,11 @@ from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.integrations.progress import seconds_since
 from penstock.passes.weights.subclasses import has_parts, plain_tensors
 from penstock.runtime.choice import PlanRequest, decide
+from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.loading import LoadOptions, load_weights
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
-from penstock.schedule.facts.errors import BudgetError, StreamError
+from penstock.schedule.facts.errors import BudgetError, SourceError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.plan import Plan
 
@@ -88,8 +89,8 @@ class CalledModule:
         facts: The facts of the module, made before its parameters lost their memory.
         kept: The files that hold the weights.
         cap: The memory for weights and calls, which components use in turns.
-        load: How a plan is run.
-        arena: The kind of arena; by default the one that suits the machine.
+        entries: Methods other than `forward` that libraries call, such as `decode` or `vision.encode`.
+        options: How plans are made and run.
     """
 
     def __init__(
@@ -101,14 +102,13 @@ class CalledModule:
         cap: Cap,
         *,
         entries: Sequence[str] = (),
-        load: LoadOptions | None = None,
-        arena: str | None = None,
+        options: LoadOptions = LoadOptions(),
     ) -> None:
         self.name, self.module, self.facts, self.kept = name, module, facts, kept
         self.plan: Plan | None = None
         self.orders: list[Order] = []
         self._cap = cap
-        self._load, self._arena = load or LoadOptions(), arena
+        self._options = options
         self._process = os.getpid()
         self._state = threading.Lock()  # held while a step begins
         self._kinds: dict[object, int] = {}
@@ -157,8 +157,11 @@ class CalledModule:
             weights.close()
         self._own.close()
 
-    def let_go(self) -> None:
-        """Give every module its own forward and its twins again, and let what is in the cache be removed."""
+    def let_go(self) -> Callable[[], None]:
+        """Give every module its own forward and its twins again, and let what is in the cache be removed.
+
+        Returns what gives parameters that calls have written their present values, once they have memory again.
+        """
         self.unload()
         staying, self._staying = self._staying, {}
         self._places.settle({}, (staying,))
@@ -168,6 +171,25 @@ class CalledModule:
         for one in self.kept:
             if one.hold is not None:
                 one.hold.close()
+
+        def write() -> None:
+            with torch.no_grad():
+                for twin, value in staying.items():
+                    self._places.twins[twin].copy_(value)
+
+        return write
+
+    def refuse_lost(self) -> None:
+        """Raise SourceError where a weight file is missing, before anything is given up for it."""
+        for file in self.files:
+            with reading(file):
+                there = file.is_file()
+            if not there:
+                raise SourceError(
+                    f"{file} is gone, and it held the weights of {self.name}, which are not in memory: put the file "
+                    "back; where that cannot be, restore() is impossible too, so load the model again, from files "
+                    "that are there"
+                )
 
     # Who reads what.
 
@@ -418,15 +440,15 @@ class CalledModule:
         with self._cap.working():
             room = self._cap.room
             budget = min(facts.nbytes, room - int(_ROOM * beside)) - staying
-            request = PlanRequest(max(1, budget), arena=self._arena, by_units=False, traces=payload.traces)
+            request = PlanRequest(max(1, budget), arena=self._options.arena, by_units=False, traces=payload.traces)
             try:
                 self.plan = decide(_NO_FOLDER, payload, request)
             except BudgetError as error:
                 floor = (error.floor_bytes or 0) + staying
                 if floor + beside > room:
                     raise self._too_little(floor, beside) from error
-                self.plan = decide(_NO_FOLDER, payload, PlanRequest(floor - staying, arena=self._arena, by_units=False, traces=payload.traces))
-        self._weights = load_weights(_NO_FOLDER, payload, self.plan, self._load, beside)
+                self.plan = decide(_NO_FOLDER, payload, PlanRequest(floor - staying, arena=self._options.arena, by_units=False, traces=payload.traces))
+        self._weights = load_weights(_NO_FOLDER, payload, self.plan, self._options, beside)
         tensors, outside = self._weights.tensors, set(self.plan.outside)
         with torch.no_grad():
             for twin, value in self._places.twins.items():
