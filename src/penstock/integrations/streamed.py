@@ -220,7 +220,7 @@ class Component:
                 "load, which forgets them"
             )
         self.refuse_lost()
-        self._cap.turn(self)
+        self._cap.take(self)
         self.unload()
         with self._cap.working():
             key = self._calls.key()
@@ -280,7 +280,7 @@ class Component:
         """
         if self._module is None:
             self.refuse_lost()
-        self._cap.turn(self)
+        self._cap.take(self)
         plan = self._plan_for(beside, saved)
         if self._module is None:
             self._module = self._compiled().load(plan=plan, device=self._where.device)
