@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
-from penstock.integrations.called.component import CalledModule
+from penstock.integrations.called.component import CalledModule, Residency
 from penstock.integrations.called.facts import make_facts
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import method_of
@@ -52,6 +52,7 @@ from penstock.integrations.training.parameters import Trained
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
 from penstock.runtime.loading import LoadOptions
+from penstock.runtime.system.own_memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
@@ -98,6 +99,30 @@ class Applied:
     def freed_bytes(self) -> int:
         """Bytes of parameters that are no longer in memory."""
         return sum(hollow.nbytes for hollow in self._hollow.values())
+
+    @property
+    def memory(self) -> int:
+        """Bytes that weights and calls may take together. It may be set between calls: `applied.memory = "6GB"`."""
+        return self.cap.nbytes
+
+    @memory.setter
+    def memory(self, memory: int | str) -> None:
+        nbytes = parse_size(memory, name="memory")
+        with self.cap.lock:
+            self.idle()
+            self.cap.nbytes = nbytes
+
+    def idle(self) -> None:
+        """Give the memory of weights back until the next call, which loads them again."""
+        with self.cap.lock:
+            for component in self.components.values():
+                component.unload()
+            give_back_unused()
+
+    @property
+    def residency(self) -> dict[str, tuple[Residency, ...]]:
+        """By component, what the present plan does with the weights of each module; empty before the first plan."""
+        return {name: component.residency for name, component in self._called.items()}
 
     @property
     def trains(self) -> bool:

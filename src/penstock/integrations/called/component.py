@@ -65,6 +65,23 @@ _NO_FOLDER = Path()
 """In place of an artifact's folder: the paths of weight files are absolute."""
 
 
+@dataclass(frozen=True)
+class Residency:
+    """What a plan does with the weights that a module reads.
+
+    Attributes:
+        module: The path of the module.
+        nbytes: Bytes of these weights.
+        how: `"stays"` in memory, `"streams"`, or is `"read at once"` by each operator that asks for it.
+        why: The reason, in words.
+    """
+
+    module: str
+    nbytes: int
+    how: str
+    why: str
+
+
 @dataclass(eq=False)
 class Pass:
     """One outermost call. `order` is the number of the order that is expected, None while it is observed."""
@@ -150,9 +167,35 @@ class CalledModule:
         return self._weights.stats(self._passes) if self._weights else None
 
     @property
-    def files(self) -> list[Path]:
+    def weights(self) -> list[Path]:
         """The files that hold the weights."""
         return [file for one in self.kept for file in one.files]
+
+    @property
+    def residency(self) -> tuple[Residency, ...]:
+        """What the present plan does with the weights of each module; empty where there is none."""
+        plan = self.plan if self._weights is not None else None
+        if plan is None:
+            return ()
+        layout, storages = plan.arena.layout, self.facts.storages
+        moved = [(one.start, one.stop) for schedule in plan.schedules for one in schedule.transfers]
+
+        def of(module: str, fqns: Sequence[str]) -> Residency:
+            own = {part.storage for name, part in self.facts.parts.items() if name.startswith(tuple(fqns))}
+            nbytes = sum(storages[s].nbytes for s in own)
+            if own <= self._learned.resident:
+                return Residency(module, nbytes, "stays", "calls write it, or keep views of it")
+            streams = any(
+                start < layout[s] + storages[s].nbytes and layout[s] < stop
+                for s in own
+                for start, stop in moved
+                if layout[s] >= 0
+            )
+            if streams:
+                return Residency(module, nbytes, "streams", "there is no room for all weights")
+            return Residency(module, nbytes, "stays", "there is room for it")
+
+        return tuple(of(path or self.name, fqns) for path, fqns in self._readers.fqns.items())
 
     def unload(self) -> None:
         """Give the memory of weights back. The next call plans and loads again."""
@@ -199,7 +242,7 @@ class CalledModule:
 
     def refuse_lost(self) -> None:
         """Raise SourceError where a weight file is missing, before anything is given up for it."""
-        for file in self.files:
+        for file in self.weights:
             with reading(file):
                 there = file.is_file()
             if not there:
@@ -339,6 +382,7 @@ class CalledModule:
 
     def _observed(self, current: Pass, run: Callable[[], Any], nbytes: int) -> Any:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
+        self.refuse_lost()
         self.unload()
         begun, current.meter = time.monotonic(), PeakMeter()
         with LiveBytes() as live:
@@ -479,6 +523,7 @@ class CalledModule:
 
     def _open(self) -> None:
         """Plan for all orders that are known, and load."""
+        self.refuse_lost()
         begun, facts = time.monotonic(), self.facts
         payload = facts.payload(self.orders, self._readers.storages, self._readers.resident)
         staying = sum(facts.storages[s].nbytes for s in self._learned.resident)

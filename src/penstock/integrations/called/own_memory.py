@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -55,6 +56,7 @@ class OwnMemory:
         """Return the bytes of storages, each at its phase. Raises SourceError for files that have changed."""
         if self._source is None:
             self._source = open_source(self._facts.files, Path())
+            weakref.finalize(self, self._source.close)
         with torch.inference_mode(False), torch.device("cpu"):
             held = HeldStorages(self._facts.storages, tuple(storages), self._source, READERS)
         held.wait()
