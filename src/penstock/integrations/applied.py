@@ -41,6 +41,7 @@ from penstock.integrations.libraries import (
     components_of,
     entries_of,
     owner_of,
+    refuse_exported_hooks,
     refuse_wrapped,
     without_hooks,
 )
@@ -74,9 +75,7 @@ class Applied:
     never in memory.
     """
 
-    def __init__(
-        self, target: Any, cap: Cap, where: Where, options: LoadOptions, *, restores: bool
-    ) -> None:
+    def __init__(self, target: Any, cap: Cap, where: Where, options: LoadOptions, *, restores: bool) -> None:
         self.target = target
         self.cap = cap
         self._where, self._options = where, options
@@ -137,7 +136,9 @@ class Applied:
             self._hollow[name] = Hollow(module, self._instead, self._where.target, called=True)
             self._modules[name] = module
             options = replace(self._options, device=self._where.device)
-            self._called[name] = CalledModule(name, module, facts, kept, self.cap, entries=entries, options=options)
+            self._called[name] = CalledModule(
+                name, module, facts, kept, self.cap, entries=entries, options=options
+            )
             self.components[name] = self._called[name]
 
     def add_trained(
@@ -376,6 +377,8 @@ def apply(
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
     for name, module in parts.items():
         refuse_wrapped(module, name)
+        if train:
+            refuse_exported_hooks(module, name)
     where = Where(Cache.at(cache), device)
     applied = Applied(model, Cap(nbytes, counts_own=device == "cpu"), where, options, restores=True)
     with ExitStack() as on_error:
