@@ -80,7 +80,7 @@ class Cap:
         """Bytes that remain for weights and calls."""
         return max(0, self.nbytes - self.reserved - self.own)
 
-    def take(self, holder: Holder) -> None:
+    def turn(self, holder: Holder) -> None:
         """Give the memory to `holder`; the one that had it unloads."""
         if self._holder not in (None, holder):
             assert self._holder is not None
@@ -88,15 +88,15 @@ class Cap:
         self._holder = holder
 
     @contextmanager
-    def turn(self, holder: Holder) -> Iterator[bool]:
-        """Give the memory to `holder` while its call runs; the one that had it unloads.
+    def calling(self, holder: Holder) -> Iterator[bool]:
+        """Give the memory to `holder` while its call runs.
 
         Yields True within the call of another holder, which keeps its memory: what `holder` takes comes on top.
         """
         outer, self._running = self._running, self._running or holder
         try:
             if self._running is holder:
-                self.take(holder)
+                self.turn(holder)
             yield self._running is not holder
         finally:
             self._running = outer

@@ -333,7 +333,7 @@ class CalledModule:
             refuse_grad((args, kwargs))
             self._refuse_viewed()
             nbytes, kind = call_bytes((args, kwargs)), kind_of(entry, args, kwargs)
-            with self._cap.turn(self) as alone, _uncached_autocast(), torch.no_grad():
+            with self._cap.calling(self) as alone, _uncached_autocast(), torch.no_grad():
                 current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
                 try:
                     output = self._run(current, functools.partial(called, *args, **kwargs), nbytes)
