@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from penstock.integrations.called.measuring import LiveBytes, PeakMeter, call_by
 from penstock.integrations.called.own_memory import OwnMemory, like
 from penstock.integrations.called.places import Places, Step, Values, Watched, leave_twins_out
 from penstock.integrations.called.readers import Learned, can_read, find_readers
+from penstock.integrations.called.units import PassReads, Seen, UnitReads
 from penstock.integrations.calls.kinds import refuse_grad
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
@@ -42,7 +43,9 @@ from penstock.runtime.loading import LoadOptions, load_weights
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, StreamError
+from penstock.schedule.facts.model import SparseRead
 from penstock.schedule.facts.sizes import format_budget, format_size
+from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -72,11 +75,18 @@ class Pass:
     open: Step | None = None
     values: Values = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
-    times: list[StepTime] = field(default_factory=list)
+    steps: list[Seen] = field(default_factory=list)
+    reads: PassReads = field(default_factory=PassReads)
+    inner_ns: int = 0  # of reads by units
+    own_bytes: int = 0  # of weights in memory of their own
     copies: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
     meter: PeakMeter | None = None
     learned: bool = False
+
+    @property
+    def path(self) -> str:
+        """The path of the module that runs."""
+        return self.running[-1] if self.running else self.entry
 
 
 class CalledModule:
@@ -115,6 +125,10 @@ class CalledModule:
         self._measured: list[tuple[int, int]] = []  # of observed calls, bytes of arguments and bytes beside weights
         self._learned = Learned()
         self._own = OwnMemory(facts)
+        self._traced: list[Order] = []  # the orders as the present plan has them
+        self._seen: list[Order] = []  # the orders as passes of the present plan show them
+        self._left_out: list[dict[str, set[int]]] = []  # by order and path, what is read by units
+        self._fills: list[dict[str, Values]] = []  # by order and path, what a step puts in places, if not all values
         self._staying: dict[int, torch.Tensor] = {}  # weights that have memory of their own from now on
         self._present: dict[int, torch.Tensor] = {}  # weights that the present plan has in memory throughout
         self._values: dict[int, torch.Tensor] = {}  # weights over the memory of the present plan
@@ -129,6 +143,7 @@ class CalledModule:
         for twin, value in self._places.twins.items():
             for part, plain in plain_tensors(self._places.names[twin], value).items():
                 answer_with(plain, _Answer(self, twin, part))
+        self._units = UnitReads(module, facts, self._own, lambda: self._pass, self._room_of_units)
         self._find_steps()
         self._undo = [leave_twins_out()]
         for path, one in self._modules.items():
@@ -155,6 +170,7 @@ class CalledModule:
             self._settle()
             self._watched, self._values = [], {}
             weights.close()
+        self._units.close()
         self._own.close()
 
     def let_go(self) -> None:
@@ -253,7 +269,7 @@ class CalledModule:
 
         That is also so where its arguments are larger than those of any observed call, as its memory is not known.
         """
-        if self._weights is None and not self.orders:
+        if self._weights is None and (not self.orders or (self._units.roots and kind not in self._kinds)):
             return None
         if kind in self._kinds:
             order: int | None = self._kinds[kind]
@@ -290,9 +306,12 @@ class CalledModule:
         if current.learned:
             self._learn()
             return
-        paths = tuple(current.paths)
+        if current.reads.whole:
+            self.unload()
+        paths = tuple(one.path for one in current.steps)
         for graph, order in enumerate(self.orders):
-            if (order.entry, order.paths) == (current.entry, paths):
+            known = order if current.order is None else self._seen[graph]
+            if (known.entry, known.paths) == (current.entry, paths) and current.reads.is_like(known, current.steps):
                 self._kinds[kind] = graph
                 return
         own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
@@ -301,7 +320,11 @@ class CalledModule:
             return
         tail = time.perf_counter_ns() - current.mark
         self._kinds[kind] = len(self.orders)
-        self.orders.append(Order(current.entry, paths, tuple(current.times), tail))
+        times = tuple(one.time for one in current.steps)
+        sparse = tuple(one.as_read() for one in current.steps) if any(one.read for one in current.steps) else ()
+        owners = tuple(one.owner for one in current.steps) if sparse else ()
+        self.orders.append(Order(current.entry, paths, times, tail, sparse, owners))
+        self._units.settle(self.orders)
         self.unload()
 
     # Steps.
@@ -315,6 +338,9 @@ class CalledModule:
             if number is not None:
                 current.open = step
         if number is None:
+            if current.order is not None and current.open is None and self._reads_units_only(current.order, step):
+                current.steps.append(Seen(step.path, step.path))
+                return own(*args, **kwargs)
             with self._own_step(current, step, begun):
                 return own(*args, **kwargs)
         assert current.order is not None and self._weights is not None
@@ -322,8 +348,10 @@ class CalledModule:
         try:
             if streamer is not None:
                 streamer.acquire(current.order, number)
-            filled = step.fill(self._values)
-            current.values = self._values
+            current.values = values = self._fills[current.order].get(step.path, self._values)
+            filled = step.fill(values)
+            current.steps.append(seen := Seen(step.path, step.path))
+            inner = current.inner_ns
             ready = time.perf_counter_ns()
             try:
                 return own(*args, **kwargs)
@@ -332,17 +360,23 @@ class CalledModule:
                 step.empty(filled)
                 if streamer is not None:
                     streamer.release(current.order, number)
-                current.paths.append(step.path)
-                current.times.append(StepTime(max(0, begun - current.mark), ended - ready))
+                lead = max(0, begun - current.mark)
+                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
                 current.mark = time.perf_counter_ns()
         finally:
             current.open, current.values = None, {}
+
+    def _reads_units_only(self, order: int, step: Step) -> bool:
+        return self._left_out[order].get(step.path) == set(self._readers.storages[step.path])
+
+    def _without(self, storages: Collection[int]) -> Values:
+        return {twin: one for twin, one in self._values.items() if not self._storages_of(twin) & set(storages)}
 
     def _next(self, current: Pass, step: Step) -> int | None:
         """Return the number of a step in the expected order; None where it has none."""
         if current.order is None:
             return None
-        order = self.orders[current.order].paths
+        order = self._traced[current.order].paths
         if current.position < len(order) and order[current.position] == step.path:
             number = current.position
         else:
@@ -357,19 +391,25 @@ class CalledModule:
     def _own_step(self, current: Pass, step: Step, begun: int) -> Iterator[None]:
         """Have the weights of a step that no plan has in memory of their own, which is then given back."""
         storages = self._readers.storages[step.path]
+        left_out = self._units.left_out(step.path, storages)
+        storages = tuple(s for s in storages if s not in left_out)
         nbytes = sum(self.facts.storages[s].nbytes for s in storages)
         if current.meter is not None:
             self._check_room(step, nbytes, current.meter.look() - self._cap.kernels)
         nested = current.open is not None
+        if not nested:
+            current.steps.append(seen := Seen(step.path, step.path))
         with torch.no_grad(), _disable_current_modes():
             memory = self._own.read(storages)
-            values = self._values_of(step, memory)
+            values = self._values_of(step, memory, left_out)
         watched = [(twin, Watched(value)) for twin, value in values.items()]
         filled = step.fill(values)
         before = current.open, current.values
         current.open, current.values = before[0] or step, {**before[1], **values}
         for _, one in watched:
             one.start()
+        current.own_bytes += nbytes
+        inner = current.inner_ns
         ready = time.perf_counter_ns()
         try:
             yield
@@ -377,21 +417,24 @@ class CalledModule:
             ended = time.perf_counter_ns()
             used = [(twin, one) for twin, one in watched if one.is_viewed or one.is_written]
             if current.meter is not None:
-                current.meter.look(nbytes)
+                current.meter.look(current.own_bytes)
+            current.own_bytes -= nbytes
             current.open, current.values = before
             step.empty(filled)
             if not nested:
-                current.paths.append(step.path)
-                current.times.append(StepTime(max(0, begun - current.mark), ended - ready))
+                lead = max(0, begun - current.mark)
+                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
             self._keep(current, step, used)
             current.mark = time.perf_counter_ns()
 
-    def _values_of(self, step: Step, memory: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the weights of a step over `memory`, by twin."""
+    def _values_of(
+        self, step: Step, memory: dict[int, torch.Tensor], left_out: Collection[int]
+    ) -> dict[int, torch.Tensor]:
+        """Return the weights of a step over `memory`, by twin, but for storages that are left out."""
         values: dict[int, torch.Tensor] = {}
         for place in step.places:
             twin = id(place.twin)
-            if twin not in values and twin not in self._staying:
+            if twin not in values and twin not in self._staying and not self._storages_of(twin) & set(left_out):
                 fqn = self._places.names[twin]
                 values[twin] = like(place.twin, fqn, lambda name: self._own.tensor(name, memory))
         return values
@@ -412,20 +455,18 @@ class CalledModule:
     def _open(self) -> None:
         """Plan for all orders that are known, and load."""
         begun, facts = time.monotonic(), self.facts
-        payload = facts.payload(self.orders, self._readers.storages, self._readers.resident)
         staying = sum(facts.storages[s].nbytes for s in self._learned.resident)
         beside = max(beside for _, beside in self._measured)
         with self._cap.working():
             room = self._cap.room
             budget = min(facts.nbytes, room - int(_ROOM * beside)) - staying
-            request = PlanRequest(max(1, budget), arena=self._arena, by_units=False, traces=payload.traces)
             try:
-                self.plan = decide(_NO_FOLDER, payload, request)
+                payload, self.plan = self._planned(max(1, budget))
             except BudgetError as error:
                 floor = (error.floor_bytes or 0) + staying
                 if floor + beside > room:
                     raise self._too_little(floor, beside) from error
-                self.plan = decide(_NO_FOLDER, payload, PlanRequest(floor - staying, arena=self._arena, by_units=False, traces=payload.traces))
+                payload, self.plan = self._planned(floor - staying)
         self._weights = load_weights(_NO_FOLDER, payload, self.plan, self._load, beside)
         tensors, outside = self._weights.tensors, set(self.plan.outside)
         with torch.no_grad():
@@ -433,12 +474,14 @@ class CalledModule:
                 if twin not in self._staying:
                     self._values[twin] = like(value, self._places.names[twin], tensors.__getitem__)
         self._present = {twin: one for twin, one in self._values.items() if self._storages_of(twin) <= outside}
+        self._fills = [{path: self._without(out) for path, out in by_path.items()} for by_path in self._left_out]
         self._settle()
         self._watched = [(twin, Watched(one)) for twin, one in self._values.items() if twin not in self._present]
         for _, one in self._watched:
             one.start()
         self._probed = [frozenset(self._weights.probed(graph)) for graph in range(len(self.orders))]
-        self._positions = [_positions(order) for order in self.orders]
+        self._positions = [_positions(order) for order in self._traced]
+        self._units.open(self._weights, self._traced)
         _log.info(
             "%s streams within %s of %s, planned in %s: %s",
             self.name,
@@ -447,6 +490,44 @@ class CalledModule:
             seconds_since(begun),
             self.plan.residency,
         )
+
+    def _planned(self, budget: int) -> tuple[Payload, Plan]:
+        """Plan all orders. What a plan does not read by units is read by the steps of modules, so it is planned again."""
+        facts, readers = self.facts, self._readers
+        merged: set[tuple[int, str, int]] = set()
+        if budget >= facts.nbytes:
+            merged |= {(g, *one) for g, order in enumerate(self.orders) for one in order.by_units()}
+        while True:
+            reads: list[dict[str, tuple[int, ...]]] = []
+            self._traced, self._seen, self._left_out = [], [], []
+            for graph, order in enumerate(self.orders):
+                joined = {(path, s) for g, path, s in merged if g == graph}
+                out = {path: self._units.left_out(path, all_of, joined) for path, all_of in readers.storages.items()}
+                reads.append({p: tuple(s for s in all_of if s not in out[p]) for p, all_of in readers.storages.items()})
+                self._seen.append(order.reduced(functools.partial(self._units.keeps, merged=joined)))
+                self._traced.append(self._seen[-1].reduced(functools.partial(_has_reads, reads[-1])))
+                self._left_out.append({path: some for path, some in out.items() if some})
+            payload = facts.payload(self._traced, reads, readers.resident)
+            by_units = any(order.sparse for order in self._traced)
+            request = PlanRequest(budget, arena=self._arena, by_units=by_units, traces=payload.traces)
+            plan = decide(_NO_FOLDER, payload, request)
+            unserved = {
+                (graph, order.owners[k], read.storage)
+                for graph, order in enumerate(self._traced)
+                for k, step in enumerate(payload.traces[graph].steps)
+                for read in step.sparse
+                if plan.pool is None or not plan.pool.has(read)
+            }
+            if not unserved:
+                return payload, plan
+            merged |= unserved
+
+    def _room_of_units(self) -> int:
+        """Return the bytes that reads by units without a plan may take at once."""
+        current, room = self._pass, self._cap.room
+        if current is None or current.meter is None:
+            return room
+        return max(0, room - current.own_bytes - max(0, current.meter.peak - self._cap.kernels))
 
     def _check_room(self, step: Step, nbytes: int, beside: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes."""
@@ -516,6 +597,10 @@ class _Answer:
         current = self.module._pass
         if current is not None and not any(value is one for one in current.values.values()):
             current.copies.append((self.name, value, digest_of(value.detach().contiguous())))
+
+
+def _has_reads(reads: Mapping[str, tuple[int, ...]], path: str, read: SparseRead | None) -> bool:
+    return read is not None or bool(reads.get(path))
 
 
 def _positions(order: Order) -> dict[str, list[int]]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import nn
 
 from penstock.integrations.kept import KeptWeights, names_of
 from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.sparse.tiles import with_common_units
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.stamp import stamp_file
-from penstock.schedule.facts.model import ALIGNMENT, Method, Part, Step, Storage, Trace, Weight, WeightFile, Work
+from penstock.schedule.facts.model import ALIGNMENT, Method, Part, SparseRead, Step, Storage, Trace, Weight, WeightFile, Work
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.space.layout import place_in_file
 
@@ -36,13 +38,38 @@ class Order:
     """The steps of one call: the paths of the modules that read weights, in the order in which they ran.
 
     `entry` is the path of the module that was called. `times` has a time for each step, `tail_ns` is the compute
-    after the last one; they are those of one observed call.
+    after the last one; they are those of one observed call. A step that reads units has its read in `sparse`, and
+    in `owners` the path of the module that reads; its path is a sentence. `sparse` is empty if there are none.
     """
 
     entry: str
     paths: tuple[str, ...]
     times: tuple[StepTime, ...] = ()
     tail_ns: int = 0
+    sparse: tuple[SparseRead | None, ...] = ()
+    owners: tuple[str, ...] = ()
+
+    def reduced(self, keeps: Callable[[str, SparseRead | None], bool]) -> Order:
+        """Return the order without the steps that `keeps`, which is told owner and read, says no to."""
+        owners, reads = self.owners or self.paths, self.sparse or (None,) * len(self.paths)
+        kept = [k for k, step in enumerate(zip(owners, reads, strict=True)) if keeps(*step)]
+        if len(kept) == len(self.paths):
+            return self
+        times: list[StepTime] = []
+        lead = 0
+        for k, time in enumerate(self.times):
+            if k in kept:
+                times.append(StepTime(time.lead_ns + lead, time.read_ns))
+                lead = 0
+            else:
+                lead += time.lead_ns + time.read_ns
+        paths, sparse, owners = (tuple(all_of[k] for k in kept) for all_of in (self.paths, reads, owners))
+        return Order(self.entry, paths, tuple(times), self.tail_ns + lead, sparse, owners)
+
+    def by_units(self) -> set[tuple[str, int]]:
+        """Return the paths of modules and the storages of which these read units."""
+        steps = zip(self.owners, self.sparse, strict=True)
+        return {(path, read.storage) for path, read in steps if read is not None}
 
 
 @dataclass(frozen=True)
@@ -69,14 +96,14 @@ class ModuleFacts:
     def payload(
         self,
         orders: Sequence[Order],
-        reads: Mapping[str, tuple[int, ...]],
+        reads: Sequence[Mapping[str, tuple[int, ...]]],
         resident: Collection[int],
     ) -> Payload:
         """Return a payload with one method for each order, whose number is that of the order.
 
         Args:
             orders: The orders to plan for.
-            reads: By the path of a module, the storages that its step reads, ascending.
+            reads: For each order, by the path of a module, the storages that its step reads, ascending.
             resident: Storages that always stay in memory.
         """
         storages = tuple(
@@ -84,7 +111,7 @@ class ModuleFacts:
             for s, storage in enumerate(self.storages)
         )
         names = [f"call {graph} of {order.entry or 'the model'}" for graph, order in enumerate(orders)]
-        traces = (self._trace(*numbered, reads) for numbered in zip(names, range(len(orders)), orders, strict=True))
+        traces = [self._trace(*one) for one in zip(names, range(len(orders)), orders, reads, strict=True)]
         return Payload(
             lowering="eager",
             torch=torch.__version__.split("+")[0],
@@ -92,14 +119,22 @@ class ModuleFacts:
             storages=storages,
             weights=self.weights,
             methods=tuple(Method(name, graph, ()) for graph, name in enumerate(names)),
-            traces=tuple(traces),
+            traces=with_common_units(traces),
         )
 
     def _trace(self, name: str, graph: int, order: Order, reads: Mapping[str, tuple[int, ...]]) -> Trace:
         steps = []
         for k, path in enumerate(order.paths):
+            time = order.times[k] if order.times else None
+            read = order.sparse[k] if order.sparse else None
+            if read is not None:
+                lead, own = (time.lead_ns, time.read_ns) if time else (0, 0)
+                flops = 2 * prod(read.view.shape) if read.tiles else 0
+                work = Work(flops, min(read.asked, read.count) * read.unit_nbytes)
+                steps.append(Step(path, (read.storage,), lead, own, read_work=work, sparse=(read,)))
+                continue
             nbytes = sum(self.storages[s].nbytes for s in reads[path])
-            time = order.times[k] if order.times else StepTime(0, nbytes // _GUESSED_BYTES_PER_NS)
+            time = time or StepTime(0, nbytes // _GUESSED_BYTES_PER_NS)
             steps.append(Step(path or "model", reads[path], time.lead_ns, time.read_ns, read_work=Work(0, nbytes)))
         times = "measured" if order.times else "modelled"
         return Trace(name, graph, "", tuple(steps), order.tail_ns, 0, times)
