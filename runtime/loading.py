@@ -68,9 +68,13 @@ ENGINES = ("auto", "native", "python")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a verified plan is run; `Program.load` documents every field."""
+    """How a verified plan is run; `Program.load` documents every field.
+
+    `arena` is the kind of arena that `apply` and `load` of integrations plan for; None chooses.
+    """
 
     device: str = "cpu"
+    arena: str | None = None
     page_lock: bool = True
     readers: int = READERS
     engine: str = "auto"

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -17,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
+from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
+from penstock.integrations.called.component import CalledModule
+from penstock.integrations.called.facts import make_facts
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import method_of
-from penstock.integrations.calls.tiny_calls import PADDED, Example, example_for, make_call, tiny_call
+from penstock.integrations.calls.tiny_calls import Example, make_call
 from penstock.integrations.cap import Cap
-from penstock.integrations.collector import without_collector
 from penstock.integrations.emptied.hollow import Hollow, blank_copy
 from penstock.integrations.emptied.uninterrupted import uninterrupted
 from penstock.integrations.emptied.watch import Watch
@@ -41,7 +41,6 @@ from penstock.integrations.libraries import (
     components_of,
     entries_of,
     owner_of,
-    refuse_global_hooks,
     refuse_wrapped,
     without_hooks,
 )
@@ -52,6 +51,7 @@ from penstock.integrations.training.adapting import Adapting, under_new_names
 from penstock.integrations.training.parameters import Trained
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
+from penstock.runtime.loading import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
@@ -65,10 +65,6 @@ _PARTS = "; where the model's own generate does this, apply penstock to the part
 _LOAD_ELSEWHERE = "load it with its library instead, as it was never in memory"
 _LOAD_AND_APPLY = "load it with its library as it is to be, and apply penstock to that"
 
-_LATER = "what it did not reach is exported, and its memory checked, when it is first called"
-
-_OWN_SIZES = " (tried with a tiny call in sizes of the model's own; example= takes a call of yours)"
-
 
 class Applied:
     """A model or a pipeline whose components stream; returned by `apply`, and kept by what `load` returns.
@@ -77,11 +73,15 @@ class Applied:
     never in memory.
     """
 
-    def __init__(self, target: Any, cap: Cap, where: Where, *, restores: bool) -> None:
+    def __init__(
+        self, target: Any, cap: Cap, where: Where, options: LoadOptions, *, restores: bool
+    ) -> None:
         self.target = target
         self.cap = cap
-        self._where = where
-        self.components: dict[str, Component] = {}
+        self._where, self._options = where, options
+        self.components: dict[str, CalledModule | Component] = {}
+        self._called: dict[str, CalledModule] = {}
+        self._exported: dict[str, Component] = {}
         self._restores = restores
         self._instead = f"call the model itself, or {_RESTORE + _PARTS if restores else _LOAD_ELSEWHERE}"
         self._again = _RESTORE_AND_APPLY if restores else _LOAD_AND_APPLY
@@ -104,15 +104,18 @@ class Applied:
         """Whether calls with grad mode on have gradients."""
         return self.cap.reserved > 0
 
-    @property
-    def prepared(self) -> dict[str, tuple[str, ...]]:
-        """By component, the kinds of calls that are exported, in words; none where it is not checked yet.
+    def add(self, name: str, module: nn.Module, kept: Sequence[KeptWeights]) -> None:
+        """Let the weights of a module, which `kept` holds in files, stream, and free the memory of its parameters."""
+        facts = make_facts(module, kept)
+        entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
+        with uninterrupted():
+            self._hollow[name] = Hollow(module, self._instead, self._where.target, called=True)
+            self._modules[name] = module
+            options = replace(self._options, device=self._where.device)
+            self._called[name] = CalledModule(name, module, facts, kept, self.cap, entries=entries, options=options)
+            self.components[name] = self._called[name]
 
-        The memory that another kind of call takes is first checked when it comes.
-        """
-        return {name: tuple(one.prepared) for name, one in self.components.items()}
-
-    def add(
+    def add_trained(
         self,
         name: str,
         module: nn.Module,
@@ -140,7 +143,7 @@ class Applied:
             trained=trained,
         )
         own = trained.parameters if trained else ()
-        self.components[name] = component
+        self.components[name] = self._exported[name] = component
         self._modules[name] = module
         for entry in entries:
             owner, _, method = entry.rpartition(".")
@@ -155,8 +158,6 @@ class Applied:
 
     def _key(self, module: nn.Module, entries: Sequence[str]) -> Callable[[], str | None]:
         """Says the key of what is exported of a module; None where nothing can be kept, which is logged."""
-        if self._where.lowering != "eager":
-            return lambda: None  # an artifact of compiled code is made of programs, and not of their facts
         kind = type(module).__name__
         with self.cap.working():
             made = unless_unknown(kind, lambda: ModuleKey(module, entries, self._where.target))
@@ -178,56 +179,19 @@ class Applied:
         module.eval()
 
     def prepare(self, example: Example) -> None:
-        """Export, compile and plan now what the calls of an example need, without computing anything.
-
-        `example` is a tensor, positional arguments, a mapping of names, or a function of the model, in which
-        calls of components return zeros. Caches and generators among the arguments are copied first. The
-        function must not wait for calls of another thread, because those wait for its end.
-
-        Raises PassError for what cannot be exported, BudgetError for what does not fit.
-        """
-        self._refuse_restored()
-        if isinstance(example, str):
-            if example != PADDED:
-                raise ValueError(f"there is no example {example!r}: give {PADDED!r}, or inputs")
-            self.prepare_tiny_call(padded=True)
-            return
+        """Export, compile and plan now what the calls of an example need, for a model that is trained."""
         try:
             self._rehearse(example)
         except BaseException:
-            for component in self.components.values():
+            for component in self._exported.values():
                 component.forget_rehearsal()
             raise
-        self._plan()
-
-    def prepare_tiny_call(self, *, padded: bool = False) -> None:
-        """As `prepare`, with a tiny call of a model of transformers or a pipeline of diffusers.
-
-        With `padded`, a padded call follows.
-
-        Calls that it does not reach are exported when they first come.
-        """
-        try:
-            self._rehearse(tiny_call(self.target, padded=padded))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            how = example_for(self.target)
-            _log.warning("a tiny call did not reach its end (%s): %s; %s does so now", reason, _LATER, how)
-        try:
-            self._plan()
-        except BudgetError as error:
-            raise BudgetError(f"{error}{_OWN_SIZES}", floor_bytes=error.floor_bytes) from error
+        for component in self._exported.values():
+            component.prepare()
 
     def log_ready(self, begun: float) -> None:
-        """Log how long it took since `begun`, and where the weights are that are read from now on."""
-        places = [sum(one.read_bytes(cached=c) for one in self.components.values()) for c in (False, True)]
-        own, cached = map(format_size, places)
-        read = f"{own} of weights are read where they are, {cached} from copies in the cache"
-        late = [name for name, calls in self.prepared.items() if not calls]
-        if late:
-            left = f"no call of {', '.join(late)} is prepared"
-            read = left if len(late) == len(self.components) else f"{read}, and {left}"
-        _log.info("%s is ready after %s: %s", type(self.target).__name__, seconds_since(begun), read)
+        """Log how long it took since `begun`."""
+        _log.info("%s is ready after %s", type(self.target).__name__, seconds_since(begun))
 
     def _rehearse(self, example: Example) -> None:
         with self.cap.lock, ExitStack() as hooks:
@@ -239,32 +203,6 @@ class Applied:
                 make_call(self.target, example)
             finally:
                 self.cap.rehearsing = before
-
-    def _plan(self) -> None:
-        for component in self.components.values():
-            component.prepare()
-
-    def swap_adapter(self, source: str | PathLike[str], name: str | None = None) -> None:
-        """Give an adapter the values of another one, from a folder or a file, without a new export.
-
-        `name` may be left out where there is one adapter only. After `restore` the model keeps the new
-        values. Raises StreamError where the other adapter has other layers, ranks, scaling or settings, and
-        SourceError for what cannot be read; no component has changed then.
-        """
-        self._refuse_restored()
-        if self.trains:
-            raise StreamError("adapters that are trained are in memory: load_adapter() of peft replaces them")
-        chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
-        modules = by_prefix(self._modules, given, alone=isinstance(self.target, nn.Module))
-        values = other_values(modules, given, chosen)
-        made_for = f"adapter {chosen} of {source}"
-        stored = {prefix: store(tensors, self._where.cache, made_for) for prefix, tensors in values.items()}
-        components = zip(self.components.values(), modules, strict=True)
-        with self.cap.lock:
-            self._refuse_lost()
-            swaps = [one.swapping(stored[prefix]) for one, prefix in components if prefix in stored]
-            for swap in swaps:
-                swap()
 
     def close(self) -> None:
         """Stop the readers and free the arena's memory; the next call loads again."""
@@ -288,8 +226,11 @@ class Applied:
             self.close()
             fills = [hollow.filling(self.components[name].kept) for name, hollow in self._hollow.items()]
             with uninterrupted():
+                written = [component.let_go() for component in self._called.values()]
                 for fill in fills:
                     fill()
+                for values in written:
+                    values()
                 self._give_back()
 
     def _give_back(self) -> None:
@@ -300,19 +241,15 @@ class Applied:
                 part.__dict__[name] = before
         for one in self._trained:
             one.training = True
-        for name, module in self._modules.items():
-            self.components[name].own = functools.partial(method_of, module)
-            self.components[name].let_go()
+        for name, component in self._exported.items():
+            component.own = functools.partial(method_of, self._modules[name])
+            component.let_go()
         for held in (self._replaced, self._trained, self._hollow, self._modules):
             held.clear()
 
     def _refuse_lost(self) -> None:
         for name in self._hollow:
             self.components[name].refuse_lost()
-
-    def _refuse_restored(self) -> None:
-        if not self._hollow:
-            raise StreamError("the model was restored: apply penstock to it again")
 
     def __enter__(self) -> Applied:
         return self
@@ -349,11 +286,13 @@ def _stream(applied: Applied, name: str, module: nn.Module, where: Where, *, tra
     made_for = owner_of(name, module)
     kept = keep_weights(module, own, where.cache, made_for)
     kept += [store(tensors, where.cache, made_for) for tensors in adapters]
+    if trained is None:
+        applied.add(name, module, kept)
+        return
     with applied.cap.working():
         blank = blank_copy(module, where.target)
-    if trained is not None:
-        trained.take_out(blank.module)
-    applied.add(name, module, lambda: blank, kept, trained)
+    trained.take_out(blank.module)
+    applied.add_trained(name, module, lambda: blank, kept, trained)
 
 
 def _stream_adapted(
@@ -367,7 +306,7 @@ def _stream_adapted(
     with applied.cap.working():
         blank = blank_copy(module, device)
     trained.take_out(blank.module)
-    applied.add(name, module, lambda: blank, renamed(), trained)
+    applied.add_trained(name, module, lambda: blank, renamed(), trained)
     return adapted
 
 
@@ -377,55 +316,55 @@ def apply(
     *,
     device: str = "cpu",
     example: Example | None = None,
-    lowering: str = "eager",
     cache: str | PathLike[str] | None = None,
     train: bool = False,
+    options: LoadOptions = LoadOptions(),
 ) -> Applied:
     """Let a module, a transformers model or a diffusers pipeline run in `memory` bytes, as it is.
 
     The weights of each component stay in the safetensors files that it was loaded from, where these hold the
-    same bytes; others are written to `cache` (`~/.cache/penstock`), equal ones once. Its parameters give
-    their memory back. Its `forward` is replaced by one that exports the module when a kind of call first
-    comes, and streams the weights from then on. `memory` counts weights, activations, inputs and caches. The
-    model is in eval mode until it is restored.
+    same bytes; others are written to `cache`, equal ones once. Its parameters give their memory back. The model's own
+    Python runs: what changes is that weights are in memory while the module that reads them is called. The first call
+    of a kind runs one module at a time; later ones stream by a plan.
 
-    The kinds of calls that `example` makes (see `Applied.prepare`) are exported and planned now. Without an
-    example those of a tiny call are, where the model is of transformers or diffusers; with `"padded"` also
-    those of a padded one, whose export otherwise takes seconds when it first comes.
+    Args:
+        model: A module, a model of transformers, or a pipeline of diffusers. It is in eval mode until it is restored.
+        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, or a number.
+        device: `"cpu"`, `"cuda:1"`, `"sim:h200"`.
+        example: Inputs whose calls are prepared now, with `train` only.
+        cache: The folder for weights that no file of the model holds. Default: `~/.cache/penstock`.
+        train: Give parameters that require grad now the gradients of the model in memory, bit for bit. They stay in
+            memory; `memory` counts them four times, with their gradients and two moments of AdamW, and the values
+            that a forward saves for its backward. The model stays in the mode that it is in.
+        options: How weights are loaded, for measurements and debugging.
 
-    With `train`, parameters of a model that require grad now stay in memory, and calls with grad mode on give
-    them the gradients of the model in memory, bit for bit. The model stays in the mode that it is in, and may
-    change it. `memory` also counts trained parameters four times, with their gradients and two moments of
-    AdamW, and all values that a forward saves for its backward. Nothing is exported before the first call
-    without an example.
+    Returns:
+        What restores the model, at the end of a `with` statement too.
 
-    Raises PassError for what cannot be exported and BudgetError for a cap below what a call needs; the model
-    is then as it was. Later calls may raise them too.
+    Raises:
+        BudgetError: `memory` is less than a step needs. Later calls raise it for more than they can have.
+        PassError: The model cannot stream as it is; the message says why. It is as it was then.
     """
     begun, nbytes = monotonic(), parse_size(memory, name="memory")
     parts = components_of(model)
     if train and not isinstance(model, nn.Module):
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
-    _refuse_compiled(lowering, train=train)
     for name, module in parts.items():
         refuse_wrapped(module, name)
-    where = Where(Cache.at(cache), device, lowering)
-    applied = Applied(model, Cap(nbytes, counts_own=device == "cpu"), where, restores=True)
+    where = Where(Cache.at(cache), device)
+    applied = Applied(model, Cap(nbytes, counts_own=device == "cpu"), where, options, restores=True)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
             _stream(applied, name, module, where, train=train)
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
-        if example is not None:
+        if example is not None and train:
             applied.prepare(example)
-        elif not train:
-            applied.prepare_tiny_call()
         applied.log_ready(begun)
         on_error.pop_all()
     return applied
 
 
-@without_collector()
 def load(
     source: str | PathLike[str],
     memory: int | str,
@@ -434,41 +373,49 @@ def load(
     example: Example | None = None,
     variant: str | None = None,
     dtype: torch.dtype | str | None = None,
-    lowering: str = "eager",
     cache: str | PathLike[str] | None = None,
     train: bool = False,
     adapter: Any = None,
+    options: LoadOptions = LoadOptions(),
 ) -> Any:
-    """A transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
+    """Return a transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
 
-    `source` is a folder, or the name of a model in the local cache; nothing is downloaded. The model is never
-    in memory: its weights are read from its safetensors files, in place, when it is called. Returned is the
-    library's own object, in eval mode, whose `penstock_applied` is what `apply` would return. `example` is as
-    for `apply`. With `variant` (`fp16`), components that have that variant of their weights use it.
+    The model is never in memory: its weights are read from its safetensors files, in place, when it is called. What is
+    returned is the library's own object, in eval mode. Its `penstock_applied` is what `apply` would return. In a `with`
+    statement it stops its readers and frees its memory at the end.
 
-    `dtype` is what `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
-    have in another dtype than the library gives them are converted once, to the same bits, into `cache`; how
-    many bytes that writes is logged before.
-    With `train`, an adapter is made on a model and trained as by `apply`. `adapter` is a configuration of
-    peft, the folder of a saved adapter, or a function such as `lambda model: get_peft_model(model, config)`,
-    whose result is returned. Its first values are drawn from torch's generator as it is.
-    As a context manager the object stops its readers and frees its memory. Raises SourceError for a folder
-    that holds no model, PassError and BudgetError as `apply`.
+    Args:
+        source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
+        memory: As for `apply`.
+        device: As for `apply`.
+        example: As for `apply`.
+        variant: The variant of the weights (`"fp16"`), for components that have it.
+        dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files have in
+            another dtype than the library gives them are converted once, to the same bits, into `cache`; how many
+            bytes that writes is logged before.
+        cache: As for `apply`.
+        train: Make an adapter and train it as by `apply`.
+        adapter: With `train`, a configuration of peft, the folder of a saved adapter, or a function such as
+            `lambda model: get_peft_model(model, config)`, whose result is returned. Its first values are drawn from
+            torch's generator as it is.
+        options: As for `apply`.
+
+    Raises:
+        SourceError: The folder holds no model.
+        BudgetError, PassError: As for `apply`.
     """
     begun, adapting = monotonic(), Adapting.asked(adapter, train=train)
-    refuse_global_hooks()
-    _refuse_compiled(lowering, train=train)
     folder, asked = local_folder(source), asked_dtype(dtype)
-    nbytes, where = parse_size(memory, name="memory"), Where(Cache.at(cache), device, lowering)
+    nbytes, where = parse_size(memory, name="memory"), Where(Cache.at(cache), device)
     found = open_folder(folder, variant, asked, train=train)
-    applied = Applied(None, Cap(nbytes, counts_own=device == "cpu"), where, restores=False)
+    applied = Applied(None, Cap(nbytes, counts_own=device == "cpu"), where, options, restores=False)
 
     def stream(stored: Stored) -> Any:
         module, names = stored.make()
         kept = stored.kept(module, names, where.cache)
         if adapting is not None:
             return _stream_adapted(applied, stored.name, module, kept, adapting)
-        applied.add(stored.name, module, functools.partial(Built.by, stored.build, str(where.target)), kept)
+        applied.add(stored.name, module, kept)
         return module
 
     if isinstance(found, tuple):
@@ -478,14 +425,7 @@ def load(
         applied.target = stream(found)
         add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.target.penstock_applied = applied
-    if example is not None:
+    if example is not None and train:
         applied.prepare(example)
-    elif not train:
-        applied.prepare_tiny_call()
     applied.log_ready(begun)
     return closing(applied.target)
-
-
-def _refuse_compiled(lowering: str, *, train: bool) -> None:
-    if train and lowering != "eager":
-        raise PassError(f'train=True computes what eager PyTorch does: leave lowering="{lowering}" out')

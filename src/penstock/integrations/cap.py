@@ -57,6 +57,7 @@ class Cap:
         self._left = 0
         self._working = False
         self._holder: Holder | None = None
+        self._running: Holder | None = None
         if counts_own:
             give_back_when_freed()
 
@@ -75,12 +76,26 @@ class Cap:
         """Bytes that remain for weights and calls."""
         return max(0, self.nbytes - self.reserved - self.own)
 
-    def turn(self, holder: Holder) -> None:
+    def take(self, holder: Holder) -> None:
         """Give the memory to `holder`; the one that had it unloads."""
         if self._holder not in (None, holder):
             assert self._holder is not None
             self._holder.unload()
         self._holder = holder
+
+    @contextmanager
+    def turn(self, holder: Holder) -> Iterator[bool]:
+        """Give the memory to `holder` while its call runs; the one that had it unloads.
+
+        Yields True within the call of another holder, which keeps its memory: what `holder` takes comes on top.
+        """
+        outer, self._running = self._running, self._running or holder
+        try:
+            if self._running is holder:
+                self.take(holder)
+            yield self._running is not holder
+        finally:
+            self._running = outer
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.integrations.cached import artifact_key, same_layout, with_other_file, with_phases
+from penstock.integrations.cached import artifact_key, with_phases
 from penstock.integrations.calls.exported import ExportedCall, export_call
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import Call, named, refuse_grad
@@ -61,37 +61,21 @@ _OTHER_RESULTS = (
 _MOST_METHODS = 48
 """Kinds of calls of one module. More of them mean that single sizes are exported, which never ends."""
 
-_LOWERINGS = ("eager", "inductor")
-
 _ROOM = 1.25
 """The memory that a plan leaves beside weights, relative to what the call takes: the next may be longer."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """The cache that artifacts are in, the device that runs them, and how they are lowered.
-
-    Raises StreamError for a device that is not here, PassError for an unknown lowering, and for one that
-    writes machine code to a cache that others write to: whoever can change code there would run it as this
-    user.
-    """
+    """The cache that weights are kept in, and the device that runs them. Raises StreamError for one that is not here."""
 
     cache: Cache
     device: str
-    lowering: str
 
     def __post_init__(self) -> None:
         hardware_of(self.device)
         if device_kind(self.device) == ACCELERATOR:
             find_accelerator(self.device)
-        if self.lowering not in _LOWERINGS:
-            known = " or ".join(_LOWERINGS)
-            raise PassError(f"there is no lowering {self.lowering!r}: choose {known}")
-        if self.lowering != "eager" and not self.cache.own:
-            raise PassError(
-                f"others can write to the cache {self.cache.folder}, and lowering={self.lowering!r} runs "
-                f"code from there: choose another cache= or take that right (chmod go-w {self.cache.folder})"
-            )
 
     @property
     def target(self) -> torch.device:
@@ -159,18 +143,6 @@ class Component:
     def stats(self) -> Any:
         """The counters of the loaded module, or None where none is loaded."""
         return self._module.stats if self._module else None
-
-    def read_bytes(self, *, cached: bool) -> int:
-        """Bytes of weights that the program reads from files in the cache, or else from files in place.
-
-        It is 0 where nothing is compiled yet.
-        """
-        if self._program is None:
-            return 0
-        payload, folder = self._program.payload, self._where.cache.folder.absolute()
-        paths = [Path(file.path) for file in payload.files]  # a packed file's is relative
-        kept = [not path.is_absolute() or path.is_relative_to(folder) for path in paths]
-        return sum(e.nbytes for one in payload.storages for e in one.extents if kept[e.file] == cached)
 
     def call(self, entry: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module with any arguments that it takes."""
@@ -248,7 +220,7 @@ class Component:
                 "load, which forgets them"
             )
         self.refuse_lost()
-        self._cap.turn(self)
+        self._cap.take(self)
         self.unload()
         with self._cap.working():
             key = self._calls.key()
@@ -301,24 +273,6 @@ class Component:
                     "again, from files that are there"
                 )
 
-    def swapping(self, kept: KeptWeights) -> Callable[[], None]:
-        """Prepare to read other weights instead of those of the same layout; returns what makes the change.
-
-        All that can fail is done before it returns. The caller holds the lock of the cap until the change is
-        made.
-        """
-        self.unload()
-        (new,) = kept.files
-        number = next(k for k, one in enumerate(self.kept) if same_layout(one.files[0], new))
-        (old,) = self.kept[number].files
-        program = None if self._program is None else with_other_file(self._program, old, kept)
-
-        def swap() -> None:
-            self.kept[number] = kept
-            self._program, self._plan = program, self._plan if program else None
-
-        return swap
-
     def _loaded(self, beside: int, saved: int) -> StreamedModule:
         """The loaded module, whose plan leaves `beside` bytes for the call, and others `saved`.
 
@@ -326,7 +280,7 @@ class Component:
         """
         if self._module is None:
             self.refuse_lost()
-        self._cap.turn(self)
+        self._cap.take(self)
         plan = self._plan_for(beside, saved)
         if self._module is None:
             self._module = self._compiled().load(plan=plan, device=self._where.device)
@@ -417,9 +371,9 @@ class Component:
 
     def _compile(self) -> Program:
         self.refuse_lost()
-        cache, eager = self._where.cache, self._where.lowering == "eager"
+        cache = self._where.cache
         contents = [method.content() for method in self._methods]
-        name = artifact_key(contents, self.weights, f"{self._where.lowering} {names_of(self.kept)}")
+        name = artifact_key(contents, self.weights, f"eager {names_of(self.kept)}")
         path = cache.programs / f"{name}.penstock"
         opened: list[Program] = []
 
@@ -430,15 +384,13 @@ class Component:
 
         self._artifact = cache.keep(path, self._made_for, lambda: self._write(path), whole=whole)
         program = opened[0] if opened else penstock.open(path, trust=cache.own)
-        if eager:  # code that Inductor compiled computes on aligned weights
-            phases = {f"model.{fqn}": phase for one in self.kept for fqn, phase in one.phases.items()}
-            program = with_phases(program, phases)
+        phases = {f"model.{fqn}": phase for one in self.kept for fqn, phase in one.phases.items()}
+        program = with_phases(program, phases)
         program.activation_bytes = max(one.code.activations().peak() for one in self._parts)
-        if eager:
-            with_grad = frozenset(f"model.{fqn}" for fqn in self._with_grad)
-            program.lowered = LoweredProgram(
-                program.payload, {one.name: one.code for one in self._parts}, with_grad
-            )
+        with_grad = frozenset(f"model.{fqn}" for fqn in self._with_grad)
+        program.lowered = LoweredProgram(
+            program.payload, {one.name: one.code for one in self._parts}, with_grad
+        )
         return program
 
     @property
@@ -452,7 +404,6 @@ class Component:
             return penstock.compile(
                 join_methods({one.name: one.annotated() for one in self._parts}),
                 path,
-                lowering=self._where.lowering,
                 weights=self.weights,
                 rename=lambda fqn: names.get(own := fqn.removeprefix("model."), own),
                 pack=False,

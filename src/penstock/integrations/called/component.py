@@ -15,9 +15,10 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,11 @@ from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.integrations.progress import seconds_since
 from penstock.passes.weights.subclasses import has_parts, plain_tensors
 from penstock.runtime.choice import PlanRequest, decide
+from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.loading import LoadOptions, load_weights
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
-from penstock.schedule.facts.errors import BudgetError, StreamError
+from penstock.schedule.facts.errors import BudgetError, SourceError, StreamError
 from penstock.schedule.facts.model import SparseRead
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.payload.codec import Payload
@@ -56,8 +58,11 @@ _MOST_ORDERS = 4
 _ROOM = 1.25
 """A plan leaves room for calls that take so much more memory than any that was observed."""
 
-_SMALL_CALL = 1 << 20
-"""A call whose arguments are larger by no more than these bytes is not observed again for its memory."""
+_ALIKE = 1.1
+"""Calls whose arguments are larger than any before by at most this factor are not measured."""
+
+_SLACK = 16 << 20, 8
+"""A plan leaves at least this for calls that grow, or this part of the cap if that is less."""
 
 _NO_FOLDER = Path()
 """In place of an artifact's folder: the paths of weight files are absolute."""
@@ -98,8 +103,8 @@ class CalledModule:
         facts: The facts of the module, made before its parameters lost their memory.
         kept: The files that hold the weights.
         cap: The memory for weights and calls, which components use in turns.
-        load: How a plan is run.
-        arena: The kind of arena; by default the one that suits the machine.
+        entries: Methods other than `forward` that libraries call, such as `decode` or `vision.encode`.
+        options: How plans are made and run.
     """
 
     def __init__(
@@ -111,14 +116,13 @@ class CalledModule:
         cap: Cap,
         *,
         entries: Sequence[str] = (),
-        load: LoadOptions | None = None,
-        arena: str | None = None,
+        options: LoadOptions = LoadOptions(),
     ) -> None:
         self.name, self.module, self.facts, self.kept = name, module, facts, kept
         self.plan: Plan | None = None
         self.orders: list[Order] = []
         self._cap = cap
-        self._load, self._arena = load or LoadOptions(), arena
+        self._options = options
         self._process = os.getpid()
         self._state = threading.Lock()  # held while a step begins
         self._kinds: dict[object, int] = {}
@@ -138,6 +142,9 @@ class CalledModule:
         self._positions: list[dict[str, list[int]]] = []
         self._pass: Pass | None = None
         self._passes = 0
+        self._room = 0  # bytes that the present plan leaves for calls
+        self._active = True
+        self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # views of memory that has gone
         self._modules = dict(module.named_modules())
         self._places = Places(self._modules)
         for twin, value in self._places.twins.items():
@@ -145,7 +152,7 @@ class CalledModule:
                 answer_with(plain, _Answer(self, twin, part))
         self._units = UnitReads(module, facts, self._own, lambda: self._pass, self._room_of_units)
         self._find_steps()
-        self._undo = [leave_twins_out()]
+        self._undo = [weakref.finalize(self, leave_twins_out())]
         for path, one in self._modules.items():
             self._wrap(path, one, "forward")
         for entry in entries:
@@ -168,14 +175,28 @@ class CalledModule:
         if weights is not None:
             self._present = {}
             self._settle()
+            viewed = [(self._places.names[twin], one.memory()) for twin, one in self._watched if one.is_viewed]
             self._watched, self._values = [], {}
-            weights.close()
+            self._close(weights, viewed)
         self._units.close()
         self._own.close()
 
-    def let_go(self) -> None:
-        """Give every module its own forward and its twins again, and let what is in the cache be removed."""
+    def _close(self, weights: LoadedWeights, viewed: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
+        """Give the memory of a plan back: at once, or once the last view is gone that something keeps of it."""
+        if not viewed:
+            weights.close()
+            return
+        for name, memory in viewed:
+            self._viewed.append((name, weakref.ref(memory)))
+            weakref.finalize(memory, weights.close)
+
+    def let_go(self) -> Callable[[], None]:
+        """Give every module its own forward and its twins again, and let what is in the cache be removed.
+
+        Returns what gives parameters that calls have written their present values, once they have memory again.
+        """
         self.unload()
+        self._active = False
         staying, self._staying = self._staying, {}
         self._places.settle({}, (staying,))
         for undo in reversed(self._undo):
@@ -184,6 +205,25 @@ class CalledModule:
         for one in self.kept:
             if one.hold is not None:
                 one.hold.close()
+
+        def write() -> None:
+            with torch.no_grad():
+                for twin, value in staying.items():
+                    self._places.twins[twin].copy_(value)
+
+        return write
+
+    def refuse_lost(self) -> None:
+        """Raise SourceError where a weight file is missing, before anything is given up for it."""
+        for file in self.files:
+            with reading(file):
+                there = file.is_file()
+            if not there:
+                raise SourceError(
+                    f"{file} is gone, and it held the weights of {self.name}, which are not in memory: put the file "
+                    "back; where that cannot be, restore() is impossible too, so load the model again, from files "
+                    "that are there"
+                )
 
     # Who reads what.
 
@@ -221,6 +261,8 @@ class CalledModule:
 
         @functools.wraps(own)
         def called(*args: Any, **kwargs: Any) -> Any:
+            if not self._active:
+                return own(*args, **kwargs)
             current = self._pass
             if current is None or (entry == current.entry and threading.get_ident() != current.thread):
                 return self._call(entry, called, args, kwargs)
@@ -247,46 +289,74 @@ class CalledModule:
         if os.getpid() != self._process:
             raise StreamError(f"a forked child cannot call the {self.name}: load it in the child")
         with self._cap.lock:
-            if not self._undo:  # restored while this call waited for its turn
+            if not self._active:  # restored while this call waited for its turn
                 return called(*args, **kwargs)
             refuse_grad((args, kwargs))
-            self._cap.turn(self)
+            self._refuse_viewed()
             nbytes, kind = call_bytes((args, kwargs)), kind_of(entry, args, kwargs)
-            current = Pass(entry, self._order_of(entry, kind, nbytes))
-            self._pass = current
-            try:
-                with torch.no_grad():
+            with self._cap.turn(self) as alone, _uncached_autocast(), torch.no_grad():
+                current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
+                try:
                     output = self._run(current, functools.partial(called, *args, **kwargs), nbytes)
-            finally:
-                self._pass = None
+                finally:
+                    self._pass = None
             self._passes += 1
             self._check_uses(current)
             self._note(current, kind)
             return output
 
     def _order_of(self, entry: str, kind: object, nbytes: int) -> int | None:
-        """Return the order that a call probably has; None where it is to be observed.
+        """Return the order that a call probably has; None where it is observed.
 
-        That is also so where its arguments are larger than those of any observed call, as its memory is not known.
+        That is so, too, where it may take more memory than there is room for beside the plan: attention takes up to
+        the square of the tokens.
         """
-        if self._weights is None and (not self.orders or (self._units.roots and kind not in self._kinds)):
+        own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
+        order = self._kinds.get(kind, own[0] if len(own) == 1 else None)
+        if self._weights is None and self._units.roots and kind not in self._kinds:
             return None
-        if kind in self._kinds:
-            order: int | None = self._kinds[kind]
-        else:
-            own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
-            order = own[0] if len(own) == 1 else None
-        largest = max((size for size, _ in self._measured), default=0)
-        return order if nbytes <= _ROOM * largest or nbytes <= largest + _SMALL_CALL else None
+        if order is None or not self._measured:
+            return None
+        if self._weights is None:
+            self._room = self._room_beside()
+        larger = max(1.0, nbytes / max(1, self._largest))
+        return order if larger <= _ALIKE or self._beside * larger**2 <= self._room else None
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of the arguments of the largest call that was measured."""
+        return max((nbytes for nbytes, _ in self._measured), default=0)
+
+    @property
+    def _beside(self) -> int:
+        """The most bytes that a call has taken beside weights."""
+        return max((beside for _, beside in self._measured), default=0)
+
+    def _room_beside(self) -> int:
+        """Return the bytes that a plan leaves for calls."""
+        slack = min(_SLACK[0], self._cap.nbytes // _SLACK[1])
+        return max(int(_ROOM * self._beside), self._beside + slack)
 
     def _run(self, current: Pass, run: Callable[[], Any], nbytes: int) -> Any:
-        if current.order is not None:
-            if self._weights is None:
-                self._open()
-            assert self._weights is not None
-            self._weights.wait()
-            current.mark = time.perf_counter_ns()
-            return self._weights.run(current.order, None, run)
+        if current.order is None:
+            return self._observed(current, run, nbytes)
+        if self._weights is None:
+            self._open()
+        weights = self._weights
+        assert weights is not None
+        weights.wait()
+        current.mark = time.perf_counter_ns()
+        if nbytes <= _ALIKE * self._largest:
+            return weights.run(current.order, None, run)
+        with LiveBytes() as live:
+            output = weights.run(current.order, None, run)
+        self._measured.append((nbytes, nbytes + live.peak))
+        if _ROOM * (nbytes + live.peak) > self._room:
+            self.unload()
+        return output
+
+    def _observed(self, current: Pass, run: Callable[[], Any], nbytes: int) -> Any:
+        """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self.unload()
         begun, current.meter = time.monotonic(), PeakMeter()
         with LiveBytes() as live:
@@ -294,7 +364,7 @@ class CalledModule:
         beside = nbytes + max(live.peak, current.meter.look() - self._cap.kernels)
         self._measured.append((nbytes, beside))
         _log.info(
-            "%s ran a call of a new kind one step at a time in %s: it takes %s beside weights; later ones stream",
+            "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights",
             self.name,
             seconds_since(begun),
             format_size(beside),
@@ -399,7 +469,7 @@ class CalledModule:
         nested = current.open is not None
         if not nested:
             current.steps.append(seen := Seen(step.path, step.path))
-        with torch.no_grad(), _disable_current_modes():
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             memory = self._own.read(storages)
             values = self._values_of(step, memory, left_out)
         watched = [(twin, Watched(value)) for twin, value in values.items()]
@@ -456,20 +526,21 @@ class CalledModule:
         """Plan for all orders that are known, and load."""
         begun, facts = time.monotonic(), self.facts
         staying = sum(facts.storages[s].nbytes for s in self._learned.resident)
-        beside = max(beside for _, beside in self._measured)
+        beside, self._room = self._beside, self._room_beside()
         with self._cap.working():
             room = self._cap.room
-            budget = min(facts.nbytes, room - int(_ROOM * beside)) - staying
+            budget = max(1, min(facts.nbytes, room - self._room) - staying)
             try:
-                payload, self.plan = self._planned(max(1, budget))
+                payload, self.plan = self._planned(budget)
             except BudgetError as error:
-                floor = (error.floor_bytes or 0) + staying
-                if floor + beside > room:
-                    raise self._too_little(floor, beside) from error
-                payload, self.plan = self._planned(floor - staying)
-        self._weights = load_weights(_NO_FOLDER, payload, self.plan, self._load, beside)
+                floor = error.floor_bytes or 0
+                if floor + staying + beside > room:
+                    raise self._too_little(floor + staying, beside) from error
+                payload, self.plan = self._planned(floor)
+                self._room = room - floor - staying
+        self._weights = load_weights(_NO_FOLDER, payload, self.plan, self._options, beside)
         tensors, outside = self._weights.tensors, set(self.plan.outside)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for twin, value in self._places.twins.items():
                 if twin not in self._staying:
                     self._values[twin] = like(value, self._places.names[twin], tensors.__getitem__)
@@ -509,7 +580,7 @@ class CalledModule:
                 self._left_out.append({path: some for path, some in out.items() if some})
             payload = facts.payload(self._traced, reads, readers.resident)
             by_units = any(order.sparse for order in self._traced)
-            request = PlanRequest(budget, arena=self._arena, by_units=by_units, traces=payload.traces)
+            request = PlanRequest(budget, arena=self._options.arena, by_units=by_units, traces=payload.traces)
             plan = decide(_NO_FOLDER, payload, request)
             unserved = {
                 (graph, order.owners[k], read.storage)
@@ -563,7 +634,7 @@ class CalledModule:
         if reader not in reads:
             reads.add(reader)
             current.learned = current.learned or (reader in self._modules and can_read(reader, self._steps))
-        with torch.no_grad(), _disable_current_modes():
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             value, whole = self._own.tensor(name, {}), self._places.twins[twin]
             return value if has_parts(whole) else like(whole, fqn, lambda _: value)
 
@@ -573,13 +644,24 @@ class CalledModule:
             if digest_of(copy.detach().contiguous()) != digest:
                 raise StreamError(f"the call writes {fqn}, which is not in memory: restore() the model first")
         for twin, one in self._watched:
-            if one.is_written or one.is_viewed:
-                fqn = self._places.names[twin]
-                what = "has written" if one.is_written else "keeps a view of"
-                self._watched = []
+            if one.is_written:
+                self.unload()
                 raise StreamError(
-                    f"the call {what} {fqn}, which is not in memory between calls: restore() the model first"
+                    f"the call writes {self._places.names[twin]}, which is not in memory between calls: restore() the "
+                    "model first"
                 )
+        if any(one.is_viewed for _, one in self._watched):
+            self.unload()
+            self._refuse_viewed()
+
+    def _refuse_viewed(self) -> None:
+        """Raise StreamError while something keeps a view of a weight in memory that has been given back."""
+        self._viewed = [(fqn, memory) for fqn, memory in self._viewed if memory() is not None]
+        if self._viewed:
+            raise StreamError(
+                f"something keeps a view of {self._viewed[0][0]}, which is not in memory between calls: restore() the "
+                "model first, or keep a clone() of the view"
+            )
 
 
 @dataclass(frozen=True)
@@ -601,6 +683,17 @@ class _Answer:
 
 def _has_reads(reads: Mapping[str, tuple[int, ...]], path: str, read: SparseRead | None) -> bool:
     return read is not None or bool(reads.get(path))
+
+
+@contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Keep autocast from holding converted copies of all weights; it converts them to the same bits each time."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _positions(order: Order) -> dict[str, list[int]]:

@@ -17,7 +17,18 @@ from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.stamp import stamp_file
-from penstock.schedule.facts.model import ALIGNMENT, Method, Part, SparseRead, Step, Storage, Trace, Weight, WeightFile, Work
+from penstock.schedule.facts.model import (
+    ALIGNMENT,
+    Method,
+    Part,
+    SparseRead,
+    Step,
+    Storage,
+    Trace,
+    Weight,
+    WeightFile,
+    Work,
+)
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.space.layout import place_in_file
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,23 +16,22 @@ _STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
 _RESET_PEAK = "5"
 
 
-def call_bytes(values: Iterable[Any]) -> int:
-    """Return the bytes of all tensors among the arguments of a call, those of caches included."""
+def call_bytes(arguments: object) -> int:
+    """Return the bytes of all tensors in the arguments of a call, those that caches and other objects hold included."""
     seen: set[int] = set()
     total = 0
-    left = list(values)
+    left = [arguments]
     while left:
         value = left.pop()
         if isinstance(value, torch.Tensor):
-            if id(value) not in seen:
-                seen.add(id(value))
-                total += value.nbytes
+            total += 0 if id(value) in seen else value.nbytes
         elif isinstance(value, dict):
             left += value.values()
         elif isinstance(value, list | tuple):
             left += value
-        elif hasattr(value, "layers") and hasattr(value, "get_seq_length"):  # a cache of transformers
-            left += [one for layer in value.layers for one in vars(layer).values()]
+        elif id(value) not in seen and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+            left += vars(value).values()
+        seen.add(id(value))
     return total
 
 
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _has_memory(value: object) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided  # type: ignore[attr-defined]
+    return type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided  # type: ignore[attr-defined]
 
 
 class PeakMeter:

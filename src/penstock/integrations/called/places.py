@@ -130,6 +130,10 @@ class Watched:
         """Take the references that there are now for granted."""
         self._uses = self._count()
 
+    def memory(self) -> torch.UntypedStorage:
+        """Return the memory of the weight, or of the first of its parts."""
+        return self._parts[0].untyped_storage()
+
     @property
     def is_viewed(self) -> bool:
         """Tell whether more refers to the weight, or to its memory, than at the start."""
