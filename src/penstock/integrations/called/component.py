@@ -32,7 +32,7 @@ from penstock.integrations.called.measuring import LiveBytes, PeakMeter, call_by
 from penstock.integrations.called.own_memory import OwnMemory, like
 from penstock.integrations.called.places import Places, Step, Values, Watched, leave_twins_out
 from penstock.integrations.called.readers import Learned, can_read, find_readers
-from penstock.integrations.called.units import PassReads, Seen, UnitReads
+from penstock.integrations.called.units import Host, PassReads, Seen, UnitReads
 from penstock.integrations.calls.kinds import refuse_grad
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
@@ -150,7 +150,9 @@ class CalledModule:
         for twin, value in self._places.twins.items():
             for part, plain in plain_tensors(self._places.names[twin], value).items():
                 answer_with(plain, _Answer(self, twin, part))
-        self._units = UnitReads(module, facts, self._own, lambda: self._pass, self._room_of_units)
+        self._units = UnitReads(
+            module, facts, self._own, Host(lambda: self._pass, self._room_of_units, self._is_read_by, self._stay)
+        )
         self._find_steps()
         self._undo = [weakref.finalize(self, leave_twins_out())]
         for path, one in self._modules.items():
@@ -297,9 +299,12 @@ class CalledModule:
             with self._cap.turn(self) as alone, _uncached_autocast(), torch.no_grad():
                 current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
                 try:
-                    output = self._run(current, functools.partial(called, *args, **kwargs), nbytes)
+                    own = functools.partial(called, *args, **kwargs)
+                    output = self._run(current, functools.partial(self._units.run_to_end, current, own), nbytes)
                 finally:
                     self._pass = None
+                    if self._units.spoiled:
+                        self.unload()
             self._passes += 1
             self._check_uses(current)
             self._note(current, kind)
@@ -391,9 +396,9 @@ class CalledModule:
         tail = time.perf_counter_ns() - current.mark
         self._kinds[kind] = len(self.orders)
         times = tuple(one.time for one in current.steps)
-        sparse = tuple(one.as_read() for one in current.steps) if any(one.read for one in current.steps) else ()
-        owners = tuple(one.owner for one in current.steps) if sparse else ()
-        self.orders.append(Order(current.entry, paths, times, tail, sparse, owners))
+        reads = tuple(one.as_read() for one in current.steps)
+        owners = tuple(one.owner for one in current.steps)
+        self.orders.append(Order(current.entry, paths, times, tail, reads, owners))
         self._units.settle(self.orders)
         self.unload()
 
@@ -403,6 +408,7 @@ class CalledModule:
         self, current: Pass, step: Step, own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         begun = time.perf_counter_ns()
+        self._units.release(current)
         with self._state:
             number = None if current.open is not None else self._next(current, step)
             if number is not None:
@@ -575,11 +581,12 @@ class CalledModule:
                 joined = {(path, s) for g, path, s in merged if g == graph}
                 out = {path: self._units.left_out(path, all_of, joined) for path, all_of in readers.storages.items()}
                 reads.append({p: tuple(s for s in all_of if s not in out[p]) for p, all_of in readers.storages.items()})
-                self._seen.append(order.reduced(functools.partial(self._units.keeps, merged=joined)))
-                self._traced.append(self._seen[-1].reduced(functools.partial(_has_reads, reads[-1])))
+                own = order.reduced(functools.partial(self._units.keeps, merged=joined, resident=self._resident))
+                self._seen.append(own)
+                self._traced.append(own.reduced(functools.partial(_has_reads, reads[-1])))
                 self._left_out.append({path: some for path, some in out.items() if some})
             payload = facts.payload(self._traced, reads, readers.resident)
-            by_units = any(order.sparse for order in self._traced)
+            by_units = any(order.by_units() for order in self._traced)
             request = PlanRequest(budget, arena=self._options.arena, by_units=by_units, traces=payload.traces)
             plan = decide(_NO_FOLDER, payload, request)
             unserved = {
@@ -588,10 +595,35 @@ class CalledModule:
                 for k, step in enumerate(payload.traces[graph].steps)
                 for read in step.sparse
                 if plan.pool is None or not plan.pool.has(read)
+                if self._is_read_by(order.owners[k], read.storage)
             }
             if not unserved:
+                outside = set(plan.outside)
+                away = functools.partial(self._units.keeps, merged=(), resident=outside)
+                self._seen = [order.reduced(away) for order in self._seen]
                 return payload, plan
             merged |= unserved
+
+    @property
+    def _resident(self) -> set[int]:
+        return self._learned.resident | self._readers.resident
+
+    def _is_read_by(self, path: str, storage: int) -> bool:
+        """Tell whether a storage is read in the step of a module."""
+        return storage in self._readers.storages.get(path, ())
+
+    def _stay(self, twin: int) -> torch.Tensor:
+        """Have a weight that is written to stay in memory from now on, and return it."""
+        fqn, current = self._places.names[twin], self._pass
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+            value = like(self._places.twins[twin], fqn, lambda name: self._own.tensor(name, {}))
+        _log.info("%s stays in memory: the call writes it", fqn)
+        self._staying[twin] = value
+        self._learned.resident |= self._storages_of(twin)
+        self._settle()
+        if current is not None:
+            current.learned = True
+        return value
 
     def _room_of_units(self) -> int:
         """Return the bytes that reads by units without a plan may take at once."""
@@ -633,7 +665,8 @@ class CalledModule:
         reads = self._learned.reads.setdefault(fqn, set())
         if reader not in reads:
             reads.add(reader)
-            current.learned = current.learned or (reader in self._modules and can_read(reader, self._steps))
+            may_be_step = reader in self._modules and can_read(reader, self._steps)
+            current.learned = current.learned or may_be_step or self._units.watch(fqn, self._places.twins[twin])
         with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             value, whole = self._own.tensor(name, {}), self._places.twins[twin]
             return value if has_parts(whole) else like(whole, fqn, lambda _: value)
@@ -681,7 +714,7 @@ class _Answer:
             current.copies.append((self.name, value, digest_of(value.detach().contiguous())))
 
 
-def _has_reads(reads: Mapping[str, tuple[int, ...]], path: str, read: SparseRead | None) -> bool:
+def _has_reads(reads: Mapping[str, tuple[int, ...]], path: str, read: SparseRead | int | None) -> bool:
     return read is not None or bool(reads.get(path))
 
 

@@ -49,20 +49,21 @@ class Order:
     """The steps of one call: the paths of the modules that read weights, in the order in which they ran.
 
     `entry` is the path of the module that was called. `times` has a time for each step, `tail_ns` is the compute
-    after the last one; they are those of one observed call. A step that reads units has its read in `sparse`, and
-    in `owners` the path of the module that reads; its path is a sentence. `sparse` is empty if there are none.
+    after the last one; they are those of one observed call. A step that is an operator has in `operators` the units
+    that it reads, or the storage that it reads whole, and in `owners` the path of the module that calls it; its own
+    path is a sentence. `operators` is empty if there are none.
     """
 
     entry: str
     paths: tuple[str, ...]
     times: tuple[StepTime, ...] = ()
     tail_ns: int = 0
-    sparse: tuple[SparseRead | None, ...] = ()
+    operators: tuple[SparseRead | int | None, ...] = ()
     owners: tuple[str, ...] = ()
 
-    def reduced(self, keeps: Callable[[str, SparseRead | None], bool]) -> Order:
+    def reduced(self, keeps: Callable[[str, SparseRead | int | None], bool]) -> Order:
         """Return the order without the steps that `keeps`, which is told owner and read, says no to."""
-        owners, reads = self.owners or self.paths, self.sparse or (None,) * len(self.paths)
+        owners, reads = self.owners or self.paths, self.operators or (None,) * len(self.paths)
         kept = [k for k, step in enumerate(zip(owners, reads, strict=True)) if keeps(*step)]
         if len(kept) == len(self.paths):
             return self
@@ -74,13 +75,13 @@ class Order:
                 lead = 0
             else:
                 lead += time.lead_ns + time.read_ns
-        paths, sparse, owners = (tuple(all_of[k] for k in kept) for all_of in (self.paths, reads, owners))
-        return Order(self.entry, paths, tuple(times), self.tail_ns + lead, sparse, owners)
+        paths, operators, owners = (tuple(all_of[k] for k in kept) for all_of in (self.paths, reads, owners))
+        return Order(self.entry, paths, tuple(times), self.tail_ns + lead, operators, owners)
 
     def by_units(self) -> set[tuple[str, int]]:
         """Return the paths of modules and the storages of which these read units."""
-        steps = zip(self.owners, self.sparse, strict=True)
-        return {(path, read.storage) for path, read in steps if read is not None}
+        steps = zip(self.owners, self.operators, strict=True)
+        return {(path, read.storage) for path, read in steps if isinstance(read, SparseRead)}
 
 
 @dataclass(frozen=True)
@@ -137,16 +138,17 @@ class ModuleFacts:
         steps = []
         for k, path in enumerate(order.paths):
             time = order.times[k] if order.times else None
-            read = order.sparse[k] if order.sparse else None
-            if read is not None:
+            read = order.operators[k] if order.operators else None
+            if isinstance(read, SparseRead):
                 lead, own = (time.lead_ns, time.read_ns) if time else (0, 0)
                 flops = 2 * prod(read.view.shape) if read.tiles else 0
                 work = Work(flops, min(read.asked, read.count) * read.unit_nbytes)
                 steps.append(Step(path, (read.storage,), lead, own, read_work=work, sparse=(read,)))
                 continue
-            nbytes = sum(self.storages[s].nbytes for s in reads[path])
+            storages = reads[path] if read is None else (read,)
+            nbytes = sum(self.storages[s].nbytes for s in storages)
             time = time or StepTime(0, nbytes // _GUESSED_BYTES_PER_NS)
-            steps.append(Step(path or "model", reads[path], time.lead_ns, time.read_ns, read_work=Work(0, nbytes)))
+            steps.append(Step(path or "model", storages, time.lead_ns, time.read_ns, read_work=Work(0, nbytes)))
         times = "measured" if order.times else "modelled"
         return Trace(name, graph, "", tuple(steps), order.tail_ns, 0, times)
 

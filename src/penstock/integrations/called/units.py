@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,9 @@ from penstock.integrations.called.watched import (
     form_of,
     geometry_of,
     part_of,
-    refuse_write,
     root_of,
     watched_in,
+    written_by,
 )
 from penstock.passes.sparse.calls import SparseCall
 from penstock.passes.sparse.contracts import CONTRACTS
@@ -50,67 +51,48 @@ _SLICES = "aten.index_select.default"
 
 @dataclass(eq=False)
 class Seen:
-    """A step of a pass: the call of a module, or a read by units with `read`, which names the units `numbers`."""
+    """A step of a pass: the call of a module, or an operator that reads units, or a whole storage.
+
+    `read` says which; reads of slices have asked for the units `numbers`.
+    """
 
     path: str
     owner: str
     time: StepTime = StepTime(0, 0)
-    read: SparseRead | None = None
+    read: SparseRead | int | None = None
     numbers: set[int] = field(default_factory=set)
 
-    def as_read(self) -> SparseRead | None:
+    def as_read(self) -> SparseRead | int | None:
         """Return the read with the number of units that were asked for."""
-        if self.read is None or not self.numbers:
-            return self.read
-        return replace(self.read, asked=len(self.numbers))
+        if isinstance(self.read, SparseRead) and self.numbers:
+            return replace(self.read, asked=len(self.numbers))
+        return self.read
 
 
 @dataclass(eq=False)
 class PassReads:
-    """What one pass has read by units: routes by what names units, reads of slices, turns of reads.
+    """What one pass has read: routes by what names units, reads of slices, turns of reads.
 
-    `whole` are paths and storages that were seen to be read whole, and `kept` holds what routes name by id.
+    `kept` has what routes name by id, and `held` the step of an operator that has a storage in the arena. `whole`
+    says that the step of a module has read whole what was watched, and `viewed` that watched tensors were read.
     """
 
     routes: dict[object, int] = field(default_factory=dict)
-    slices: dict[tuple[str, int, str], Seen] = field(default_factory=dict)
-    turns: dict[tuple[str, int, str], int] = field(default_factory=dict)
-    whole: list[tuple[str, int]] = field(default_factory=list)
+    slices: dict[tuple[str, int], Seen] = field(default_factory=dict)
+    turns: dict[object, int] = field(default_factory=dict)
     kept: list[object] = field(default_factory=list)
+    held: tuple[int, tuple[str, int]] | None = None
+    whole: bool = False
+    viewed: bool = False
 
     def is_like(self, order: Order, steps: Sequence[Seen]) -> bool:
         """Tell whether steps ask for about as many units as those of an order."""
-        for read, one in zip(order.sparse, steps, strict=False):
+        for read, one in zip(order.operators, steps, strict=False):
             asked = one.as_read()
-            if read is not None and asked is not None and not read.asked <= 2 * asked.asked <= 4 * read.asked:
-                return False
+            if isinstance(read, SparseRead) and isinstance(asked, SparseRead):
+                if not read.asked <= 2 * asked.asked <= 4 * read.asked:
+                    return False
         return True
-
-
-def candidates(module: nn.Module, facts: ModuleFacts) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the weights that are observed for reads by units: tables, stacks, and heads large enough for tiles.
-
-    A storage of several weights is none. Only what is read by units stays watched, as code that asks for functions
-    of a tensor's own would take other branches.
-    """
-    uses: dict[int, int] = {}
-    named = dict(module.named_parameters())
-    for name in named:
-        if name in facts.parts:
-            s = facts.parts[name].storage
-            uses[s] = uses.get(s, 0) + 1
-    for path, one in module.named_modules():
-        for key, value in one._parameters.items():
-            name = f"{path}.{key}" if path else key
-            if value is None or name not in named or name not in facts.parts:
-                continue
-            part = facts.parts[name]
-            storage = facts.storages[part.storage]
-            if storage.kind != "streamable" or storage.nbytes < LEAST or uses[part.storage] > 1 or len(part.shape) < 2:
-                continue
-            stack = len(part.shape) > 2 and not isinstance(one, nn.modules.conv._ConvNd)
-            if isinstance(one, nn.Embedding | nn.EmbeddingBag) or stack or storage.nbytes >= TILED:
-                yield name, value
 
 
 class OwnUnits:
@@ -154,9 +136,7 @@ class OwnUnits:
 
     def call(self, read: SparseRead) -> SparseCall:
         """Return what runs the operator of a read on units in memory of their own."""
-        operator = find_operator(read.operator)
-        assert operator is not None, "an operator was called that nothing has defined"
-        return SparseCall(operator, read, _OwnRead(self, read, self._room), 0, 0)
+        return SparseCall(_operator(read), read, _OwnRead(self, read, self._room), 0, 0)
 
     def close(self) -> None:
         """Give back the address space."""
@@ -196,106 +176,203 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-class Planned(NamedTuple):
-    """What a plan has for reads by units: by order, the numbers of the steps of each read, and their calls."""
+class Host(NamedTuple):
+    """What reads by units ask of the module: the pass that runs, memory that is left, who reads what, and to stay."""
 
-    units: PooledUnits
-    graphs: list[dict[tuple[str, int, str], list[tuple[int, SparseRead]]]]
-    calls: dict[tuple[int, int], SparseCall]
-    addresses: dict[int, int]
+    current: Callable[[], Any]
+    room: Callable[[], int]
+    is_read_by: Callable[[str, int], bool]
+    stay: Callable[[int], torch.Tensor]
+
+
+@dataclass
+class Planned:
+    """What a plan has for operators: by order, the steps that read from its pool, and from its arena.
+
+    `fixed` are the addresses of storages that it has in memory throughout, `arena` and `pool` those of others.
+    """
+
+    weights: LoadedWeights
+    by_units: list[dict[tuple[str, int, str], list[tuple[int, SparseRead]]]] = field(default_factory=list)
+    whole: list[dict[tuple[str, int], list[int]]] = field(default_factory=list)
+    probed: list[frozenset[int]] = field(default_factory=list)
+    calls: dict[tuple[int, int], SparseCall] = field(default_factory=dict)
+    fixed: dict[int, int] = field(default_factory=dict)
+    arena: dict[int, int] = field(default_factory=dict)
+    pool: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def units(self) -> PooledUnits:
+        assert self.weights.units is not None, "a step reads units and the plan has no pool"
+        return self.weights.units
+
+    def call(self, graph: int, number: int, read: SparseRead) -> SparseCall:
+        """Return what runs the operator of a step on units of the pool."""
+        if (graph, number) not in self.calls:
+            self.calls[graph, number] = SparseCall(_operator(read), read, self.units, graph, number)
+        return self.calls[graph, number]
 
 
 class UnitReads:
-    """The reads by units of a module's calls. `current` returns the pass that runs, and None outside of passes.
+    """The operators that read watched weights: single units, or a whole weight outside of the steps of modules.
+
+    Tables, stacks and large heads are watched from the start. Only what is read by units stays watched, as code that
+    asks for functions of a tensor's own would take other branches.
 
     Attributes:
         roots: The storages that are watched.
-        whole: Paths of modules and storages that they have read whole.
+        whole: Paths of modules and storages that their steps read whole.
     """
 
-    def __init__(
-        self, module: nn.Module, facts: ModuleFacts, own: OwnMemory, current: Callable[[], Any], room: Callable[[], int]
-    ) -> None:
+    def __init__(self, module: nn.Module, facts: ModuleFacts, own: OwnMemory, host: Host) -> None:
         self.roots: dict[int, Root] = {}
         self.whole: set[tuple[str, int]] = set()
-        self.own = OwnUnits(facts, own, room, self._measure)
-        self._facts, self._current = facts, current
-        self._twins: dict[int, nn.Parameter] = {}
-        self._names: dict[int, str] = {}
+        self.spoiled = False
+        self.own = OwnUnits(facts, own, host.room, self._measure)
+        self._facts, self._host = facts, host
+        self._twins: dict[int, tuple[str, nn.Parameter, type]] = {}
+        self._stayed: dict[int, int] = {}
         self._planned: Planned | None = None
         self._lock = threading.RLock()
-        self._plain: type = nn.Parameter
-        for name, twin in candidates(module, facts):
-            part = facts.parts[name]
-            if part.storage not in self.roots:
-                says = f"the parameter {name} is not in memory: only calls of the model bring units of it"
-                root = Root(part, facts.storages[part.storage].nbytes, says, self._run)
-                self.roots[part.storage] = root
-                self._twins[part.storage], self._names[part.storage] = twin, name
-                self._plain = type(twin)
-                root.watch(twin)
+        named = [name for name, _ in module.named_parameters() if name in facts.parts]
+        self._uses = Counter(facts.parts[name].storage for name in named)
+        for path, one in module.named_modules():
+            for key, value in one._parameters.items():
+                name = f"{path}.{key}" if path else key
+                if value is not None and name in facts.parts and self._may_have_units(one, facts.parts[name]):
+                    self.watch(name, value)
+
+    def _may_have_units(self, owner: nn.Module, part: Part) -> bool:
+        nbytes = self._facts.storages[part.storage].nbytes
+        if nbytes < LEAST or len(part.shape) < 2:
+            return False
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            return owner.max_norm is None
+        return nbytes >= TILED or (len(part.shape) > 2 and not isinstance(owner, nn.modules.conv._ConvNd))
+
+    def watch(self, fqn: str, twin: nn.Parameter) -> bool:
+        """Watch a weight from now on; returns whether that is possible, and new."""
+        part = self._facts.parts.get(fqn)
+        if part is None or part.storage in self.roots or self._uses[part.storage] != 1:
+            return False
+        storage = self._facts.storages[part.storage]
+        if storage.kind != "streamable" or isinstance(twin, WatchedTensor) or part.storage in self._stayed:
+            return False
+        says = f"the parameter {fqn} is not in memory, and calls of the model have units of it alone"
+        self.roots[part.storage] = root = Root(part, storage.nbytes, says, self._run)
+        self._twins[part.storage] = fqn, twin, type(twin)
+        root.watch(twin)
+        return True
+
+    def _let_go(self, storage: int) -> None:
+        del self.roots[storage]
+        _, twin, kind = self._twins[storage]
+        twin.__class__ = kind
 
     def left_out(self, path: str, storages: Sequence[int], merged: Collection[tuple[str, int]] = ()) -> set[int]:
-        """Return the storages that the step of a module does not bring, as reads by units do."""
-        pairs = ((path, s) for s in storages if s in self.roots)
-        return {s for path, s in pairs if (path, s) not in self.whole and (path, s) not in merged}
+        """Return the storages that the step of a module does not bring, as its operators do."""
+        return {s for s in storages if s in self.roots and (path, s) not in self.whole and (path, s) not in merged}
 
-    def keeps(self, path: str, read: SparseRead | None, merged: Collection[tuple[str, int]]) -> bool:
-        """Tell whether a step is one of its own: the call of a module, or a read by units that a plan may serve."""
+    def keeps(
+        self,
+        path: str,
+        read: SparseRead | int | None,
+        merged: Collection[tuple[str, int]],
+        resident: Collection[int],
+    ) -> bool:
+        """Tell whether a step is one: the call of a module, or an operator that reads what is not in memory."""
         if read is None:
             return True
-        return read.storage in self.roots and (path, read.storage) not in self.whole.union(merged)
+        s = read if isinstance(read, int) else read.storage
+        return s in self.roots and (path, s) not in self.whole and (path, s) not in merged and s not in resident
 
     def settle(self, orders: Sequence[Order]) -> None:
-        """Stop watching what calls read whole only."""
-        by_units = {read.storage for order in orders for read in order.sparse if read is not None}
-        for s in {s for _, s in self.whole} & (self.roots.keys() - by_units):
-            self._twins[s].__class__ = self._plain
-            del self.roots[s]
+        """Stop watching what the steps of modules read whole only."""
+        kept = {
+            read if isinstance(read, int) else read.storage
+            for order in orders
+            for read in order.operators
+            if read is not None
+        }
+        for s in {s for _, s in self.whole} & (self.roots.keys() - kept):
+            self._let_go(s)
 
     # Plans.
 
     def open(self, weights: LoadedWeights, orders: Sequence[Order]) -> None:
-        """Serve reads from the pool of a plan; `orders` are those of its traces."""
-        self._planned = None
-        if weights.units is None:
-            return
-        graphs: list[dict[tuple[str, int, str], list[tuple[int, SparseRead]]]] = []
-        for trace in weights.plan.traces:
-            found: dict[tuple[str, int, str], list[tuple[int, SparseRead]]] = {}
-            for number, step in enumerate(trace.steps):
-                for read in step.sparse:
-                    if weights.units.pool.has(read):
-                        key = orders[len(graphs)].owners[number], read.storage, read.operator
-                        found.setdefault(key, []).append((number, read))
-            graphs.append(found)
-        pool = weights.units.pool
-        addresses = {s: weights.units._address(s) for s in pool.storages}
-        self._planned = Planned(weights.units, graphs, {}, addresses)
+        """Serve operators from a plan; `orders` are those of its traces."""
+        plan = weights.plan
+        self._planned = planned = Planned(weights)
+        for order, trace in zip(orders, plan.traces, strict=True):
+            by_units: dict[tuple[str, int, str], list[tuple[int, SparseRead]]] = {}
+            whole: dict[tuple[str, int], list[int]] = {}
+            for number, (path, read) in enumerate(zip(order.owners, order.operators, strict=False)):
+                for one in trace.steps[number].sparse if isinstance(read, SparseRead) else ():
+                    if plan.pool is not None and plan.pool.has(one):
+                        by_units.setdefault((path, one.storage, one.operator), []).append((number, one))
+                        read = None
+                if read is not None:
+                    s = read if isinstance(read, int) else read.storage
+                    whole.setdefault((path, s), []).append(number)
+            planned.by_units.append(by_units)
+            planned.whole.append(whole)
+            planned.probed.append(frozenset(weights.probed(trace.graph)))
+        for s in self.roots:
+            name = self._twins[s][0]
+            value = weights.tensors[name]
+            address = value.data_ptr() - self._facts.parts[name].offset
+            (planned.fixed if s in plan.outside else planned.arena)[s] = address
+            if plan.pool is not None and plan.pool.layout[s] >= 0:
+                planned.pool[s] = planned.units._address(s)
 
     def close(self) -> None:
-        """Serve no reads from a pool any more."""
+        """Serve nothing from a plan any more."""
         self._planned = None
         for root in self.roots.values():
             root.forget()
         self.own.close()
+        self.spoiled = False
+
+    def run_to_end(self, current: Any, run: Callable[[], Any]) -> Any:
+        """Run a call. What it returns of watched weights becomes tensors with memory of their own."""
+        output = run()
+        if current.reads.viewed:
+            views = tuple(one for one in watched_in(output) if not isinstance(one, nn.Parameter))
+            if views:
+                output = pytree.tree_map_only(WatchedTensor, _cloned, output)
+        self.release(current)
+        return output
+
+    def release(self, current: Any) -> None:
+        """Give back what an operator of its own step has read whole, before another step begins."""
+        number, current.reads.held = current.reads.held, None
+        if number is not None and self._planned is not None:
+            streamer = self._planned.weights.streamer
+            if streamer is not None:
+                streamer.release(current.order, number[0])
 
     # Operators.
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator that reads watched tensors."""
         with self._lock:
-            current, first = self._current(), next(iter(watched_in(args, kwargs)))
+            current, first = self._host.current(), next(iter(watched_in(args, kwargs)))
             if current is None:
                 raise StreamError(root_of(first).says)
-            refuse_write(func, args, kwargs)
+            current.reads.viewed = True
             begun, self.own.read_ns = time.perf_counter_ns(), 0
             self._measure(0)
+            written = written_by(func, args, kwargs)
+            if written is not None:
+                self._have_stay(root_of(written).storage)
             seen: list[Seen] = []
-            form = form_of(func, args, kwargs)
+            form = form_of(func, args, kwargs) if written is None else None
             call = self._contracted(current, form, seen) if form is not None else None
             try:
-                return call() if call is not None else self._by_geometry(current, func, args, kwargs, seen)
+                if call is not None:
+                    return call()
+                tiles = form is not None and form.operator == LINEAR
+                return self._by_geometry(current, func, args, kwargs, seen, may_be_whole=not tiles)
             finally:
                 ended = time.perf_counter_ns()
                 took = ended - begun - self.own.read_ns
@@ -308,9 +385,16 @@ class UnitReads:
 
     def _measure(self, held: int) -> None:
         """Have the memory of an observed pass measured, of which `held` bytes are units."""
-        current = self._current()
+        current = self._host.current()
         if current is not None and current.meter is not None:
             current.meter.look(current.own_bytes + held)
+
+    def _have_stay(self, storage: int) -> None:
+        if storage not in self._stayed:
+            name, twin, _ = self._twins[storage]
+            self._let_go(storage)
+            value = self._host.stay(id(twin))
+            self._stayed[storage] = value.data_ptr() - self._facts.parts[name].offset
 
     def _contracted(self, current: Any, form: Form, seen: list[Seen]) -> Callable[[], Any] | None:
         """Return what runs an operator that names the units it reads; None where its geometry has to tell."""
@@ -319,158 +403,223 @@ class UnitReads:
         if contract.index is None or contract.ends:
             if torch.is_autocast_enabled("cpu") or isinstance(form.arguments[contract.rows], WatchedTensor):
                 return None
-        path, view, reads = current.path, part_of(weight), current.reads
-        if (path, view.storage) in self.whole:
+        path, view, s = current.path, part_of(weight), root_of(weight).storage
+        if (path, s) in self.whole or self._fixed(s) is not None:
             return None
-        read = _read_of(form, view, self._facts.storages[view.storage].nbytes)
+        read = _read_of(form, view, self._facts.storages[s].nbytes)
         if read is None:
             return None
-        given = contract.replaced(form.arguments, geometry_of(weight), index)
         planned = self._step_of(current, path, read)
         if planned is None and form.operator != LINEAR and not reads_units_only(read):
             return None
-        route = ("index", id(index), contract.ends) if index is not None else ("tiles", view.storage)
-        reads.kept.append(index)
-        seen.append(self._note(current, path, read, route, again=False))
-        if planned is None:
-            return lambda: self.own.call(read)(*given)
-        number, known = planned
-        plan, graph = self._planned, current.order
-        assert plan is not None
-        call = plan.calls.get((graph, number))
-        if call is None:
-            operator = find_operator(known.operator)
-            assert operator is not None, "an operator was called that nothing has defined"
-            call = plan.calls[graph, number] = SparseCall(operator, known, plan.units, graph, number)
-        return lambda: call(*given)
+        route = ("index", id(index), contract.ends) if index is not None else ("tiles", s)
+        current.reads.kept.append(index)
+        seen.append(self._note(current, path, read, route))
+        given = contract.replaced(form.arguments, geometry_of(weight), index)
+        if planned is not None:
+            assert self._planned is not None
+            call = self._planned.call(current.order, *planned)
+            return lambda: call(*given)
+        if self._takes_step(current, path, s):
+            plain = root_of(weight).tensor(weight, self._planned.arena[s])  # type: ignore[union-attr]
+            return lambda: _operator(read)(*contract.replaced(form.arguments, plain, index))
+        return lambda: self.own.call(read)(*given)
 
     def _by_geometry(
-        self, current: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], seen: list[Seen]
+        self,
+        current: Any,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        seen: list[Seen],
+        *,
+        may_be_whole: bool,
     ) -> Any:
         """Run any other operator: it reads the units in which its operands have bytes, all of which are held."""
-        path, spans = current.path, dict[int, list[tuple[int, int]]]()
+        spans: dict[int, list[tuple[int, int]]] = {}
         for one in watched_in(args, kwargs):
             spans.setdefault(root_of(one).storage, []).append(bytes_of_view(part_of(one)))
         addresses: dict[int, int] = {}
+        left = [self._planned.units.pool.nbytes if self._planned is not None and self._planned.pool else 0]
         with ExitStack() as held:
-            left = self._planned.units.pool.nbytes if self._planned is not None else 0
             for s, places in spans.items():
-                read = self._slices(path, s)
-                planned = self._step_of(current, path, read) if read is not None else None
-                if planned is not None:
-                    read = planned[1]
-                numbers = _units_in(places, read) if read is not None else None
-                if read is None or numbers is None or len(numbers) == read.count:
-                    self._note_whole(current, path, s)
-                    numbers = None
-                elif numbers:
-                    one = self._note(current, path, read, ("slices", path), again=True)
-                    one.numbers |= set(numbers)
-                    if one not in seen:
-                        seen.append(one)
-                if planned is not None and numbers is not None:
-                    taken = self._hold(held, current.order, planned, numbers, left)
-                    if taken:
-                        left -= taken
-                        assert self._planned is not None
-                        addresses[s] = self._planned.addresses[s]
-                        continue
-                whole = [(0, self._facts.storages[s].nbytes)]
-                units = [read.unit(number) for number in numbers] if numbers is not None and read else whole
-                held.enter_context(self.own.holding(s, units))
-                addresses[s] = self.own.address(s)
+                fixed = self._fixed(s)
+                addresses[s] = fixed if fixed is not None else self._brought(current, s, places, seen, held, left, may_be_whole)
             return self._plainly(func, args, kwargs, addresses)
 
-    def _hold(
-        self, held: ExitStack, graph: int, planned: tuple[int, SparseRead], numbers: Sequence[int], left: int
+    def _brought(
+        self,
+        current: Any,
+        s: int,
+        places: Sequence[tuple[int, int]],
+        seen: list[Seen],
+        held: ExitStack,
+        left: list[int],
+        may_be_whole: bool,
     ) -> int:
-        """Have units in the pool, and return the bytes that they take; 0 where they do not fit."""
-        plan, (number, read) = self._planned, planned
+        """Have in memory what an operator reads of a storage; returns the address of the storage."""
+        path, nbytes = current.path, self._facts.storages[s].nbytes
+        read = self._slices(path, s)
+        planned = self._step_of(current, path, read) if read is not None else None
+        if planned is not None:
+            read = planned[1]
+        numbers = _units_in(places, read) if read is not None else None
+        if numbers is not None and read is not None and len(numbers) < read.count:
+            if numbers:
+                one = self._note(current, path, replace(read, operator=_SLICES), ("slices", path))
+                one.numbers |= set(numbers)
+                seen += [one] if one not in seen else []
+            if planned is not None and self._hold(held, current.order, planned, numbers, left):
+                assert self._planned is not None
+                return self._planned.pool[s]
+            needed = [read.unit(number) for number in numbers]
+        else:
+            needed = [(0, nbytes)]
+            if may_be_whole and self._host.is_read_by(path, s):
+                self.whole.add((path, s))
+                current.reads.whole = True
+            else:
+                one = self._note(current, path, s, None)
+                seen += [one] if one not in seen else []
+        if self._takes_step(current, path, s):
+            assert self._planned is not None
+            return self._planned.arena[s]
+        held.enter_context(self.own.holding(s, needed))
+        return self.own.address(s)
+
+    def _fixed(self, storage: int) -> int | None:
+        """Return the address of a storage that is in memory throughout."""
+        found = self._stayed.get(storage)
+        return found if found is not None or self._planned is None else self._planned.fixed.get(storage)
+
+    def _hold(
+        self, held: ExitStack, graph: int, planned: tuple[int, SparseRead], numbers: Sequence[int], left: list[int]
+    ) -> bool:
+        """Have units in the pool; returns whether they fit into what is left of it."""
+        (number, read), plan = planned, self._planned
         assert plan is not None
-        edges = [plan.units.pool.granules(read, one) for one in numbers]
-        nbytes = sum(stop - first for first, stop in edges) * plan.units.pool.granule
-        if nbytes > left or not numbers:
-            return 0
+        pool = plan.units.pool
+        edges = [pool.granules(read, one) for one in numbers]
+        nbytes = sum(stop - first for first, stop in edges) * pool.granule
+        if not numbers or nbytes > left[0]:
+            return False
+        left[0] -= nbytes
         plan.units.ask(graph, number, numbers)
         held.enter_context(plan.units.hold(graph, number, numbers, alone=True))
-        return nbytes
+        return True
+
+    def _takes_step(self, current: Any, path: str, storage: int) -> bool:
+        """Have a storage in the arena, in a step of the operator's own; returns whether the plan has such a step.
+
+        Operators that read the same storage one after another, as in a loop, are one step.
+        """
+        plan, reads = self._planned, current.reads
+        if plan is None or current.order is None or current.open is not None:
+            return False
+        if reads.held is not None and reads.held[1] == (path, storage):
+            return True
+        numbers = plan.whole[current.order].get((path, storage))
+        if numbers is None:
+            return False
+        self.release(current)
+        turn = reads.turns.get((path, storage), 0)
+        reads.turns[path, storage] = turn + 1
+        number, streamer = numbers[turn % len(numbers)], plan.weights.streamer
+        if number in plan.probed[current.order] and streamer is not None:
+            streamer.acquire(current.order, number)
+            reads.held = number, (path, storage)
+        return True
 
     def _plainly(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], addresses: Mapping[int, int]
     ) -> Any:
         """Run a function on plain tensors. What it returns of their memory is watched again."""
-        roots = [(root_of(one), addresses[root_of(one).storage]) for one in watched_in(args, kwargs)]
+        roots = {root_of(one) for one in watched_in(args, kwargs)}
+        moving = [root for root in roots if root.storage not in self._stayed]
 
         def opened(one: Any) -> torch.Tensor:
             return root_of(one).tensor(one, addresses[root_of(one).storage])
 
-        args, kwargs = pytree.tree_map_only(WatchedTensor, opened, (tuple(args), dict(kwargs)))
-        before = [root.versions() for root, _ in roots]
-        made = func(*args, **kwargs)
-        if [root.versions() for root, _ in roots] != before:
-            self.close()
-            raise StreamError(f"{roots[0][0].says}, and {func.__name__} has written to it: restore() the model first")
-
         def closed(one: Any) -> Any:
-            for root, address in roots:
+            for root in roots:
+                address = addresses[root.storage]
                 if type(one) is torch.Tensor and one.layout == torch.strided and root.covers(address, one):
                     return root.like(one, address)
                 if type(one).__module__ == "numpy" and hasattr(one, "__array_interface__"):
-                    place = one.__array_interface__["data"][0]
-                    if address <= place < address + root.nbytes:
+                    if address <= one.__array_interface__["data"][0] < address + root.nbytes:
                         return one.copy()
             return one
 
-        if isinstance(made, tuple | list) or type(made) is torch.Tensor or type(made).__module__ == "numpy":
-            return pytree.tree_map(closed, made)
-        return made
+        args, kwargs = pytree.tree_map_only(WatchedTensor, opened, (tuple(args), dict(kwargs)))
+        before = [root.versions() for root in moving]
+        made = func(*args, **kwargs)
+        if [root.versions() for root in moving] != before:
+            self.spoiled = True
+            raise StreamError(f"{moving[0].says}, and {func.__name__} has written to it: restore() the model first")
+        plain = isinstance(made, tuple | list) or type(made) is torch.Tensor or type(made).__module__ == "numpy"
+        return pytree.tree_map(closed, made) if plain else made
 
     # What a pass has read.
 
     def _slices(self, path: str, storage: int) -> SparseRead | None:
-        """Return the read of slices of a storage; None where it has none, or is read whole."""
-        if (path, storage) in self.whole:
-            return None
+        """Return the read of slices of a storage; None where it has none, or the step of a module reads it whole."""
         root = self.roots.get(storage)
-        if root is None:
+        if root is None or (path, storage) in self.whole:
             return None
         read = SparseRead(root.part, _SLICES, 0, 0)
-        return read if _has_units(read, self._facts.storages[storage].nbytes) else None
+        nbytes = self._facts.storages[storage].nbytes
+        return read if nbytes >= LEAST and _has_units(read, nbytes) else None
 
     def _step_of(self, current: Any, path: str, read: SparseRead) -> tuple[int, SparseRead] | None:
-        """Return the step of the plan that reads as an operator does now; None where there is none."""
+        """Return the step of the plan that reads from the pool as an operator does now; None where there is none."""
         if self._planned is None or current.order is None:
             return None
-        graph = self._planned.graphs[current.order]
-        steps = graph.get((path, read.storage, read.operator))
+        key, graph = (path, read.storage, read.operator), self._planned.by_units[current.order]
+        steps = graph.get(key)
         if steps is None and read.operator == _SLICES:
             steps = next((found for (_, s, _), found in graph.items() if s == read.storage), None)
         if steps is None:
             return None
         turns = current.reads.turns
-        turn = turns.get((path, read.storage, read.operator), 0)
-        turns[path, read.storage, read.operator] = turn + 1
+        turn = turns.get(key, 0)
+        turns[key] = turn + 1
         number, known = steps[turn % len(steps)]
-        same = known.operator == _SLICES or _matrix(known) == _matrix(read)
-        return (number, known) if same or read.operator == _SLICES else None
+        return (number, known) if read.operator == _SLICES or _matrix(known) == _matrix(read) else None
 
-    def _note(self, current: Any, path: str, read: SparseRead, route: object, *, again: bool) -> Seen:
-        """Note a read by units as a step of the pass; reads of slices by one module are one step."""
-        key, reads = (path, read.storage, read.operator), current.reads
-        if again and key in reads.slices:
-            return reads.slices[key]
-        number = reads.routes.setdefault(route, len(reads.routes))
-        label = f"{path or 'model'}: units of {self._names[read.storage]}"
-        one = Seen(label, path, read=replace(read, route=number))
+    def _note(self, current: Any, path: str, read: SparseRead | int, route: object) -> Seen:
+        """Note an operator as a step of the pass.
+
+        Reads of slices by one module are one step, and so are operators that read a storage one after another.
+        """
+        reads = current.reads
+        storage = read if isinstance(read, int) else read.storage
+        name = self._twins[storage][0]
+        if isinstance(read, int):
+            last: Seen | None = current.steps[-1] if current.steps else None
+            if last is not None and (last.owner, last.read) == (path, read):
+                return last
+            one = Seen(f"{path or 'model'}: {name}", path, read=read)
+        else:
+            key = path, storage
+            if read.operator == _SLICES and key in reads.slices:
+                found: Seen = reads.slices[key]
+                return found
+            number = reads.routes.setdefault(route, len(reads.routes))
+            one = Seen(f"{path or 'model'}: units of {name}", path, read=replace(read, route=number))
+            if read.operator == _SLICES:
+                reads.slices[key] = one
         current.steps.append(one)
-        if again:
-            reads.slices[key] = one
         return one
 
-    def _note_whole(self, current: Any, path: str, storage: int) -> None:
-        if (path, storage) not in self.whole:
-            self.whole.add((path, storage))
-            current.reads.whole.append((path, storage))
+
+def _operator(read: SparseRead) -> torch._ops.OpOverload:
+    operator = find_operator(read.operator)
+    assert operator is not None, "an operator was called that nothing has defined"
+    return operator
+
+
+def _cloned(one: torch.Tensor) -> torch.Tensor:
+    return one if isinstance(one, nn.Parameter) else one.clone()
 
 
 def _matrix(read: SparseRead) -> object:

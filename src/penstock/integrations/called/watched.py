@@ -293,15 +293,14 @@ if hasattr(F, "grouped_mm"):
     )
 
 
-def refuse_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise StreamError for a function that writes to a watched tensor."""
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the watched tensor that a function writes to, as far as its name tells; None if there is none."""
     name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    in_place = in_place or name in ("__setitem__", "__set__") or name.startswith("__i") and name not in _NO_WRITES
-    first = args[0] if args and in_place and isinstance(args[0], WatchedTensor) else None
-    first = first if first is not None else next(iter(watched_in(kwargs.get("out"))), None)
-    if first is not None:
-        raise StreamError(f"{vars(first)[_SAYS]}, and {name} would write to it: restore() the model first")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    in_place = in_place or (name.startswith("__i") and name not in _NO_WRITES)
+    if args and in_place and isinstance(args[0], WatchedTensor):
+        return args[0]
+    return next(iter(watched_in(kwargs.get("out"))), None)
 
 
-_NO_WRITES = ("__invert__", "__index__", "__int__")
+_NO_WRITES = ("__invert__", "__index__", "__int__", "__iter__")
