@@ -371,7 +371,7 @@ class UnitReads:
             try:
                 if call is not None:
                     return call()
-                tiles = form is not None and form.operator == LINEAR
+                tiles = form is not None and form.operator == LINEAR and root_of(first).nbytes >= TILED
                 return self._by_geometry(current, func, args, kwargs, seen, may_be_whole=not tiles)
             finally:
                 ended = time.perf_counter_ns()
