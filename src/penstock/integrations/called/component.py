@@ -246,6 +246,17 @@ class CalledModule:
             self.orders.clear()
             self._kinds.clear()
 
+    def _stack(self, lists: Sequence[str]) -> None:
+        """Read the weights of modules of which values choose by units from now on."""
+        self.unload()
+        twins = {place.fqn: place.twin for place in self._places.all}
+        self.facts, small = self._units.stack(lists, twins)
+        self._own.facts = self.facts
+        self._learned.small |= small
+        self._find_steps()
+        self.orders.clear()
+        self._kinds.clear()
+
     def _settle(self) -> None:
         self._places.settle({**self._present, **self._staying}, (self._staying, self._values))
 
@@ -381,6 +392,9 @@ class CalledModule:
         if current.learned:
             self._learn()
             return
+        if lists := self._units.chosen(current.steps):
+            self._stack(lists)
+            return
         if current.reads.whole:
             self.unload()
         paths = tuple(one.path for one in current.steps)
@@ -415,7 +429,8 @@ class CalledModule:
                 current.open = step
         if number is None:
             if current.order is not None and current.open is None and self._reads_units_only(current.order, step):
-                current.steps.append(Seen(step.path, step.path))
+                if not self._units.is_member(step.path):
+                    current.steps.append(Seen(step.path, step.path))
                 return own(*args, **kwargs)
             with self._own_step(current, step, begun):
                 return own(*args, **kwargs)
@@ -446,7 +461,8 @@ class CalledModule:
         return self._left_out[order].get(step.path) == set(self._readers.storages[step.path])
 
     def _without(self, storages: Collection[int]) -> Values:
-        return {twin: one for twin, one in self._values.items() if not self._storages_of(twin) & set(storages)}
+        away = set(storages) - self._learned.small
+        return {twin: one for twin, one in self._values.items() if not self._storages_of(twin) & away}
 
     def _next(self, current: Pass, step: Step) -> int | None:
         """Return the number of a step in the expected order; None where it has none."""
@@ -473,8 +489,9 @@ class CalledModule:
         if current.meter is not None:
             self._check_room(step, nbytes, current.meter.look() - self._cap.kernels)
         nested = current.open is not None
-        if not nested:
-            current.steps.append(seen := Seen(step.path, step.path))
+        seen = Seen(step.path, step.path)
+        if not nested and not self._units.is_member(step.path):
+            current.steps.append(seen)
         with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             memory = self._own.read(storages)
             values = self._values_of(step, memory, left_out)
@@ -580,12 +597,13 @@ class CalledModule:
             for graph, order in enumerate(self.orders):
                 joined = {(path, s) for g, path, s in merged if g == graph}
                 out = {path: self._units.left_out(path, all_of, joined) for path, all_of in readers.storages.items()}
+                out = {path: some | (self._learned.small & set(readers.storages[path])) for path, some in out.items()}
                 reads.append({p: tuple(s for s in all_of if s not in out[p]) for p, all_of in readers.storages.items()})
                 own = order.reduced(functools.partial(self._units.keeps, merged=joined, resident=self._resident))
                 self._seen.append(own)
                 self._traced.append(own.reduced(functools.partial(_has_reads, reads[-1])))
                 self._left_out.append({path: some for path, some in out.items() if some})
-            payload = facts.payload(self._traced, reads, readers.resident)
+            payload = facts.payload(self._traced, reads, readers.resident | self._learned.small)
             by_units = any(order.by_units() for order in self._traced)
             request = PlanRequest(budget, arena=self._options.arena, by_units=by_units, traces=payload.traces)
             plan = decide(_NO_FOLDER, payload, request)
@@ -606,7 +624,7 @@ class CalledModule:
 
     @property
     def _resident(self) -> set[int]:
-        return self._learned.resident | self._readers.resident
+        return self._learned.resident | self._learned.small | self._readers.resident
 
     def _is_read_by(self, path: str, storage: int) -> bool:
         """Tell whether a storage is read in the step of a module."""

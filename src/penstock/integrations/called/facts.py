@@ -29,6 +29,7 @@ from penstock.schedule.facts.model import (
     WeightFile,
     Work,
 )
+from penstock.runtime.system.memory import round_up
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.space.layout import place_in_file
 
@@ -104,6 +105,31 @@ class ModuleFacts:
     def nbytes(self) -> int:
         """Bytes of all storages."""
         return sum(storage.nbytes for storage in self.storages)
+
+    def stacked(self, groups: Sequence[Sequence[str]]) -> ModuleFacts:
+        """Return the facts in which the weights of each group are one storage, one behind the other.
+
+        The weights of a group have equal geometries, and each is all of its storage.
+        """
+        storages, parts = list(self.storages), dict[str, Part]()
+        for group in groups:
+            members = [self.parts[fqn].storage for fqn in group]
+            stride = round_up(self.storages[members[0]].nbytes, ALIGNMENT)
+            extents = [
+                replace(one, storage_offset=one.storage_offset + unit * stride)
+                for unit, s in enumerate(members)
+                for one in self.storages[s].extents
+            ]
+            whole = Storage(stride * len(group), "streamable", tuple(extents), phase=self.storages[members[0]].phase)
+            for unit, fqn in enumerate(group):
+                parts[fqn] = replace(self.parts[fqn], storage=len(storages), offset=unit * stride)
+            for s in members:
+                storages[s] = Storage(0, "returned")
+            storages.append(whole)
+        weights = (
+            replace(weight, parts=(parts[weight.fqn],)) if weight.fqn in parts else weight for weight in self.weights
+        )
+        return ModuleFacts(self.files, tuple(storages), tuple(weights))
 
     def payload(
         self,

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.own_memory import OwnMemory
+from penstock.integrations.called.readers import sibling_lists, structure_of
 from penstock.integrations.called.watched import (
     Form,
     Root,
@@ -40,7 +41,7 @@ from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.sparse.trial import reads_units_only
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.runtime.system.memory import PAGE, Reservation, drop_pages, round_down, round_up
-from penstock.schedule.facts.catalog import ITEM_SIZES
+from penstock.schedule.facts.catalog import ITEM_SIZES, part_nbytes
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Part, SparseRead
 from penstock.schedule.sparse.division import LEAST, LEAST_UNIT
@@ -101,7 +102,7 @@ class OwnUnits:
     def __init__(
         self, facts: ModuleFacts, own: OwnMemory, room: Callable[[], int], measure: Callable[[int], None]
     ) -> None:
-        self._facts, self._own, self._room, self._measure = facts, own, room, measure
+        self.facts, self._own, self._room, self._measure = facts, own, room, measure
         self._memory: dict[int, Reservation] = {}
         self._held = 0
         self.read_ns = 0
@@ -110,10 +111,10 @@ class OwnUnits:
         """Return where a storage begins in address space that takes memory only for units."""
         memory = self._memory.get(storage)
         if memory is None:
-            one = self._facts.storages[storage]
+            one = self.facts.storages[storage]
             memory = self._memory[storage] = Reservation(one.phase + one.nbytes)
             memory.map_anonymous(0, memory.nbytes)
-        return memory.address + self._facts.storages[storage].phase
+        return memory.address + self.facts.storages[storage].phase
 
     @contextmanager
     def holding(self, storage: int, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
@@ -229,8 +230,10 @@ class UnitReads:
         self.whole: set[tuple[str, int]] = set()
         self.spoiled = False
         self.own = OwnUnits(facts, own, host.room, self._measure)
-        self._facts, self._host = facts, host
-        self._twins: dict[int, tuple[str, nn.Parameter, type]] = {}
+        self.facts, self._host, self._module = facts, host, module
+        self._lists = sibling_lists(module)
+        self._homes: dict[int, str] = {}
+        self._twins: dict[int, tuple[str, list[tuple[nn.Parameter, type]]]] = {}
         self._stayed: dict[int, int] = {}
         self._planned: Planned | None = None
         self._lock = threading.RLock()
@@ -243,7 +246,7 @@ class UnitReads:
                     self.watch(name, value)
 
     def _may_have_units(self, owner: nn.Module, part: Part) -> bool:
-        nbytes = self._facts.storages[part.storage].nbytes
+        nbytes = self.facts.storages[part.storage].nbytes
         if nbytes < LEAST or len(part.shape) < 2:
             return False
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
@@ -252,22 +255,94 @@ class UnitReads:
 
     def watch(self, fqn: str, twin: nn.Parameter) -> bool:
         """Watch a weight from now on; returns whether that is possible, and new."""
-        part = self._facts.parts.get(fqn)
+        part = self.facts.parts.get(fqn)
         if part is None or part.storage in self.roots or self._uses[part.storage] != 1:
             return False
-        storage = self._facts.storages[part.storage]
+        storage = self.facts.storages[part.storage]
         if storage.kind != "streamable" or isinstance(twin, WatchedTensor) or part.storage in self._stayed:
             return False
         says = f"the parameter {fqn} is not in memory, and calls of the model have units of it alone"
         self.roots[part.storage] = root = Root(part, storage.nbytes, says, self._run)
-        self._twins[part.storage] = fqn, twin, type(twin)
+        self._twins[part.storage] = fqn, [(twin, type(twin))]
         root.watch(twin)
         return True
 
     def _let_go(self, storage: int) -> None:
         del self.roots[storage]
-        _, twin, kind = self._twins[storage]
-        twin.__class__ = kind
+        for twin, kind in self._twins[storage][1]:
+            twin.__class__ = kind
+
+    def chosen(self, steps: Sequence[Seen]) -> list[str]:
+        """Return the lists of modules of which the values of a pass have chosen some, and lists that are like those.
+
+        In such a list a pass leaves modules out that are not the last ones, or calls them in another order.
+        """
+        found: set[object] = set()
+        for path, names in self._lists.items():
+            numbers: list[int] = []
+            for one in steps:
+                if one.owner.startswith(f"{path}."):
+                    number = names.index(one.owner[len(path) + 1 :].partition(".")[0])
+                    if not numbers or numbers[-1] != number:
+                        numbers.append(number)
+            last = -1
+            for number in numbers:
+                if number not in (0, last + 1):
+                    found.add(self._like(path))
+                last = number
+        return [path for path in self._lists if self._like(path) in found]
+
+    def _like(self, path: str) -> object:
+        return structure_of(self._module.get_submodule(f"{path}.{self._lists[path][0]}")), len(self._lists[path])
+
+    def stack(self, paths: Sequence[str], places: Mapping[str, nn.Parameter]) -> tuple[ModuleFacts, set[int]]:
+        """Have the weights of one name in the modules of a list be the units of one storage.
+
+        Returns the facts from now on, and the storages of weights that are too small for that.
+        """
+        groups: list[tuple[str, list[str]]] = []
+        small: set[int] = set()
+        for path in paths:
+            names = self._lists.pop(path)
+            for name, _ in self._module.get_submodule(f"{path}.{names[0]}").named_parameters():
+                fqns = [f"{path}.{one}.{name}" for one in names]
+                if self._may_stack(fqns):
+                    groups.append((path, fqns))
+                else:
+                    small |= {part.storage for fqn, part in self.facts.parts.items() if fqn in fqns}
+        first = len(self.facts.storages)
+        self.facts = self.own.facts = self.facts.stacked([fqns for _, fqns in groups])
+        for s, (path, fqns) in enumerate(groups, first):
+            storage, part = self.facts.storages[s], self.facts.parts[fqns[0]]
+            stride = storage.nbytes // len(fqns) // ITEM_SIZES[part.dtype]
+            whole = replace(part, shape=(len(fqns), *part.shape), stride=(stride, *part.stride))
+            name = f"{path}.*.{fqns[0][len(path) + 1 :].partition('.')[2]}"
+            says = f"the parameters {name} are not in memory, and calls of the model have units of them alone"
+            self.roots[s] = root = Root(whole, storage.nbytes, says, self._run)
+            self._twins[s], self._homes[s] = (name, [(places[fqn], type(places[fqn])) for fqn in fqns]), path
+            for unit, fqn in enumerate(fqns):
+                root.watch(places[fqn], unit)
+        return self.facts, small
+
+    def _may_stack(self, fqns: Sequence[str]) -> bool:
+        parts = [self.facts.parts.get(fqn) for fqn in fqns]
+        if any(part is None for part in parts):
+            return False
+        storages = [self.facts.storages[part.storage] for part in parts if part is not None]
+        alone = all(self._uses[part.storage] == 1 and part.storage not in self.roots for part in parts if part)
+        first, one = storages[0], parts[0]
+        assert one is not None
+        same = all((s.nbytes, s.phase, s.kind) == (first.nbytes, first.phase, "streamable") for s in storages)
+        large = first.nbytes >= LEAST_UNIT and first.nbytes * len(fqns) >= LEAST
+        return alone and same and large and one.offset == 0 and part_nbytes(one) == first.nbytes
+
+    def is_member(self, path: str) -> bool:
+        """Tell whether a module is in a list whose weights are units: its calls are no steps."""
+        return any(path.startswith(f"{home}.") for home in self._homes.values())
+
+    def _home(self, current: Any, storage: int) -> str:
+        """Return the path of the module by whose reads a storage is planned."""
+        return self._homes.get(storage) or current.path
 
     def left_out(self, path: str, storages: Sequence[int], merged: Collection[tuple[str, int]] = ()) -> set[int]:
         """Return the storages that the step of a module does not bring, as its operators do."""
@@ -317,10 +392,9 @@ class UnitReads:
             planned.by_units.append(by_units)
             planned.whole.append(whole)
             planned.probed.append(frozenset(weights.probed(trace.graph)))
+        names = {part.storage: name for name, part in self.facts.parts.items()}
         for s in self.roots:
-            name = self._twins[s][0]
-            value = weights.tensors[name]
-            address = value.data_ptr() - self._facts.parts[name].offset
+            address = weights.tensors[names[s]].data_ptr() - self.facts.parts[names[s]].offset
             (planned.fixed if s in plan.outside else planned.arena)[s] = address
             if plan.pool is not None and plan.pool.layout[s] >= 0:
                 planned.pool[s] = planned.units._address(s)
@@ -391,10 +465,12 @@ class UnitReads:
 
     def _have_stay(self, storage: int) -> None:
         if storage not in self._stayed:
-            name, twin, _ = self._twins[storage]
+            name, ((twin, _), *others) = self._twins[storage]
+            if others:
+                raise StreamError(f"{self.roots[storage].says}, and the call writes to one: restore() the model first")
             self._let_go(storage)
             value = self._host.stay(id(twin))
-            self._stayed[storage] = value.data_ptr() - self._facts.parts[name].offset
+            self._stayed[storage] = value.data_ptr() - self.facts.parts[name].offset
 
     def _contracted(self, current: Any, form: Form, seen: list[Seen]) -> Callable[[], Any] | None:
         """Return what runs an operator that names the units it reads; None where its geometry has to tell."""
@@ -403,10 +479,11 @@ class UnitReads:
         if contract.index is None or contract.ends:
             if torch.is_autocast_enabled("cpu") or isinstance(form.arguments[contract.rows], WatchedTensor):
                 return None
-        path, view, s = current.path, part_of(weight), root_of(weight).storage
+        view, s = part_of(weight), root_of(weight).storage
+        path = self._home(current, s)
         if (path, s) in self.whole or self._fixed(s) is not None:
             return None
-        read = _read_of(form, view, self._facts.storages[s].nbytes)
+        read = _read_of(form, view, self.facts.storages[s].nbytes)
         if read is None:
             return None
         planned = self._step_of(current, path, read)
@@ -458,7 +535,7 @@ class UnitReads:
         may_be_whole: bool,
     ) -> int:
         """Have in memory what an operator reads of a storage; returns the address of the storage."""
-        path, nbytes = current.path, self._facts.storages[s].nbytes
+        path, nbytes = self._home(current, s), self.facts.storages[s].nbytes
         read = self._slices(path, s)
         planned = self._step_of(current, path, read) if read is not None else None
         if planned is not None:
@@ -567,7 +644,7 @@ class UnitReads:
         if root is None or (path, storage) in self.whole:
             return None
         read = SparseRead(root.part, _SLICES, 0, 0)
-        nbytes = self._facts.storages[storage].nbytes
+        nbytes = self.facts.storages[storage].nbytes
         return read if nbytes >= LEAST and _has_units(read, nbytes) else None
 
     def _step_of(self, current: Any, path: str, read: SparseRead) -> tuple[int, SparseRead] | None:
@@ -635,7 +712,7 @@ def _read_of(form: Form, view: Part, nbytes: int) -> SparseRead | None:
     contract, given = CONTRACTS[form.operator], form.arguments
     index = contract.operands(given)[1]
     if contract.index is None:
-        tiles = tiled(view) if nbytes >= TILED else None
+        tiles = tiled(view) if part_nbytes(view) == nbytes >= TILED else None
         rows = given[0].numel() // max(1, given[0].shape[-1])
         if tiles is None or rows * prod(view.shape[:1]) * ITEM_SIZES[view.dtype] > MOST_RESULT:
             return None

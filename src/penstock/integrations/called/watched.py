@@ -58,10 +58,10 @@ class Root:
         """The number of the storage."""
         return self.part.storage
 
-    def watch(self, twin: nn.Parameter) -> None:
-        """Have an absent parameter stand for this root."""
+    def watch(self, twin: nn.Parameter, unit: int | None = None) -> None:
+        """Have an absent parameter stand for this root, or for one unit of it."""
         twin.__class__ = WatchedParameter
-        twin.__dict__.update({_ROOT: self, _GEOMETRY: self.geometry})
+        twin.__dict__.update({_ROOT: self, _GEOMETRY: self.geometry if unit is None else self.geometry[unit]})
 
     def tensor(self, watched: torch.Tensor, address: int) -> torch.Tensor:
         """Return the plain tensor of a watched one, whose storage begins at `address`."""
