@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
-from penstock.integrations.called.component import CalledModule
+from penstock.integrations.called.component import CalledModule, Residency
 from penstock.integrations.called.facts import make_facts
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import method_of
@@ -41,6 +41,7 @@ from penstock.integrations.libraries import (
     components_of,
     entries_of,
     owner_of,
+    refuse_exported_hooks,
     refuse_wrapped,
     without_hooks,
 )
@@ -52,6 +53,7 @@ from penstock.integrations.training.parameters import Trained
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
 from penstock.runtime.loading import LoadOptions
+from penstock.runtime.system.own_memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
@@ -73,9 +75,7 @@ class Applied:
     never in memory.
     """
 
-    def __init__(
-        self, target: Any, cap: Cap, where: Where, options: LoadOptions, *, restores: bool
-    ) -> None:
+    def __init__(self, target: Any, cap: Cap, where: Where, options: LoadOptions, *, restores: bool) -> None:
         self.target = target
         self.cap = cap
         self._where, self._options = where, options
@@ -100,6 +100,30 @@ class Applied:
         return sum(hollow.nbytes for hollow in self._hollow.values())
 
     @property
+    def memory(self) -> int:
+        """Bytes that weights and calls may take together. It may be set between calls: `applied.memory = "6GB"`."""
+        return self.cap.nbytes
+
+    @memory.setter
+    def memory(self, memory: int | str) -> None:
+        nbytes = parse_size(memory, name="memory")
+        with self.cap.lock:
+            self.idle()
+            self.cap.nbytes = nbytes
+
+    def idle(self) -> None:
+        """Give the memory of weights back until the next call, which loads them again."""
+        with self.cap.lock:
+            for component in self.components.values():
+                component.unload()
+            give_back_unused()
+
+    @property
+    def residency(self) -> dict[str, tuple[Residency, ...]]:
+        """By component, what the present plan does with the weights of each module; empty before the first plan."""
+        return {name: component.residency for name, component in self._called.items()}
+
+    @property
     def trains(self) -> bool:
         """Whether calls with grad mode on have gradients."""
         return self.cap.reserved > 0
@@ -112,7 +136,9 @@ class Applied:
             self._hollow[name] = Hollow(module, self._instead, self._where.target, called=True)
             self._modules[name] = module
             options = replace(self._options, device=self._where.device)
-            self._called[name] = CalledModule(name, module, facts, kept, self.cap, entries=entries, options=options)
+            self._called[name] = CalledModule(
+                name, module, facts, kept, self.cap, entries=entries, options=options
+            )
             self.components[name] = self._called[name]
 
     def add_trained(
@@ -351,6 +377,8 @@ def apply(
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
     for name, module in parts.items():
         refuse_wrapped(module, name)
+        if train:
+            refuse_exported_hooks(module, name)
     where = Where(Cache.at(cache), device)
     applied = Applied(model, Cap(nbytes, counts_own=device == "cpu"), where, options, restores=True)
     with ExitStack() as on_error:

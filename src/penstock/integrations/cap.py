@@ -52,7 +52,6 @@ class Cap:
         self.lock = threading.RLock()
         self.rehearsing = False
         self.reserved = 0  # bytes of parameters that are trained, and of what comes with them
-        self.beside = max(_LEAST, SLACK - _KERNELS[0] - nbytes // _KERNELS[1])
         self._counts_own = counts_own
         self._left = 0
         self._working = False
@@ -65,6 +64,11 @@ class Cap:
     def kernels(self) -> int:
         """Bytes beside the cap that kernels may take for memory of their own."""
         return _KERNELS[0] + self.nbytes // _KERNELS[1]
+
+    @property
+    def beside(self) -> int:
+        """Bytes beside the cap that code and tables may take."""
+        return max(_LEAST, SLACK - self.kernels)
 
     @property
     def own(self) -> int:

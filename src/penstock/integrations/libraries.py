@@ -32,11 +32,16 @@ _UNDER_VMAP = "_vmap_expansion_sdpa"
 _CALLED = ("encode", "decode", "post_process_latents")
 """Methods besides `forward` that pipelines of diffusers call and that read parameters."""
 
-_EXPERTS = "is_concatenated"
-"""What a module of transformers has that computes experts in a way which its configuration names."""
+_MOVING = ("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook", "LayerwiseCastingHook", "SequentialHook")
+"""Hooks of accelerate that bring and take away the weights of a module."""
 
-_CASTING = "layerwise_casting"
-"""The name of a hook of diffusers that converts a part's weights before each call, and back after it."""
+_MOVING_OF_DIFFUSERS = (
+    "layerwise_casting",
+    "group_offloading",
+    "layer_execution_tracker",
+    "lazy_prefetch_group_offloading",
+)
+"""Hooks of diffusers that convert weights before each call and back after it, or move them."""
 
 _LIBRARIES_WITH_HOOKS = ("torch", "transformers", "peft")
 
@@ -133,36 +138,26 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_wrapped(module: nn.Module, name: str) -> None:
-    """Raise PassError for a module that is on several devices, or that another tool streams or compiles.
-
-    Hooks on all modules, which would not be called for parts, are refused too.
-    """
+    """Raise PassError for a module that is on several devices, or whose weights another tool moves or compiles."""
     refuse_scripted(module, name)
-    refuse_global_hooks()
-    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if attention == "flex_attention":
-        raise PassError(
-            f"{name} uses flex_attention, which torch compiles by itself and cannot export: load "
-            'it with attn_implementation="sdpa" or "eager"'
-        )
     for child in module.modules():
-        if hasattr(child, _EXPERTS) and getattr(child.config, "_experts_implementation", None) == "eager":
-            raise PassError(
-                f"{name} computes its experts one after another, as values decide, which cannot be exported: "
-                'load it with experts_implementation="grouped_mm", or call '
-                'set_experts_implementation("grouped_mm")'
-            )
-        if hasattr(child, "_hf_hook"):
+        hook = getattr(child, "_hf_hook", None)
+        if hook is not None and type(hook).__name__ in _MOVING:
             raise PassError(
                 f"{name} was wrapped by accelerate: remove its hooks first "
                 "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or load it without "
                 "device_map"
             )
         _refuse_hooks_of_diffusers(child, name)
-    _refuse_hooks(module, name)
     devices = sorted({str(p.device) for p in module.parameters()})
     if len(devices) > 1:
         raise PassError(f"{name} lies on several devices, {', '.join(devices)}: move it to one")
+
+
+def refuse_exported_hooks(module: nn.Module, name: str) -> None:
+    """Raise PassError for a hook that the program of a model that is trained would not run."""
+    refuse_global_hooks()
+    _refuse_hooks(module, name)
 
 
 def refuse_global_hooks() -> None:
@@ -174,15 +169,12 @@ def refuse_global_hooks() -> None:
 
 
 def _refuse_hooks_of_diffusers(module: nn.Module, name: str) -> None:
-    """Raise PassError for a part whose `forward` diffusers has replaced, to offload, cast or cache."""
-    hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
-    if _CASTING in hooks:
-        raise PassError(
-            f"{name} has layerwise casting of diffusers, which converts weights in each call: load it again, "
-            "without enable_layerwise_casting(), in the dtype that it computes in"
-        )
-    if hooks:
-        raise PassError(f"{name} has hooks of diffusers ({', '.join(hooks)}): load it without them")
+    """Raise PassError for a part of which diffusers moves or converts the weights in each call."""
+    for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}:
+        if hook in _MOVING_OF_DIFFUSERS:
+            raise PassError(
+                f"{name} has a hook of diffusers that moves or converts its weights ({hook}): load it again without"
+            )
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:

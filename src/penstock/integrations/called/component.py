@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils import _pytree as pytree
 
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.kinds import kind_of
 from penstock.integrations.called.measuring import LiveBytes, PeakMeter, call_bytes
-from penstock.integrations.called.own_memory import OwnMemory, like
+from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.places import Places, Step, Values, Watched, leave_twins_out
 from penstock.integrations.called.readers import Learned, can_read, find_readers
 from penstock.integrations.called.units import Host, PassReads, Seen, UnitReads
@@ -38,7 +38,7 @@ from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
 from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.integrations.progress import seconds_since
-from penstock.passes.weights.subclasses import has_parts, plain_tensors
+from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.choice import PlanRequest, decide
 from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.loading import LoadOptions, load_weights
@@ -66,6 +66,23 @@ _SLACK = 16 << 20, 8
 
 _NO_FOLDER = Path()
 """In place of an artifact's folder: the paths of weight files are absolute."""
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What a plan does with the weights that a module reads.
+
+    Attributes:
+        module: The path of the module.
+        nbytes: Bytes of these weights.
+        how: `"stays"` in memory, `"streams"`, or is `"read at once"` by each operator that asks for it.
+        why: The reason, in words.
+    """
+
+    module: str
+    nbytes: int
+    how: str
+    why: str
 
 
 @dataclass(eq=False)
@@ -126,7 +143,9 @@ class CalledModule:
         self._process = os.getpid()
         self._state = threading.Lock()  # held while a step begins
         self._kinds: dict[object, int] = {}
-        self._measured: list[tuple[int, int]] = []  # of observed calls, bytes of arguments and bytes beside weights
+        self._measured: list[
+            tuple[int, int]
+        ] = []  # of observed calls, bytes of arguments and bytes beside weights
         self._learned = Learned()
         self._own = OwnMemory(facts)
         self._traced: list[Order] = []  # the orders as the present plan has them
@@ -136,6 +155,7 @@ class CalledModule:
         self._staying: dict[int, torch.Tensor] = {}  # weights that have memory of their own from now on
         self._present: dict[int, torch.Tensor] = {}  # weights that the present plan has in memory throughout
         self._values: dict[int, torch.Tensor] = {}  # weights over the memory of the present plan
+        self._step_values: dict[str, Values] = {}  # the same, by the path of the step that reads them
         self._weights: LoadedWeights | None = None
         self._watched: list[tuple[int, Watched]] = []
         self._probed: list[frozenset[int]] = []
@@ -144,9 +164,11 @@ class CalledModule:
         self._passes = 0
         self._room = 0  # bytes that the present plan leaves for calls
         self._active = True
-        self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # views of memory that has gone
+        self._viewed: list[
+            tuple[str, weakref.ref[torch.UntypedStorage]]
+        ] = []  # views of memory that has gone
         self._modules = dict(module.named_modules())
-        self._places = Places(self._modules)
+        self._places = Places(module)
         for twin, value in self._places.twins.items():
             for part, plain in plain_tensors(self._places.names[twin], value).items():
                 answer_with(plain, _Answer(self, twin, part))
@@ -167,9 +189,36 @@ class CalledModule:
         return self._weights.stats(self._passes) if self._weights else None
 
     @property
-    def files(self) -> list[Path]:
+    def weights(self) -> list[Path]:
         """The files that hold the weights."""
         return [file for one in self.kept for file in one.files]
+
+    @property
+    def residency(self) -> tuple[Residency, ...]:
+        """What the present plan does with the weights of each module; empty where there is none."""
+        plan = self.plan if self._weights is not None else None
+        if plan is None:
+            return ()
+        layout, storages = plan.arena.layout, self.facts.storages
+        moved = [(one.start, one.stop) for schedule in plan.schedules for one in schedule.transfers]
+        twins = {fqn: twin for twin, fqn in self._places.names.items()}
+
+        def of(module: str, fqns: Sequence[str]) -> Residency:
+            own = set[int]().union(*(self._storages_of(twins[fqn]) for fqn in fqns if fqn in twins))
+            nbytes = sum(storages[s].nbytes for s in own)
+            if own <= self._learned.resident:
+                return Residency(module, nbytes, "stays", "calls write it, or keep views of it")
+            streams = any(
+                start < layout[s] + storages[s].nbytes and layout[s] < stop
+                for s in own
+                for start, stop in moved
+                if layout[s] >= 0
+            )
+            if streams:
+                return Residency(module, nbytes, "streams", "there is no room for all weights")
+            return Residency(module, nbytes, "stays", "there is room for it")
+
+        return tuple(of(path or self.name, fqns) for path, fqns in self._readers.fqns.items())
 
     def unload(self) -> None:
         """Give the memory of weights back. The next call plans and loads again."""
@@ -177,8 +226,10 @@ class CalledModule:
         if weights is not None:
             self._present = {}
             self._settle()
-            viewed = [(self._places.names[twin], one.memory()) for twin, one in self._watched if one.is_viewed]
-            self._watched, self._values = [], {}
+            viewed = [
+                (self._places.names[twin], one.memory()) for twin, one in self._watched if one.is_viewed
+            ]
+            self._watched, self._values, self._step_values = [], {}, {}
             self._close(weights, viewed)
         self._units.close()
         self._own.close()
@@ -217,7 +268,7 @@ class CalledModule:
 
     def refuse_lost(self) -> None:
         """Raise SourceError where a weight file is missing, before anything is given up for it."""
-        for file in self.files:
+        for file in self.weights:
             with reading(file):
                 there = file.is_file()
             if not there:
@@ -282,7 +333,9 @@ class CalledModule:
             current.running.append(path)
             try:
                 step = self._steps.get(path) if is_forward else None
-                return own(*args, **kwargs) if step is None else self._run_step(current, step, own, args, kwargs)
+                return (
+                    own(*args, **kwargs) if step is None else self._run_step(current, step, own, args, kwargs)
+                )
             finally:
                 current.running.remove(path)
 
@@ -297,7 +350,9 @@ class CalledModule:
         self._undo.append(undo)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _call(self, entry: str, called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call(
+        self, entry: str, called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Make an outermost call."""
         if os.getpid() != self._process:
             raise StreamError(f"a forked child cannot call the {self.name}: load it in the child")
@@ -319,7 +374,23 @@ class CalledModule:
             self._passes += 1
             self._check_uses(current)
             self._note(current, kind)
+            return self._with_weights(output)
+
+    def _with_weights(self, output: Any) -> Any:
+        """Return what a call has returned, with values for weights that it has returned as they are."""
+        leaves, spec = pytree.tree_flatten(output)
+        if not any(id(leaf) in self._places.twins for leaf in leaves):
             return output
+        for index, leaf in enumerate(leaves):
+            if id(leaf) in self._places.twins:
+                leaves[index] = self._in_own_memory(id(leaf), {})
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _in_own_memory(self, twin: int, memory: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return a weight over `memory`, which it completes from the files."""
+        fqn, value = self._places.names[twin], self._places.twins[twin]
+        with plain_tensors_only():
+            return like(value, fqn, lambda name: self._own.tensor(name, memory))
 
     def _order_of(self, entry: str, kind: object, nbytes: int) -> int | None:
         """Return the order that a call probably has; None where it is observed.
@@ -373,6 +444,7 @@ class CalledModule:
 
     def _observed(self, current: Pass, run: Callable[[], Any], nbytes: int) -> Any:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
+        self.refuse_lost()
         self.unload()
         begun, current.meter = time.monotonic(), PeakMeter()
         with LiveBytes() as live:
@@ -419,7 +491,12 @@ class CalledModule:
     # Steps.
 
     def _run_step(
-        self, current: Pass, step: Step, own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        current: Pass,
+        step: Step,
+        own: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         begun = time.perf_counter_ns()
         self._units.release(current)
@@ -439,8 +516,8 @@ class CalledModule:
         try:
             if streamer is not None:
                 streamer.acquire(current.order, number)
-            current.values = values = self._fills[current.order].get(step.path, self._values)
-            filled = step.fill(values)
+            current.values = self._fills[current.order].get(step.path, self._step_values[step.path])
+            filled = step.fill(current.values)
             current.steps.append(seen := Seen(step.path, step.path))
             inner = current.inner_ns
             ready = time.perf_counter_ns()
@@ -460,9 +537,9 @@ class CalledModule:
     def _reads_units_only(self, order: int, step: Step) -> bool:
         return self._left_out[order].get(step.path) == set(self._readers.storages[step.path])
 
-    def _without(self, storages: Collection[int]) -> Values:
-        away = set(storages) - self._learned.small
-        return {twin: one for twin, one in self._values.items() if not self._storages_of(twin) & away}
+    def _without(self, path: str, storages: Collection[int]) -> Values:
+        away, values = set(storages) - self._learned.small, self._step_values[path]
+        return {twin: one for twin, one in values.items() if not self._storages_of(twin) & away}
 
     def _next(self, current: Pass, step: Step) -> int | None:
         """Return the number of a step in the expected order; None where it has none."""
@@ -492,9 +569,13 @@ class CalledModule:
         seen = Seen(step.path, step.path)
         if not nested and not self._units.is_member(step.path):
             current.steps.append(seen)
-        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        with plain_tensors_only():
             memory = self._own.read(storages)
-            values = self._values_of(step, memory, left_out)
+            values = {
+                twin: self._in_own_memory(twin, memory)
+                for twin in step.twins
+                if twin not in self._staying and not self._storages_of(twin) & left_out
+            }
         watched = [(twin, Watched(value)) for twin, value in values.items()]
         filled = step.fill(values)
         before = current.open, current.values
@@ -520,18 +601,6 @@ class CalledModule:
             self._keep(current, step, used)
             current.mark = time.perf_counter_ns()
 
-    def _values_of(
-        self, step: Step, memory: dict[int, torch.Tensor], left_out: Collection[int]
-    ) -> dict[int, torch.Tensor]:
-        """Return the weights of a step over `memory`, by twin, but for storages that are left out."""
-        values: dict[int, torch.Tensor] = {}
-        for place in step.places:
-            twin = id(place.twin)
-            if twin not in values and twin not in self._staying and not self._storages_of(twin) & set(left_out):
-                fqn = self._places.names[twin]
-                values[twin] = like(place.twin, fqn, lambda name: self._own.tensor(name, memory))
-        return values
-
     def _keep(self, current: Pass, step: Step, used: Sequence[tuple[int, Watched]]) -> None:
         """Let weights that a step has written, or of which something keeps views, stay in memory from now on."""
         for twin, one in used:
@@ -547,6 +616,7 @@ class CalledModule:
 
     def _open(self) -> None:
         """Plan for all orders that are known, and load."""
+        self.refuse_lost()
         begun, facts = time.monotonic(), self.facts
         staying = sum(facts.storages[s].nbytes for s in self._learned.resident)
         beside, self._room = self._beside, self._room_beside()
@@ -563,14 +633,22 @@ class CalledModule:
                 self._room = room - floor - staying
         self._weights = load_weights(_NO_FOLDER, payload, self.plan, self._options, beside)
         tensors, outside = self._weights.tensors, set(self.plan.outside)
-        with torch.inference_mode(False), torch.no_grad():
+        with plain_tensors_only():
             for twin, value in self._places.twins.items():
                 if twin not in self._staying:
                     self._values[twin] = like(value, self._places.names[twin], tensors.__getitem__)
-        self._present = {twin: one for twin, one in self._values.items() if self._storages_of(twin) <= outside}
-        self._fills = [{path: self._without(out) for path, out in by_path.items()} for by_path in self._left_out]
+        self._step_values = {
+            path: {twin: self._values[twin] for twin in step.twins if twin in self._values}
+            for path, step in self._steps.items()
+        }
+        self._fills = [{path: self._without(path, out) for path, out in one.items()} for one in self._left_out]
+        self._present = {
+            twin: one for twin, one in self._values.items() if self._storages_of(twin) <= outside
+        }
         self._settle()
-        self._watched = [(twin, Watched(one)) for twin, one in self._values.items() if twin not in self._present]
+        self._watched = [
+            (twin, Watched(one)) for twin, one in self._values.items() if twin not in self._present
+        ]
         for _, one in self._watched:
             one.start()
         self._probed = [frozenset(self._weights.probed(graph)) for graph in range(len(self.orders))]
@@ -685,9 +763,7 @@ class CalledModule:
             reads.add(reader)
             may_be_step = reader in self._modules and can_read(reader, self._steps)
             current.learned = current.learned or may_be_step or self._units.watch(fqn, self._places.twins[twin])
-        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-            value, whole = self._own.tensor(name, {}), self._places.twins[twin]
-            return value if has_parts(whole) else like(whole, fqn, lambda _: value)
+        return plain_tensors(fqn, self._in_own_memory(twin, {}))[name]
 
     def _check_uses(self, current: Pass) -> None:
         """Raise StreamError where something has written a weight, or keeps a view of one, that will not be there."""

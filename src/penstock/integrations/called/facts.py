@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,9 @@ from penstock.schedule.facts.model import (
 from penstock.runtime.system.memory import round_up
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.space.layout import place_in_file
+
+LARGE_BUFFER = 1 << 20
+"""Buffers of these bytes stream as parameters do; smaller ones stay in memory."""
 
 _GUESSED_BYTES_PER_NS = 8
 """The memory bandwidth that steps without measured times are taken to compute with."""
@@ -179,6 +183,30 @@ class ModuleFacts:
         return Trace(name, graph, "", tuple(steps), order.tail_ns, 0, times)
 
 
+def registered_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Yield what streams of a module: parameters, and large buffers that are saved with it.
+
+    Each is the path of the module in which it is registered, the dictionary that holds it there, its key, its value.
+    """
+    for path, one in module.named_modules():
+        saved = {
+            key: value for key, value in one._buffers.items() if key not in one._non_persistent_buffers_set
+        }
+        for entries, least in ((one._parameters, 0), (one._buffers, LARGE_BUFFER)):
+            for key, value in entries.items():
+                if (
+                    value is not None
+                    and value.nbytes >= least
+                    and (entries is one._parameters or key in saved)
+                ):
+                    yield path, entries, key, value
+
+
+def joined(path: str, key: str) -> str:
+    """Return the FQN of what is registered as `key` in the module at `path`."""
+    return f"{path}.{key}" if path else key
+
+
 def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
     """Return the facts of a module whose weights `kept` holds in files.
 
@@ -187,7 +215,8 @@ def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
     index: dict[int, int] = {}
     storages: list[Storage] = []
     weights: dict[str, Weight] = {}
-    for fqn, value in module.named_parameters(remove_duplicate=False):
+    for path, _, key, value in registered_weights(module):
+        fqn = joined(path, key)
         for name, plain in plain_tensors(fqn, value).items():
             memory = plain.untyped_storage()
             if memory._cdata not in index:

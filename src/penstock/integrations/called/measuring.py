@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.integrations.emptied.absent import has_memory
+
 _STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
 _RESET_PEAK = "5"
 
@@ -48,9 +50,9 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(one.untyped_storage()) for one in pytree.tree_leaves((args, kwargs)) if _has_memory(one)}
+        given = {id(one.untyped_storage()) for one in pytree.tree_leaves((args, kwargs)) if has_memory(one)}
         for one in pytree.tree_leaves(result):
-            if _has_memory(one):
+            if has_memory(one):
                 memory = one.untyped_storage()
                 if id(memory) not in given and id(memory) not in self._known:
                     self._known.add(id(memory))
@@ -62,10 +64,6 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, memory: int, nbytes: int) -> None:
         self._known.discard(memory)
         self._now -= nbytes
-
-
-def _has_memory(value: object) -> bool:
-    return type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided  # type: ignore[attr-defined]
 
 
 class PeakMeter:
@@ -85,7 +83,12 @@ class PeakMeter:
     def look(self, own: int = 0) -> int:
         """Take note of the peak since the last look; `own` bytes of what was there are not counted. Returns it."""
         peak, resident, file = self._look()
-        taken = max(peak if self._can_reset else resident, resident) - self._base - max(0, file - self._file) - own
+        taken = (
+            max(peak if self._can_reset else resident, resident)
+            - self._base
+            - max(0, file - self._file)
+            - own
+        )
         self.peak = max(self.peak, taken)
         return self.peak
 

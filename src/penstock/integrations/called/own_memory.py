@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.integrations.called.facts import ModuleFacts
 from penstock.passes.weights.subclasses import each_part, has_parts, plain_tensors
@@ -40,6 +44,22 @@ def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]
     return made
 
 
+@contextmanager
+def plain_tensors_only() -> Iterator[None]:
+    """Let tensors that are made inside be plain ones on the CPU, whatever modes and transforms a call runs in."""
+    with ExitStack() as stack:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        for one in (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            _disable_current_modes(),
+            torch.device("cpu"),
+        ):
+            stack.enter_context(one)
+        yield
+
+
 class OwnMemory:
     """Reads weights of a module from its files, each time into new memory, past the page cache where it is cold.
 
@@ -53,7 +73,7 @@ class OwnMemory:
 
     def read(self, storages: Iterable[int]) -> dict[int, torch.Tensor]:
         """Return the bytes of storages, each at its phase. Raises SourceError for files that have changed."""
-        with torch.inference_mode(False), torch.device("cpu"):
+        with plain_tensors_only():
             held = HeldStorages(self.facts.storages, tuple(storages), self._opened(), READERS)
         held.wait()
         return held.buffers
@@ -69,6 +89,7 @@ class OwnMemory:
     def _opened(self) -> Source:
         if self._source is None:
             self._source = open_source(self.facts.files, Path())
+            weakref.finalize(self, self._source.close)
         return self._source
 
     def tensor(self, name: str, memory: dict[int, torch.Tensor]) -> torch.Tensor:

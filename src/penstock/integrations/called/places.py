@@ -1,4 +1,4 @@
-"""The places of a module's parameters, and what stands in them: twins outside of steps, parameters in them."""
+"""The places of a module's weights, and what stands in them: twins outside of steps, parameters in them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.integrations.called.facts import joined, registered_weights
 from penstock.integrations.called.own_memory import use_count
 from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.passes.weights.subclasses import plain_tensors
@@ -21,17 +23,17 @@ Values = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An entry of a module's `_parameters`, and the twin that stands in it outside of steps."""
+    """An entry of a module's parameters or buffers, and the twin that stands in it outside of steps."""
 
     owner: str
+    entries: dict[str, Any]
     key: str
-    parameters: dict[str, Any]
-    twin: nn.Parameter
+    twin: torch.Tensor
 
     @property
     def fqn(self) -> str:
-        """The name under which the parameter is registered here."""
-        return f"{self.owner}.{self.key}" if self.owner else self.key
+        """The name under which the weight is registered here."""
+        return joined(self.owner, self.key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,11 @@ class Step:
     places: tuple[Place, ...]
     flat: tuple[nn.Module, ...]
 
+    @cached_property
+    def twins(self) -> tuple[int, ...]:
+        """The ids of the twins of all places."""
+        return tuple(dict.fromkeys(id(place.twin) for place in self.places))
+
     def fill(self, values: Values) -> list[tuple[Place, torch.Tensor]]:
         """Put values in the places of their twins; returns what was put where.
 
@@ -53,8 +60,8 @@ class Step:
         filled = []
         for place in self.places:
             value = values.get(id(place.twin))
-            if value is not None and place.parameters.get(place.key) is place.twin:
-                place.parameters[place.key] = value
+            if value is not None and place.entries.get(place.key) is place.twin:
+                place.entries[place.key] = value
                 filled.append((place, value))
         self._refresh()
         return filled
@@ -62,8 +69,8 @@ class Step:
     def empty(self, filled: Sequence[tuple[Place, torch.Tensor]]) -> None:
         """Put the twins back that `fill` has replaced."""
         for place, value in filled:
-            if place.parameters.get(place.key) is value:
-                place.parameters[place.key] = place.twin
+            if place.entries.get(place.key) is value:
+                place.entries[place.key] = place.twin
         self._refresh()
 
     def _refresh(self) -> None:
@@ -79,14 +86,9 @@ class Places:
         names: Their names, by id; a tied weight has the first of its names.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self.all = [
-            Place(path, key, one._parameters, value)
-            for path, one in modules.items()
-            for key, value in one._parameters.items()
-            if value is not None
-        ]
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = dict(module.named_modules())
+        self.all = [Place(*one) for one in registered_weights(module)]
         self.twins = {id(place.twin): place.twin for place in self.all}
         self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
 
@@ -103,10 +105,10 @@ class Places:
         Only twins and what `known` has for them are replaced: anything else is the user's.
         """
         for place in self.all:
-            twin, there = id(place.twin), place.parameters.get(place.key)
+            twin, there = id(place.twin), place.entries.get(place.key)
             ours = (place.twin, *(values.get(twin) for values in known))
             if there is not None and any(there is one for one in ours):
-                place.parameters[place.key] = standing.get(twin, place.twin)
+                place.entries[place.key] = standing.get(twin, place.twin)
         for module in self._modules.values():
             if "_flat_weights" in vars(module):
                 refresh_flat(module)

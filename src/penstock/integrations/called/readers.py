@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from penstock.integrations.called.facts import ModuleFacts
+from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
 from penstock.passes.weights.subclasses import plain_tensors
 
 _HOLD_FOR_PARENT = (nn.ParameterList, nn.ParameterDict)
@@ -61,12 +61,10 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
     modules = dict(module.named_modules())
     own: dict[str, list[str]] = {}
     storages_of: dict[str, tuple[int, ...]] = {}
-    for path, one in modules.items():
-        for key, value in one._parameters.items():
-            if value is not None:
-                fqn = f"{path}.{key}" if path else key
-                storages_of[fqn] = tuple(facts.parts[name].storage for name in plain_tensors(fqn, value))
-                own.setdefault(_reader_of(path, modules), []).append(fqn)
+    for path, _, key, value in registered_weights(module):
+        fqn = joined(path, key)
+        storages_of[fqn] = tuple(facts.parts[name].storage for name in plain_tensors(fqn, value))
+        own.setdefault(_reader_of(path, modules), []).append(fqn)
     resident: set[int] = set()
     small = max(_SMALL_SHARE * facts.nbytes, _SMALL_BYTES)
     for path in [path for path in own if not can_read(path, own)]:
@@ -78,7 +76,8 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
             if can_read(path, own):
                 own.setdefault(path, []).append(fqn)
     moved = {
-        path: tuple(sorted({s for fqn in fqns for s in storages_of[fqn]} - resident - learned.resident)) for path, fqns in own.items()
+        path: tuple(sorted({s for fqn in fqns for s in storages_of[fqn]} - resident - learned.resident))
+        for path, fqns in own.items()
     }
     return Readers(
         {path: tuple(dict.fromkeys(own[path])) for path, storages in moved.items() if storages},

@@ -84,11 +84,15 @@ class Root:
         self._flat.clear()
 
     def covers(self, address: int, value: torch.Tensor) -> bool:
-        """Tell whether a plain tensor lies in the memory at `address`."""
-        return address <= value.data_ptr() < address + self.nbytes
+        """Tell whether a tensor lies in the memory at `address`."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):
+            value = torch._C._functorch.get_unwrapped(value)
+        return type(value) is torch.Tensor and address <= value.data_ptr() < address + self.nbytes
 
     def like(self, value: torch.Tensor, address: int) -> torch.Tensor:
-        """Return a watched tensor in place of a plain one over the memory at `address`."""
+        """Return a watched tensor in place of a plain one over the memory at `address`, or a copy."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return value.clone()
         if value.is_conj() or value.is_neg():
             return value.resolve_conj().resolve_neg()
         offset, odd = divmod(value.data_ptr() - address, value.itemsize)
@@ -149,6 +153,19 @@ class WatchedTensor(AbsentTensor):
             elif name in _REFUSED:
                 raise StreamError(f"{vars(first)[_SAYS]}, and {name} would hand its memory on: clone it first")
         return root_of(next(watched_in(args, kwargs))).run(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Serve what asks for no function of a tensor's own, as code in C++ and transforms do."""
+        kwargs = kwargs or {}
+        if func.is_view and isinstance(args[0], WatchedTensor):
+            return _view(func, args, kwargs)
+        watched = next(iter(watched_in(args, kwargs)), None)
+        if watched is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return root_of(watched).run(func, args, kwargs)
 
 
 class WatchedParameter(WatchedTensor, AbsentParameter):

@@ -146,15 +146,19 @@ def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         _refuse_values(args, kwargs)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     result = func(*args, **kwargs)
-    memories = {
-        one.untyped_storage()._cdata for one in pytree.tree_leaves(result) if type(one) in (torch.Tensor, nn.Parameter)
-    }
+    memories = {one.untyped_storage()._cdata for one in pytree.tree_leaves(result) if has_memory(one)}
     for leaf, answer, value, version in answered:
         if value._version != version:
             raise StreamError(f"{vars(leaf)[_SAYS]}, and {func.__name__} would write to it")
         if value.untyped_storage()._cdata in memories:
             answer.keep(value)
     return result
+
+
+def has_memory(value: object) -> bool:
+    """Tell whether a value is a plain tensor with memory, which tensors of functorch's transforms do not show."""
+    plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided  # type: ignore[attr-defined]
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(value)  # type: ignore[arg-type]
 
 
 def _refuse_values(args: Any, kwargs: Any) -> NoReturn:

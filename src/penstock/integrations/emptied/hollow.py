@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.integrations.called.facts import joined, registered_weights
 from penstock.integrations.emptied.absent import AbsentTensor, Emptied, make_absent
 from penstock.integrations.kept import KeptWeights, digest_of, names_of
 from penstock.passes.building.fake_export import Built
@@ -56,7 +57,10 @@ class Hollow:
         called: bool = False,
     ) -> None:
         kept = {id(one) for one in trained}
-        plain = plain_parts((name, one) for name, one in module.named_parameters() if id(one) not in kept)
+        emptied = [(name, one) for name, one in module.named_parameters() if id(one) not in kept]
+        if called:
+            emptied = [(joined(path, key), value) for path, _, key, value in registered_weights(module)]
+        plain = plain_parts(emptied)
         parameters = {id(value) for value in plain.values()}
         named = [
             *module.named_buffers(),
