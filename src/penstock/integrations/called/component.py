@@ -229,7 +229,7 @@ class CalledModule:
             viewed = [
                 (self._places.names[twin], one.memory()) for twin, one in self._watched if one.is_viewed
             ]
-            self._watched, self._values, self._step_values = [], {}, {}
+            self._watched, self._values, self._step_values, self._fills = [], {}, {}, []
             self._close(weights, viewed)
         self._units.close()
         self._own.close()
@@ -464,7 +464,7 @@ class CalledModule:
         if current.learned:
             self._learn()
             return
-        if lists := self._units.chosen(current.steps):
+        if lists := self._units.chosen(current.entry, current.steps):
             self._stack(lists)
             return
         if current.reads.whole:

@@ -63,6 +63,8 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
     storages_of: dict[str, tuple[int, ...]] = {}
     for path, _, key, value in registered_weights(module):
         fqn = joined(path, key)
+        if not all(name in facts.parts for name in plain_tensors(fqn, value)):
+            continue  # a part that has come since: it is in memory
         storages_of[fqn] = tuple(facts.parts[name].storage for name in plain_tensors(fqn, value))
         own.setdefault(_reader_of(path, modules), []).append(fqn)
     resident: set[int] = set()
@@ -72,7 +74,7 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
         if sum(facts.storages[s].nbytes for s in storages) <= small:
             resident |= storages
     for fqn, paths in learned.reads.items():
-        for path in paths:
+        for path in paths if fqn in storages_of else ():
             if can_read(path, own):
                 own.setdefault(path, []).append(fqn)
     moved = {

@@ -50,6 +50,10 @@ _SLICES = "aten.index_select.default"
 """The operator that stands for reads of slices by any operator: it reads as they do, which units it is told."""
 
 
+_SMALL = 0.05
+"""Weights of modules in a list stay in memory, where they are at most this share of those that are units."""
+
+
 @dataclass(eq=False)
 class Seen:
     """A step of a pass: the call of a module, or an operator that reads units, or a whole storage.
@@ -272,13 +276,16 @@ class UnitReads:
         for twin, kind in self._twins[storage][1]:
             twin.__class__ = kind
 
-    def chosen(self, steps: Sequence[Seen]) -> list[str]:
+    def chosen(self, entry: str, steps: Sequence[Seen]) -> list[str]:
         """Return the lists of modules of which the values of a pass have chosen some, and lists that are like those.
 
         In such a list a pass leaves modules out that are not the last ones, or calls them in another order.
         """
         found: set[object] = set()
+        inside = f"{entry}." if entry else ""
         for path, names in self._lists.items():
+            if not f"{path}.".startswith(inside):
+                continue
             numbers: list[int] = []
             for one in steps:
                 if one.owner.startswith(f"{path}."):
@@ -290,7 +297,28 @@ class UnitReads:
                 if number not in (0, last + 1):
                     found.add(self._like(path))
                 last = number
-        return [path for path in self._lists if self._like(path) in found]
+        return [path for path in self._lists if self._like(path) in found and self._groups(path) is not None]
+
+    def _groups(self, path: str) -> tuple[list[list[str]], set[int]] | None:
+        """Return the weights of a list that become one storage each, and storages too small for that.
+
+        None where the small ones, which then stay in memory, are more than a few hundredths.
+        """
+        groups: list[list[str]] = []
+        small: set[int] = set()
+        names, nbytes = self._lists[path], 0
+        for name, value in self._module.get_submodule(f"{path}.{names[0]}").named_parameters():
+            fqns = [f"{path}.{one}.{name}" for one in names]
+            if self._may_stack(fqns):
+                groups.append(fqns)
+                nbytes += value.nbytes * len(names)
+            else:
+                small |= {self.facts.parts[part].storage for fqn in fqns for part in self._parts_of(fqn)}
+        rest = sum(self.facts.storages[s].nbytes for s in small)
+        return (groups, small) if groups and rest <= _SMALL * nbytes else None
+
+    def _parts_of(self, fqn: str) -> list[str]:
+        return [name for name in self.facts.parts if name == fqn or name.startswith(f"{fqn}.")]
 
     def _like(self, path: str) -> object:
         return structure_of(self._module.get_submodule(f"{path}.{self._lists[path][0]}")), len(self._lists[path])
@@ -303,13 +331,12 @@ class UnitReads:
         groups: list[tuple[str, list[str]]] = []
         small: set[int] = set()
         for path in paths:
-            names = self._lists.pop(path)
-            for name, _ in self._module.get_submodule(f"{path}.{names[0]}").named_parameters():
-                fqns = [f"{path}.{one}.{name}" for one in names]
-                if self._may_stack(fqns):
-                    groups.append((path, fqns))
-                else:
-                    small |= {part.storage for fqn, part in self.facts.parts.items() if fqn in fqns}
+            found = self._groups(path)
+            assert found is not None, "the list was seen to have units"
+            groups += [(path, fqns) for fqns in found[0]]
+            small |= found[1]
+        for path in paths:
+            del self._lists[path]
         first = len(self.facts.storages)
         self.facts = self.own.facts = self.facts.stacked([fqns for _, fqns in groups])
         for s, (path, fqns) in enumerate(groups, first):
