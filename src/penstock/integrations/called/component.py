@@ -239,6 +239,7 @@ class CalledModule:
         if not viewed:
             weights.close()
             return
+        weights.tensors.clear()  # or what closes it would keep the memory that it waits for
         for name, memory in viewed:
             self._viewed.append((name, weakref.ref(memory)))
             weakref.finalize(memory, weights.close)
