@@ -712,8 +712,7 @@ class CalledModule:
     def _stay(self, twin: int) -> torch.Tensor:
         """Have a weight that is written to stay in memory from now on, and return it."""
         fqn, current = self._places.names[twin], self._pass
-        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-            value = like(self._places.twins[twin], fqn, lambda name: self._own.tensor(name, {}))
+        value = self._in_own_memory(twin, {})
         _log.info("%s stays in memory: the call writes it", fqn)
         self._staying[twin] = value
         self._learned.resident |= self._storages_of(twin)

@@ -79,7 +79,7 @@ class PassReads:
     """What one pass has read: routes by what names units, reads of slices, turns of reads.
 
     `kept` has what routes name by id, and `held` the step of an operator that has a storage in the arena. `whole`
-    says that the step of a module has read whole what was watched, and `viewed` that watched tensors were read.
+    says that the step of a module has read whole what was watched.
     """
 
     routes: dict[object, int] = field(default_factory=dict)
@@ -88,7 +88,6 @@ class PassReads:
     kept: list[object] = field(default_factory=list)
     held: tuple[int, tuple[str, int]] | None = None
     whole: bool = False
-    viewed: bool = False
 
     def is_like(self, order: Order, steps: Sequence[Seen]) -> bool:
         """Tell whether steps ask for about as many units as those of an order."""
@@ -437,10 +436,8 @@ class UnitReads:
     def run_to_end(self, current: Any, run: Callable[[], Any]) -> Any:
         """Run a call. What it returns of watched weights becomes tensors with memory of their own."""
         output = run()
-        if current.reads.viewed:
-            views = tuple(one for one in watched_in(output) if not isinstance(one, nn.Parameter))
-            if views:
-                output = pytree.tree_map_only(WatchedTensor, _cloned, output)
+        if self._twins and any(not isinstance(one, nn.Parameter) for one in watched_in(output)):
+            output = pytree.tree_map_only(WatchedTensor, _cloned, output)
         self.release(current)
         return output
 
@@ -460,7 +457,6 @@ class UnitReads:
             current, first = self._host.current(), next(iter(watched_in(args, kwargs)))
             if current is None:
                 raise StreamError(root_of(first).says)
-            current.reads.viewed = True
             begun, self.own.read_ns = time.perf_counter_ns(), 0
             self._measure(0)
             written = written_by(func, args, kwargs)
@@ -541,8 +537,10 @@ class UnitReads:
     ) -> Any:
         """Run any other operator: it reads the units in which its operands have bytes, all of which are held."""
         spans: dict[int, list[tuple[int, int]]] = {}
+        anywhere = "as_strided" in getattr(func, "__name__", "")  # it may read all that lies around a view
         for one in watched_in(args, kwargs):
-            spans.setdefault(root_of(one).storage, []).append(bytes_of_view(part_of(one)))
+            place = (0, root_of(one).nbytes) if anywhere else bytes_of_view(part_of(one))
+            spans.setdefault(root_of(one).storage, []).append(place)
         addresses: dict[int, int] = {}
         left = [self._planned.units.pool.nbytes if self._planned is not None and self._planned.pool else 0]
         with ExitStack() as held:

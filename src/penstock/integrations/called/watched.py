@@ -145,7 +145,7 @@ class WatchedTensor(AbsentTensor):
                 made = _view(func, args, kwargs, may_copy=True)
                 if made is not None:
                     return made
-            elif name in _MAY_CONVERT and not kwargs.get("copy"):
+            elif name in _MAY_CONVERT and not kwargs.keys() & {"copy", "memory_format"}:
                 with torch._C.DisableTorchFunctionSubclass():
                     empty = torch.empty(0, dtype=first.dtype)
                 if func(empty, *args[1:], **kwargs) is empty:
