@@ -151,7 +151,9 @@ class CalledModule:
         self._traced: list[Order] = []  # the orders as the present plan has them
         self._seen: list[Order] = []  # the orders as passes of the present plan show them
         self._left_out: list[dict[str, set[int]]] = []  # by order and path, what is read by units
-        self._fills: list[dict[str, Values]] = []  # by order and path, what a step puts in places, if not all values
+        self._fills: list[
+            dict[str, Values]
+        ] = []  # by order and path, what a step puts in places, if not all values
         self._staying: dict[int, torch.Tensor] = {}  # weights that have memory of their own from now on
         self._present: dict[int, torch.Tensor] = {}  # weights that the present plan has in memory throughout
         self._values: dict[int, torch.Tensor] = {}  # weights over the memory of the present plan
@@ -173,7 +175,10 @@ class CalledModule:
             for part, plain in plain_tensors(self._places.names[twin], value).items():
                 answer_with(plain, _Answer(self, twin, part))
         self._units = UnitReads(
-            module, facts, self._own, Host(lambda: self._pass, self._room_of_units, self._is_read_by, self._stay)
+            module,
+            facts,
+            self._own,
+            Host(lambda: self._pass, self._room_of_units, self._is_read_by, self._stay),
         )
         self._find_steps()
         self._undo = [weakref.finalize(self, leave_twins_out())]
@@ -367,7 +372,9 @@ class CalledModule:
                 current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
                 try:
                     own = functools.partial(called, *args, **kwargs)
-                    output = self._run(current, functools.partial(self._units.run_to_end, current, own), nbytes)
+                    output = self._run(
+                        current, functools.partial(self._units.run_to_end, current, own), nbytes
+                    )
                 finally:
                     self._pass = None
                     if self._units.spoiled:
@@ -473,7 +480,9 @@ class CalledModule:
         paths = tuple(one.path for one in current.steps)
         for graph, order in enumerate(self.orders):
             known = order if current.order is None else self._seen[graph]
-            if (known.entry, known.paths) == (current.entry, paths) and current.reads.is_like(known, current.steps):
+            if (known.entry, known.paths) == (current.entry, paths) and current.reads.is_like(
+                known, current.steps
+            ):
                 self._kinds[kind] = graph
                 return
         own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
@@ -506,7 +515,11 @@ class CalledModule:
             if number is not None:
                 current.open = step
         if number is None:
-            if current.order is not None and current.open is None and self._reads_units_only(current.order, step):
+            if (
+                current.order is not None
+                and current.open is None
+                and self._reads_units_only(current.order, step)
+            ):
                 if not self._units.is_member(step.path):
                     current.steps.append(Seen(step.path, step.path))
                 return own(*args, **kwargs)
@@ -642,7 +655,9 @@ class CalledModule:
             path: {twin: self._values[twin] for twin in step.twins if twin in self._values}
             for path, step in self._steps.items()
         }
-        self._fills = [{path: self._without(path, out) for path, out in one.items()} for one in self._left_out]
+        self._fills = [
+            {path: self._without(path, out) for path, out in one.items()} for one in self._left_out
+        ]
         self._present = {
             twin: one for twin, one in self._values.items() if self._storages_of(twin) <= outside
         }
@@ -675,10 +690,20 @@ class CalledModule:
             self._traced, self._seen, self._left_out = [], [], []
             for graph, order in enumerate(self.orders):
                 joined = {(path, s) for g, path, s in merged if g == graph}
-                out = {path: self._units.left_out(path, all_of, joined) for path, all_of in readers.storages.items()}
-                out = {path: some | (self._learned.small & set(readers.storages[path])) for path, some in out.items()}
-                reads.append({p: tuple(s for s in all_of if s not in out[p]) for p, all_of in readers.storages.items()})
-                own = order.reduced(functools.partial(self._units.keeps, merged=joined, resident=self._resident))
+                out = {
+                    path: self._units.left_out(path, all_of, joined)
+                    for path, all_of in readers.storages.items()
+                }
+                out = {
+                    path: some | (self._learned.small & set(readers.storages[path]))
+                    for path, some in out.items()
+                }
+                reads.append(
+                    {p: tuple(s for s in all_of if s not in out[p]) for p, all_of in readers.storages.items()}
+                )
+                own = order.reduced(
+                    functools.partial(self._units.keeps, merged=joined, resident=self._resident)
+                )
                 self._seen.append(own)
                 self._traced.append(own.reduced(functools.partial(_has_reads, reads[-1])))
                 self._left_out.append({path: some for path, some in out.items() if some})
@@ -762,7 +787,9 @@ class CalledModule:
         if reader not in reads:
             reads.add(reader)
             may_be_step = reader in self._modules and can_read(reader, self._steps)
-            current.learned = current.learned or may_be_step or self._units.watch(fqn, self._places.twins[twin])
+            current.learned = (
+                current.learned or may_be_step or self._units.watch(fqn, self._places.twins[twin])
+            )
         return plain_tensors(fqn, self._in_own_memory(twin, {}))[name]
 
     def _check_uses(self, current: Pass) -> None:

@@ -80,8 +80,9 @@ class Order:
                 lead = 0
             else:
                 lead += time.lead_ns + time.read_ns
-        paths, operators, owners = (tuple(all_of[k] for k in kept) for all_of in (self.paths, reads, owners))
-        return Order(self.entry, paths, tuple(times), self.tail_ns + lead, operators, owners)
+        paths = tuple(self.paths[k] for k in kept)
+        operators, kept_owners = tuple(reads[k] for k in kept), tuple(owners[k] for k in kept)
+        return Order(self.entry, paths, tuple(times), self.tail_ns + lead, operators, kept_owners)
 
     def by_units(self) -> set[tuple[str, int]]:
         """Return the paths of modules and the storages of which these read units."""
@@ -124,14 +125,17 @@ class ModuleFacts:
                 for unit, s in enumerate(members)
                 for one in self.storages[s].extents
             ]
-            whole = Storage(stride * len(group), "streamable", tuple(extents), phase=self.storages[members[0]].phase)
+            whole = Storage(
+                stride * len(group), "streamable", tuple(extents), phase=self.storages[members[0]].phase
+            )
             for unit, fqn in enumerate(group):
                 parts[fqn] = replace(self.parts[fqn], storage=len(storages), offset=unit * stride)
             for s in members:
                 storages[s] = Storage(0, "returned")
             storages.append(whole)
         weights = (
-            replace(weight, parts=(parts[weight.fqn],)) if weight.fqn in parts else weight for weight in self.weights
+            replace(weight, parts=(parts[weight.fqn],)) if weight.fqn in parts else weight
+            for weight in self.weights
         )
         return ModuleFacts(self.files, tuple(storages), tuple(weights))
 
@@ -178,7 +182,9 @@ class ModuleFacts:
             storages = reads[path] if read is None else (read,)
             nbytes = sum(self.storages[s].nbytes for s in storages)
             time = time or StepTime(0, nbytes // _GUESSED_BYTES_PER_NS)
-            steps.append(Step(path or "model", storages, time.lead_ns, time.read_ns, read_work=Work(0, nbytes)))
+            steps.append(
+                Step(path or "model", storages, time.lead_ns, time.read_ns, read_work=Work(0, nbytes))
+            )
         times = "measured" if order.times else "modelled"
         return Trace(name, graph, "", tuple(steps), order.tail_ns, 0, times)
 

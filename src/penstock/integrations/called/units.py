@@ -236,7 +236,7 @@ class UnitReads:
         self.facts, self._host, self._module = facts, host, module
         self._lists = sibling_lists(module)
         self._homes: dict[int, str] = {}
-        self._twins: dict[int, tuple[str, list[tuple[nn.Parameter, type]]]] = {}
+        self._twins: dict[int, tuple[str, list[tuple[torch.Tensor, type]]]] = {}
         self._stayed: dict[int, int] = {}
         self._planned: Planned | None = None
         self._lock = threading.RLock()
@@ -256,7 +256,7 @@ class UnitReads:
             return owner.max_norm is None
         return nbytes >= TILED or (len(part.shape) > 2 and not isinstance(owner, nn.modules.conv._ConvNd))
 
-    def watch(self, fqn: str, twin: nn.Parameter) -> bool:
+    def watch(self, fqn: str, twin: torch.Tensor) -> bool:
         """Watch a weight from now on; returns whether that is possible, and new."""
         part = self.facts.parts.get(fqn)
         if part is None or part.storage in self.roots or self._uses[part.storage] != 1:
@@ -320,9 +320,11 @@ class UnitReads:
         return [name for name in self.facts.parts if name == fqn or name.startswith(f"{fqn}.")]
 
     def _like(self, path: str) -> object:
-        return structure_of(self._module.get_submodule(f"{path}.{self._lists[path][0]}")), len(self._lists[path])
+        return structure_of(self._module.get_submodule(f"{path}.{self._lists[path][0]}")), len(
+            self._lists[path]
+        )
 
-    def stack(self, paths: Sequence[str], places: Mapping[str, nn.Parameter]) -> tuple[ModuleFacts, set[int]]:
+    def stack(self, paths: Sequence[str], places: Mapping[str, torch.Tensor]) -> tuple[ModuleFacts, set[int]]:
         """Have the weights of one name in the modules of a list be the units of one storage.
 
         Returns the facts from now on, and the storages of weights that are too small for that.
@@ -355,7 +357,9 @@ class UnitReads:
         if any(part is None for part in parts):
             return False
         storages = [self.facts.storages[part.storage] for part in parts if part is not None]
-        alone = all(self._uses[part.storage] == 1 and part.storage not in self.roots for part in parts if part)
+        alone = all(
+            self._uses[part.storage] == 1 and part.storage not in self.roots for part in parts if part
+        )
         first, one = storages[0], parts[0]
         assert one is not None
         same = all((s.nbytes, s.phase, s.kind) == (first.nbytes, first.phase, "streamable") for s in storages)
@@ -370,9 +374,13 @@ class UnitReads:
         """Return the path of the module by whose reads a storage is planned."""
         return self._homes.get(storage) or current.path
 
-    def left_out(self, path: str, storages: Sequence[int], merged: Collection[tuple[str, int]] = ()) -> set[int]:
+    def left_out(
+        self, path: str, storages: Sequence[int], merged: Collection[tuple[str, int]] = ()
+    ) -> set[int]:
         """Return the storages that the step of a module does not bring, as its operators do."""
-        return {s for s in storages if s in self.roots and (path, s) not in self.whole and (path, s) not in merged}
+        return {
+            s for s in storages if s in self.roots and (path, s) not in self.whole and (path, s) not in merged
+        }
 
     def keeps(
         self,
@@ -385,7 +393,9 @@ class UnitReads:
         if read is None:
             return True
         s = read if isinstance(read, int) else read.storage
-        return s in self.roots and (path, s) not in self.whole and (path, s) not in merged and s not in resident
+        return (
+            s in self.roots and (path, s) not in self.whole and (path, s) not in merged and s not in resident
+        )
 
     def settle(self, orders: Sequence[Order]) -> None:
         """Stop watching what the steps of modules read whole only."""
@@ -490,7 +500,9 @@ class UnitReads:
         if storage not in self._stayed:
             name, ((twin, _), *others) = self._twins[storage]
             if others:
-                raise StreamError(f"{self.roots[storage].says}, and the call writes to one: restore() the model first")
+                raise StreamError(
+                    f"{self.roots[storage].says}, and the call writes to one: restore() the model first"
+                )
             self._let_go(storage)
             value = self._host.stay(id(twin))
             self._stayed[storage] = value.data_ptr() - self.facts.parts[name].offset
@@ -546,7 +558,11 @@ class UnitReads:
         with ExitStack() as held:
             for s, places in spans.items():
                 fixed = self._fixed(s)
-                addresses[s] = fixed if fixed is not None else self._brought(current, s, places, seen, held, left, may_be_whole)
+                addresses[s] = (
+                    fixed
+                    if fixed is not None
+                    else self._brought(current, s, places, seen, held, left, may_be_whole)
+                )
             return self._plainly(func, args, kwargs, addresses)
 
     def _brought(
@@ -595,7 +611,12 @@ class UnitReads:
         return found if found is not None or self._planned is None else self._planned.fixed.get(storage)
 
     def _hold(
-        self, held: ExitStack, graph: int, planned: tuple[int, SparseRead], numbers: Sequence[int], left: list[int]
+        self,
+        held: ExitStack,
+        graph: int,
+        planned: tuple[int, SparseRead],
+        numbers: Sequence[int],
+        left: list[int],
     ) -> bool:
         """Have units in the pool; returns whether they fit into what is left of it."""
         (number, read), plan = planned, self._planned
@@ -657,8 +678,12 @@ class UnitReads:
         made = func(*args, **kwargs)
         if [root.versions() for root in moving] != before:
             self.spoiled = True
-            raise StreamError(f"{moving[0].says}, and {func.__name__} has written to it: restore() the model first")
-        plain = isinstance(made, tuple | list) or type(made) is torch.Tensor or type(made).__module__ == "numpy"
+            raise StreamError(
+                f"{moving[0].says}, and {func.__name__} has written to it: restore() the model first"
+            )
+        plain = (
+            isinstance(made, tuple | list) or type(made) is torch.Tensor or type(made).__module__ == "numpy"
+        )
         return pytree.tree_map(closed, made) if plain else made
 
     # What a pass has read.

@@ -6,7 +6,7 @@ the root of its storage, which has the units brought that the operator reads, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,31 @@ from penstock.schedule.facts.errors import StreamError
 
 _VIEWS = frozenset(
     {
-        *("transpose", "t", "permute", "view", "unsqueeze", "squeeze", "select", "narrow", "chunk", "split", "unbind"),
+        *(
+            "transpose",
+            "t",
+            "permute",
+            "view",
+            "unsqueeze",
+            "squeeze",
+            "select",
+            "narrow",
+            "chunk",
+            "split",
+            "unbind",
+        ),
         *("detach", "expand", "movedim", "moveaxis", "swapaxes", "swapdims", "mT", "T", "mH", "H", "view_as"),
-        *("unflatten", "as_strided", "diagonal", "__iter__", "data", "alias", "expand_as", "tensor_split", "unfold"),
+        *(
+            "unflatten",
+            "as_strided",
+            "diagonal",
+            "__iter__",
+            "data",
+            "alias",
+            "expand_as",
+            "tensor_split",
+            "unfold",
+        ),
     }
 )
 """Functions whose results are views. Of complex tensors mH and H are none, as values change."""
@@ -37,7 +59,9 @@ _MAY_VIEW = frozenset({"reshape", "flatten", "ravel", "contiguous", "reshape_as"
 _MAY_CONVERT = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "cpu"})
 """Functions that return the tensor itself where it has what they ask for."""
 
-_REFUSED = frozenset({"data_ptr", "__dlpack__", "share_memory_", "storage", "_typed_storage", "set_", "apply_", "map_"})
+_REFUSED = frozenset(
+    {"data_ptr", "__dlpack__", "share_memory_", "storage", "_typed_storage", "set_", "apply_", "map_"}
+)
 
 _ROOT, _GEOMETRY = "penstock_root", "penstock_geometry"
 
@@ -58,9 +82,9 @@ class Root:
         """The number of the storage."""
         return self.part.storage
 
-    def watch(self, twin: nn.Parameter, unit: int | None = None) -> None:
-        """Have an absent parameter stand for this root, or for one unit of it."""
-        twin.__class__ = WatchedParameter
+    def watch(self, twin: torch.Tensor, unit: int | None = None) -> None:
+        """Have an absent tensor stand for this root, or for one unit of it."""
+        twin.__class__ = WatchedParameter if isinstance(twin, nn.Parameter) else WatchedTensor
         twin.__dict__.update({_ROOT: self, _GEOMETRY: self.geometry if unit is None else self.geometry[unit]})
 
     def tensor(self, watched: torch.Tensor, address: int) -> torch.Tensor:
@@ -151,7 +175,9 @@ class WatchedTensor(AbsentTensor):
                 if func(empty, *args[1:], **kwargs) is empty:
                     return first
             elif name in _REFUSED:
-                raise StreamError(f"{vars(first)[_SAYS]}, and {name} would hand its memory on: clone it first")
+                raise StreamError(
+                    f"{vars(first)[_SAYS]}, and {name} would hand its memory on: clone it first"
+                )
         return root_of(next(watched_in(args, kwargs))).run(func, args, kwargs)
 
     @classmethod
@@ -191,7 +217,7 @@ def geometry_of(watched: torch.Tensor) -> torch.Tensor:
     return shape
 
 
-def watched_in(*values: Any) -> Iterable[Any]:
+def watched_in(*values: Any) -> Iterator[Any]:
     """Yield the watched tensors among arguments."""
     return (one for one in pytree.tree_leaves(values) if isinstance(one, WatchedTensor))
 
