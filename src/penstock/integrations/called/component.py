@@ -75,7 +75,7 @@ class Residency:
     Attributes:
         module: The path of the module.
         nbytes: Bytes of these weights.
-        how: `"stays"` in memory, `"streams"`, or is `"read at once"` by each operator that asks for it.
+        how: `"stays"` in memory, `"streams"`, comes `"by units"`, or is `"read at once"` by each operator that asks for it.
         why: The reason, in words.
     """
 
@@ -206,6 +206,7 @@ class CalledModule:
             return ()
         layout, storages = plan.arena.layout, self.facts.storages
         moved = [(one.start, one.stop) for schedule in plan.schedules for one in schedule.transfers]
+        pooled = set(plan.pool.storages) if plan.pool is not None else set[int]()
         twins = {fqn: twin for twin, fqn in self._places.names.items()}
 
         def of(module: str, fqns: Sequence[str]) -> Residency:
@@ -219,6 +220,8 @@ class CalledModule:
                 for start, stop in moved
                 if layout[s] >= 0
             )
+            if own & pooled:
+                return Residency(module, nbytes, "by units", "calls read some of it")
             if streams:
                 return Residency(module, nbytes, "streams", "there is no room for all weights")
             return Residency(module, nbytes, "stays", "there is room for it")

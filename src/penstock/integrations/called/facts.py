@@ -18,6 +18,7 @@ from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.stamp import stamp_file
+from penstock.runtime.system.memory import round_up
 from penstock.schedule.facts.model import (
     ALIGNMENT,
     Method,
@@ -30,7 +31,6 @@ from penstock.schedule.facts.model import (
     WeightFile,
     Work,
 )
-from penstock.runtime.system.memory import round_up
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.space.layout import place_in_file
 
@@ -169,15 +169,17 @@ class ModuleFacts:
         )
 
     def _trace(self, name: str, graph: int, order: Order, reads: Mapping[str, tuple[int, ...]]) -> Trace:
+        # Whether units are worth it is a matter of rates. The times of one call on a busy machine would decide by chance.
+        measured = bool(order.times) and not order.by_units()
         steps = []
         for k, path in enumerate(order.paths):
-            time = order.times[k] if order.times else None
+            time = order.times[k] if measured else None
             read = order.operators[k] if order.operators else None
             if isinstance(read, SparseRead):
-                lead, own = (time.lead_ns, time.read_ns) if time else (0, 0)
-                flops = 2 * prod(read.view.shape) if read.tiles else 0
-                work = Work(flops, min(read.asked, read.count) * read.unit_nbytes)
-                steps.append(Step(path, (read.storage,), lead, own, read_work=work, sparse=(read,)))
+                nbytes = min(read.asked, read.count) * read.unit_nbytes
+                work = Work(2 * prod(read.view.shape) if read.tiles else 0, nbytes)
+                own = nbytes // _GUESSED_BYTES_PER_NS
+                steps.append(Step(path, (read.storage,), 0, own, read_work=work, sparse=(read,)))
                 continue
             storages = reads[path] if read is None else (read,)
             nbytes = sum(self.storages[s].nbytes for s in storages)
@@ -185,8 +187,8 @@ class ModuleFacts:
             steps.append(
                 Step(path or "model", storages, time.lead_ns, time.read_ns, read_work=Work(0, nbytes))
             )
-        times = "measured" if order.times else "modelled"
-        return Trace(name, graph, "", tuple(steps), order.tail_ns, 0, times)
+        times = "measured" if measured else "modelled"
+        return Trace(name, graph, "", tuple(steps), order.tail_ns if measured else 0, 0, times)
 
 
 def registered_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:

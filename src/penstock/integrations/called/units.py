@@ -1,4 +1,4 @@
-"""Reads of single units: rows of tables, experts of stacks, tiles of heads. Seen in a first pass, then from a pool."""
+"""Reads of single units: rows of tables, experts of stacks, tiles of heads; and operators that are steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Seen:
 
     path: str
     owner: str
-    time: StepTime = StepTime(0, 0)
+    time: StepTime = field(default_factory=lambda: StepTime(0, 0))
     read: SparseRead | int | None = None
     numbers: set[int] = field(default_factory=set)
 
@@ -178,6 +178,26 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, stop))
     return joined
+
+
+@dataclass
+class _Bringing:
+    """One operator whose operands are brought: what is held for it, its steps, what is left of the pool.
+
+    `may_be_whole` tells that the step of the module may bring from now on what the operator reads whole.
+    """
+
+    current: Any
+    held: ExitStack
+    seen: list[Seen]
+    left: int
+    may_be_whole: bool
+
+    def note(self, step: Seen, numbers: Sequence[int] = ()) -> None:
+        """Take note of a step of the operator."""
+        step.numbers |= set(numbers)
+        if step not in self.seen:
+            self.seen.append(step)
 
 
 class Host(NamedTuple):
@@ -418,11 +438,14 @@ class UnitReads:
             by_units: dict[tuple[str, int, str], list[tuple[int, SparseRead]]] = {}
             whole: dict[tuple[str, int], list[int]] = {}
             for number, (path, read) in enumerate(zip(order.owners, order.operators, strict=False)):
-                for one in trace.steps[number].sparse if isinstance(read, SparseRead) else ():
-                    if plan.pool is not None and plan.pool.has(one):
-                        by_units.setdefault((path, one.storage, one.operator), []).append((number, one))
-                        read = None
-                if read is not None:
+                if read is None:
+                    continue
+                served = [
+                    one for one in trace.steps[number].sparse if plan.pool is not None and plan.pool.has(one)
+                ]
+                for one in served:
+                    by_units.setdefault((path, one.storage, one.operator), []).append((number, one))
+                if not served:
                     s = read if isinstance(read, int) else read.storage
                     whole.setdefault((path, s), []).append(number)
             planned.by_units.append(by_units)
@@ -554,55 +577,39 @@ class UnitReads:
             place = (0, root_of(one).nbytes) if anywhere else bytes_of_view(part_of(one))
             spans.setdefault(root_of(one).storage, []).append(place)
         addresses: dict[int, int] = {}
-        left = [self._planned.units.pool.nbytes if self._planned is not None and self._planned.pool else 0]
         with ExitStack() as held:
+            plan = self._planned
+            bringing = _Bringing(
+                current, held, seen, plan.units.pool.nbytes if plan and plan.pool else 0, may_be_whole
+            )
             for s, places in spans.items():
                 fixed = self._fixed(s)
-                addresses[s] = (
-                    fixed
-                    if fixed is not None
-                    else self._brought(current, s, places, seen, held, left, may_be_whole)
-                )
+                addresses[s] = self._brought(s, places, bringing) if fixed is None else fixed
             return self._plainly(func, args, kwargs, addresses)
 
-    def _brought(
-        self,
-        current: Any,
-        s: int,
-        places: Sequence[tuple[int, int]],
-        seen: list[Seen],
-        held: ExitStack,
-        left: list[int],
-        may_be_whole: bool,
-    ) -> int:
+    def _brought(self, s: int, places: Sequence[tuple[int, int]], to: _Bringing) -> int:
         """Have in memory what an operator reads of a storage; returns the address of the storage."""
-        path, nbytes = self._home(current, s), self.facts.storages[s].nbytes
+        current, path, needed = to.current, self._home(to.current, s), [(0, self.facts.storages[s].nbytes)]
         read = self._slices(path, s)
         planned = self._step_of(current, path, read) if read is not None else None
-        if planned is not None:
-            read = planned[1]
+        read = planned[1] if planned is not None else read
         numbers = _units_in(places, read) if read is not None else None
         if numbers is not None and read is not None and len(numbers) < read.count:
             if numbers:
-                one = self._note(current, path, replace(read, operator=_SLICES), ("slices", path))
-                one.numbers |= set(numbers)
-                seen += [one] if one not in seen else []
-            if planned is not None and self._hold(held, current.order, planned, numbers, left):
+                to.note(self._note(current, path, replace(read, operator=_SLICES), ("slices", path)), numbers)
+            if planned is not None and self._hold(planned, numbers, to):
                 assert self._planned is not None
                 return self._planned.pool[s]
             needed = [read.unit(number) for number in numbers]
+        elif to.may_be_whole and self._host.is_read_by(path, s):
+            self.whole.add((path, s))
+            current.reads.whole = True
         else:
-            needed = [(0, nbytes)]
-            if may_be_whole and self._host.is_read_by(path, s):
-                self.whole.add((path, s))
-                current.reads.whole = True
-            else:
-                one = self._note(current, path, s, None)
-                seen += [one] if one not in seen else []
+            to.note(self._note(current, path, s, None))
         if self._takes_step(current, path, s):
             assert self._planned is not None
             return self._planned.arena[s]
-        held.enter_context(self.own.holding(s, needed))
+        to.held.enter_context(self.own.holding(s, needed))
         return self.own.address(s)
 
     def _fixed(self, storage: int) -> int | None:
@@ -610,25 +617,18 @@ class UnitReads:
         found = self._stayed.get(storage)
         return found if found is not None or self._planned is None else self._planned.fixed.get(storage)
 
-    def _hold(
-        self,
-        held: ExitStack,
-        graph: int,
-        planned: tuple[int, SparseRead],
-        numbers: Sequence[int],
-        left: list[int],
-    ) -> bool:
+    def _hold(self, planned: tuple[int, SparseRead], numbers: Sequence[int], to: _Bringing) -> bool:
         """Have units in the pool; returns whether they fit into what is left of it."""
-        (number, read), plan = planned, self._planned
+        (number, read), plan, graph = planned, self._planned, to.current.order
         assert plan is not None
         pool = plan.units.pool
         edges = [pool.granules(read, one) for one in numbers]
         nbytes = sum(stop - first for first, stop in edges) * pool.granule
-        if not numbers or nbytes > left[0]:
+        if not numbers or nbytes > to.left:
             return False
-        left[0] -= nbytes
+        to.left -= nbytes
         plan.units.ask(graph, number, numbers)
-        held.enter_context(plan.units.hold(graph, number, numbers, alone=True))
+        to.held.enter_context(plan.units.hold(graph, number, numbers, alone=True))
         return True
 
     def _takes_step(self, current: Any, path: str, storage: int) -> bool:
