@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from penstock.integrations.called.measuring import LiveBytes, PeakMeter, call_by
 from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.places import Places, Step, Values, Watched, leave_twins_out
 from penstock.integrations.called.readers import Learned, can_read, find_readers
-from penstock.integrations.called.units import Host, PassReads, Seen, UnitReads
+from penstock.integrations.called.reads import PassReads, Seen
+from penstock.integrations.called.units import Host, UnitReads
 from penstock.integrations.calls.kinds import refuse_grad
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
@@ -475,7 +476,7 @@ class CalledModule:
         if current.learned:
             self._learn()
             return
-        if lists := self._units.chosen(current.entry, current.steps):
+        if lists := self._units.siblings.chosen(current.entry, current.steps):
             self._stack(lists)
             return
         if current.reads.whole:

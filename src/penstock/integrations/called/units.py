@@ -5,20 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.own_memory import OwnMemory
-from penstock.integrations.called.readers import sibling_lists, structure_of
+from penstock.integrations.called.own_units import OwnUnits
+from penstock.integrations.called.reads import SLICES, Seen, has_units, matrix, operator_of, read_of, units_in
+from penstock.integrations.called.siblings import Siblings
 from penstock.integrations.called.watched import (
     Form,
     Root,
@@ -33,151 +33,15 @@ from penstock.integrations.called.watched import (
 )
 from penstock.passes.sparse.calls import SparseCall
 from penstock.passes.sparse.contracts import CONTRACTS
-from penstock.passes.sparse.operators import find_operator
 from penstock.passes.sparse.tiles import LEAST as TILED
-from penstock.passes.sparse.tiles import LINEAR, MOST_RESULT, tiled
-from penstock.runtime.arena.base import tensor_at
+from penstock.passes.sparse.tiles import LINEAR
 from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.sparse.trial import reads_units_only
 from penstock.runtime.stream.passes import LoadedWeights
-from penstock.runtime.system.memory import PAGE, Reservation, drop_pages, round_down, round_up
-from penstock.schedule.facts.catalog import ITEM_SIZES, part_nbytes
+from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Part, SparseRead
-from penstock.schedule.sparse.division import LEAST, LEAST_UNIT
-
-_SLICES = "aten.index_select.default"
-"""The operator that stands for reads of slices by any operator: it reads as they do, which units it is told."""
-
-
-_SMALL = 0.05
-"""Weights of modules in a list stay in memory, where they are at most this share of those that are units."""
-
-
-@dataclass(eq=False)
-class Seen:
-    """A step of a pass: the call of a module, or an operator that reads units, or a whole storage.
-
-    `read` says which; reads of slices have asked for the units `numbers`.
-    """
-
-    path: str
-    owner: str
-    time: StepTime = field(default_factory=lambda: StepTime(0, 0))
-    read: SparseRead | int | None = None
-    numbers: set[int] = field(default_factory=set)
-
-    def as_read(self) -> SparseRead | int | None:
-        """Return the read with the number of units that were asked for."""
-        if isinstance(self.read, SparseRead) and self.numbers:
-            return replace(self.read, asked=len(self.numbers))
-        return self.read
-
-
-@dataclass(eq=False)
-class PassReads:
-    """What one pass has read: routes by what names units, reads of slices, turns of reads.
-
-    `kept` has what routes name by id, and `held` the step of an operator that has a storage in the arena. `whole`
-    says that the step of a module has read whole what was watched.
-    """
-
-    routes: dict[object, int] = field(default_factory=dict)
-    slices: dict[tuple[str, int], Seen] = field(default_factory=dict)
-    turns: dict[object, int] = field(default_factory=dict)
-    kept: list[object] = field(default_factory=list)
-    held: tuple[int, tuple[str, int]] | None = None
-    whole: bool = False
-
-    def is_like(self, order: Order, steps: Sequence[Seen]) -> bool:
-        """Tell whether steps ask for about as many units as those of an order."""
-        for read, one in zip(order.operators, steps, strict=False):
-            asked = one.as_read()
-            if isinstance(read, SparseRead) and isinstance(asked, SparseRead):
-                if not read.asked <= 2 * asked.asked <= 4 * read.asked:
-                    return False
-        return True
-
-
-class OwnUnits:
-    """Units in memory of their own, while one operator runs: in passes without a plan, and where a plan has none."""
-
-    def __init__(
-        self, facts: ModuleFacts, own: OwnMemory, room: Callable[[], int], measure: Callable[[int], None]
-    ) -> None:
-        self.facts, self._own, self._room, self._measure = facts, own, room, measure
-        self._memory: dict[int, Reservation] = {}
-        self._held = 0
-        self.read_ns = 0
-
-    def address(self, storage: int) -> int:
-        """Return where a storage begins in address space that takes memory only for units."""
-        memory = self._memory.get(storage)
-        if memory is None:
-            one = self.facts.storages[storage]
-            memory = self._memory[storage] = Reservation(one.phase + one.nbytes)
-            memory.map_anonymous(0, memory.nbytes)
-        return memory.address + self.facts.storages[storage].phase
-
-    @contextmanager
-    def holding(self, storage: int, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Have the bytes of spans of a storage in memory."""
-        begun, base = time.perf_counter_ns(), self.address(storage)
-        nbytes = sum(stop - start for start, stop in spans)
-        try:
-            with _disable_current_modes():
-                for start, stop in _joined(spans):
-                    self._own.read_span(storage, start, stop, base)
-            self._held += nbytes
-            self.read_ns += time.perf_counter_ns() - begun
-            yield
-        finally:
-            self._measure(self._held)
-            self._held = max(0, self._held - nbytes)
-            for start, stop in spans:
-                first = round_down(base + start, PAGE)
-                drop_pages(first, round_up(base + stop, PAGE) - first)
-
-    def call(self, read: SparseRead) -> SparseCall:
-        """Return what runs the operator of a read on units in memory of their own."""
-        return SparseCall(_operator(read), read, _OwnRead(self, read, self._room), 0, 0)
-
-    def close(self) -> None:
-        """Give back the address space."""
-        for memory in self._memory.values():
-            memory.close()
-        self._memory.clear()
-
-
-class _OwnRead:
-    """The units of one read, in memory of their own."""
-
-    pool: Any = None
-    certify = PooledUnits.certify
-
-    def __init__(self, own: OwnUnits, read: SparseRead, room: Callable[[], int]) -> None:
-        self._own, self._read, self._room = own, read, room
-
-    def tensor(self, read: SparseRead) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return tensor_at(self._own.address(read.storage), read.view)
-
-    def ask(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
-        most = max(1, self._room() // max(1, self._read.unit_nbytes))
-        return [list(units[k : k + most]) for k in range(0, len(units), most)]
-
-    def hold(self, graph: int, step: int, units: Sequence[int], *, alone: bool) -> Any:
-        return self._own.holding(self._read.storage, [self._read.unit(number) for number in units])
-
-
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return joined
+from penstock.schedule.sparse.division import LEAST
 
 
 @dataclass
@@ -201,7 +65,7 @@ class _Bringing:
 
 
 class Host(NamedTuple):
-    """What reads by units ask of the module: the pass that runs, memory that is left, who reads what, and to stay."""
+    """What reads by units ask of the module: the pass, the memory left, who reads what, and to stay."""
 
     current: Callable[[], Any]
     room: Callable[[], int]
@@ -213,7 +77,7 @@ class Host(NamedTuple):
 class Planned:
     """What a plan has for operators: by order, the steps that read from its pool, and from its arena.
 
-    `fixed` are the addresses of storages that it has in memory throughout, `arena` and `pool` those of others.
+    `fixed` are the addresses of storages in memory throughout, `arena` and `pool` those of others.
     """
 
     weights: LoadedWeights
@@ -233,15 +97,15 @@ class Planned:
     def call(self, graph: int, number: int, read: SparseRead) -> SparseCall:
         """Return what runs the operator of a step on units of the pool."""
         if (graph, number) not in self.calls:
-            self.calls[graph, number] = SparseCall(_operator(read), read, self.units, graph, number)
+            self.calls[graph, number] = SparseCall(operator_of(read), read, self.units, graph, number)
         return self.calls[graph, number]
 
 
 class UnitReads:
-    """The operators that read watched weights: single units, or a whole weight outside of the steps of modules.
+    """The operators that read watched weights: single units, or a whole weight outside of modules' steps.
 
-    Tables, stacks and large heads are watched from the start. Only what is read by units stays watched, as code that
-    asks for functions of a tensor's own would take other branches.
+    Tables, stacks and large heads are watched from the start. Only what is read by units stays watched, as code
+    that asks for functions of a tensor's own would take other branches.
 
     Attributes:
         roots: The storages that are watched.
@@ -254,7 +118,6 @@ class UnitReads:
         self.spoiled = False
         self.own = OwnUnits(facts, own, host.room, self._measure)
         self.facts, self._host, self._module = facts, host, module
-        self._lists = sibling_lists(module)
         self._homes: dict[int, str] = {}
         self._twins: dict[int, tuple[str, list[tuple[torch.Tensor, type]]]] = {}
         self._stayed: dict[int, int] = {}
@@ -262,6 +125,7 @@ class UnitReads:
         self._lock = threading.RLock()
         named = [name for name, _ in module.named_parameters() if name in facts.parts]
         self._uses = Counter(facts.parts[name].storage for name in named)
+        self.siblings = Siblings(module, facts, self._uses, lambda s: s in self.roots)
         for path, one in module.named_modules():
             for key, value in one._parameters.items():
                 name = f"{path}.{key}" if path else key
@@ -295,55 +159,6 @@ class UnitReads:
         for twin, kind in self._twins[storage][1]:
             twin.__class__ = kind
 
-    def chosen(self, entry: str, steps: Sequence[Seen]) -> list[str]:
-        """Return the lists of modules of which the values of a pass have chosen some, and lists that are like those.
-
-        In such a list a pass leaves modules out that are not the last ones, or calls them in another order.
-        """
-        found: set[object] = set()
-        inside = f"{entry}." if entry else ""
-        for path, names in self._lists.items():
-            if not f"{path}.".startswith(inside):
-                continue
-            numbers: list[int] = []
-            for one in steps:
-                if one.owner.startswith(f"{path}."):
-                    number = names.index(one.owner[len(path) + 1 :].partition(".")[0])
-                    if not numbers or numbers[-1] != number:
-                        numbers.append(number)
-            last = -1
-            for number in numbers:
-                if number not in (0, last + 1):
-                    found.add(self._like(path))
-                last = number
-        return [path for path in self._lists if self._like(path) in found and self._groups(path) is not None]
-
-    def _groups(self, path: str) -> tuple[list[list[str]], set[int]] | None:
-        """Return the weights of a list that become one storage each, and storages too small for that.
-
-        None where the small ones, which then stay in memory, are more than a few hundredths.
-        """
-        groups: list[list[str]] = []
-        small: set[int] = set()
-        names, nbytes = self._lists[path], 0
-        for name, value in self._module.get_submodule(f"{path}.{names[0]}").named_parameters():
-            fqns = [f"{path}.{one}.{name}" for one in names]
-            if self._may_stack(fqns):
-                groups.append(fqns)
-                nbytes += value.nbytes * len(names)
-            else:
-                small |= {self.facts.parts[part].storage for fqn in fqns for part in self._parts_of(fqn)}
-        rest = sum(self.facts.storages[s].nbytes for s in small)
-        return (groups, small) if groups and rest <= _SMALL * nbytes else None
-
-    def _parts_of(self, fqn: str) -> list[str]:
-        return [name for name in self.facts.parts if name == fqn or name.startswith(f"{fqn}.")]
-
-    def _like(self, path: str) -> object:
-        return structure_of(self._module.get_submodule(f"{path}.{self._lists[path][0]}")), len(
-            self._lists[path]
-        )
-
     def stack(self, paths: Sequence[str], places: Mapping[str, torch.Tensor]) -> tuple[ModuleFacts, set[int]]:
         """Have the weights of one name in the modules of a list be the units of one storage.
 
@@ -352,14 +167,14 @@ class UnitReads:
         groups: list[tuple[str, list[str]]] = []
         small: set[int] = set()
         for path in paths:
-            found = self._groups(path)
+            found = self.siblings.groups(path)
             assert found is not None, "the list was seen to have units"
             groups += [(path, fqns) for fqns in found[0]]
             small |= found[1]
         for path in paths:
-            del self._lists[path]
+            del self.siblings.lists[path]
         first = len(self.facts.storages)
-        self.facts = self.own.facts = self.facts.stacked([fqns for _, fqns in groups])
+        self.facts = self.own.facts = self.siblings.facts = self.facts.stacked([fqns for _, fqns in groups])
         for s, (path, fqns) in enumerate(groups, first):
             storage, part = self.facts.storages[s], self.facts.parts[fqns[0]]
             stride = storage.nbytes // len(fqns) // ITEM_SIZES[part.dtype]
@@ -371,20 +186,6 @@ class UnitReads:
             for unit, fqn in enumerate(fqns):
                 root.watch(places[fqn], unit)
         return self.facts, small
-
-    def _may_stack(self, fqns: Sequence[str]) -> bool:
-        parts = [self.facts.parts.get(fqn) for fqn in fqns]
-        if any(part is None for part in parts):
-            return False
-        storages = [self.facts.storages[part.storage] for part in parts if part is not None]
-        alone = all(
-            self._uses[part.storage] == 1 and part.storage not in self.roots for part in parts if part
-        )
-        first, one = storages[0], parts[0]
-        assert one is not None
-        same = all((s.nbytes, s.phase, s.kind) == (first.nbytes, first.phase, "streamable") for s in storages)
-        large = first.nbytes >= LEAST_UNIT and first.nbytes * len(fqns) >= LEAST
-        return alone and same and large and one.offset == 0 and part_nbytes(one) == first.nbytes
 
     def is_member(self, path: str) -> bool:
         """Tell whether a module is in a list whose weights are units: its calls are no steps."""
@@ -409,7 +210,7 @@ class UnitReads:
         merged: Collection[tuple[str, int]],
         resident: Collection[int],
     ) -> bool:
-        """Tell whether a step is one: the call of a module, or an operator that reads what is not in memory."""
+        """Tell whether a step is a module's call, or an operator that reads what is not in memory."""
         if read is None:
             return True
         s = read if isinstance(read, int) else read.storage
@@ -534,15 +335,13 @@ class UnitReads:
         """Return what runs an operator that names the units it reads; None where its geometry has to tell."""
         contract = CONTRACTS[form.operator]
         weight, index = contract.operands(form.arguments)
-        if contract.index is None or contract.ends:
-            if torch.is_autocast_enabled("cpu") or isinstance(form.arguments[contract.rows], WatchedTensor):
-                return None
         view, s = part_of(weight), root_of(weight).storage
         path = self._home(current, s)
-        if (path, s) in self.whole or self._fixed(s) is not None:
+        computes = contract.index is None or contract.ends
+        if computes and torch.is_autocast_enabled("cpu"):  # which would convert all of the weight
             return None
-        read = _read_of(form, view, self.facts.storages[s].nbytes)
-        if read is None:
+        read = read_of(form, view, self.facts.storages[s].nbytes, TILED)
+        if read is None or (path, s) in self.whole or self._fixed(s) is not None:
             return None
         planned = self._step_of(current, path, read)
         if planned is None and form.operator != LINEAR and not reads_units_only(read):
@@ -557,7 +356,7 @@ class UnitReads:
             return lambda: call(*given)
         if self._takes_step(current, path, s):
             plain = root_of(weight).tensor(weight, self._planned.arena[s])  # type: ignore[union-attr]
-            return lambda: _operator(read)(*contract.replaced(form.arguments, plain, index))
+            return lambda: operator_of(read)(*contract.replaced(form.arguments, plain, index))
         return lambda: self.own.call(read)(*given)
 
     def _by_geometry(
@@ -570,7 +369,7 @@ class UnitReads:
         *,
         may_be_whole: bool,
     ) -> Any:
-        """Run any other operator: it reads the units in which its operands have bytes, all of which are held."""
+        """Run any other operator: all units in which its operands have bytes are held."""
         spans: dict[int, list[tuple[int, int]]] = {}
         anywhere = "as_strided" in getattr(func, "__name__", "")  # it may read all that lies around a view
         for one in watched_in(args, kwargs):
@@ -593,10 +392,10 @@ class UnitReads:
         read = self._slices(path, s)
         planned = self._step_of(current, path, read) if read is not None else None
         read = planned[1] if planned is not None else read
-        numbers = _units_in(places, read) if read is not None else None
+        numbers = units_in(places, read) if read is not None else None
         if numbers is not None and read is not None and len(numbers) < read.count:
             if numbers:
-                to.note(self._note(current, path, replace(read, operator=_SLICES), ("slices", path)), numbers)
+                to.note(self._note(current, path, replace(read, operator=SLICES), ("slices", path)), numbers)
             if planned is not None and self._hold(planned, numbers, to):
                 assert self._planned is not None
                 return self._planned.pool[s]
@@ -632,7 +431,7 @@ class UnitReads:
         return True
 
     def _takes_step(self, current: Any, path: str, storage: int) -> bool:
-        """Have a storage in the arena, in a step of the operator's own; returns whether the plan has such a step.
+        """Have a storage in the arena, in a step of the operator's own; returns whether the plan has one.
 
         Operators that read the same storage one after another, as in a loop, are one step.
         """
@@ -668,9 +467,9 @@ class UnitReads:
                 address = addresses[root.storage]
                 if type(one) is torch.Tensor and one.layout == torch.strided and root.covers(address, one):
                     return root.like(one, address)
-                if type(one).__module__ == "numpy" and hasattr(one, "__array_interface__"):
-                    if address <= one.__array_interface__["data"][0] < address + root.nbytes:
-                        return one.copy()
+                array = getattr(one, "__array_interface__", None) if type(one).__module__ == "numpy" else None
+                if array is not None and address <= array["data"][0] < address + root.nbytes:
+                    return one.copy()
             return one
 
         args, kwargs = pytree.tree_map_only(WatchedTensor, opened, (tuple(args), dict(kwargs)))
@@ -689,21 +488,21 @@ class UnitReads:
     # What a pass has read.
 
     def _slices(self, path: str, storage: int) -> SparseRead | None:
-        """Return the read of slices of a storage; None where it has none, or the step of a module reads it whole."""
+        """Return the read of slices of a storage; None where it has none, or is read whole."""
         root = self.roots.get(storage)
         if root is None or (path, storage) in self.whole:
             return None
-        read = SparseRead(root.part, _SLICES, 0, 0)
+        read = SparseRead(root.part, SLICES, 0, 0)
         nbytes = self.facts.storages[storage].nbytes
-        return read if nbytes >= LEAST and _has_units(read, nbytes) else None
+        return read if nbytes >= LEAST and has_units(read, nbytes) else None
 
     def _step_of(self, current: Any, path: str, read: SparseRead) -> tuple[int, SparseRead] | None:
-        """Return the step of the plan that reads from the pool as an operator does now; None where there is none."""
+        """Return the step of the plan that reads from the pool as an operator does now, or None."""
         if self._planned is None or current.order is None:
             return None
         key, graph = (path, read.storage, read.operator), self._planned.by_units[current.order]
         steps = graph.get(key)
-        if steps is None and read.operator == _SLICES:
+        if steps is None and read.operator == SLICES:
             steps = next((found for (_, s, _), found in graph.items() if s == read.storage), None)
         if steps is None:
             return None
@@ -711,12 +510,12 @@ class UnitReads:
         turn = turns.get(key, 0)
         turns[key] = turn + 1
         number, known = steps[turn % len(steps)]
-        return (number, known) if read.operator == _SLICES or _matrix(known) == _matrix(read) else None
+        return (number, known) if read.operator == SLICES or matrix(known) == matrix(read) else None
 
     def _note(self, current: Any, path: str, read: SparseRead | int, route: object) -> Seen:
         """Note an operator as a step of the pass.
 
-        Reads of slices by one module are one step, and so are operators that read a storage one after another.
+        Reads of slices by one module are one step; so are operators that read a storage one after another.
         """
         reads = current.reads
         storage = read if isinstance(read, int) else read.storage
@@ -728,65 +527,16 @@ class UnitReads:
             one = Seen(f"{path or 'model'}: {name}", path, read=read)
         else:
             key = path, storage
-            if read.operator == _SLICES and key in reads.slices:
+            if read.operator == SLICES and key in reads.slices:
                 found: Seen = reads.slices[key]
                 return found
             number = reads.routes.setdefault(route, len(reads.routes))
             one = Seen(f"{path or 'model'}: units of {name}", path, read=replace(read, route=number))
-            if read.operator == _SLICES:
+            if read.operator == SLICES:
                 reads.slices[key] = one
         current.steps.append(one)
         return one
 
 
-def _operator(read: SparseRead) -> torch._ops.OpOverload:
-    operator = find_operator(read.operator)
-    assert operator is not None, "an operator was called that nothing has defined"
-    return operator
-
-
 def _cloned(one: torch.Tensor) -> torch.Tensor:
     return one if isinstance(one, nn.Parameter) else one.clone()
-
-
-def _matrix(read: SparseRead) -> object:
-    """Return what two reads have in common whose operators are given the same tensor."""
-    view = read.view
-    if read.slices > 1:
-        return (view.shape[0] * view.shape[1], *view.shape[2:]), view.stride[1:], view.offset, view.dtype
-    return view.shape, view.stride, view.offset, view.dtype
-
-
-def _read_of(form: Form, view: Part, nbytes: int) -> SparseRead | None:
-    """Return the read of an operator that names units; None where it reads none, or cannot be trusted to."""
-    contract, given = CONTRACTS[form.operator], form.arguments
-    index = contract.operands(given)[1]
-    if contract.index is None:
-        tiles = tiled(view) if part_nbytes(view) == nbytes >= TILED else None
-        rows = given[0].numel() // max(1, given[0].shape[-1])
-        if tiles is None or rows * prod(view.shape[:1]) * ITEM_SIZES[view.dtype] > MOST_RESULT:
-            return None
-        return SparseRead(tiles, LINEAR, 0, tiles.shape[0], slices=tiles.shape[1], tiles=True)
-    if not view.shape or 0 in view.shape or index.dtype not in (torch.int64, torch.int32):
-        return None
-    asked = min(view.shape[0], given[contract.rows].shape[0] if contract.ends else index.numel())
-    read = SparseRead(view, form.operator, 0, asked)
-    return read if _has_units(read, nbytes) else None
-
-
-def _has_units(read: SparseRead, nbytes: int) -> bool:
-    fits = read.view.offset >= 0 and read.count > 1 and read.unit(read.count - 1)[1] <= nbytes
-    return fits and LEAST_UNIT <= read.unit_nbytes <= read.unit_stride
-
-
-def _units_in(places: Sequence[tuple[int, int]], read: SparseRead) -> list[int] | None:
-    """Return the units in which spans of a storage have bytes, ascending; None where some lie beside units."""
-    numbers: set[int] = set()
-    for start, stop in places:
-        first, last = start - read.view.offset, stop - read.view.offset
-        if first == last:
-            continue
-        if first < 0 or last > read.count * read.unit_stride:
-            return None
-        numbers |= set(range(first // read.unit_stride, -(-last // read.unit_stride)))
-    return sorted(numbers)

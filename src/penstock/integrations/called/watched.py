@@ -1,7 +1,7 @@
-"""Weights of which only some units are in memory: what an operator is given of one tells which units it reads.
+"""Weights of which only some units are in memory: its operands tell which an operator reads.
 
-A watched tensor has a geometry and no memory. Facts and views of it need none. Every other operator is handed to
-the root of its storage, which has the units brought that the operator reads, and runs it on plain tensors.
+A watched tensor has a geometry and no memory. Facts and views of it need none. Every other operator is handed
+to the root of its storage, which has the units brought that the operator reads, and runs it on plain tensors.
 """
 
 from __future__ import annotations
@@ -156,28 +156,16 @@ class WatchedTensor(AbsentTensor):
         name = func.__name__
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-        elif name == "__set__" or name == "untyped_storage":
+        elif name in ("__set__", "untyped_storage"):
             return super().__torch_function__(func, types, args, kwargs)
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, WatchedTensor):
-            if name in _VIEWS or (name == "__getitem__" and _is_view(args[1])):
-                return _view(func, args, kwargs)
-            if name in _MAY_VIEW:
-                made = _view(func, args, kwargs, may_copy=True)
-                if made is not None:
-                    return made
-            elif name in _MAY_CONVERT and not kwargs.keys() & {"copy", "memory_format"}:
-                with torch._C.DisableTorchFunctionSubclass():
-                    empty = torch.empty(0, dtype=first.dtype)
-                if func(empty, *args[1:], **kwargs) is empty:
-                    return first
-            elif name in _REFUSED:
-                raise StreamError(
-                    f"{vars(first)[_SAYS]}, and {name} would hand its memory on: clone it first"
-                )
+            made = _without_reading(func, name, args, kwargs)
+            if made is not None:
+                return made
         return root_of(next(watched_in(args, kwargs))).run(func, args, kwargs)
 
     @classmethod
@@ -227,6 +215,22 @@ def bytes_of_view(part: Part) -> tuple[int, int]:
     return part.offset, part.offset + part_nbytes(part)
 
 
+def _without_reading(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a function makes of a watched tensor without reading it; None where it reads."""
+    first = args[0]
+    if name in _VIEWS or (name == "__getitem__" and _is_view(args[1])):
+        return _view(func, args, kwargs)
+    if name in _MAY_VIEW:
+        return _view(func, args, kwargs, may_copy=True)
+    if name in _MAY_CONVERT and not kwargs.keys() & {"copy", "memory_format"}:
+        with torch._C.DisableTorchFunctionSubclass():
+            empty = torch.empty(0, dtype=first.dtype)
+        return first if func(empty, *args[1:], **kwargs) is empty else None
+    if name in _REFUSED:
+        raise StreamError(f"{vars(first)[_SAYS]}, and {name} would hand its memory on: clone it first")
+    return None
+
+
 def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, may_copy: bool = False) -> Any:
     """Return the watched tensors of a view; None where a function that may copy does."""
     root, shape = root_of(args[0]), geometry_of(args[0])
@@ -265,7 +269,7 @@ class Form(NamedTuple):
 
 
 def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
-    """Return the operator by which a call names the units that it reads, with its arguments in their order."""
+    """Return the operator by which a call names units, with its arguments in their order, or None."""
     make = _FORMS.get(func)
     if make is None:
         name = str(func) if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket) else ""
@@ -289,18 +293,12 @@ def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form |
 
 
 def _embedding(
-    input: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    input: Any, weight: Any, padding_idx: int | None = None, *options: Any, **named: Any
 ) -> Form | None:
-    if max_norm is not None:
-        return None
+    if (options and options[0] is not None) or named.get("max_norm") is not None:
+        return None  # it writes to rows
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return Form("aten.embedding.default", (weight, input, padding, scale_grad_by_freq, sparse))
+    return Form("aten.embedding.default", (weight, input, padding, False, False))
 
 
 def _grouped(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Form | None:
@@ -337,7 +335,7 @@ if hasattr(F, "grouped_mm"):
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the watched tensor that a function writes to, as far as its name tells; None if there is none."""
+    """Return the watched tensor that a function writes to, as far as its name tells, or None."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     in_place = in_place or (name.startswith("__i") and name not in _NO_WRITES)
