@@ -16,9 +16,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from penstock.integrations.called.measuring import LiveBytes, PeakMeter, call_by
 from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.places import Places, Step, Values, Watched, leave_twins_out
 from penstock.integrations.called.readers import Learned, can_read, find_readers
+from penstock.integrations.called.reads import PassReads, Seen
+from penstock.integrations.called.units import Host, UnitReads
 from penstock.integrations.calls.kinds import refuse_grad
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
@@ -44,7 +46,9 @@ from penstock.runtime.loading import LoadOptions, load_weights
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, SourceError, StreamError
+from penstock.schedule.facts.model import SparseRead
 from penstock.schedule.facts.sizes import format_budget, format_size
+from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -72,7 +76,7 @@ class Residency:
     Attributes:
         module: The path of the module.
         nbytes: Bytes of these weights.
-        how: `"stays"` in memory, `"streams"`, or is `"read at once"` by each operator that asks for it.
+        how: `"stays"` in memory, `"streams"`, comes `"by units"`, or is `"read at once"` by each operator that asks for it.
         why: The reason, in words.
     """
 
@@ -94,11 +98,18 @@ class Pass:
     open: Step | None = None
     values: Values = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
-    times: list[StepTime] = field(default_factory=list)
+    steps: list[Seen] = field(default_factory=list)
+    reads: PassReads = field(default_factory=PassReads)
+    inner_ns: int = 0  # of reads by units
+    own_bytes: int = 0  # of weights in memory of their own
     copies: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
     meter: PeakMeter | None = None
     learned: bool = False
+
+    @property
+    def path(self) -> str:
+        """The path of the module that runs."""
+        return self.running[-1] if self.running else self.entry
 
 
 class CalledModule:
@@ -138,6 +149,12 @@ class CalledModule:
         ] = []  # of observed calls, bytes of arguments and bytes beside weights
         self._learned = Learned()
         self._own = OwnMemory(facts)
+        self._traced: list[Order] = []  # the orders as the present plan has them
+        self._seen: list[Order] = []  # the orders as passes of the present plan show them
+        self._left_out: list[dict[str, set[int]]] = []  # by order and path, what is read by units
+        self._fills: list[
+            dict[str, Values]
+        ] = []  # by order and path, what a step puts in places, if not all values
         self._staying: dict[int, torch.Tensor] = {}  # weights that have memory of their own from now on
         self._present: dict[int, torch.Tensor] = {}  # weights that the present plan has in memory throughout
         self._values: dict[int, torch.Tensor] = {}  # weights over the memory of the present plan
@@ -158,6 +175,12 @@ class CalledModule:
         for twin, value in self._places.twins.items():
             for part, plain in plain_tensors(self._places.names[twin], value).items():
                 answer_with(plain, _Answer(self, twin, part))
+        self._units = UnitReads(
+            module,
+            facts,
+            self._own,
+            Host(lambda: self._pass, self._room_of_units, self._is_read_by, self._stay),
+        )
         self._find_steps()
         self._undo = [weakref.finalize(self, leave_twins_out())]
         for path, one in self._modules.items():
@@ -184,6 +207,7 @@ class CalledModule:
             return ()
         layout, storages = plan.arena.layout, self.facts.storages
         moved = [(one.start, one.stop) for schedule in plan.schedules for one in schedule.transfers]
+        pooled = set(plan.pool.storages) if plan.pool is not None else set[int]()
         twins = {fqn: twin for twin, fqn in self._places.names.items()}
 
         def of(module: str, fqns: Sequence[str]) -> Residency:
@@ -197,6 +221,8 @@ class CalledModule:
                 for start, stop in moved
                 if layout[s] >= 0
             )
+            if own & pooled:
+                return Residency(module, nbytes, "by units", "calls read some of it")
             if streams:
                 return Residency(module, nbytes, "streams", "there is no room for all weights")
             return Residency(module, nbytes, "stays", "there is room for it")
@@ -212,8 +238,9 @@ class CalledModule:
             viewed = [
                 (self._places.names[twin], one.memory()) for twin, one in self._watched if one.is_viewed
             ]
-            self._watched, self._values, self._step_values = [], {}, {}
+            self._watched, self._values, self._step_values, self._fills = [], {}, {}, []
             self._close(weights, viewed)
+        self._units.close()
         self._own.close()
 
     def _close(self, weights: LoadedWeights, viewed: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
@@ -221,6 +248,7 @@ class CalledModule:
         if not viewed:
             weights.close()
             return
+        weights.tensors.clear()  # or what closes it would keep the memory that it waits for
         for name, memory in viewed:
             self._viewed.append((name, weakref.ref(memory)))
             weakref.finalize(memory, weights.close)
@@ -279,6 +307,17 @@ class CalledModule:
             self.orders.clear()
             self._kinds.clear()
 
+    def _stack(self, lists: Sequence[str]) -> None:
+        """Read the weights of modules of which values choose by units from now on."""
+        self.unload()
+        twins = {place.fqn: place.twin for place in self._places.all}
+        self.facts, small = self._units.stack(lists, twins)
+        self._own.facts = self.facts
+        self._learned.small |= small
+        self._find_steps()
+        self.orders.clear()
+        self._kinds.clear()
+
     def _settle(self) -> None:
         self._places.settle({**self._present, **self._staying}, (self._staying, self._values))
 
@@ -336,9 +375,14 @@ class CalledModule:
             with self._cap.calling(self) as alone, _uncached_autocast(), torch.no_grad():
                 current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
                 try:
-                    output = self._run(current, functools.partial(called, *args, **kwargs), nbytes)
+                    own = functools.partial(called, *args, **kwargs)
+                    output = self._run(
+                        current, functools.partial(self._units.run_to_end, current, own), nbytes
+                    )
                 finally:
                     self._pass = None
+                    if self._units.spoiled:
+                        self.unload()
             self._passes += 1
             self._check_uses(current)
             self._note(current, kind)
@@ -368,6 +412,8 @@ class CalledModule:
         """
         own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
         order = self._kinds.get(kind, own[0] if len(own) == 1 else None)
+        if self._weights is None and self._units.roots and kind not in self._kinds:
+            return None
         if order is None or not self._measured:
             return None
         if self._weights is None:
@@ -430,9 +476,17 @@ class CalledModule:
         if current.learned:
             self._learn()
             return
-        paths = tuple(current.paths)
+        if lists := self._units.siblings.chosen(current.entry, current.steps):
+            self._stack(lists)
+            return
+        if current.reads.whole:
+            self.unload()
+        paths = tuple(one.path for one in current.steps)
         for graph, order in enumerate(self.orders):
-            if (order.entry, order.paths) == (current.entry, paths):
+            known = order if current.order is None else self._seen[graph]
+            if (known.entry, known.paths) == (current.entry, paths) and current.reads.is_like(
+                known, current.steps
+            ):
                 self._kinds[kind] = graph
                 return
         own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
@@ -441,7 +495,11 @@ class CalledModule:
             return
         tail = time.perf_counter_ns() - current.mark
         self._kinds[kind] = len(self.orders)
-        self.orders.append(Order(current.entry, paths, tuple(current.times), tail))
+        times = tuple(one.time for one in current.steps)
+        reads = tuple(one.as_read() for one in current.steps)
+        owners = tuple(one.owner for one in current.steps)
+        self.orders.append(Order(current.entry, paths, times, tail, reads, owners))
+        self._units.settle(self.orders)
         self.unload()
 
     # Steps.
@@ -455,11 +513,20 @@ class CalledModule:
         kwargs: Mapping[str, Any],
     ) -> Any:
         begun = time.perf_counter_ns()
+        self._units.release(current)
         with self._state:
             number = None if current.open is not None else self._next(current, step)
             if number is not None:
                 current.open = step
         if number is None:
+            if (
+                current.order is not None
+                and current.open is None
+                and self._reads_units_only(current.order, step)
+            ):
+                if not self._units.is_member(step.path):
+                    current.steps.append(Seen(step.path, step.path))
+                return own(*args, **kwargs)
             with self._own_step(current, step, begun):
                 return own(*args, **kwargs)
         assert current.order is not None and self._weights is not None
@@ -467,8 +534,10 @@ class CalledModule:
         try:
             if streamer is not None:
                 streamer.acquire(current.order, number)
-            current.values = self._step_values[step.path]
+            current.values = self._fills[current.order].get(step.path, self._step_values[step.path])
             filled = step.fill(current.values)
+            current.steps.append(seen := Seen(step.path, step.path))
+            inner = current.inner_ns
             ready = time.perf_counter_ns()
             try:
                 return own(*args, **kwargs)
@@ -477,17 +546,24 @@ class CalledModule:
                 step.empty(filled)
                 if streamer is not None:
                     streamer.release(current.order, number)
-                current.paths.append(step.path)
-                current.times.append(StepTime(max(0, begun - current.mark), ended - ready))
+                lead = max(0, begun - current.mark)
+                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
                 current.mark = time.perf_counter_ns()
         finally:
             current.open, current.values = None, {}
+
+    def _reads_units_only(self, order: int, step: Step) -> bool:
+        return self._left_out[order].get(step.path) == set(self._readers.storages[step.path])
+
+    def _without(self, path: str, storages: Collection[int]) -> Values:
+        away, values = set(storages) - self._learned.small, self._step_values[path]
+        return {twin: one for twin, one in values.items() if not self._storages_of(twin) & away}
 
     def _next(self, current: Pass, step: Step) -> int | None:
         """Return the number of a step in the expected order; None where it has none."""
         if current.order is None:
             return None
-        order = self.orders[current.order].paths
+        order = self._traced[current.order].paths
         if current.position < len(order) and order[current.position] == step.path:
             number = current.position
         else:
@@ -502,14 +578,21 @@ class CalledModule:
     def _own_step(self, current: Pass, step: Step, begun: int) -> Iterator[None]:
         """Have the weights of a step that no plan has in memory of their own, which is then given back."""
         storages = self._readers.storages[step.path]
+        left_out = self._units.left_out(step.path, storages)
+        storages = tuple(s for s in storages if s not in left_out)
         nbytes = sum(self.facts.storages[s].nbytes for s in storages)
         if current.meter is not None:
             self._check_room(step, nbytes, current.meter.look() - self._cap.kernels)
         nested = current.open is not None
+        seen = Seen(step.path, step.path)
+        if not nested and not self._units.is_member(step.path):
+            current.steps.append(seen)
         with plain_tensors_only():
             memory = self._own.read(storages)
             values = {
-                twin: self._in_own_memory(twin, memory) for twin in step.twins if twin not in self._staying
+                twin: self._in_own_memory(twin, memory)
+                for twin in step.twins
+                if twin not in self._staying and not self._storages_of(twin) & left_out
             }
         watched = [(twin, Watched(value)) for twin, value in values.items()]
         filled = step.fill(values)
@@ -517,6 +600,8 @@ class CalledModule:
         current.open, current.values = before[0] or step, {**before[1], **values}
         for _, one in watched:
             one.start()
+        current.own_bytes += nbytes
+        inner = current.inner_ns
         ready = time.perf_counter_ns()
         try:
             yield
@@ -524,12 +609,13 @@ class CalledModule:
             ended = time.perf_counter_ns()
             used = [(twin, one) for twin, one in watched if one.is_viewed or one.is_written]
             if current.meter is not None:
-                current.meter.look(nbytes)
+                current.meter.look(current.own_bytes)
+            current.own_bytes -= nbytes
             current.open, current.values = before
             step.empty(filled)
             if not nested:
-                current.paths.append(step.path)
-                current.times.append(StepTime(max(0, begun - current.mark), ended - ready))
+                lead = max(0, begun - current.mark)
+                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
             self._keep(current, step, used)
             current.mark = time.perf_counter_ns()
 
@@ -550,20 +636,18 @@ class CalledModule:
         """Plan for all orders that are known, and load."""
         self.refuse_lost()
         begun, facts = time.monotonic(), self.facts
-        payload = facts.payload(self.orders, self._readers.storages, self._readers.resident)
         staying = sum(facts.storages[s].nbytes for s in self._learned.resident)
         beside, self._room = self._beside, self._room_beside()
         with self._cap.working():
             room = self._cap.room
             budget = max(1, min(facts.nbytes, room - self._room) - staying)
-            request = PlanRequest(budget, arena=self._options.arena, by_units=False, traces=payload.traces)
             try:
-                self.plan = decide(_NO_FOLDER, payload, request)
+                payload, self.plan = self._planned(budget)
             except BudgetError as error:
                 floor = error.floor_bytes or 0
                 if floor + staying + beside > room:
                     raise self._too_little(floor + staying, beside) from error
-                self.plan = decide(_NO_FOLDER, payload, replace(request, budget=floor))
+                payload, self.plan = self._planned(floor)
                 self._room = room - floor - staying
         self._weights = load_weights(_NO_FOLDER, payload, self.plan, self._options, beside)
         tensors, outside = self._weights.tensors, set(self.plan.outside)
@@ -575,6 +659,9 @@ class CalledModule:
             path: {twin: self._values[twin] for twin in step.twins if twin in self._values}
             for path, step in self._steps.items()
         }
+        self._fills = [
+            {path: self._without(path, out) for path, out in one.items()} for one in self._left_out
+        ]
         self._present = {
             twin: one for twin, one in self._values.items() if self._storages_of(twin) <= outside
         }
@@ -585,7 +672,8 @@ class CalledModule:
         for _, one in self._watched:
             one.start()
         self._probed = [frozenset(self._weights.probed(graph)) for graph in range(len(self.orders))]
-        self._positions = [_positions(order) for order in self.orders]
+        self._positions = [_positions(order) for order in self._traced]
+        self._units.open(self._weights, self._traced)
         _log.info(
             "%s streams within %s of %s, planned in %s: %s",
             self.name,
@@ -594,6 +682,80 @@ class CalledModule:
             seconds_since(begun),
             self.plan.residency,
         )
+
+    def _planned(self, budget: int) -> tuple[Payload, Plan]:
+        """Plan all orders. What a plan does not read by units is read by the steps of modules, so it is planned again."""
+        facts, readers = self.facts, self._readers
+        merged: set[tuple[int, str, int]] = set()
+        if budget >= facts.nbytes:
+            merged |= {(g, *one) for g, order in enumerate(self.orders) for one in order.by_units()}
+        while True:
+            reads: list[dict[str, tuple[int, ...]]] = []
+            self._traced, self._seen, self._left_out = [], [], []
+            for graph, order in enumerate(self.orders):
+                joined = {(path, s) for g, path, s in merged if g == graph}
+                out = {
+                    path: self._units.left_out(path, all_of, joined)
+                    for path, all_of in readers.storages.items()
+                }
+                out = {
+                    path: some | (self._learned.small & set(readers.storages[path]))
+                    for path, some in out.items()
+                }
+                reads.append(
+                    {p: tuple(s for s in all_of if s not in out[p]) for p, all_of in readers.storages.items()}
+                )
+                own = order.reduced(
+                    functools.partial(self._units.keeps, merged=joined, resident=self._resident)
+                )
+                self._seen.append(own)
+                self._traced.append(own.reduced(functools.partial(_has_reads, reads[-1])))
+                self._left_out.append({path: some for path, some in out.items() if some})
+            payload = facts.payload(self._traced, reads, readers.resident | self._learned.small)
+            by_units = any(order.by_units() for order in self._traced)
+            request = PlanRequest(budget, arena=self._options.arena, by_units=by_units, traces=payload.traces)
+            plan = decide(_NO_FOLDER, payload, request)
+            unserved = {
+                (graph, order.owners[k], read.storage)
+                for graph, order in enumerate(self._traced)
+                for k, step in enumerate(payload.traces[graph].steps)
+                for read in step.sparse
+                if plan.pool is None or not plan.pool.has(read)
+                if self._is_read_by(order.owners[k], read.storage)
+            }
+            if not unserved:
+                outside = set(plan.outside)
+                away = functools.partial(self._units.keeps, merged=(), resident=outside)
+                self._seen = [order.reduced(away) for order in self._seen]
+                return payload, plan
+            merged |= unserved
+
+    @property
+    def _resident(self) -> set[int]:
+        return self._learned.resident | self._learned.small | self._readers.resident
+
+    def _is_read_by(self, path: str, storage: int) -> bool:
+        """Tell whether a storage is read in the step of a module."""
+        return storage in self._readers.storages.get(path, ())
+
+    def _stay(self, twin: int) -> torch.Tensor:
+        """Have a weight that is written to stay in memory from now on, and return it."""
+        fqn, current = self._places.names[twin], self._pass
+        value = self._in_own_memory(twin, {})
+        _log.info("%s stays in memory: the call writes it", fqn)
+        self._staying[twin] = value
+        self._learned.resident |= self._storages_of(twin)
+        self._settle()
+        if current is not None:
+            current.learned = True
+        return value
+
+    def _room_of_units(self) -> int:
+        """Return the bytes that reads by units without a plan may take at once."""
+        current, room = self._pass, self._cap.room
+        if current is None or current.meter is None:
+            return room
+        return max(0, room - current.own_bytes - max(0, current.meter.peak - self._cap.kernels))
 
     def _check_room(self, step: Step, nbytes: int, beside: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes."""
@@ -628,7 +790,10 @@ class CalledModule:
         reads = self._learned.reads.setdefault(fqn, set())
         if reader not in reads:
             reads.add(reader)
-            current.learned = current.learned or (reader in self._modules and can_read(reader, self._steps))
+            may_be_step = reader in self._modules and can_read(reader, self._steps)
+            current.learned = (
+                current.learned or may_be_step or self._units.watch(fqn, self._places.twins[twin])
+            )
         return plain_tensors(fqn, self._in_own_memory(twin, {}))[name]
 
     def _check_uses(self, current: Pass) -> None:
@@ -672,6 +837,10 @@ class _Answer:
         current = self.module._pass
         if current is not None and not any(value is one for one in current.values.values()):
             current.copies.append((self.name, value, digest_of(value.detach().contiguous())))
+
+
+def _has_reads(reads: Mapping[str, tuple[int, ...]], path: str, read: SparseRead | int | None) -> bool:
+    return read is not None or bool(reads.get(path))
 
 
 @contextmanager

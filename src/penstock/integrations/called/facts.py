@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from torch import nn
 
 from penstock.integrations.kept import KeptWeights, names_of
 from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.sparse.tiles import with_common_units
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.stamp import stamp_file
+from penstock.runtime.system.memory import round_up
 from penstock.schedule.facts.model import (
     ALIGNMENT,
     Method,
     Part,
+    SparseRead,
     Step,
     Storage,
     Trace,
@@ -50,13 +54,40 @@ class Order:
     """The steps of one call: the paths of the modules that read weights, in the order in which they ran.
 
     `entry` is the path of the module that was called. `times` has a time for each step, `tail_ns` is the compute
-    after the last one; they are those of one observed call.
+    after the last one; they are those of one observed call. A step that is an operator has in `operators` the units
+    that it reads, or the storage that it reads whole, and in `owners` the path of the module that calls it; its own
+    path is a sentence. `operators` is empty if there are none.
     """
 
     entry: str
     paths: tuple[str, ...]
     times: tuple[StepTime, ...] = ()
     tail_ns: int = 0
+    operators: tuple[SparseRead | int | None, ...] = ()
+    owners: tuple[str, ...] = ()
+
+    def reduced(self, keeps: Callable[[str, SparseRead | int | None], bool]) -> Order:
+        """Return the order without the steps that `keeps`, which is told owner and read, says no to."""
+        owners, reads = self.owners or self.paths, self.operators or (None,) * len(self.paths)
+        kept = [k for k, step in enumerate(zip(owners, reads, strict=True)) if keeps(*step)]
+        if len(kept) == len(self.paths):
+            return self
+        times: list[StepTime] = []
+        lead = 0
+        for k, time in enumerate(self.times):
+            if k in kept:
+                times.append(StepTime(time.lead_ns + lead, time.read_ns))
+                lead = 0
+            else:
+                lead += time.lead_ns + time.read_ns
+        paths = tuple(self.paths[k] for k in kept)
+        operators, kept_owners = tuple(reads[k] for k in kept), tuple(owners[k] for k in kept)
+        return Order(self.entry, paths, tuple(times), self.tail_ns + lead, operators, kept_owners)
+
+    def by_units(self) -> set[tuple[str, int]]:
+        """Return the paths of modules and the storages of which these read units."""
+        steps = zip(self.owners, self.operators, strict=True)
+        return {(path, read.storage) for path, read in steps if isinstance(read, SparseRead)}
 
 
 @dataclass(frozen=True)
@@ -80,17 +111,45 @@ class ModuleFacts:
         """Bytes of all storages."""
         return sum(storage.nbytes for storage in self.storages)
 
+    def stacked(self, groups: Sequence[Sequence[str]]) -> ModuleFacts:
+        """Return the facts in which the weights of each group are one storage, one behind the other.
+
+        The weights of a group have equal geometries, and each is all of its storage.
+        """
+        storages, parts = list(self.storages), dict[str, Part]()
+        for group in groups:
+            members = [self.parts[fqn].storage for fqn in group]
+            stride = round_up(self.storages[members[0]].nbytes, ALIGNMENT)
+            extents = [
+                replace(one, storage_offset=one.storage_offset + unit * stride)
+                for unit, s in enumerate(members)
+                for one in self.storages[s].extents
+            ]
+            whole = Storage(
+                stride * len(group), "streamable", tuple(extents), phase=self.storages[members[0]].phase
+            )
+            for unit, fqn in enumerate(group):
+                parts[fqn] = replace(self.parts[fqn], storage=len(storages), offset=unit * stride)
+            for s in members:
+                storages[s] = Storage(0, "returned")
+            storages.append(whole)
+        weights = (
+            replace(weight, parts=(parts[weight.fqn],)) if weight.fqn in parts else weight
+            for weight in self.weights
+        )
+        return ModuleFacts(self.files, tuple(storages), tuple(weights))
+
     def payload(
         self,
         orders: Sequence[Order],
-        reads: Mapping[str, tuple[int, ...]],
+        reads: Sequence[Mapping[str, tuple[int, ...]]],
         resident: Collection[int],
     ) -> Payload:
         """Return a payload with one method for each order, whose number is that of the order.
 
         Args:
             orders: The orders to plan for.
-            reads: By the path of a module, the storages that its step reads, ascending.
+            reads: For each order, by the path of a module, the storages that its step reads, ascending.
             resident: Storages that always stay in memory.
         """
         storages = tuple(
@@ -98,9 +157,7 @@ class ModuleFacts:
             for s, storage in enumerate(self.storages)
         )
         names = [f"call {graph} of {order.entry or 'the model'}" for graph, order in enumerate(orders)]
-        traces = (
-            self._trace(*numbered, reads) for numbered in zip(names, range(len(orders)), orders, strict=True)
-        )
+        traces = [self._trace(*one) for one in zip(names, range(len(orders)), orders, reads, strict=True)]
         return Payload(
             lowering="eager",
             torch=torch.__version__.split("+")[0],
@@ -108,19 +165,30 @@ class ModuleFacts:
             storages=storages,
             weights=self.weights,
             methods=tuple(Method(name, graph, ()) for graph, name in enumerate(names)),
-            traces=tuple(traces),
+            traces=with_common_units(traces),
         )
 
     def _trace(self, name: str, graph: int, order: Order, reads: Mapping[str, tuple[int, ...]]) -> Trace:
+        # Whether units are worth it is a matter of rates. The times of one call on a busy machine would decide by chance.
+        measured = bool(order.times) and not order.by_units()
         steps = []
         for k, path in enumerate(order.paths):
-            nbytes = sum(self.storages[s].nbytes for s in reads[path])
-            time = order.times[k] if order.times else StepTime(0, nbytes // _GUESSED_BYTES_PER_NS)
+            time = order.times[k] if measured else None
+            read = order.operators[k] if order.operators else None
+            if isinstance(read, SparseRead):
+                nbytes = min(read.asked, read.count) * read.unit_nbytes
+                work = Work(2 * prod(read.view.shape) if read.tiles else 0, nbytes)
+                own = nbytes // _GUESSED_BYTES_PER_NS
+                steps.append(Step(path, (read.storage,), 0, own, read_work=work, sparse=(read,)))
+                continue
+            storages = reads[path] if read is None else (read,)
+            nbytes = sum(self.storages[s].nbytes for s in storages)
+            time = time or StepTime(0, nbytes // _GUESSED_BYTES_PER_NS)
             steps.append(
-                Step(path or "model", reads[path], time.lead_ns, time.read_ns, read_work=Work(0, nbytes))
+                Step(path or "model", storages, time.lead_ns, time.read_ns, read_work=Work(0, nbytes))
             )
-        times = "measured" if order.times else "modelled"
-        return Trace(name, graph, "", tuple(steps), order.tail_ns, 0, times)
+        times = "measured" if measured else "modelled"
+        return Trace(name, graph, "", tuple(steps), order.tail_ns if measured else 0, 0, times)
 
 
 def registered_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:

@@ -68,22 +68,33 @@ class OwnMemory:
     """
 
     def __init__(self, facts: ModuleFacts) -> None:
-        self._facts = facts
+        self.facts = facts
         self._source: Source | None = None
 
     def read(self, storages: Iterable[int]) -> dict[int, torch.Tensor]:
         """Return the bytes of storages, each at its phase. Raises SourceError for files that have changed."""
-        if self._source is None:
-            self._source = open_source(self._facts.files, Path())
-            weakref.finalize(self, self._source.close)
         with plain_tensors_only():
-            held = HeldStorages(self._facts.storages, tuple(storages), self._source, READERS)
+            held = HeldStorages(self.facts.storages, tuple(storages), self._opened(), READERS)
         held.wait()
         return held.buffers
 
+    def read_span(self, storage: int, start: int, stop: int, address: int) -> None:
+        """Read bytes `start` to `stop` of a storage that begins at `address`. Raises SourceError as `read` does."""
+        for one in self.facts.storages[storage].extents:
+            first, end = max(start, one.storage_offset), min(stop, one.storage_offset + one.nbytes)
+            if first < end:
+                offset = one.file_offset + first - one.storage_offset
+                self._opened().read_into(one.file, offset, address + first, end - first)
+
+    def _opened(self) -> Source:
+        if self._source is None:
+            self._source = open_source(self.facts.files, Path())
+            weakref.finalize(self, self._source.close)
+        return self._source
+
     def tensor(self, name: str, memory: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return the plain tensor of a name in `memory`, which gets its storage if it lacks it."""
-        part = self._facts.parts[name]
+        part = self.facts.parts[name]
         if part.storage not in memory:
             memory |= self.read([part.storage])
         return tensor_in(memory[part.storage], part)

@@ -88,14 +88,14 @@ class Places:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules())
-        self._all = [Place(*one) for one in registered_weights(module)]
-        self.twins = {id(place.twin): place.twin for place in self._all}
-        self.names = {id(place.twin): place.fqn for place in reversed(self._all)}
+        self.all = [Place(*one) for one in registered_weights(module)]
+        self.twins = {id(place.twin): place.twin for place in self.all}
+        self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
 
     def step(self, path: str, fqns: Iterable[str], foreign: Iterable[str]) -> Step:
         """Return the step of the module at `path`, which reads the weights `fqns`, and of other modules `foreign`."""
         own, others = set(fqns), set(foreign)
-        places = tuple(p for p in self._all if p.fqn in own or self.names[id(p.twin)] in others)
+        places = tuple(p for p in self.all if p.fqn in own or self.names[id(p.twin)] in others)
         owners = {place.owner: self._modules[place.owner] for place in places}
         return Step(path, places, tuple(one for one in owners.values() if "_flat_weights" in vars(one)))
 
@@ -104,7 +104,7 @@ class Places:
 
         Only twins and what `known` has for them are replaced: anything else is the user's.
         """
-        for place in self._all:
+        for place in self.all:
             twin, there = id(place.twin), place.entries.get(place.key)
             ours = (place.twin, *(values.get(twin) for values in known))
             if there is not None and any(there is one for one in ours):

@@ -30,10 +30,12 @@ class Learned:
     Attributes:
         reads: By FQN, the paths of modules that read a weight which is registered in another module.
         resident: Storages that stay in memory, because something writes them or keeps views of them.
+        small: Storages that stay in memory, because other weights of their modules are read by units.
     """
 
     reads: dict[str, set[str]] = field(default_factory=dict)
     resident: set[int] = field(default_factory=set)
+    small: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
     storages_of: dict[str, tuple[int, ...]] = {}
     for path, _, key, value in registered_weights(module):
         fqn = joined(path, key)
+        if not all(name in facts.parts for name in plain_tensors(fqn, value)):
+            continue  # a part that has come since: it is in memory
         storages_of[fqn] = tuple(facts.parts[name].storage for name in plain_tensors(fqn, value))
         own.setdefault(_reader_of(path, modules), []).append(fqn)
     resident: set[int] = set()
@@ -70,7 +74,7 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
         if sum(facts.storages[s].nbytes for s in storages) <= small:
             resident |= storages
     for fqn, paths in learned.reads.items():
-        for path in paths:
+        for path in paths if fqn in storages_of else ():
             if can_read(path, own):
                 own.setdefault(path, []).append(fqn)
     moved = {
@@ -99,3 +103,20 @@ def _reader_of(path: str, modules: Mapping[str, nn.Module]) -> str:
 def can_read(path: str, readers: Collection[str]) -> bool:
     """Tell whether the module at `path` may be a step: it has no other reader inside."""
     return not any(other != path and (not path or other.startswith(f"{path}.")) for other in readers)
+
+
+def sibling_lists(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the lists of modules that have equal parts, by path: the names of the modules in them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path, one in module.named_modules():
+        if isinstance(one, nn.ModuleList | nn.ModuleDict) and len(one) > 1:
+            structures = {structure_of(child) for child in one.children()}
+            if len(structures) == 1 and next(iter(structures))[1]:
+                found[path] = tuple(one._modules)
+    return found
+
+
+def structure_of(module: nn.Module) -> tuple[type, tuple[object, ...]]:
+    """Return what siblings have in common: the class, and the geometries of the weights."""
+    named = module.named_parameters(remove_duplicate=False)
+    return type(module), tuple((name, value.shape, value.stride(), value.dtype) for name, value in named)
