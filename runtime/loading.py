@@ -74,13 +74,13 @@ class LoadOptions:
     """
 
     device: str = "cpu"
-    arena: str | None = None
     page_lock: bool = True
     readers: int = READERS
     engine: str = "auto"
     debug: bool = False
     poison: bool = False
     spill: str | PathLike[str] | None = None
+    arena: str | None = None
 
     @property
     def native(self) -> bool:

@@ -91,7 +91,8 @@ class Cap:
     def calling(self, holder: Holder) -> Iterator[bool]:
         """Give the memory to `holder` while its call runs.
 
-        Yields True within the call of another holder, which keeps its memory: what `holder` takes comes on top.
+        Yields True within the call of another holder, which keeps its memory: what `holder` takes comes on
+        top.
         """
         outer, self._running = self._running, self._running or holder
         try:

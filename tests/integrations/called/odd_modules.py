@@ -6,8 +6,8 @@ import threading
 import warnings
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 WIDTH = 64
 
@@ -22,7 +22,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Blocks(nn.Module):
@@ -68,7 +68,7 @@ class ReadsOfParts(Blocks):
     """The parent reads the weights of parts itself, in several ways."""
 
     def forward(self, x):
-        x = F.linear(super().forward(x), self.blocks[3].up.weight * 2.0)[..., :WIDTH]
+        x = functional.linear(super().forward(x), self.blocks[3].up.weight * 2.0)[..., :WIDTH]
         named = dict(self.named_parameters())
         stacked = torch.stack(
             [named["blocks.0.norm.weight"], self.blocks[1].norm.weight.to(torch.float64).float()]
@@ -86,7 +86,7 @@ class ReadsAnother(Blocks):
 
     def _head(self, x):
         weight = self.blocks[0].up.weight[:WIDTH] if self.flag else self.head.weight
-        return F.linear(x, weight, self.head.bias)
+        return functional.linear(x, weight, self.head.bias)
 
 
 class KeepsView(nn.Module):
@@ -170,7 +170,7 @@ class Nested(Blocks):
         super().__init__()
         inner = self.blocks[1].down
         own = self.head.forward
-        self.head.forward = lambda x: own(x) + inner(F.pad(x, (0, 3 * WIDTH)))  # type: ignore[method-assign]
+        self.head.forward = lambda x: own(x) + inner(functional.pad(x, (0, 3 * WIDTH)))  # type: ignore[method-assign]
 
 
 class Results(Blocks):
@@ -186,7 +186,7 @@ class Listed(Blocks):
     def __init__(self):
         super().__init__()
         self.listed = [self.head.weight, self.head.bias]
-        self.head.forward = lambda x: F.linear(x, *self.listed)  # type: ignore[method-assign]
+        self.head.forward = lambda x: functional.linear(x, *self.listed)  # type: ignore[method-assign]
 
 
 class Scripted(Blocks):
@@ -227,7 +227,7 @@ class LargeBuffers(nn.Module):
         self.register_buffer("lost", torch.randn(512, 512) / 16, persistent=False)
 
     def forward(self, x):
-        return F.pad(x, (0, 512 - x.shape[-1])) @ self.packed @ self.lost
+        return functional.pad(x, (0, 512 - x.shape[-1])) @ self.packed @ self.lost
 
 
 class Transforms(nn.Module):

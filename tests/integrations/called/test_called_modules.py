@@ -79,15 +79,18 @@ def test_it_runs_at_the_least_memory_that_its_error_names(name, tmp_path):
     model, reference = made(odd_modules.EQUAL[name]), made(odd_modules.EQUAL[name])
     memory = 1 << 10
     for _ in range(8):
+        refusal = None
         try:
             with apply(model, memory, cache=tmp_path, options=POISONED):
                 for x in (inputs(), inputs(2), inputs()):
                     assert same(model(x), reference(x))
-            break
         except BudgetError as error:
-            assert "give at least" in str(error)
-            assert error.floor_bytes > memory
-            memory = error.floor_bytes
+            refusal = error
+        if refusal is None:
+            break
+        assert "give at least" in str(refusal)
+        assert refusal.floor_bytes > memory
+        memory = refusal.floor_bytes
     else:
         pytest.fail("each error names a number that is too small")
     assert memory < 2 * nbytes(model)
@@ -164,12 +167,12 @@ def test_uses_between_calls_are_refused_by_name(tmp_path):
     with applied(model, 0.4, tmp_path):
         model(inputs())
         for use in (
-            lambda: model.blocks[0].up.weight.sum(),
+            model.blocks[0].up.weight.sum,
             lambda: before + 1,
             model.state_dict,
             lambda: copy.deepcopy(model),
             lambda: model.to(torch.float64),
-            lambda: model.blocks[1].down.weight.data.zero_(),
+            lambda: model.blocks[1].down.weight.data.fill_(0.0),
             lambda: torch.vmap(lambda row: row * 2)(before),
         ):
             with pytest.raises(StreamError, match="not in memory"):
@@ -253,10 +256,12 @@ def test_a_compiler_leaves_it_as_it_is(tmp_path):
 def test_a_scripted_function_gets_no_other_bytes(tmp_path):
     model, reference = made(odd_modules.Scripted), made(odd_modules.Scripted)
     with applied(model, 0.4, tmp_path):
+        refusal = None
         try:
             assert same(model(inputs()), reference(inputs()))
         except StreamError as error:
-            assert "not in memory" in str(error)
+            refusal = str(error)
+    assert refusal is None or "not in memory" in refusal
 
 
 def test_an_input_that_requires_grad_is_refused(tmp_path):

@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 from penstock.runtime.loading import LoadOptions
-from tests.integrations.called.within import (  # noqa: F401
+from tests.integrations.called.within import (
     CHECKED,
     POISONED,
     Called,
     agrees,
-    called,
     pair,
     tokens,
-    without_gradients,
 )
 
 
@@ -68,15 +66,17 @@ class Experts(nn.Module):
         ids, order = chosen.reshape(-1).sort()
         ends = torch.histc(ids.float(), len(self.up), 0, len(self.up) - 1).cumsum(0).int()
         x = flat[order // 2]
-        hidden = F.grouped_mm(x, self.up.transpose(-2, -1), offs=ends).relu()
-        made = F.grouped_mm(hidden, self.down, offs=ends)
+        hidden = functional.grouped_mm(x, self.up.transpose(-2, -1), offs=ends).relu()
+        made = functional.grouped_mm(hidden, self.down, offs=ends)
         return made[order.argsort()].reshape(-1, 2, flat.shape[-1])
 
     def looped(self, flat: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         out = flat.new_zeros(*chosen.shape, flat.shape[-1])
         for e in chosen.unique():
             rows, column = torch.where(chosen == e)
-            out[rows, column] = F.linear(F.linear(flat[rows], self.up[e]).relu(), self.down[int(e)])
+            out[rows, column] = functional.linear(
+                functional.linear(flat[rows], self.up[e]).relu(), self.down[int(e)]
+            )
         return out
 
     def whole(self, flat: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -108,8 +108,10 @@ class TestRows:
         streamed = called(model, 200 << 10, options)
 
         assert agrees(model, reference, *(tokens(1, n, seed=n) for n in (5, 5, 1, 1, 3)))
-        assert streamed.plan is not None and streamed.plan.pool is not None
-        assert streamed.stats is not None and streamed.stats.misses == 0
+        assert streamed.plan is not None
+        assert streamed.plan.pool is not None
+        assert streamed.stats is not None
+        assert streamed.stats.misses == 0
         assert streamed.stats.peak_bytes <= 200 << 10
 
     def test_a_tied_table_is_read_by_rows_and_whole(self, called: Called) -> None:
@@ -117,7 +119,8 @@ class TestRows:
         streamed = called(model, 0.99, LoadOptions())
 
         assert agrees(model, reference, *(tokens(1, n, seed=n) for n in (5, 1, 1, 5)))
-        assert streamed.stats is not None and streamed.stats.misses == 0
+        assert streamed.stats is not None
+        assert streamed.stats.misses == 0
 
     @pytest.mark.parametrize("options", [{"padding_idx": 3}, {"padding_idx": -1}, {"max_norm": 1.0}], ids=str)
     def test_an_embedding_has_its_options(self, called: Called, options: dict[str, Any]) -> None:
@@ -149,7 +152,9 @@ class TestExperts:
         before = streamed.stats
         assert agrees(model, reference, *(tokens(1, 1, seed=n) for n in range(20)))
         after = streamed.stats
-        assert before is not None and after is not None and after.misses == 0
+        assert before is not None
+        assert after is not None
+        assert after.misses == 0
         stacks = sum(
             value.nbytes for name, value in reference.named_parameters() if ".up" in name or ".down" in name
         )
@@ -160,7 +165,8 @@ class TestExperts:
         streamed = called(model, 0.6)
 
         assert agrees(model, reference, *(tokens(1, n, seed=n) for n in (6, 6, 1, 1)))
-        assert streamed.stats is not None and streamed.stats.misses == 0
+        assert streamed.stats is not None
+        assert streamed.stats.misses == 0
 
     def test_another_way_is_right_whenever_it_comes(self, called: Called) -> None:
         model, reference = pair(Mixture("grouped"))
@@ -193,7 +199,8 @@ class TestTiles:
         streamed = called(model, 2 << 20)
 
         assert agrees(model, reference, *(tokens(1, n, seed=n, most=8192) for n in (3, 3, 1, 1)))
-        assert streamed.stats is not None and streamed.stats.misses == 0
+        assert streamed.stats is not None
+        assert streamed.stats.misses == 0
         assert streamed.stats.peak_bytes <= 2 << 20
 
     def test_slices_of_a_large_stack_are_no_tiles(
@@ -213,7 +220,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Chosen(nn.Module):
@@ -245,7 +252,9 @@ class TestModules:
         before = streamed.stats
         assert agrees(model, reference, *x[10:])
         after = streamed.stats
-        assert before is not None and after is not None and after.misses == 0
+        assert before is not None
+        assert after is not None
+        assert after.misses == 0
         assert (after.bytes_moved - before.bytes_moved) / 30 < streamed.facts.nbytes / 5
         assert after.peak_bytes <= 0.3 * streamed.facts.nbytes
         assert agrees(model, reference, x[:, 0])
@@ -258,7 +267,8 @@ class TestModules:
         for order in ([5, 2], [7], [0, 1, 2], [6, 5, 4, 3, 2, 1, 0], [3, 3, 7], [7, 1], [7, 1]):
             model.order = reference.order = order
             assert agrees(model, reference, x)
-        assert streamed.stats is not None and streamed.stats.misses == 0
+        assert streamed.stats is not None
+        assert streamed.stats.misses == 0
 
     def test_layers_that_run_in_their_order_are_steps(self, called: Called) -> None:
         model, reference = pair(Chosen(8))
@@ -280,7 +290,7 @@ class ReadsParts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.parts:
-            x = torch.tanh(F.linear(x, part.weight * 2.0, part.bias) + part(x))
+            x = torch.tanh(functional.linear(x, part.weight * 2.0, part.bias) + part(x))
         return x + self.parts[0].weight.t()[:1].contiguous()
 
 
@@ -294,5 +304,7 @@ class TestOperators:
         before = streamed.stats
         assert agrees(model, reference, x)
         after = streamed.stats
-        assert before is not None and after is not None and after.misses == before.misses == 0
+        assert before is not None
+        assert after is not None
+        assert after.misses == before.misses == 0
         assert after.peak_bytes <= 0.2 * streamed.facts.nbytes

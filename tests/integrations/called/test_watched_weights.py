@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import random
 import warnings
+from cmath import isnan
 from collections.abc import Callable
+from numbers import Complex
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 from penstock.runtime.loading import LoadOptions
 from penstock.schedule.facts.errors import StreamError
-from tests.integrations.called.within import (  # noqa: F401
+from tests.integrations.called.within import (
     CHECKED,
     Called,
     agrees,
-    called,
     pair,
-    without_gradients,
 )
 
 
@@ -47,6 +47,11 @@ def outcome(model: nn.Module, run: Callable[..., Any]) -> Any:
         return type(error)
 
 
+def _cast(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return functional.linear(torch.ones(3, 128), s[3]) @ w[2]
+
+
 ENDS = torch.arange(1, 17, dtype=torch.int32) // 4
 
 TRAPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -59,10 +64,12 @@ TRAPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "two_slices": lambda w, s: torch.stack([w[1], w[9], w[14]]).sum(0),
     "two_stacks": lambda w, s: s[4] @ w[11],
     "square": lambda w, s: (
-        F.linear(torch.ones(3, 128), s[3]) + F.linear(torch.ones(3, 128), s.transpose(1, 2)[3])
+        functional.linear(torch.ones(3, 128), s[3])
+        + functional.linear(torch.ones(3, 128), s.transpose(1, 2)[3])
     ),
     "square_grouped": lambda w, s: (
-        F.grouped_mm(torch.ones(4, 128), s.mT, offs=ENDS) + F.grouped_mm(torch.ones(4, 128), s, offs=ENDS)
+        functional.grouped_mm(torch.ones(4, 128), s.mT, offs=ENDS)
+        + functional.grouped_mm(torch.ones(4, 128), s, offs=ENDS)
     ),
     "around": lambda w, _: torch.as_strided_copy(w[3], (4, 4), (1, 4), 128 * 256 * 7),
     "as_strided": lambda w, _: torch.as_strided(w[3], (4, 4), (1, 4), 128 * 256 * 7) + 1,
@@ -72,7 +79,7 @@ TRAPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "bytes": lambda w, _: w[3].view(torch.int32).sum(),
     "iterated": lambda w, _: sum(one.sum() for one in w),
     "scripted": lambda w, _: _scripted(w[3]),
-    "autocast": lambda w, s: _cast(w, s),
+    "autocast": _cast,
     "whole": lambda w, s: w.sum() + s.mean(),
     "out": lambda w, _: torch.add(w[3], 1, out=torch.empty(128, 256)),
     "returned": lambda w, _: w[3, :4],
@@ -86,11 +93,6 @@ def _doubled(x: torch.Tensor) -> torch.Tensor:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     _scripted = torch.jit.script(_doubled)
-
-
-def _cast(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return F.linear(torch.ones(3, 128), s[3]) @ w[2]
 
 
 class TestTraps:
@@ -180,8 +182,10 @@ class TestTraps:
 def same(made: Any, expected: Any) -> bool:
     if not isinstance(made, torch.Tensor):
         if isinstance(made, tuple | list):
-            return len(made) == len(expected) and all(map(same, made, expected))
-        return bool(made == expected) or made != made
+            return len(made) == len(expected) and all(
+                same(*both) for both in zip(made, expected, strict=True)
+            )
+        return bool(made == expected) or (isinstance(made, Complex) and isnan(made))
     if not isinstance(expected, torch.Tensor) or (made.dtype, made.shape, made.layout) != (
         expected.dtype,
         expected.shape,

@@ -1,1 +1,1 @@
-"""Models whose own Python runs, and whose weights stream: a step is the call of a module that reads parameters."""
+"""Stream weights while the model's own Python runs: a step is the call of a module that reads weights."""

@@ -56,8 +56,8 @@ _MOVING_OF_DIFFUSERS = ("layerwise_casting", "group_offloading", "lazy_prefetch_
 class Applied:
     """A model or a pipeline whose components stream; returned by `apply`, and kept by what `load` returns.
 
-    As a context manager it restores the model at the end, which only `apply` can: what `load` returns was never in
-    memory.
+    As a context manager it restores the model at the end, which only `apply` can: what `load` returns was
+    never in memory.
     """
 
     def __init__(self, target: Any, cap: Cap, cache: Cache, options: LoadOptions, *, restores: bool) -> None:
@@ -79,7 +79,7 @@ class Applied:
 
     @property
     def memory(self) -> int:
-        """Bytes that weights and calls may take together. It may be set between calls: `applied.memory = "6GB"`."""
+        """Bytes that weights and calls may take together. Set it between calls: `applied.memory = "6GB"`."""
         return self.cap.nbytes
 
     @memory.setter
@@ -100,7 +100,7 @@ class Applied:
 
     @property
     def residency(self) -> dict[str, tuple[Residency, ...]]:
-        """By component, what the present plan does with the weights of each module; empty before the first plan."""
+        """By component, what the present plan does with each module's weights; empty before the first plan."""
         return {name: component.residency for name, component in self.components.items()}
 
     def add(self, name: str, module: nn.Module, kept: Sequence[KeptWeights]) -> None:
@@ -122,8 +122,8 @@ class Applied:
     def restore(self) -> None:
         """Give every component its weights and its own methods again.
 
-        Raises StreamError for what `load` made, which was never in memory, and SourceError where the weights cannot be
-        read again. Everything is still applied then.
+        Raises StreamError for what `load` made, which was never in memory, and SourceError where the weights
+        cannot be read again. Everything is still applied then.
         """
         with self.cap.lock:
             if not self._restores:
@@ -162,17 +162,20 @@ def apply(
     memory: int | str,
     *,
     cache: str | PathLike[str] | None = None,
-    options: LoadOptions = LoadOptions(),
+    options: LoadOptions | None = None,
 ) -> Applied:
     """Let a module, a transformers model or a diffusers pipeline run in `memory` bytes, as it is.
 
-    The weights of each component stay in the safetensors files that it was loaded from, where these hold the same
-    bytes; others are written to `cache`, equal ones once. Its parameters give their memory back. The model's own Python
-    runs: what changes is that weights are in memory while the module that reads them is called. The first call of a kind
+    The weights of each component stay in the safetensors files that it was loaded from, where these hold the
+    same bytes; others are written to `cache`, equal ones once. Its parameters give their memory back. The
+    model's own Python runs: what changes is that weights are in memory while the module that reads them is
+    called. The first
+        call of a kind
     runs one module at a time; later ones stream by a plan.
 
     Args:
-        model: A module, a model of transformers, or a pipeline of diffusers. It is in eval mode until it is restored.
+        model: A module, a model of transformers, or a pipeline of diffusers. It is in eval mode until it is
+            restored.
         memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, or a number.
         cache: The folder for weights that no file of the model holds. Default: `~/.cache/penstock`.
         options: How weights are loaded, for measurements and debugging.
@@ -186,7 +189,7 @@ def apply(
     begun, nbytes, parts = monotonic(), parse_size(memory, name="memory"), components_of(model)
     for name, module in parts.items():
         _refuse_moved(module, name)
-    applied = Applied(model, Cap(nbytes), Cache.at(cache), options, restores=True)
+    applied = Applied(model, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=True)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
@@ -213,20 +216,20 @@ def load(
     variant: str | None = None,
     dtype: torch.dtype | str | None = None,
     cache: str | PathLike[str] | None = None,
-    options: LoadOptions = LoadOptions(),
+    options: LoadOptions | None = None,
 ) -> Any:
     """Return a transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
 
-    The model is never in memory: its weights are read from its safetensors files, in place, when it is called. What is
-    returned is the library's own object, in eval mode. Its `penstock_applied` is what `apply` would return. In a `with`
-    statement it stops its readers and frees its memory at the end.
+    The model is never in memory: its weights are read from its safetensors files, in place, when it is
+    called. What is returned is the library's own object, in eval mode. Its `penstock_applied` is what `apply`
+    would return. In a `with` statement it stops its readers and frees its memory at the end.
 
     Args:
         source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
         memory: As for `apply`.
         variant: The variant of the weights (`"fp16"`), for components that have it.
-        dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files have in
-            another dtype are converted once, to the same bits, into `cache`.
+        dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
+            have in another dtype are converted once, to the same bits, into `cache`.
         cache: As for `apply`.
         options: As for `apply`.
 
@@ -236,7 +239,7 @@ def load(
     """
     folder, nbytes = local_folder(source), parse_size(memory, name="memory")
     found = open_folder(folder, variant, asked_dtype(dtype), train=False)
-    applied = Applied(None, Cap(nbytes), Cache.at(cache), options, restores=False)
+    applied = Applied(None, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=False)
 
     def stream(stored: Stored) -> nn.Module:
         module, names = stored.make()
@@ -254,18 +257,20 @@ def load(
 
 
 def _refuse_moved(module: nn.Module, name: str) -> None:
-    """Raise PassError for a module that is on several devices, or whose weights another tool moves or converts."""
+    """Raise PassError if a module is on several devices, or another tool moves or converts its weights."""
     for child in module.modules():
         hooks = [type(getattr(child, "_hf_hook", None)).__name__]
         if hooks[0] in _MOVING:
             raise PassError(
                 f"{name} was wrapped by accelerate: remove its hooks first "
-                "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or load it without device_map"
+                "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or load it without "
+                "device_map"
             )
         for hook in getattr(getattr(child, "_diffusers_hook", None), "hooks", None) or ():
             if hook in _MOVING_OF_DIFFUSERS:
                 raise PassError(
-                    f"{name} has a hook of diffusers that moves or converts its weights ({hook}): load it without"
+                    f"{name} has a hook of diffusers that moves or converts its weights ({hook}): "
+                    "load it without"
                 )
     devices = sorted({str(one.device) for one in module.parameters()})
     if len(devices) > 1:

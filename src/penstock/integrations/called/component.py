@@ -1,11 +1,12 @@
 """Calls of a module whose weights stream: observed when they are new, and streamed by a plan from then on.
 
-The forward of every module is wrapped. The outermost call is a pass; the call of a module that reads weights is a
-step of it. For a step, parameters take the places of the twins that stand in `_parameters` otherwise. So nothing
-that reads a weight outside of its step sees the memory of another one.
+The forward of every module is wrapped. The outermost call is a pass; the call of a module that reads weights
+is a step of it. For a step, parameters take the places of the twins that stand in `_parameters` otherwise. So
+nothing that reads a weight outside of its step sees the memory of another one.
 
-The first call of a kind needs no plan: each step has its weights in memory of their own. It shows the order of the
-steps, their times, the memory that the call takes, and which weights something writes or keeps views of.
+The first call of a kind needs no plan: each step has its weights in memory of their own. It shows the order
+of the steps, their times, the memory that the call takes, and which weights something writes or keeps views
+of.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Residency:
     Attributes:
         module: The path of the module.
         nbytes: Bytes of these weights.
-        how: `"stays"` in memory, `"streams"`, comes `"by units"`, or is `"read at once"` by each operator that asks for it.
+        how: `"stays"` in memory, `"streams"`, comes `"by units"`, or is `"read at once"` by each operator
+            that asks for it.
         why: The reason, in words.
     """
 
@@ -244,7 +246,7 @@ class CalledModule:
         self._own.close()
 
     def _close(self, weights: LoadedWeights, viewed: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
-        """Give the memory of a plan back: at once, or once the last view is gone that something keeps of it."""
+        """Give the memory of a plan back: at once, or when the last view of it is gone."""
         if not viewed:
             weights.close()
             return
@@ -256,7 +258,8 @@ class CalledModule:
     def let_go(self) -> Callable[[], None]:
         """Give every module its own forward and its twins again, and let what is in the cache be removed.
 
-        Returns what gives parameters that calls have written their present values, once they have memory again.
+        Returns what gives parameters that calls have written their present values, once they have memory
+        again.
         """
         self.unload()
         self._active = False
@@ -283,9 +286,9 @@ class CalledModule:
                 there = file.is_file()
             if not there:
                 raise SourceError(
-                    f"{file} is gone, and it held the weights of {self.name}, which are not in memory: put the file "
-                    "back; where that cannot be, restore() is impossible too, so load the model again, from files "
-                    "that are there"
+                    f"{file} is gone, and it held the weights of {self.name}, which are not in memory: "
+                    "put the file back; where that cannot be, restore() is impossible too, so load the model "
+                    "again, from files that are there"
                 )
 
     # Who reads what.
@@ -299,7 +302,7 @@ class CalledModule:
         }
 
     def _learn(self) -> None:
-        """Find the steps again, by what a pass has shown. Where they are others, orders are observed again."""
+        """Find the steps again with what a pass has shown. If the steps change, observe orders anew."""
         before = set(self._steps)
         self.unload()
         self._find_steps()
@@ -407,8 +410,8 @@ class CalledModule:
     def _order_of(self, entry: str, kind: object, nbytes: int) -> int | None:
         """Return the order that a call probably has; None where it is observed.
 
-        That is so, too, where it may take more memory than there is room for beside the plan: attention takes up to
-        the square of the tokens.
+        That is so, too, where it may take more memory than there is room for beside the plan: attention takes
+        up to the square of the tokens.
         """
         own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
         order = self._kinds.get(kind, own[0] if len(own) == 1 else None)
@@ -529,7 +532,8 @@ class CalledModule:
                 return own(*args, **kwargs)
             with self._own_step(current, step, begun):
                 return own(*args, **kwargs)
-        assert current.order is not None and self._weights is not None
+        assert current.order is not None
+        assert self._weights is not None
         streamer = self._weights.streamer if number in self._probed[current.order] else None
         try:
             if streamer is not None:
@@ -620,7 +624,7 @@ class CalledModule:
             current.mark = time.perf_counter_ns()
 
     def _keep(self, current: Pass, step: Step, used: Sequence[tuple[int, Watched]]) -> None:
-        """Let weights that a step has written, or of which something keeps views, stay in memory from now on."""
+        """Keep weights in memory from now on that a step has written, or of which something keeps views."""
         for twin, one in used:
             what = "writes" if one.is_written else "keeps a view of"
             _log.info("%s stays in memory: %s %s it", self._places.names[twin], step.path or self.name, what)
@@ -684,7 +688,10 @@ class CalledModule:
         )
 
     def _planned(self, budget: int) -> tuple[Payload, Plan]:
-        """Plan all orders. What a plan does not read by units is read by the steps of modules, so it is planned again."""
+        """Plan all orders.
+
+        If the plan cannot read some storages by units, the steps of modules read these whole in the next try.
+        """
         facts, readers = self.facts, self._readers
         merged: set[tuple[int, str, int]] = set()
         if budget >= facts.nbytes:
@@ -766,8 +773,9 @@ class CalledModule:
         least = floor + beside + self._cap.nbytes - self._cap.room
         who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
         return BudgetError(
-            f"{self.name} does not run in {format_budget(self._cap.nbytes)}: the call takes {format_size(beside)} beside "
-            f"weights, and {who} at once; give at least {format_size(least, up=True)}, or call it with smaller inputs",
+            f"{self.name} does not run in {format_budget(self._cap.nbytes)}: the call takes {format_size(beside)} "
+            f"beside weights, and {who} at once; give at least {format_size(least, up=True)}, or call it with "
+            "smaller inputs",
             floor_bytes=least,
         )
 
@@ -776,8 +784,8 @@ class CalledModule:
     def _answer(self, twin: int, name: str) -> torch.Tensor | None:
         """Return what a twin, or a part of it, stands for; None outside of calls, which is refused.
 
-        In a step of its own, the weight is there already. Otherwise it is read from its file, and the module that
-        asks reads it in its step from the next call on, if it may be a step.
+        In a step of its own, the weight is there already. Otherwise it is read from its file, and the module
+        that asks reads it in its step from the next call on, if it may be a step.
         """
         current = self._pass
         if current is None:
@@ -797,7 +805,7 @@ class CalledModule:
         return plain_tensors(fqn, self._in_own_memory(twin, {}))[name]
 
     def _check_uses(self, current: Pass) -> None:
-        """Raise StreamError where something has written a weight, or keeps a view of one, that will not be there."""
+        """Raise StreamError if the pass wrote a weight that leaves memory, or keeps a view of it."""
         for fqn, copy, digest in current.copies:
             if digest_of(copy.detach().contiguous()) != digest:
                 raise StreamError(f"the call writes {fqn}, which is not in memory: restore() the model first")
@@ -805,8 +813,8 @@ class CalledModule:
             if one.is_written:
                 self.unload()
                 raise StreamError(
-                    f"the call writes {self._places.names[twin]}, which is not in memory between calls: restore() the "
-                    "model first"
+                    f"the call writes {self._places.names[twin]}, which is not in memory between calls: "
+                    "restore() the model first"
                 )
         if any(one.is_viewed for _, one in self._watched):
             self.unload()
@@ -817,8 +825,8 @@ class CalledModule:
         self._viewed = [(fqn, memory) for fqn, memory in self._viewed if memory() is not None]
         if self._viewed:
             raise StreamError(
-                f"something keeps a view of {self._viewed[0][0]}, which is not in memory between calls: restore() the "
-                "model first, or keep a clone() of the view"
+                f"something keeps a view of {self._viewed[0][0]}, which is not in memory between calls: "
+                "restore() the model first, or keep a clone() of the view"
             )
 
 
@@ -845,7 +853,7 @@ def _has_reads(reads: Mapping[str, tuple[int, ...]], path: str, read: SparseRead
 
 @contextmanager
 def _uncached_autocast() -> Iterator[None]:
-    """Keep autocast from holding converted copies of all weights; it converts them to the same bits each time."""
+    """Keep autocast from holding converted copies of weights; it converts to the same bits each time."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

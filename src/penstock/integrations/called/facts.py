@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ _GUESSED_BYTES_PER_NS = 8
 
 @dataclass(frozen=True)
 class StepTime:
-    """Nanoseconds of a step: `lead_ns` since the step before, which reads no weights, and `read_ns` of its own."""
+    """Nanoseconds of a step: `lead_ns` from the end of the step before to its start, `read_ns` of its own."""
 
     lead_ns: int
     read_ns: int
@@ -53,10 +53,10 @@ class StepTime:
 class Order:
     """The steps of one call: the paths of the modules that read weights, in the order in which they ran.
 
-    `entry` is the path of the module that was called. `times` has a time for each step, `tail_ns` is the compute
-    after the last one; they are those of one observed call. A step that is an operator has in `operators` the units
-    that it reads, or the storage that it reads whole, and in `owners` the path of the module that calls it; its own
-    path is a sentence. `operators` is empty if there are none.
+    `entry` is the path of the module that was called. `times` has a time for each step, `tail_ns` is the
+    compute after the last one; they are those of one observed call. A step that is an operator has in
+    `operators` the units that it reads, or the storage that it reads whole, and in `owners` the path of the
+    module that calls it; its own path is a sentence. `operators` is empty if there are none.
     """
 
     entry: str
@@ -169,7 +169,8 @@ class ModuleFacts:
         )
 
     def _trace(self, name: str, graph: int, order: Order, reads: Mapping[str, tuple[int, ...]]) -> Trace:
-        # Whether units are worth it is a matter of rates. The times of one call on a busy machine would decide by chance.
+        # Rates decide whether reads by units are worth it. The times of one call on a busy machine would
+        # decide by chance.
         measured = bool(order.times) and not order.by_units()
         steps = []
         for k, path in enumerate(order.paths):
@@ -187,14 +188,15 @@ class ModuleFacts:
             steps.append(
                 Step(path or "model", storages, time.lead_ns, time.read_ns, read_work=Work(0, nbytes))
             )
-        times = "measured" if measured else "modelled"
+        times: Literal["measured", "modelled"] = "measured" if measured else "modelled"
         return Trace(name, graph, "", tuple(steps), order.tail_ns if measured else 0, 0, times)
 
 
 def registered_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     """Yield what streams of a module: parameters, and large buffers that are saved with it.
 
-    Each is the path of the module in which it is registered, the dictionary that holds it there, its key, its value.
+    Each is the path of the module in which it is registered, the dictionary that holds it there, its key, its
+    value.
     """
     for path, one in module.named_modules():
         saved = {
@@ -236,7 +238,7 @@ def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
                 tuple(plain.shape),
                 tuple(plain.stride()),
                 index[memory._cdata],
-                plain.storage_offset() * plain.itemsize,
+                int(plain.storage_offset()) * plain.itemsize,
             )
             weights[name] = Weight(name, "parameter", "cpu", (part,))
     names = names_of(kept)

@@ -11,7 +11,8 @@ import torch
 def kind_of(entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Return a hashable value that is equal for calls which probably run the same steps.
 
-    It has the dimensions of tensors as 0, 1 or more, the values of flags and strings, and whether a cache is empty.
+    It has the dimensions of tensors as 0, 1 or more, the values of flags and strings, and whether a cache is
+    empty.
     """
     return entry, tuple(map(_fact, args)), tuple((name, _fact(value)) for name, value in kwargs.items())
 

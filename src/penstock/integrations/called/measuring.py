@@ -19,7 +19,7 @@ _RESET_PEAK = "5"
 
 
 def call_bytes(arguments: object) -> int:
-    """Return the bytes of all tensors in the arguments of a call, those that caches and other objects hold included."""
+    """Return the bytes of all tensors in the arguments of a call, in caches and other objects too."""
     seen: set[int] = set()
     total = 0
     left = [arguments]
@@ -37,11 +37,11 @@ def call_bytes(arguments: object) -> int:
     return total
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of what operators make while this mode is on, as long as something refers to it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._now = 0
         self._known: set[int] = set()
@@ -69,8 +69,8 @@ class LiveBytes(TorchDispatchMode):
 class PeakMeter:
     """Measures the most memory that this process takes beyond what it has now, kernels' own memory included.
 
-    The kernel keeps the highest resident size of a process (`VmHWM`); it is reset at each look. Pages of files, such as
-    those of libraries that run for the first time, are left out. A look takes 12 us.
+    The kernel keeps the highest resident size of a process (`VmHWM`); it is reset at each look. Pages of
+    files, such as those of libraries that run for the first time, are left out. A look takes 12 us.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class PeakMeter:
         self._base = resident
 
     def look(self, own: int = 0) -> int:
-        """Take note of the peak since the last look; `own` bytes of what was there are not counted. Returns it."""
+        """Return the highest peak of all looks; `own` bytes of memory are left out of the present look."""
         peak, resident, file = self._look()
         taken = (
             max(peak if self._can_reset else resident, resident)
@@ -93,7 +93,7 @@ class PeakMeter:
         return self.peak
 
     def _look(self) -> tuple[int, int, int]:
-        """Return peak, resident size and the part of it that files hold, in bytes; and let the peak begin anew."""
+        """Return the peak, the resident size and the bytes of it that files hold; and reset the peak."""
         facts: dict[str, int] = {}
         with open(_STATUS, "rb") as status:
             for line in status:

@@ -1,4 +1,4 @@
-"""Weights in memory of their own, outside of any plan: in the first call of a kind, and for reads that no step has."""
+"""Read weights into memory of their own, outside of any plan: in first calls, and for unplanned reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.runtime.files.source import Source, open_source
 
 def use_count(tensor: torch.Tensor) -> int:
     """Return how many tensors refer to the memory behind a tensor."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -46,7 +46,7 @@ def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]
 
 @contextmanager
 def plain_tensors_only() -> Iterator[None]:
-    """Let tensors that are made inside be plain ones on the CPU, whatever modes and transforms a call runs in."""
+    """Make the body's new tensors plain ones on the CPU, whatever modes and transforms a call runs in."""
     with ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
@@ -61,10 +61,10 @@ def plain_tensors_only() -> Iterator[None]:
 
 
 class OwnMemory:
-    """Reads weights of a module from its files, each time into new memory, past the page cache where it is cold.
+    """Reads weights of a module from its files into new memory, past the page cache where it is cold.
 
-    Reading through a cold page cache would leave small folios in it, which slow every later call that maps the
-    files (27 ms to 66 ms for a token of a Llama of 469 MiB).
+    Reading through a cold page cache would leave small folios in it, which slow every later call that maps
+    the files (27 ms to 66 ms for a token of a Llama of 469 MiB).
     """
 
     def __init__(self, facts: ModuleFacts) -> None:
@@ -79,7 +79,7 @@ class OwnMemory:
         return held.buffers
 
     def read_span(self, storage: int, start: int, stop: int, address: int) -> None:
-        """Read bytes `start` to `stop` of a storage that begins at `address`. Raises SourceError as `read` does."""
+        """Read bytes `start` to `stop` of a storage at `address`. Raises SourceError as `read` does."""
         for one in self.facts.storages[storage].extents:
             first, end = max(start, one.storage_offset), min(stop, one.storage_offset + one.nbytes)
             if first < end:

@@ -55,7 +55,8 @@ class Step:
     def fill(self, values: Values) -> list[tuple[Place, torch.Tensor]]:
         """Put values in the places of their twins; returns what was put where.
 
-        A place in which something else stands, as a forward may replace a parameter for a moment, is left alone.
+        A place in which something else stands, as a forward may replace a parameter for a moment, is left
+        alone.
         """
         filled = []
         for place in self.places:
@@ -93,7 +94,7 @@ class Places:
         self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
 
     def step(self, path: str, fqns: Iterable[str], foreign: Iterable[str]) -> Step:
-        """Return the step of the module at `path`, which reads the weights `fqns`, and of other modules `foreign`."""
+        """Return the step of the module at `path`: it reads weights `fqns`; other modules own `foreign`."""
         own, others = set(fqns), set(foreign)
         places = tuple(p for p in self.all if p.fqn in own or self.names[id(p.twin)] in others)
         owners = {place.owner: self._modules[place.owner] for place in places}
@@ -150,20 +151,22 @@ class Watched:
         return sum(map(use_count, self._parts)) + sys.getrefcount(self.value)
 
 
-_asking = threading.Lock()
-_applied = 0
+class _Overrides:
+    """Counts the models for which `torch.overrides.has_torch_function` leaves twins out."""
+
+    lock = threading.Lock()
+    users = 0
 
 
 def leave_twins_out() -> Callable[[], None]:
     """Let layers of torch.nn choose their kernels as if twins were plain parameters; returns what ends this.
 
-    They ask `torch.overrides.has_torch_function` of their weights, and take slower kernels, with other bits, where
-    one has a function of its own.
+    They ask `torch.overrides.has_torch_function` of their weights, and take slower kernels, with other bits,
+    where one has a function of its own.
     """
-    global _applied
     overrides: Any = torch.overrides
-    with _asking:
-        if not _applied:
+    with _Overrides.lock:
+        if not _Overrides.users:
             original = overrides.has_torch_function
 
             def has_torch_function(values: Iterable[Any]) -> bool:
@@ -171,17 +174,16 @@ def leave_twins_out() -> Callable[[], None]:
 
             has_torch_function.penstock_original = original  # type: ignore[attr-defined]
             overrides.has_torch_function = has_torch_function
-        _applied += 1
+        _Overrides.users += 1
     ended = False
 
     def end() -> None:
         nonlocal ended
-        global _applied
-        with _asking:
+        with _Overrides.lock:
             if not ended:
                 ended = True
-                _applied -= 1
-                if not _applied:
+                _Overrides.users -= 1
+                if not _Overrides.users:
                     overrides.has_torch_function = overrides.has_torch_function.penstock_original
 
     return end

@@ -19,7 +19,8 @@ _READ_THEIR_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Trans
 _SMALL_SHARE, _SMALL_BYTES = 0.01, 4096
 """Weights of a module with readers inside stay in memory up to this share of all weights, or these bytes.
 
-Class tokens and small tables are such. Larger ones are read from their file by each operator that asks for them.
+Class tokens and small tables are such. Larger ones are read from their file by each operator that asks for
+them.
 """
 
 

@@ -45,8 +45,8 @@ class Seen:
 class PassReads:
     """What one pass has read: routes by what names units, reads of slices, turns of reads.
 
-    `kept` has what routes name by id, and `held` the step of an operator that has a storage in the arena. `whole`
-    says that the step of a module has read whole what was watched.
+    `kept` has what routes name by id, and `held` the step of an operator that has a storage in the arena.
+    `whole` says that the step of a module has read whole what was watched.
     """
 
     routes: dict[object, int] = field(default_factory=dict)
@@ -60,9 +60,9 @@ class PassReads:
         """Tell whether steps ask for about as many units as those of an order."""
         for read, one in zip(order.operators, steps, strict=False):
             asked = one.as_read()
-            if isinstance(read, SparseRead) and isinstance(asked, SparseRead):
-                if not read.asked <= 2 * asked.asked <= 4 * read.asked:
-                    return False
+            by_units = isinstance(read, SparseRead) and isinstance(asked, SparseRead)
+            if by_units and not read.asked <= 2 * asked.asked <= 4 * read.asked:
+                return False
         return True
 
 

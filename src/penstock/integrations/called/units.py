@@ -104,8 +104,8 @@ class Planned:
 class UnitReads:
     """The operators that read watched weights: single units, or a whole weight outside of modules' steps.
 
-    Tables, stacks and large heads are watched from the start. Only what is read by units stays watched, as code
-    that asks for functions of a tensor's own would take other branches.
+    Tables, stacks and large heads are watched from the start. Only what is read by units stays watched, as
+    code that asks for functions of a tensor's own would take other branches.
 
     Attributes:
         roots: The storages that are watched.

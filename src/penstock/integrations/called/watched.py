@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from penstock.integrations.emptied.absent import _FACTS, _SAYS, _STORAGE, AbsentParameter, AbsentTensor
@@ -321,15 +321,15 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Form:
 
 
 _FORMS: dict[Any, Callable[..., Form | None]] = {
-    F.embedding: _embedding,
-    F.linear: _linear,
+    functional.embedding: _embedding,
+    functional.linear: _linear,
     torch._grouped_mm: _grouped,
     torch.index_select: _selected,
     torch.Tensor.index_select: _selected,
     torch.Tensor.__getitem__: _indexed,
 }
-if hasattr(F, "grouped_mm"):
-    _FORMS[F.grouped_mm] = lambda mat_a, mat_b, *, offs=None, bias=None, out_dtype=None: _grouped(
+if hasattr(functional, "grouped_mm"):
+    _FORMS[functional.grouped_mm] = lambda mat_a, mat_b, *, offs=None, bias=None, out_dtype=None: _grouped(
         mat_a, mat_b, offs, bias, out_dtype
     )
 

@@ -29,7 +29,7 @@ _FACTS = frozenset(
 _SETTABLE = ("requires_grad", "grad")
 
 _SAYS, _STORAGE, _ANSWER = "penstock_says", "penstock_storage", "penstock_answer"
-"""Attributes of an absent tensor: the sentence of its errors, its empty storage, and what may stand for it."""
+"""Attributes of an absent tensor: the sentence of its errors, its empty storage, and its `Answer`."""
 
 
 class Answer(Protocol):
@@ -62,7 +62,8 @@ class AbsentTensor(torch.Tensor):
             name = "" if asked == "__set__" and name not in _SETTABLE else name
         if name not in _FACTS:
             if any(getattr(one, "penstock_decides", False) for one in types):
-                return NotImplemented  # a tensor whose bytes come by units has them brought, and opens these after that
+                # A watched tensor brings the units that the function reads, and then calls it again.
+                return NotImplemented
             return _call_answered(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -131,14 +132,14 @@ def answer_with(value: torch.Tensor, answer: Answer) -> None:
 
 
 def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function of tensors with answers in place of absent ones. Raises StreamError where there is none."""
+    """Call a function with answers in place of absent tensors. Raises StreamError if one has no answer."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    answered: list[tuple[torch.Tensor, Answer, torch.Tensor, int]] = []
+    answered: list[tuple[AbsentTensor, Answer, torch.Tensor, int]] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, AbsentTensor):
-            answer = vars(leaf).get(_ANSWER)
+            answer: Answer | None = vars(leaf).get(_ANSWER)
             value = answer.value() if answer else None
-            if value is None:
+            if answer is None or value is None:
                 raise StreamError(vars(leaf)[_SAYS])
             leaves[index] = value
             answered.append((leaf, answer, value, value._version))
@@ -156,7 +157,7 @@ def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def has_memory(value: object) -> bool:
-    """Tell whether a value is a plain tensor with memory, which tensors of functorch's transforms do not show."""
+    """Tell whether a value is a plain tensor that shows its memory; a functorch wrapper shows none."""
     plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided  # type: ignore[attr-defined]
     return plain and not torch._C._functorch.is_functorch_wrapped_tensor(value)  # type: ignore[arg-type]
 

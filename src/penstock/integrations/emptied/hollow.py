@@ -57,6 +57,7 @@ class Hollow:
         called: bool = False,
     ) -> None:
         kept = {id(one) for one in trained}
+        emptied: list[tuple[str, torch.Tensor]]
         emptied = [(name, one) for name, one in module.named_parameters() if id(one) not in kept]
         if called:
             emptied = [(joined(path, key), value) for path, _, key, value in registered_weights(module)]
