@@ -28,7 +28,8 @@ class Room(Cap):
 
     @property
     def room(self) -> int:
-        return self.budget + (self.module._room_beside() if self.module._measured else 1 << 39)
+        sizes = self.module._sizes
+        return self.budget + (sizes.room(self.nbytes) if sizes.measured else 1 << 39)
 
 
 def agrees(model: nn.Module, reference: nn.Module, *calls: Any) -> bool:

@@ -19,8 +19,9 @@ from torch import nn
 
 from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
-from penstock.integrations.called.component import CalledModule, Residency
+from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
+from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.hollow import Hollow
 from penstock.integrations.emptied.uninterrupted import uninterrupted
@@ -100,7 +101,7 @@ class Applied:
 
     @property
     def residency(self) -> dict[str, tuple[Residency, ...]]:
-        """By component, what the present plan does with each module's weights; empty before the first plan."""
+        """By component, how the present plan holds each module's weights; empty before the first plan."""
         return {name: component.residency for name, component in self.components.items()}
 
     def add(self, name: str, module: nn.Module, kept: Sequence[KeptWeights]) -> None:

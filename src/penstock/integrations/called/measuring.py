@@ -17,6 +17,50 @@ from penstock.integrations.emptied.absent import has_memory
 _STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
 _RESET_PEAK = "5"
 
+ROOM = 1.25
+"""A plan leaves room for calls that take so much more memory than any that was observed."""
+
+_ALIKE = 1.1
+"""Calls whose arguments are larger than any before by at most this factor are not measured."""
+
+_SLACK = 16 << 20, 8
+"""A plan leaves at least this for calls that grow, or this part of the cap if that is less."""
+
+
+class CallSizes:
+    """The memory of measured calls.
+
+    Attributes:
+        measured: Of each call, the bytes of its arguments, and the bytes that it took beside weights.
+    """
+
+    def __init__(self) -> None:
+        self.measured: list[tuple[int, int]] = []
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of the arguments of the largest call that was measured."""
+        return max((nbytes for nbytes, _ in self.measured), default=0)
+
+    @property
+    def beside(self) -> int:
+        """The most bytes that a call has taken beside weights."""
+        return max((beside for _, beside in self.measured), default=0)
+
+    def room(self, cap: int) -> int:
+        """Return the bytes that a plan leaves for calls, of `cap` bytes for weights and calls."""
+        slack = min(_SLACK[0], cap // _SLACK[1])
+        return max(int(ROOM * self.beside), self.beside + slack)
+
+    def is_known(self, nbytes: int) -> bool:
+        """Tell whether a call with as large arguments was measured."""
+        return nbytes <= _ALIKE * self._largest
+
+    def has_room(self, nbytes: int, room: int) -> bool:
+        """Tell whether a call runs in `room` bytes: attention takes up to the square of the tokens."""
+        larger = max(1.0, nbytes / max(1, self._largest))
+        return larger <= _ALIKE or self.beside * larger**2 <= room
+
 
 def call_bytes(arguments: object) -> int:
     """Return the bytes of all tensors in the arguments of a call, in caches and other objects too."""

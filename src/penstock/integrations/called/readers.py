@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
+from penstock.integrations.called.places import Places, Step
 from penstock.passes.weights.subclasses import plain_tensors
 
 _HOLD_FOR_PARENT = (nn.ParameterList, nn.ParameterDict)
@@ -52,6 +53,48 @@ class Readers:
     fqns: Mapping[str, tuple[str, ...]]
     storages: Mapping[str, tuple[int, ...]]
     resident: frozenset[int]
+
+
+class StepWeights:
+    """Which weights the steps of a module read; `find` is called before anything else.
+
+    Attributes:
+        facts: The facts of the module.
+        places: The places of its weights.
+        learned: What calls have shown of it.
+        readers: The modules whose calls are steps.
+        steps: The steps, by path.
+    """
+
+    readers: Readers
+    steps: dict[str, Step]
+
+    def __init__(self, module: nn.Module, facts: ModuleFacts, places: Places) -> None:
+        self.facts, self.places, self.learned = facts, places, Learned()
+        self._module = module
+
+    def find(self) -> None:
+        """Find the readers and the steps, with what calls have shown so far."""
+        self.readers = find_readers(self._module, self.facts, self.learned)
+        reads = self.learned.reads
+        self.steps = {
+            path: self.places.step(path, fqns, [fqn for fqn in fqns if path in reads.get(fqn, ())])
+            for path, fqns in self.readers.fqns.items()
+        }
+
+    def storages_of(self, twin: int) -> set[int]:
+        """Return the storages of a weight."""
+        parts = plain_tensors(self.places.names[twin], self.places.twins[twin])
+        return {self.facts.parts[name].storage for name in parts}
+
+    def is_read_by(self, path: str, storage: int) -> bool:
+        """Tell whether the step of a module reads a storage."""
+        return storage in self.readers.storages.get(path, ())
+
+    @property
+    def resident(self) -> set[int]:
+        """The storages that stay in memory in every plan."""
+        return self.learned.resident | self.learned.small | self.readers.resident
 
 
 def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Readers:

@@ -60,8 +60,11 @@ class PassReads:
         """Tell whether steps ask for about as many units as those of an order."""
         for read, one in zip(order.operators, steps, strict=False):
             asked = one.as_read()
-            by_units = isinstance(read, SparseRead) and isinstance(asked, SparseRead)
-            if by_units and not read.asked <= 2 * asked.asked <= 4 * read.asked:
+            if (
+                isinstance(read, SparseRead)
+                and isinstance(asked, SparseRead)
+                and not read.asked <= 2 * asked.asked <= 4 * read.asked
+            ):
                 return False
         return True
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_units import OwnUnits
-from penstock.integrations.called.reads import SLICES, Seen, has_units, matrix, operator_of, read_of, units_in
+from penstock.integrations.called.planned_units import Bringing, Planned, open_planned
+from penstock.integrations.called.reads import SLICES, Seen, has_units, operator_of, read_of, units_in
 from penstock.integrations.called.siblings import Siblings
 from penstock.integrations.called.watched import (
     Form,
@@ -31,37 +32,15 @@ from penstock.integrations.called.watched import (
     watched_in,
     written_by,
 )
-from penstock.passes.sparse.calls import SparseCall
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.tiles import LEAST as TILED
 from penstock.passes.sparse.tiles import LINEAR
-from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.sparse.trial import reads_units_only
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Part, SparseRead
 from penstock.schedule.sparse.division import LEAST
-
-
-@dataclass
-class _Bringing:
-    """One operator whose operands are brought: what is held for it, its steps, what is left of the pool.
-
-    `may_be_whole` tells that the step of the module may bring from now on what the operator reads whole.
-    """
-
-    current: Any
-    held: ExitStack
-    seen: list[Seen]
-    left: int
-    may_be_whole: bool
-
-    def note(self, step: Seen, numbers: Sequence[int] = ()) -> None:
-        """Take note of a step of the operator."""
-        step.numbers |= set(numbers)
-        if step not in self.seen:
-            self.seen.append(step)
 
 
 class Host(NamedTuple):
@@ -71,34 +50,6 @@ class Host(NamedTuple):
     room: Callable[[], int]
     is_read_by: Callable[[str, int], bool]
     stay: Callable[[int], torch.Tensor]
-
-
-@dataclass
-class Planned:
-    """What a plan has for operators: by order, the steps that read from its pool, and from its arena.
-
-    `fixed` are the addresses of storages in memory throughout, `arena` and `pool` those of others.
-    """
-
-    weights: LoadedWeights
-    by_units: list[dict[tuple[str, int, str], list[tuple[int, SparseRead]]]] = field(default_factory=list)
-    whole: list[dict[tuple[str, int], list[int]]] = field(default_factory=list)
-    probed: list[frozenset[int]] = field(default_factory=list)
-    calls: dict[tuple[int, int], SparseCall] = field(default_factory=dict)
-    fixed: dict[int, int] = field(default_factory=dict)
-    arena: dict[int, int] = field(default_factory=dict)
-    pool: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def units(self) -> PooledUnits:
-        assert self.weights.units is not None, "a step reads units and the plan has no pool"
-        return self.weights.units
-
-    def call(self, graph: int, number: int, read: SparseRead) -> SparseCall:
-        """Return what runs the operator of a step on units of the pool."""
-        if (graph, number) not in self.calls:
-            self.calls[graph, number] = SparseCall(operator_of(read), read, self.units, graph, number)
-        return self.calls[graph, number]
 
 
 class UnitReads:
@@ -233,31 +184,7 @@ class UnitReads:
 
     def open(self, weights: LoadedWeights, orders: Sequence[Order]) -> None:
         """Serve operators from a plan; `orders` are those of its traces."""
-        plan = weights.plan
-        self._planned = planned = Planned(weights)
-        for order, trace in zip(orders, plan.traces, strict=True):
-            by_units: dict[tuple[str, int, str], list[tuple[int, SparseRead]]] = {}
-            whole: dict[tuple[str, int], list[int]] = {}
-            for number, (path, read) in enumerate(zip(order.owners, order.operators, strict=False)):
-                if read is None:
-                    continue
-                served = [
-                    one for one in trace.steps[number].sparse if plan.pool is not None and plan.pool.has(one)
-                ]
-                for one in served:
-                    by_units.setdefault((path, one.storage, one.operator), []).append((number, one))
-                if not served:
-                    s = read if isinstance(read, int) else read.storage
-                    whole.setdefault((path, s), []).append(number)
-            planned.by_units.append(by_units)
-            planned.whole.append(whole)
-            planned.probed.append(frozenset(weights.probed(trace.graph)))
-        names = {part.storage: name for name, part in self.facts.parts.items()}
-        for s in self.roots:
-            address = weights.tensors[names[s]].data_ptr() - self.facts.parts[names[s]].offset
-            (planned.fixed if s in plan.outside else planned.arena)[s] = address
-            if plan.pool is not None and plan.pool.layout[s] >= 0:
-                planned.pool[s] = planned.units._address(s)
+        self._planned = open_planned(weights, orders, self.facts, self.roots)
 
     def close(self) -> None:
         """Serve nothing from a plan any more."""
@@ -277,11 +204,9 @@ class UnitReads:
 
     def release(self, current: Any) -> None:
         """Give back what an operator of its own step has read whole, before another step begins."""
-        number, current.reads.held = current.reads.held, None
-        if number is not None and self._planned is not None:
-            streamer = self._planned.weights.streamer
-            if streamer is not None:
-                streamer.release(current.order, number[0])
+        if self._planned is not None:
+            self._planned.release(current)
+        current.reads.held = None
 
     # Operators.
 
@@ -343,19 +268,19 @@ class UnitReads:
         read = read_of(form, view, self.facts.storages[s].nbytes, TILED)
         if read is None or (path, s) in self.whole or self._fixed(s) is not None:
             return None
-        planned = self._step_of(current, path, read)
+        plan = self._planned
+        planned = plan.step_of(current, path, read) if plan is not None else None
         if planned is None and form.operator != LINEAR and not reads_units_only(read):
             return None
         route = ("index", id(index), contract.ends) if index is not None else ("tiles", s)
         current.reads.kept.append(index)
         seen.append(self._note(current, path, read, route))
         given = contract.replaced(form.arguments, geometry_of(weight), index)
-        if planned is not None:
-            assert self._planned is not None
-            call = self._planned.call(current.order, *planned)
+        if plan is not None and planned is not None:
+            call = plan.call(current.order, *planned)
             return lambda: call(*given)
-        if self._takes_step(current, path, s):
-            plain = root_of(weight).tensor(weight, self._planned.arena[s])  # type: ignore[union-attr]
+        if plan is not None and plan.takes_step(current, path, s):
+            plain = root_of(weight).tensor(weight, plan.arena[s])
             return lambda: operator_of(read)(*contract.replaced(form.arguments, plain, index))
         return lambda: self.own.call(read)(*given)
 
@@ -378,7 +303,7 @@ class UnitReads:
         addresses: dict[int, int] = {}
         with ExitStack() as held:
             plan = self._planned
-            bringing = _Bringing(
+            bringing = Bringing(
                 current, held, seen, plan.units.pool.nbytes if plan and plan.pool else 0, may_be_whole
             )
             for s, places in spans.items():
@@ -386,28 +311,26 @@ class UnitReads:
                 addresses[s] = self._brought(s, places, bringing) if fixed is None else fixed
             return self._plainly(func, args, kwargs, addresses)
 
-    def _brought(self, s: int, places: Sequence[tuple[int, int]], to: _Bringing) -> int:
+    def _brought(self, s: int, places: Sequence[tuple[int, int]], to: Bringing) -> int:
         """Have in memory what an operator reads of a storage; returns the address of the storage."""
         current, path, needed = to.current, self._home(to.current, s), [(0, self.facts.storages[s].nbytes)]
-        read = self._slices(path, s)
-        planned = self._step_of(current, path, read) if read is not None else None
+        read, plan = self._slices(path, s), self._planned
+        planned = plan.step_of(current, path, read) if plan is not None and read is not None else None
         read = planned[1] if planned is not None else read
         numbers = units_in(places, read) if read is not None else None
         if numbers is not None and read is not None and len(numbers) < read.count:
             if numbers:
                 to.note(self._note(current, path, replace(read, operator=SLICES), ("slices", path)), numbers)
-            if planned is not None and self._hold(planned, numbers, to):
-                assert self._planned is not None
-                return self._planned.pool[s]
+            if plan is not None and planned is not None and plan.hold(*planned, numbers, to):
+                return plan.pool[s]
             needed = [read.unit(number) for number in numbers]
         elif to.may_be_whole and self._host.is_read_by(path, s):
             self.whole.add((path, s))
             current.reads.whole = True
         else:
             to.note(self._note(current, path, s, None))
-        if self._takes_step(current, path, s):
-            assert self._planned is not None
-            return self._planned.arena[s]
+        if plan is not None and plan.takes_step(current, path, s):
+            return plan.arena[s]
         to.held.enter_context(self.own.holding(s, needed))
         return self.own.address(s)
 
@@ -415,42 +338,6 @@ class UnitReads:
         """Return the address of a storage that is in memory throughout."""
         found = self._stayed.get(storage)
         return found if found is not None or self._planned is None else self._planned.fixed.get(storage)
-
-    def _hold(self, planned: tuple[int, SparseRead], numbers: Sequence[int], to: _Bringing) -> bool:
-        """Have units in the pool; returns whether they fit into what is left of it."""
-        (number, read), plan, graph = planned, self._planned, to.current.order
-        assert plan is not None
-        pool = plan.units.pool
-        edges = [pool.granules(read, one) for one in numbers]
-        nbytes = sum(stop - first for first, stop in edges) * pool.granule
-        if not numbers or nbytes > to.left:
-            return False
-        to.left -= nbytes
-        plan.units.ask(graph, number, numbers)
-        to.held.enter_context(plan.units.hold(graph, number, numbers, alone=True))
-        return True
-
-    def _takes_step(self, current: Any, path: str, storage: int) -> bool:
-        """Have a storage in the arena, in a step of the operator's own; returns whether the plan has one.
-
-        Operators that read the same storage one after another, as in a loop, are one step.
-        """
-        plan, reads = self._planned, current.reads
-        if plan is None or current.order is None or current.open is not None:
-            return False
-        if reads.held is not None and reads.held[1] == (path, storage):
-            return True
-        numbers = plan.whole[current.order].get((path, storage))
-        if numbers is None:
-            return False
-        self.release(current)
-        turn = reads.turns.get((path, storage), 0)
-        reads.turns[path, storage] = turn + 1
-        number, streamer = numbers[turn % len(numbers)], plan.weights.streamer
-        if number in plan.probed[current.order] and streamer is not None:
-            streamer.acquire(current.order, number)
-            reads.held = number, (path, storage)
-        return True
 
     def _plainly(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], addresses: Mapping[int, int]
@@ -495,22 +382,6 @@ class UnitReads:
         read = SparseRead(root.part, SLICES, 0, 0)
         nbytes = self.facts.storages[storage].nbytes
         return read if nbytes >= LEAST and has_units(read, nbytes) else None
-
-    def _step_of(self, current: Any, path: str, read: SparseRead) -> tuple[int, SparseRead] | None:
-        """Return the step of the plan that reads from the pool as an operator does now, or None."""
-        if self._planned is None or current.order is None:
-            return None
-        key, graph = (path, read.storage, read.operator), self._planned.by_units[current.order]
-        steps = graph.get(key)
-        if steps is None and read.operator == SLICES:
-            steps = next((found for (_, s, _), found in graph.items() if s == read.storage), None)
-        if steps is None:
-            return None
-        turns = current.reads.turns
-        turn = turns.get(key, 0)
-        turns[key] = turn + 1
-        number, known = steps[turn % len(steps)]
-        return (number, known) if read.operator == SLICES or matrix(known) == matrix(read) else None
 
     def _note(self, current: Any, path: str, read: SparseRead | int, route: object) -> Seen:
         """Note an operator as a step of the pass.
