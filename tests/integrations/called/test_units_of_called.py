@@ -183,7 +183,7 @@ class TestTiles:
     def test_a_large_head_is_read_by_tiles_below_its_size(
         self, called: Called, tied: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("penstock.integrations.called.units.TILED", 4 << 20)
+        monkeypatch.setattr("penstock.integrations.called.by_units.units.TILED", 4 << 20)
 
         class Net(nn.Module):
             def __init__(self) -> None:
@@ -206,7 +206,7 @@ class TestTiles:
     def test_slices_of_a_large_stack_are_no_tiles(
         self, called: Called, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("penstock.integrations.called.units.TILED", 512 << 10)
+        monkeypatch.setattr("penstock.integrations.called.by_units.units.TILED", 512 << 10)
         model, reference = pair(Mixture("looped"))
         called(model, 0.4)
 

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.integrations.called.by_units.reads import Seen
+from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.kinds import kind_of
 from penstock.integrations.called.measuring import ROOM, CallSizes, LiveBytes, PeakMeter, call_bytes
@@ -35,8 +37,6 @@ from penstock.integrations.called.places import Places, Step, leave_twins_out
 from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.plans import Residency, plan_orders, residency_of
 from penstock.integrations.called.readers import StepWeights, can_read
-from penstock.integrations.called.reads import Seen
-from penstock.integrations.called.units import Host, UnitReads
 from penstock.integrations.calls.kinds import refuse_grad
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with

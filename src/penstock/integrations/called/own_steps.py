@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from penstock.integrations.called.by_units.reads import Seen
+from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import StepTime
 from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import Step, Watched
 from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.readers import StepWeights
-from penstock.integrations.called.reads import Seen
-from penstock.integrations.called.units import UnitReads
 from penstock.integrations.cap import Cap
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_budget, format_size

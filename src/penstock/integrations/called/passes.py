@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from penstock.integrations.called.by_units.reads import PassReads, Seen
 from penstock.integrations.called.facts import Order
 from penstock.integrations.called.measuring import PeakMeter
 from penstock.integrations.called.places import Step, Values
-from penstock.integrations.called.reads import PassReads, Seen
 
 
 @dataclass(eq=False)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import Order
 from penstock.integrations.called.readers import StepWeights
-from penstock.integrations.called.units import UnitReads
 from penstock.runtime.choice import PlanRequest, decide
 from penstock.schedule.facts.model import SparseRead
 from penstock.schedule.payload.codec import Payload

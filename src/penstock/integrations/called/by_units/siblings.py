@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
+from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.facts import ModuleFacts
 from penstock.integrations.called.readers import sibling_lists, structure_of
-from penstock.integrations.called.reads import Seen
 from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.sparse.division import LEAST, LEAST_UNIT
 

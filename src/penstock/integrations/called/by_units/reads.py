@@ -8,8 +8,8 @@ from math import prod
 
 import torch
 
+from penstock.integrations.called.by_units.watched import Form
 from penstock.integrations.called.facts import Order, StepTime
-from penstock.integrations.called.watched import Form
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.operators import find_operator
 from penstock.passes.sparse.tiles import LINEAR, MOST_RESULT, tiled

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from penstock.integrations.called.by_units.reads import operator_of
 from penstock.integrations.called.facts import ModuleFacts
 from penstock.integrations.called.own_memory import OwnMemory
-from penstock.integrations.called.reads import operator_of
 from penstock.passes.sparse.calls import SparseCall
 from penstock.runtime.arena.base import tensor_at
 from penstock.runtime.sparse.base import PooledUnits

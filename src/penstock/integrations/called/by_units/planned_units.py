@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.integrations.called.by_units.reads import SLICES, Seen, matrix, operator_of
+from penstock.integrations.called.by_units.watched import Root
 from penstock.integrations.called.facts import ModuleFacts, Order
-from penstock.integrations.called.reads import SLICES, Seen, matrix, operator_of
-from penstock.integrations.called.watched import Root
 from penstock.passes.sparse.calls import SparseCall
 from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.stream.passes import LoadedWeights

@@ -14,13 +14,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
-from penstock.integrations.called.own_memory import OwnMemory
-from penstock.integrations.called.own_units import OwnUnits
-from penstock.integrations.called.planned_units import Bringing, Planned, open_planned
-from penstock.integrations.called.reads import SLICES, Seen, has_units, operator_of, read_of, units_in
-from penstock.integrations.called.siblings import Siblings
-from penstock.integrations.called.watched import (
+from penstock.integrations.called.by_units.own_units import OwnUnits
+from penstock.integrations.called.by_units.planned_units import Bringing, Planned, open_planned
+from penstock.integrations.called.by_units.reads import (
+    SLICES,
+    Seen,
+    has_units,
+    operator_of,
+    read_of,
+    units_in,
+)
+from penstock.integrations.called.by_units.siblings import Siblings
+from penstock.integrations.called.by_units.watched import (
     Form,
     Root,
     WatchedTensor,
@@ -32,6 +37,8 @@ from penstock.integrations.called.watched import (
     watched_in,
     written_by,
 )
+from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
+from penstock.integrations.called.own_memory import OwnMemory
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.tiles import LEAST as TILED
 from penstock.passes.sparse.tiles import LINEAR
