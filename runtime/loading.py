@@ -68,7 +68,10 @@ ENGINES = ("auto", "native", "python")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a verified plan is run; `Program.load` documents every field."""
+    """How a verified plan is run; `Program.load` documents every field.
+
+    `arena` is the kind of arena that `apply` and `load` of integrations plan for; None chooses.
+    """
 
     device: str = "cpu"
     page_lock: bool = True
@@ -77,6 +80,7 @@ class LoadOptions:
     debug: bool = False
     poison: bool = False
     spill: str | PathLike[str] | None = None
+    arena: str | None = None
 
     @property
     def native(self) -> bool:

@@ -52,13 +52,23 @@ class Cap:
         self.lock = threading.RLock()
         self.rehearsing = False
         self.reserved = 0  # bytes of parameters that are trained, and of what comes with them
-        self.beside = max(_LEAST, SLACK - _KERNELS[0] - nbytes // _KERNELS[1])
         self._counts_own = counts_own
         self._left = 0
         self._working = False
         self._holder: Holder | None = None
+        self._running: Holder | None = None
         if counts_own:
             give_back_when_freed()
+
+    @property
+    def kernels(self) -> int:
+        """Bytes beside the cap that kernels may take for memory of their own."""
+        return _KERNELS[0] + self.nbytes // _KERNELS[1]
+
+    @property
+    def beside(self) -> int:
+        """Bytes beside the cap that code and tables may take."""
+        return max(_LEAST, SLACK - self.kernels)
 
     @property
     def own(self) -> int:
@@ -76,6 +86,21 @@ class Cap:
             assert self._holder is not None
             self._holder.unload()
         self._holder = holder
+
+    @contextmanager
+    def calling(self, holder: Holder) -> Iterator[bool]:
+        """Give the memory to `holder` while its call runs.
+
+        Yields True within the call of another holder, which keeps its memory: what `holder` takes comes on
+        top.
+        """
+        outer, self._running = self._running, self._running or holder
+        try:
+            if self._running is holder:
+                self.turn(holder)
+            yield self._running is not holder
+        finally:
+            self._running = outer
 
     @contextmanager
     def working(self) -> Iterator[None]:

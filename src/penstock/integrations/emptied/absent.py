@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -28,8 +28,18 @@ _FACTS = frozenset(
 
 _SETTABLE = ("requires_grad", "grad")
 
-_SAYS, _STORAGE = "penstock_says", "penstock_storage"
-"""Attributes of an absent tensor: the sentence of its errors, and its empty storage."""
+_SAYS, _STORAGE, _ANSWER = "penstock_says", "penstock_storage", "penstock_answer"
+"""Attributes of an absent tensor: the sentence of its errors, its empty storage, and its `Answer`."""
+
+
+class Answer(Protocol):
+    """Stands for an absent tensor while that is allowed."""
+
+    def value(self) -> torch.Tensor | None:
+        """Return a tensor with its values, or None where they may not be read now."""
+
+    def keep(self, value: torch.Tensor) -> None:
+        """Note that a result of an operator shares the memory of `value`, which this has returned."""
 
 
 class AbsentTensor(torch.Tensor):
@@ -51,7 +61,10 @@ class AbsentTensor(torch.Tensor):
             asked, name = name, getattr(func.__self__, "__name__", "")
             name = "" if asked == "__set__" and name not in _SETTABLE else name
         if name not in _FACTS:
-            _refuse_values(args, kwargs)
+            if any(getattr(one, "penstock_decides", False) for one in types):
+                # A watched tensor brings the units that the function reads, and then calls it again.
+                return NotImplemented
+            return _call_answered(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -101,7 +114,7 @@ def make_absent(
         if kept.requires_grad != value.requires_grad:
             kept.requires_grad_(value.requires_grad)
         _exchange(value, kept)
-        for attribute in said:
+        for attribute in (*said, _ANSWER):
             value.__dict__.pop(attribute, None)
 
     return give
@@ -111,6 +124,42 @@ def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange what two objects are, except for their attributes."""
     torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
+
+
+def answer_with(value: torch.Tensor, answer: Answer) -> None:
+    """Let operators on an absent tensor take what `answer` returns, instead of raising StreamError."""
+    value.__dict__[_ANSWER] = answer
+
+
+def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with answers in place of absent tensors. Raises StreamError if one has no answer."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    answered: list[tuple[AbsentTensor, Answer, torch.Tensor, int]] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, AbsentTensor):
+            answer: Answer | None = vars(leaf).get(_ANSWER)
+            value = answer.value() if answer else None
+            if answer is None or value is None:
+                raise StreamError(vars(leaf)[_SAYS])
+            leaves[index] = value
+            answered.append((leaf, answer, value, value._version))
+    if not answered:  # an argument that no pytree shows
+        _refuse_values(args, kwargs)
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    result = func(*args, **kwargs)
+    memories = {one.untyped_storage()._cdata for one in pytree.tree_leaves(result) if has_memory(one)}
+    for leaf, answer, value, version in answered:
+        if value._version != version:
+            raise StreamError(f"{vars(leaf)[_SAYS]}, and {func.__name__} would write to it")
+        if value.untyped_storage()._cdata in memories:
+            answer.keep(value)
+    return result
+
+
+def has_memory(value: object) -> bool:
+    """Tell whether a value is a plain tensor that shows its memory; a functorch wrapper shows none."""
+    plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided  # type: ignore[attr-defined]
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(value)  # type: ignore[arg-type]
 
 
 def _refuse_values(args: Any, kwargs: Any) -> NoReturn:

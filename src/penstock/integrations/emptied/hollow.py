@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.integrations.called.facts import joined, registered_weights
 from penstock.integrations.emptied.absent import AbsentTensor, Emptied, make_absent
 from penstock.integrations.kept import KeptWeights, digest_of, names_of
 from penstock.passes.building.fake_export import Built
@@ -47,10 +48,20 @@ class Hollow:
     """
 
     def __init__(
-        self, module: nn.Module, sentence: str, device: torch.device, trained: Collection[nn.Parameter] = ()
+        self,
+        module: nn.Module,
+        sentence: str,
+        device: torch.device,
+        trained: Collection[nn.Parameter] = (),
+        *,
+        called: bool = False,
     ) -> None:
         kept = {id(one) for one in trained}
-        plain = plain_parts((name, one) for name, one in module.named_parameters() if id(one) not in kept)
+        emptied: list[tuple[str, torch.Tensor]]
+        emptied = [(name, one) for name, one in module.named_parameters() if id(one) not in kept]
+        if called:
+            emptied = [(joined(path, key), value) for path, _, key, value in registered_weights(module)]
+        plain = plain_parts(emptied)
         parameters = {id(value) for value in plain.values()}
         named = [
             *module.named_buffers(),
@@ -82,7 +93,7 @@ class Hollow:
                 if any(id(held) not in kept for held in one._parameters.values()) or (
                     one is module and plain
                 ):
-                    _refuse_uses(one, path, sentence, self._undo, trained=bool(kept))
+                    _refuse_uses(one, path, sentence, self._undo, trained=bool(kept), called=called)
             on_error.pop_all()
 
     @property
@@ -189,7 +200,9 @@ _ADAPTED = "_hf_peft_config_loaded"
 """Set on models of transformers whose `save_pretrained` saves their adapters only."""
 
 
-def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack, *, trained: bool) -> None:
+def _refuse_uses(
+    module: nn.Module, path: str, sentence: str, undo: ExitStack, *, trained: bool, called: bool
+) -> None:
     """Let uses of a module that need its parameters raise StreamError, until `undo` is closed.
 
     Where some of its parameters are `trained`, its state holds those, and the others without values.
@@ -217,7 +230,7 @@ def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack, *
     else:
         undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
-    if "forward" not in vars(module):
+    if not called and "forward" not in vars(module):
         undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
     undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
     undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))

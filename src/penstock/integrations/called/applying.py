@@ -1,0 +1,278 @@
+"""`apply` and `load` by calling the model's own Python: what those of `penstock.integrations` become.
+
+They run models for inference on a CPU. What is missing stands in ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from os import PathLike
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.integrations.adapters import by_adapter
+from penstock.integrations.cached import store, stored_tensors
+from penstock.integrations.called.component import CalledModule
+from penstock.integrations.called.facts import make_facts
+from penstock.integrations.called.plans import Residency
+from penstock.integrations.cap import Cap
+from penstock.integrations.emptied.hollow import Hollow
+from penstock.integrations.emptied.uninterrupted import uninterrupted
+from penstock.integrations.folders import Stored, asked_dtype, local_folder, open_folder
+from penstock.integrations.kept import KeptWeights
+from penstock.integrations.libraries import (
+    add_generation_config,
+    closing,
+    components_of,
+    entries_of,
+    owner_of,
+)
+from penstock.integrations.own_files import keep_weights
+from penstock.integrations.progress import seconds_since
+from penstock.runtime.cache import Cache
+from penstock.runtime.loading import LoadOptions
+from penstock.runtime.system.own_memory import give_back_unused
+from penstock.schedule.facts.errors import PassError, PenstockError, StreamError
+from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
+
+_log = logging.getLogger(__name__)
+
+_RESTORE = "call the model itself, or restore it first (restore() of what apply returned)"
+_LOAD = "call the model itself, or load it with its library instead, as it was never in memory"
+
+_MOVING = ("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook", "LayerwiseCastingHook", "SequentialHook")
+"""Hooks of accelerate that bring and take away the weights of a module."""
+
+_MOVING_OF_DIFFUSERS = ("layerwise_casting", "group_offloading", "lazy_prefetch_group_offloading")
+"""Hooks of diffusers that convert weights before each call and back after it, or move them."""
+
+
+class Applied:
+    """A model or a pipeline whose components stream; returned by `apply`, and kept by what `load` returns.
+
+    As a context manager it restores the model at the end, which only `apply` can: what `load` returns was
+    never in memory.
+    """
+
+    def __init__(self, target: Any, cap: Cap, cache: Cache, options: LoadOptions, *, restores: bool) -> None:
+        self.target = target
+        self.cap, self.cache = cap, cache
+        self.components: dict[str, CalledModule] = {}
+        self._options, self._restores = options, restores
+        self._hollow: dict[str, Hollow] = {}
+        self._trained: list[nn.Module] = []
+
+    def __repr__(self) -> str:
+        state = f"streamed within {format_budget(self.cap.nbytes)}"
+        return f"Applied({type(self.target).__name__}, {state if self._hollow else 'restored'})"
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of weights that are no longer in memory."""
+        return sum(hollow.nbytes for hollow in self._hollow.values())
+
+    @property
+    def memory(self) -> int:
+        """Bytes that weights and calls may take together. Set it between calls: `applied.memory = "6GB"`."""
+        return self.cap.nbytes
+
+    @memory.setter
+    def memory(self, memory: int | str) -> None:
+        nbytes = parse_size(memory, name="memory")
+        with self.cap.lock:
+            self.idle()
+            self.cap.nbytes = nbytes
+
+    def idle(self) -> None:
+        """Give the memory of weights back until the next call, which loads them again."""
+        with self.cap.lock:
+            for component in self.components.values():
+                component.unload()
+            give_back_unused()
+
+    close = idle
+
+    @property
+    def residency(self) -> dict[str, tuple[Residency, ...]]:
+        """By component, how the present plan holds each module's weights; empty before the first plan."""
+        return {name: component.residency for name, component in self.components.items()}
+
+    def add(self, name: str, module: nn.Module, kept: Sequence[KeptWeights]) -> None:
+        """Let the weights of a module stream, which `kept` holds in files, and free their memory."""
+        facts = make_facts(module, kept)
+        entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
+        sentence = _RESTORE if self._restores else _LOAD
+        with uninterrupted():
+            self._hollow[name] = Hollow(module, sentence, torch.device("cpu"), called=True)
+            self.components[name] = CalledModule(
+                name, module, facts, kept, self.cap, entries=entries, options=self._options
+            )
+
+    def evaluate(self, module: nn.Module) -> None:
+        """Put a module in eval mode until it is restored."""
+        self._trained += [one for one in module.modules() if one.training]
+        module.eval()
+
+    def restore(self) -> None:
+        """Give every component its weights and its own methods again.
+
+        Raises StreamError for what `load` made, which was never in memory, and SourceError where the weights
+        cannot be read again. Everything is still applied then.
+        """
+        with self.cap.lock:
+            if not self._restores:
+                raise StreamError(
+                    "the model was never in memory: load it with its library where it should be"
+                )
+            for component in self.components.values():
+                component.refuse_lost()
+            self.idle()
+            fills = [hollow.filling(self.components[name].kept) for name, hollow in self._hollow.items()]
+            with uninterrupted():
+                written = [component.let_go() for component in self.components.values()]
+                for change in (*fills, *written):
+                    change()
+                for module in self._trained:
+                    module.training = True
+                self._hollow.clear()
+                self._trained.clear()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.restore()
+        except PenstockError as failure:
+            if error is None:
+                raise
+            error.add_note(f"penstock is still applied, as it could not restore the model: {failure}")
+
+
+def apply(
+    model: Any,
+    memory: int | str,
+    *,
+    cache: str | PathLike[str] | None = None,
+    options: LoadOptions | None = None,
+) -> Applied:
+    """Let a module, a transformers model or a diffusers pipeline run in `memory` bytes, as it is.
+
+    The weights of each component stay in the safetensors files that it was loaded from, where these hold the
+    same bytes; others are written to `cache`, equal ones once. Its parameters give their memory back. The
+    model's own Python runs: what changes is that weights are in memory while the module that reads them is
+    called. The first
+        call of a kind
+    runs one module at a time; later ones stream by a plan.
+
+    Args:
+        model: A module, a model of transformers, or a pipeline of diffusers. It is in eval mode until it is
+            restored.
+        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, or a number.
+        cache: The folder for weights that no file of the model holds. Default: `~/.cache/penstock`.
+        options: How weights are loaded, for measurements and debugging.
+
+    Returns:
+        What restores the model, at the end of a `with` statement too.
+
+    Raises:
+        PassError: The model cannot stream as it is; the message says why. It is as it was then.
+    """
+    begun, nbytes, parts = monotonic(), parse_size(memory, name="memory"), components_of(model)
+    for name, module in parts.items():
+        _refuse_moved(module, name)
+    applied = Applied(model, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=True)
+    with ExitStack() as on_error:
+        on_error.push(applied)
+        for name, module in parts.items():
+            held = stored_tensors(module)
+            applied.evaluate(module)
+            own, *adapters = by_adapter(module, held)
+            made_for = owner_of(name, module)
+            kept = keep_weights(module, own, applied.cache, made_for)
+            applied.add(name, module, [*kept, *(store(one, applied.cache, made_for) for one in adapters)])
+        _log.info(
+            "%s is ready after %s: %s of weights given back",
+            type(model).__name__,
+            seconds_since(begun),
+            format_size(applied.freed_bytes),
+        )
+        on_error.pop_all()
+    return applied
+
+
+def load(
+    source: str | PathLike[str],
+    memory: int | str,
+    *,
+    variant: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    cache: str | PathLike[str] | None = None,
+    options: LoadOptions | None = None,
+) -> Any:
+    """Return a transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
+
+    The model is never in memory: its weights are read from its safetensors files, in place, when it is
+    called. What is returned is the library's own object, in eval mode. Its `penstock_applied` is what `apply`
+    would return. In a `with` statement it stops its readers and frees its memory at the end.
+
+    Args:
+        source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
+        memory: As for `apply`.
+        variant: The variant of the weights (`"fp16"`), for components that have it.
+        dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
+            have in another dtype are converted once, to the same bits, into `cache`.
+        cache: As for `apply`.
+        options: As for `apply`.
+
+    Raises:
+        SourceError: The folder holds no model.
+        PassError: As for `apply`.
+    """
+    folder, nbytes = local_folder(source), parse_size(memory, name="memory")
+    found = open_folder(folder, variant, asked_dtype(dtype), train=False)
+    applied = Applied(None, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=False)
+
+    def stream(stored: Stored) -> nn.Module:
+        module, names = stored.make()
+        applied.add(stored.name, module, stored.kept(module, names, applied.cache))
+        return module
+
+    if isinstance(found, tuple):
+        parts, assemble = found
+        applied.target = assemble({name: stream(replace(one, name=name)) for name, one in parts.items()})
+    else:
+        applied.target = stream(found)
+        add_generation_config(next(iter(components_of(applied.target).values())), folder)
+    applied.target.penstock_applied = applied
+    return closing(applied.target)
+
+
+def _refuse_moved(module: nn.Module, name: str) -> None:
+    """Raise PassError if a module is on several devices, or another tool moves or converts its weights."""
+    for child in module.modules():
+        hooks = [type(getattr(child, "_hf_hook", None)).__name__]
+        if hooks[0] in _MOVING:
+            raise PassError(
+                f"{name} was wrapped by accelerate: remove its hooks first "
+                "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or load it without "
+                "device_map"
+            )
+        for hook in getattr(getattr(child, "_diffusers_hook", None), "hooks", None) or ():
+            if hook in _MOVING_OF_DIFFUSERS:
+                raise PassError(
+                    f"{name} has a hook of diffusers that moves or converts its weights ({hook}): "
+                    "load it without"
+                )
+    devices = sorted({str(one.device) for one in module.parameters()})
+    if len(devices) > 1:
+        raise PassError(f"{name} lies on several devices, {', '.join(devices)}: move it to one")

@@ -1,0 +1,420 @@
+"""Reads of single units: rows of tables, experts of stacks, tiles of heads; and operators that are steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.integrations.called.by_units.own_units import OwnUnits
+from penstock.integrations.called.by_units.planned_units import Bringing, Planned, open_planned
+from penstock.integrations.called.by_units.reads import (
+    SLICES,
+    Seen,
+    has_units,
+    operator_of,
+    read_of,
+    units_in,
+)
+from penstock.integrations.called.by_units.siblings import Siblings
+from penstock.integrations.called.by_units.watched import (
+    Form,
+    Root,
+    WatchedTensor,
+    bytes_of_view,
+    form_of,
+    geometry_of,
+    part_of,
+    root_of,
+    watched_in,
+    written_by,
+)
+from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
+from penstock.integrations.called.own_memory import OwnMemory
+from penstock.passes.sparse.contracts import CONTRACTS
+from penstock.passes.sparse.tiles import LEAST as TILED
+from penstock.passes.sparse.tiles import LINEAR
+from penstock.runtime.sparse.trial import reads_units_only
+from penstock.runtime.stream.passes import LoadedWeights
+from penstock.schedule.facts.catalog import ITEM_SIZES
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Part, SparseRead
+from penstock.schedule.sparse.division import LEAST
+
+
+class Host(NamedTuple):
+    """What reads by units ask of the module: the pass, the memory left, who reads what, and to stay."""
+
+    current: Callable[[], Any]
+    room: Callable[[], int]
+    is_read_by: Callable[[str, int], bool]
+    stay: Callable[[int], torch.Tensor]
+
+
+class UnitReads:
+    """The operators that read watched weights: single units, or a whole weight outside of modules' steps.
+
+    Tables, stacks and large heads are watched from the start. Only what is read by units stays watched, as
+    code that asks for functions of a tensor's own would take other branches.
+
+    Attributes:
+        roots: The storages that are watched.
+        whole: Paths of modules and storages that their steps read whole.
+    """
+
+    def __init__(self, module: nn.Module, facts: ModuleFacts, own: OwnMemory, host: Host) -> None:
+        self.roots: dict[int, Root] = {}
+        self.whole: set[tuple[str, int]] = set()
+        self.spoiled = False
+        self.own = OwnUnits(facts, own, host.room, self._measure)
+        self.facts, self._host, self._module = facts, host, module
+        self._homes: dict[int, str] = {}
+        self._twins: dict[int, tuple[str, list[tuple[torch.Tensor, type]]]] = {}
+        self._stayed: dict[int, int] = {}
+        self._planned: Planned | None = None
+        self._lock = threading.RLock()
+        named = [name for name, _ in module.named_parameters() if name in facts.parts]
+        self._uses = Counter(facts.parts[name].storage for name in named)
+        self.siblings = Siblings(module, facts, self._uses, lambda s: s in self.roots)
+        for path, one in module.named_modules():
+            for key, value in one._parameters.items():
+                name = f"{path}.{key}" if path else key
+                if value is not None and name in facts.parts and self._may_have_units(one, facts.parts[name]):
+                    self.watch(name, value)
+
+    def _may_have_units(self, owner: nn.Module, part: Part) -> bool:
+        nbytes = self.facts.storages[part.storage].nbytes
+        if nbytes < LEAST or len(part.shape) < 2:
+            return False
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            return owner.max_norm is None
+        return nbytes >= TILED or (len(part.shape) > 2 and not isinstance(owner, nn.modules.conv._ConvNd))
+
+    def watch(self, fqn: str, twin: torch.Tensor) -> bool:
+        """Watch a weight from now on; returns whether that is possible, and new."""
+        part = self.facts.parts.get(fqn)
+        if part is None or part.storage in self.roots or self._uses[part.storage] != 1:
+            return False
+        storage = self.facts.storages[part.storage]
+        if storage.kind != "streamable" or isinstance(twin, WatchedTensor) or part.storage in self._stayed:
+            return False
+        says = f"the parameter {fqn} is not in memory, and calls of the model have units of it alone"
+        self.roots[part.storage] = root = Root(part, storage.nbytes, says, self._run)
+        self._twins[part.storage] = fqn, [(twin, type(twin))]
+        root.watch(twin)
+        return True
+
+    def _let_go(self, storage: int) -> None:
+        del self.roots[storage]
+        for twin, kind in self._twins[storage][1]:
+            twin.__class__ = kind
+
+    def stack(self, paths: Sequence[str], places: Mapping[str, torch.Tensor]) -> tuple[ModuleFacts, set[int]]:
+        """Have the weights of one name in the modules of a list be the units of one storage.
+
+        Returns the facts from now on, and the storages of weights that are too small for that.
+        """
+        groups: list[tuple[str, list[str]]] = []
+        small: set[int] = set()
+        for path in paths:
+            found = self.siblings.groups(path)
+            assert found is not None, "the list was seen to have units"
+            groups += [(path, fqns) for fqns in found[0]]
+            small |= found[1]
+        for path in paths:
+            del self.siblings.lists[path]
+        first = len(self.facts.storages)
+        self.facts = self.own.facts = self.siblings.facts = self.facts.stacked([fqns for _, fqns in groups])
+        for s, (path, fqns) in enumerate(groups, first):
+            storage, part = self.facts.storages[s], self.facts.parts[fqns[0]]
+            stride = storage.nbytes // len(fqns) // ITEM_SIZES[part.dtype]
+            whole = replace(part, shape=(len(fqns), *part.shape), stride=(stride, *part.stride))
+            name = f"{path}.*.{fqns[0][len(path) + 1 :].partition('.')[2]}"
+            says = f"the parameters {name} are not in memory, and calls of the model have units of them alone"
+            self.roots[s] = root = Root(whole, storage.nbytes, says, self._run)
+            self._twins[s], self._homes[s] = (name, [(places[fqn], type(places[fqn])) for fqn in fqns]), path
+            for unit, fqn in enumerate(fqns):
+                root.watch(places[fqn], unit)
+        return self.facts, small
+
+    def is_member(self, path: str) -> bool:
+        """Tell whether a module is in a list whose weights are units: its calls are no steps."""
+        return any(path.startswith(f"{home}.") for home in self._homes.values())
+
+    def _home(self, current: Any, storage: int) -> str:
+        """Return the path of the module by whose reads a storage is planned."""
+        return self._homes.get(storage) or current.path
+
+    def left_out(
+        self, path: str, storages: Sequence[int], merged: Collection[tuple[str, int]] = ()
+    ) -> set[int]:
+        """Return the storages that the step of a module does not bring, as its operators do."""
+        return {
+            s for s in storages if s in self.roots and (path, s) not in self.whole and (path, s) not in merged
+        }
+
+    def keeps(
+        self,
+        path: str,
+        read: SparseRead | int | None,
+        merged: Collection[tuple[str, int]],
+        resident: Collection[int],
+    ) -> bool:
+        """Tell whether a step is a module's call, or an operator that reads what is not in memory."""
+        if read is None:
+            return True
+        s = read if isinstance(read, int) else read.storage
+        return (
+            s in self.roots and (path, s) not in self.whole and (path, s) not in merged and s not in resident
+        )
+
+    def settle(self, orders: Sequence[Order]) -> None:
+        """Stop watching what the steps of modules read whole only."""
+        kept = {
+            read if isinstance(read, int) else read.storage
+            for order in orders
+            for read in order.operators
+            if read is not None
+        }
+        for s in {s for _, s in self.whole} & (self.roots.keys() - kept):
+            self._let_go(s)
+
+    # Plans.
+
+    def open(self, weights: LoadedWeights, orders: Sequence[Order]) -> None:
+        """Serve operators from a plan; `orders` are those of its traces."""
+        self._planned = open_planned(weights, orders, self.facts, self.roots)
+
+    def close(self) -> None:
+        """Serve nothing from a plan any more."""
+        self._planned = None
+        for root in self.roots.values():
+            root.forget()
+        self.own.close()
+        self.spoiled = False
+
+    def run_to_end(self, current: Any, run: Callable[[], Any]) -> Any:
+        """Run a call. What it returns of watched weights becomes tensors with memory of their own."""
+        output = run()
+        if self._twins and any(not isinstance(one, nn.Parameter) for one in watched_in(output)):
+            output = pytree.tree_map_only(WatchedTensor, _cloned, output)
+        self.release(current)
+        return output
+
+    def release(self, current: Any) -> None:
+        """Give back what an operator of its own step has read whole, before another step begins."""
+        if self._planned is not None:
+            self._planned.release(current)
+        current.reads.held = None
+
+    # Operators.
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator that reads watched tensors."""
+        with self._lock:
+            current, first = self._host.current(), next(iter(watched_in(args, kwargs)))
+            if current is None:
+                raise StreamError(root_of(first).says)
+            begun, self.own.read_ns = time.perf_counter_ns(), 0
+            self._measure(0)
+            written = written_by(func, args, kwargs)
+            if written is not None:
+                self._have_stay(root_of(written).storage)
+            seen: list[Seen] = []
+            form = form_of(func, args, kwargs) if written is None else None
+            call = self._contracted(current, form, seen) if form is not None else None
+            try:
+                if call is not None:
+                    return call()
+                tiles = form is not None and form.operator == LINEAR and root_of(first).nbytes >= TILED
+                return self._by_geometry(current, func, args, kwargs, seen, may_be_whole=not tiles)
+            finally:
+                ended = time.perf_counter_ns()
+                took = ended - begun - self.own.read_ns
+                for one in seen:
+                    lead = 0 if current.open is not None else max(0, begun - current.mark)
+                    one.time = StepTime(one.time.lead_ns + lead, one.time.read_ns + took // len(seen))
+                current.inner_ns += ended - begun
+                if current.open is None:
+                    current.mark = ended
+
+    def _measure(self, held: int) -> None:
+        """Have the memory of an observed pass measured, of which `held` bytes are units."""
+        current = self._host.current()
+        if current is not None and current.meter is not None:
+            current.meter.look(current.own_bytes + held)
+
+    def _have_stay(self, storage: int) -> None:
+        if storage not in self._stayed:
+            name, ((twin, _), *others) = self._twins[storage]
+            if others:
+                raise StreamError(
+                    f"{self.roots[storage].says}, and the call writes to one: restore() the model first"
+                )
+            self._let_go(storage)
+            value = self._host.stay(id(twin))
+            self._stayed[storage] = value.data_ptr() - self.facts.parts[name].offset
+
+    def _contracted(self, current: Any, form: Form, seen: list[Seen]) -> Callable[[], Any] | None:
+        """Return what runs an operator that names the units it reads; None where its geometry has to tell."""
+        contract = CONTRACTS[form.operator]
+        weight, index = contract.operands(form.arguments)
+        view, s = part_of(weight), root_of(weight).storage
+        path = self._home(current, s)
+        computes = contract.index is None or contract.ends
+        if computes and torch.is_autocast_enabled("cpu"):  # which would convert all of the weight
+            return None
+        read = read_of(form, view, self.facts.storages[s].nbytes, TILED)
+        if read is None or (path, s) in self.whole or self._fixed(s) is not None:
+            return None
+        plan = self._planned
+        planned = plan.step_of(current, path, read) if plan is not None else None
+        if planned is None and form.operator != LINEAR and not reads_units_only(read):
+            return None
+        route = ("index", id(index), contract.ends) if index is not None else ("tiles", s)
+        current.reads.kept.append(index)
+        seen.append(self._note(current, path, read, route))
+        given = contract.replaced(form.arguments, geometry_of(weight), index)
+        if plan is not None and planned is not None:
+            call = plan.call(current.order, *planned)
+            return lambda: call(*given)
+        if plan is not None and plan.takes_step(current, path, s):
+            plain = root_of(weight).tensor(weight, plan.arena[s])
+            return lambda: operator_of(read)(*contract.replaced(form.arguments, plain, index))
+        return lambda: self.own.call(read)(*given)
+
+    def _by_geometry(
+        self,
+        current: Any,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        seen: list[Seen],
+        *,
+        may_be_whole: bool,
+    ) -> Any:
+        """Run any other operator: all units in which its operands have bytes are held."""
+        spans: dict[int, list[tuple[int, int]]] = {}
+        anywhere = "as_strided" in getattr(func, "__name__", "")  # it may read all that lies around a view
+        for one in watched_in(args, kwargs):
+            place = (0, root_of(one).nbytes) if anywhere else bytes_of_view(part_of(one))
+            spans.setdefault(root_of(one).storage, []).append(place)
+        addresses: dict[int, int] = {}
+        with ExitStack() as held:
+            plan = self._planned
+            bringing = Bringing(
+                current, held, seen, plan.units.pool.nbytes if plan and plan.pool else 0, may_be_whole
+            )
+            for s, places in spans.items():
+                fixed = self._fixed(s)
+                addresses[s] = self._brought(s, places, bringing) if fixed is None else fixed
+            return self._plainly(func, args, kwargs, addresses)
+
+    def _brought(self, s: int, places: Sequence[tuple[int, int]], to: Bringing) -> int:
+        """Have in memory what an operator reads of a storage; returns the address of the storage."""
+        current, path, needed = to.current, self._home(to.current, s), [(0, self.facts.storages[s].nbytes)]
+        read, plan = self._slices(path, s), self._planned
+        planned = plan.step_of(current, path, read) if plan is not None and read is not None else None
+        read = planned[1] if planned is not None else read
+        numbers = units_in(places, read) if read is not None else None
+        if numbers is not None and read is not None and len(numbers) < read.count:
+            if numbers:
+                to.note(self._note(current, path, replace(read, operator=SLICES), ("slices", path)), numbers)
+            if plan is not None and planned is not None and plan.hold(*planned, numbers, to):
+                return plan.pool[s]
+            needed = [read.unit(number) for number in numbers]
+        elif to.may_be_whole and self._host.is_read_by(path, s):
+            self.whole.add((path, s))
+            current.reads.whole = True
+        else:
+            to.note(self._note(current, path, s, None))
+        if plan is not None and plan.takes_step(current, path, s):
+            return plan.arena[s]
+        to.held.enter_context(self.own.holding(s, needed))
+        return self.own.address(s)
+
+    def _fixed(self, storage: int) -> int | None:
+        """Return the address of a storage that is in memory throughout."""
+        found = self._stayed.get(storage)
+        return found if found is not None or self._planned is None else self._planned.fixed.get(storage)
+
+    def _plainly(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], addresses: Mapping[int, int]
+    ) -> Any:
+        """Run a function on plain tensors. What it returns of their memory is watched again."""
+        roots = {root_of(one) for one in watched_in(args, kwargs)}
+        moving = [root for root in roots if root.storage not in self._stayed]
+
+        def opened(one: Any) -> torch.Tensor:
+            return root_of(one).tensor(one, addresses[root_of(one).storage])
+
+        def closed(one: Any) -> Any:
+            for root in roots:
+                address = addresses[root.storage]
+                if type(one) is torch.Tensor and one.layout == torch.strided and root.covers(address, one):
+                    return root.like(one, address)
+                array = getattr(one, "__array_interface__", None) if type(one).__module__ == "numpy" else None
+                if array is not None and address <= array["data"][0] < address + root.nbytes:
+                    return one.copy()
+            return one
+
+        args, kwargs = pytree.tree_map_only(WatchedTensor, opened, (tuple(args), dict(kwargs)))
+        before = [root.versions() for root in moving]
+        made = func(*args, **kwargs)
+        if [root.versions() for root in moving] != before:
+            self.spoiled = True
+            raise StreamError(
+                f"{moving[0].says}, and {func.__name__} has written to it: restore() the model first"
+            )
+        plain = (
+            isinstance(made, tuple | list) or type(made) is torch.Tensor or type(made).__module__ == "numpy"
+        )
+        return pytree.tree_map(closed, made) if plain else made
+
+    # What a pass has read.
+
+    def _slices(self, path: str, storage: int) -> SparseRead | None:
+        """Return the read of slices of a storage; None where it has none, or is read whole."""
+        root = self.roots.get(storage)
+        if root is None or (path, storage) in self.whole:
+            return None
+        read = SparseRead(root.part, SLICES, 0, 0)
+        nbytes = self.facts.storages[storage].nbytes
+        return read if nbytes >= LEAST and has_units(read, nbytes) else None
+
+    def _note(self, current: Any, path: str, read: SparseRead | int, route: object) -> Seen:
+        """Note an operator as a step of the pass.
+
+        Reads of slices by one module are one step; so are operators that read a storage one after another.
+        """
+        reads = current.reads
+        storage = read if isinstance(read, int) else read.storage
+        name = self._twins[storage][0]
+        if isinstance(read, int):
+            last: Seen | None = current.steps[-1] if current.steps else None
+            if last is not None and (last.owner, last.read) == (path, read):
+                return last
+            one = Seen(f"{path or 'model'}: {name}", path, read=read)
+        else:
+            key = path, storage
+            if read.operator == SLICES and key in reads.slices:
+                found: Seen = reads.slices[key]
+                return found
+            number = reads.routes.setdefault(route, len(reads.routes))
+            one = Seen(f"{path or 'model'}: units of {name}", path, read=replace(read, route=number))
+            if read.operator == SLICES:
+                reads.slices[key] = one
+        current.steps.append(one)
+        return one
+
+
+def _cloned(one: torch.Tensor) -> torch.Tensor:
+    return one if isinstance(one, nn.Parameter) else one.clone()

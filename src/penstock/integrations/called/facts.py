@@ -1,0 +1,263 @@
+"""The facts that plans are made of, taken from a module and its weight files: nothing is exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.integrations.kept import KeptWeights, names_of
+from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.sparse.tiles import with_common_units
+from penstock.passes.weights.subclasses import plain_tensors
+from penstock.runtime.checkpoint.binding import Rules, find_values
+from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.files.stamp import stamp_file
+from penstock.runtime.system.memory import round_up
+from penstock.schedule.facts.model import (
+    ALIGNMENT,
+    Method,
+    Part,
+    SparseRead,
+    Step,
+    Storage,
+    Trace,
+    Weight,
+    WeightFile,
+    Work,
+)
+from penstock.schedule.payload.codec import Payload
+from penstock.schedule.space.layout import place_in_file
+
+LARGE_BUFFER = 1 << 20
+"""Buffers of these bytes stream as parameters do; smaller ones stay in memory."""
+
+_GUESSED_BYTES_PER_NS = 8
+"""The memory bandwidth that steps without measured times are taken to compute with."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Nanoseconds of a step: `lead_ns` from the end of the step before to its start, `read_ns` of its own."""
+
+    lead_ns: int
+    read_ns: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """The steps of one call: the paths of the modules that read weights, in the order in which they ran.
+
+    `entry` is the path of the module that was called. `times` has a time for each step, `tail_ns` is the
+    compute after the last one; they are those of one observed call. A step that is an operator has in
+    `operators` the units that it reads, or the storage that it reads whole, and in `owners` the path of the
+    module that calls it; its own path is a sentence. `operators` is empty if there are none.
+    """
+
+    entry: str
+    paths: tuple[str, ...]
+    times: tuple[StepTime, ...] = ()
+    tail_ns: int = 0
+    operators: tuple[SparseRead | int | None, ...] = ()
+    owners: tuple[str, ...] = ()
+
+    def reduced(self, keeps: Callable[[str, SparseRead | int | None], bool]) -> Order:
+        """Return the order without the steps that `keeps`, which is told owner and read, says no to."""
+        owners, reads = self.owners or self.paths, self.operators or (None,) * len(self.paths)
+        kept = [k for k, step in enumerate(zip(owners, reads, strict=True)) if keeps(*step)]
+        if len(kept) == len(self.paths):
+            return self
+        times: list[StepTime] = []
+        lead = 0
+        for k, time in enumerate(self.times):
+            if k in kept:
+                times.append(StepTime(time.lead_ns + lead, time.read_ns))
+                lead = 0
+            else:
+                lead += time.lead_ns + time.read_ns
+        paths = tuple(self.paths[k] for k in kept)
+        operators, kept_owners = tuple(reads[k] for k in kept), tuple(owners[k] for k in kept)
+        return Order(self.entry, paths, tuple(times), self.tail_ns + lead, operators, kept_owners)
+
+    def by_units(self) -> set[tuple[str, int]]:
+        """Return the paths of modules and the storages of which these read units."""
+        steps = zip(self.owners, self.operators, strict=True)
+        return {(path, read.storage) for path, read in steps if isinstance(read, SparseRead)}
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """The weights of a module, and where their bytes lie in files.
+
+    `weights` has every name of a parameter, so that tied weights are several, whose parts name one storage.
+    """
+
+    files: tuple[WeightFile, ...]
+    storages: tuple[Storage, ...]
+    weights: tuple[Weight, ...]
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """The places of plain tensors: by FQN, or by `FQN.PART` for the parts of a quantised weight."""
+        return {weight.fqn: weight.parts[0] for weight in self.weights}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    def stacked(self, groups: Sequence[Sequence[str]]) -> ModuleFacts:
+        """Return the facts in which the weights of each group are one storage, one behind the other.
+
+        The weights of a group have equal geometries, and each is all of its storage.
+        """
+        storages, parts = list(self.storages), dict[str, Part]()
+        for group in groups:
+            members = [self.parts[fqn].storage for fqn in group]
+            stride = round_up(self.storages[members[0]].nbytes, ALIGNMENT)
+            extents = [
+                replace(one, storage_offset=one.storage_offset + unit * stride)
+                for unit, s in enumerate(members)
+                for one in self.storages[s].extents
+            ]
+            whole = Storage(
+                stride * len(group), "streamable", tuple(extents), phase=self.storages[members[0]].phase
+            )
+            for unit, fqn in enumerate(group):
+                parts[fqn] = replace(self.parts[fqn], storage=len(storages), offset=unit * stride)
+            for s in members:
+                storages[s] = Storage(0, "returned")
+            storages.append(whole)
+        weights = (
+            replace(weight, parts=(parts[weight.fqn],)) if weight.fqn in parts else weight
+            for weight in self.weights
+        )
+        return ModuleFacts(self.files, tuple(storages), tuple(weights))
+
+    def payload(
+        self,
+        orders: Sequence[Order],
+        reads: Sequence[Mapping[str, tuple[int, ...]]],
+        resident: Collection[int],
+    ) -> Payload:
+        """Return a payload with one method for each order, whose number is that of the order.
+
+        Args:
+            orders: The orders to plan for.
+            reads: For each order, by the path of a module, the storages that its step reads, ascending.
+            resident: Storages that always stay in memory.
+        """
+        storages = tuple(
+            replace(storage, kind="returned") if s in resident else storage
+            for s, storage in enumerate(self.storages)
+        )
+        names = [f"call {graph} of {order.entry or 'the model'}" for graph, order in enumerate(orders)]
+        traces = [self._trace(*one) for one in zip(names, range(len(orders)), orders, reads, strict=True)]
+        return Payload(
+            lowering="eager",
+            torch=torch.__version__.split("+")[0],
+            files=self.files,
+            storages=storages,
+            weights=self.weights,
+            methods=tuple(Method(name, graph, ()) for graph, name in enumerate(names)),
+            traces=with_common_units(traces),
+        )
+
+    def _trace(self, name: str, graph: int, order: Order, reads: Mapping[str, tuple[int, ...]]) -> Trace:
+        # Rates decide whether reads by units are worth it. The times of one call on a busy machine would
+        # decide by chance.
+        measured = bool(order.times) and not order.by_units()
+        steps = []
+        for k, path in enumerate(order.paths):
+            time = order.times[k] if measured else None
+            read = order.operators[k] if order.operators else None
+            if isinstance(read, SparseRead):
+                nbytes = min(read.asked, read.count) * read.unit_nbytes
+                work = Work(2 * prod(read.view.shape) if read.tiles else 0, nbytes)
+                own = nbytes // _GUESSED_BYTES_PER_NS
+                steps.append(Step(path, (read.storage,), 0, own, read_work=work, sparse=(read,)))
+                continue
+            storages = reads[path] if read is None else (read,)
+            nbytes = sum(self.storages[s].nbytes for s in storages)
+            time = time or StepTime(0, nbytes // _GUESSED_BYTES_PER_NS)
+            steps.append(
+                Step(path or "model", storages, time.lead_ns, time.read_ns, read_work=Work(0, nbytes))
+            )
+        times: Literal["measured", "modelled"] = "measured" if measured else "modelled"
+        return Trace(name, graph, "", tuple(steps), order.tail_ns if measured else 0, 0, times)
+
+
+def registered_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Yield what streams of a module: parameters, and large buffers that are saved with it.
+
+    Each is the path of the module in which it is registered, the dictionary that holds it there, its key, its
+    value.
+    """
+    for path, one in module.named_modules():
+        saved = {
+            key: value for key, value in one._buffers.items() if key not in one._non_persistent_buffers_set
+        }
+        for entries, least in ((one._parameters, 0), (one._buffers, LARGE_BUFFER)):
+            for key, value in entries.items():
+                if (
+                    value is not None
+                    and value.nbytes >= least
+                    and (entries is one._parameters or key in saved)
+                ):
+                    yield path, entries, key, value
+
+
+def joined(path: str, key: str) -> str:
+    """Return the FQN of what is registered as `key` in the module at `path`."""
+    return f"{path}.{key}" if path else key
+
+
+def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
+    """Return the facts of a module whose weights `kept` holds in files.
+
+    The parameters may be on the meta device. Raises SourceError for a parameter that no file holds.
+    """
+    index: dict[int, int] = {}
+    storages: list[Storage] = []
+    weights: dict[str, Weight] = {}
+    for path, _, key, value in registered_weights(module):
+        fqn = joined(path, key)
+        for name, plain in plain_tensors(fqn, value).items():
+            memory = plain.untyped_storage()
+            if memory._cdata not in index:
+                index[memory._cdata] = len(storages)
+                storages.append(Storage(memory.nbytes() or plain.nbytes, "streamable"))
+            part = Part(
+                "",
+                dtype_name(plain.dtype),
+                tuple(plain.shape),
+                tuple(plain.stride()),
+                index[memory._cdata],
+                int(plain.storage_offset()) * plain.itemsize,
+            )
+            weights[name] = Weight(name, "parameter", "cpu", (part,))
+    names = names_of(kept)
+    found = find_values(
+        list(weights.values()),
+        open_checkpoint([file for one in kept for file in one.files]),
+        Rules(lambda fqn: names.get(fqn, fqn)),
+    )
+    phases = {fqn: phase for one in kept for fqn, phase in one.phases.items()}
+    placed = [_at_phase_of_file(storage) for storage in found.placed(storages)]
+    for weight in weights.values():
+        if weight.fqn in phases:
+            s = weight.parts[0].storage
+            placed[s] = replace(placed[s], phase=phases[weight.fqn])
+    files = tuple(stamp_file(path, recorded_path=str(path.absolute())) for path in found.files)
+    return ModuleFacts(files, tuple(placed), tuple(weights.values()))
+
+
+def _at_phase_of_file(storage: Storage) -> Storage:
+    """Give a storage the phase at which its library maps the file."""
+    place = place_in_file(storage)
+    return replace(storage, phase=place[1] % ALIGNMENT if place else 0)

@@ -1,0 +1,38 @@
+"""Kinds of calls, told apart by cheap facts: a wrong guess costs reads on demand, never bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def kind_of(entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    """Return a hashable value that is equal for calls which probably run the same steps.
+
+    It has the dimensions of tensors as 0, 1 or more, the values of flags and strings, and whether a cache is
+    empty.
+    """
+    return entry, tuple(map(_fact, args)), tuple((name, _fact(value)) for name, value in kwargs.items())
+
+
+def _fact(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return tuple(min(size, 2) for size in value.shape)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_fact, value))
+    if hasattr(value, "get_seq_length"):  # a cache of transformers
+        return type(value), _is_filled(value)
+    return type(value)
+
+
+def _is_filled(cache: Any) -> object:
+    """Tell whether a cache holds tokens; a cache of an encoder-decoder also has whether its encoder ran."""
+    try:
+        updated = getattr(cache, "is_updated", None)
+        return bool(cache.get_seq_length() > 0), any(updated.values()) if updated else None
+    except Exception:  # the class of a model's own may ask for more
+        return None

@@ -1,0 +1,157 @@
+"""How much memory a call takes beside weights."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.integrations.emptied.absent import has_memory
+
+_STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
+_RESET_PEAK = "5"
+
+ROOM = 1.25
+"""A plan leaves room for calls that take so much more memory than any that was observed."""
+
+_ALIKE = 1.1
+"""Calls whose arguments are larger than any before by at most this factor are not measured."""
+
+_SLACK = 16 << 20, 8
+"""A plan leaves at least this for calls that grow, or this part of the cap if that is less."""
+
+
+class CallSizes:
+    """The memory of measured calls.
+
+    Attributes:
+        measured: Of each call, the bytes of its arguments, and the bytes that it took beside weights.
+    """
+
+    def __init__(self) -> None:
+        self.measured: list[tuple[int, int]] = []
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of the arguments of the largest call that was measured."""
+        return max((nbytes for nbytes, _ in self.measured), default=0)
+
+    @property
+    def beside(self) -> int:
+        """The most bytes that a call has taken beside weights."""
+        return max((beside for _, beside in self.measured), default=0)
+
+    def room(self, cap: int) -> int:
+        """Return the bytes that a plan leaves for calls, of `cap` bytes for weights and calls."""
+        slack = min(_SLACK[0], cap // _SLACK[1])
+        return max(int(ROOM * self.beside), self.beside + slack)
+
+    def is_known(self, nbytes: int) -> bool:
+        """Tell whether a call with as large arguments was measured."""
+        return nbytes <= _ALIKE * self._largest
+
+    def has_room(self, nbytes: int, room: int) -> bool:
+        """Tell whether a call runs in `room` bytes: attention takes up to the square of the tokens."""
+        larger = max(1.0, nbytes / max(1, self._largest))
+        return larger <= _ALIKE or self.beside * larger**2 <= room
+
+
+def call_bytes(arguments: object) -> int:
+    """Return the bytes of all tensors in the arguments of a call, in caches and other objects too."""
+    seen: set[int] = set()
+    total = 0
+    left = [arguments]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            total += 0 if id(value) in seen else value.nbytes
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+        elif id(value) not in seen and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+            left += vars(value).values()
+        seen.add(id(value))
+    return total
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of what operators make while this mode is on, as long as something refers to it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(one.untyped_storage()) for one in pytree.tree_leaves((args, kwargs)) if has_memory(one)}
+        for one in pytree.tree_leaves(result):
+            if has_memory(one):
+                memory = one.untyped_storage()
+                if id(memory) not in given and id(memory) not in self._known:
+                    self._known.add(id(memory))
+                    self._now += memory.nbytes()
+                    weakref.finalize(memory, self._free, id(memory), memory.nbytes())
+        self.peak = max(self.peak, self._now)
+        return result
+
+    def _free(self, memory: int, nbytes: int) -> None:
+        self._known.discard(memory)
+        self._now -= nbytes
+
+
+class PeakMeter:
+    """Measures the most memory that this process takes beyond what it has now, kernels' own memory included.
+
+    The kernel keeps the highest resident size of a process (`VmHWM`); it is reset at each look. Pages of
+    files, such as those of libraries that run for the first time, are left out. A look takes 12 us.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._can_reset = True
+        self._base = self._file = 0
+        _, resident, self._file = self._look()
+        self._base = resident
+
+    def look(self, own: int = 0) -> int:
+        """Return the highest peak of all looks; `own` bytes of memory are left out of the present look."""
+        peak, resident, file = self._look()
+        taken = (
+            max(peak if self._can_reset else resident, resident)
+            - self._base
+            - max(0, file - self._file)
+            - own
+        )
+        self.peak = max(self.peak, taken)
+        return self.peak
+
+    def _look(self) -> tuple[int, int, int]:
+        """Return the peak, the resident size and the bytes of it that files hold; and reset the peak."""
+        facts: dict[str, int] = {}
+        with open(_STATUS, "rb") as status:
+            for line in status:
+                name, _, value = line.partition(b":")
+                if name in (b"VmHWM", b"VmRSS", b"RssFile", b"RssShmem"):
+                    facts[name.decode()] = int(value.split()[0]) << 10
+        if self._can_reset:
+            try:
+                clear = os.open(_CLEAR, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    os.write(clear, _RESET_PEAK.encode())
+                finally:
+                    os.close(clear)
+            except OSError:  # a container may forbid it: peaks between two looks are then not seen
+                self._can_reset = False
+        file = facts.get("RssFile", 0) + facts.get("RssShmem", 0)
+        return facts.get("VmHWM", 0), facts.get("VmRSS", 0), file

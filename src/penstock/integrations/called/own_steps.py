@@ -1,0 +1,144 @@
+"""Steps whose weights have memory of their own: in passes without a plan, and where a plan lacks the step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.integrations.called.by_units.reads import Seen
+from penstock.integrations.called.by_units.units import UnitReads
+from penstock.integrations.called.facts import StepTime
+from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
+from penstock.integrations.called.passes import Pass
+from penstock.integrations.called.places import Step, Watched
+from penstock.integrations.called.plan_memory import PlanMemory
+from penstock.integrations.called.readers import StepWeights
+from penstock.integrations.cap import Cap
+from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.sizes import format_budget, format_size
+
+_log = logging.getLogger(__name__)
+
+
+class OwnSteps:
+    """Runs steps that no plan has. `name` is the module's in messages."""
+
+    def __init__(
+        self, name: str, steps: StepWeights, own: OwnMemory, *, units: UnitReads, memory: PlanMemory, cap: Cap
+    ) -> None:
+        self._name, self._steps, self._own, self._units = name, steps, own, units
+        self._memory, self._cap = memory, cap
+
+    def weight(self, twin: int, memory: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return a weight over `memory`, which this completes from the files."""
+        fqn, value = self._steps.places.names[twin], self._steps.places.twins[twin]
+        with plain_tensors_only():
+            return like(value, fqn, lambda name: self._own.tensor(name, memory))
+
+    def with_weights(self, output: Any) -> Any:
+        """Return what a call has returned, with values for weights that it has returned as they are."""
+        leaves, spec = pytree.tree_flatten(output)
+        if not any(id(leaf) in self._steps.places.twins for leaf in leaves):
+            return output
+        for index, leaf in enumerate(leaves):
+            if id(leaf) in self._steps.places.twins:
+                leaves[index] = self.weight(id(leaf), {})
+        return pytree.tree_unflatten(leaves, spec)
+
+    @contextmanager
+    def running(self, current: Pass, step: Step, begun: int) -> Iterator[None]:
+        """Have the weights of a step that no plan has in memory of their own, which is then given back."""
+        storages = self._steps.readers.storages[step.path]
+        left_out = self._units.left_out(step.path, storages)
+        storages = tuple(s for s in storages if s not in left_out)
+        nbytes = sum(self._steps.facts.storages[s].nbytes for s in storages)
+        if current.meter is not None:
+            self._check_room(step, nbytes, current.meter.look() - self._cap.kernels)
+        nested = current.open is not None
+        seen = Seen(step.path, step.path)
+        if not nested and not self._units.is_member(step.path):
+            current.steps.append(seen)
+        with plain_tensors_only():
+            memory = self._own.read(storages)
+            values = {
+                twin: self.weight(twin, memory)
+                for twin in step.twins
+                if twin not in self._memory.staying and not self._steps.storages_of(twin) & left_out
+            }
+        watched = [(twin, Watched(value)) for twin, value in values.items()]
+        filled = step.fill(values)
+        before = current.open, current.values
+        current.open, current.values = before[0] or step, {**before[1], **values}
+        for _, one in watched:
+            one.start()
+        current.own_bytes += nbytes
+        inner = current.inner_ns
+        ready = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter_ns()
+            used = [(twin, one) for twin, one in watched if one.is_viewed or one.is_written]
+            if current.meter is not None:
+                current.meter.look(current.own_bytes)
+            current.own_bytes -= nbytes
+            current.open, current.values = before
+            step.empty(filled)
+            if not nested:
+                lead = max(0, begun - current.mark)
+                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
+            self._keep(current, step, used)
+            current.mark = time.perf_counter_ns()
+
+    def _keep(self, current: Pass, step: Step, used: Sequence[tuple[int, Watched]]) -> None:
+        """Keep weights in memory from now on that a step has written, or of which something keeps views."""
+        for twin, watched in used:
+            use = "writes" if watched.is_written else "keeps a view of"
+            name = self._steps.places.names[twin]
+            _log.info("%s stays in memory: %s %s it", name, step.path or self._name, use)
+            self._memory.staying[twin] = watched.value
+            self._steps.learned.resident |= self._steps.storages_of(twin)
+        if used:
+            current.learned = True
+            self._memory.settle()
+
+    def stay(self, current: Pass | None, twin: int) -> torch.Tensor:
+        """Keep a weight in memory from now on that a call writes to, and return it."""
+        fqn = self._steps.places.names[twin]
+        value = self.weight(twin, {})
+        _log.info("%s stays in memory: the call writes it", fqn)
+        self._memory.staying[twin] = value
+        self._steps.learned.resident |= self._steps.storages_of(twin)
+        self._memory.settle()
+        if current is not None:
+            current.learned = True
+        return value
+
+    def room_of_units(self, current: Pass | None) -> int:
+        """Return the bytes that reads by units without a plan may take at once."""
+        room = self._cap.room
+        if current is None or current.meter is None:
+            return room
+        return max(0, room - current.own_bytes - max(0, current.meter.peak - self._cap.kernels))
+
+    def _check_room(self, step: Step, nbytes: int, beside: int) -> None:
+        """Raise BudgetError before a step is read that does not fit the cap beside what the call takes."""
+        if nbytes + max(0, beside) > self._cap.room:
+            raise self.too_little(nbytes, max(0, beside), step.path)
+
+    def too_little(self, floor: int, beside: int, path: str = "") -> BudgetError:
+        """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others."""
+        least = floor + beside + self._cap.nbytes - self._cap.room
+        who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
+        return BudgetError(
+            f"{self._name} does not run in {format_budget(self._cap.nbytes)}: the call takes "
+            f"{format_size(beside)} beside weights, and {who} at once; give at least "
+            f"{format_size(least, up=True)}, or call it with smaller inputs",
+            floor_bytes=least,
+        )

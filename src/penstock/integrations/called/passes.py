@@ -1,0 +1,61 @@
+"""One outermost call of a module whose weights stream: what it has run, read and measured so far."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.integrations.called.by_units.reads import PassReads, Seen
+from penstock.integrations.called.facts import Order
+from penstock.integrations.called.measuring import PeakMeter
+from penstock.integrations.called.places import Step, Values
+
+
+@dataclass(eq=False)
+class Pass:
+    """One outermost call. `order` is the number of the order that is expected, None while it is observed."""
+
+    entry: str
+    order: int | None
+    thread: int = field(default_factory=threading.get_ident)
+    mark: int = field(default_factory=time.perf_counter_ns)
+    position: int = 0
+    open: Step | None = None
+    values: Values = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    steps: list[Seen] = field(default_factory=list)
+    reads: PassReads = field(default_factory=PassReads)
+    inner_ns: int = 0  # of reads by units
+    own_bytes: int = 0  # of weights in memory of their own
+    copies: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
+    meter: PeakMeter | None = None
+    learned: bool = False
+
+    @property
+    def path(self) -> str:
+        """The path of the module that runs."""
+        return self.running[-1] if self.running else self.entry
+
+
+def positions_of(order: Order) -> dict[str, list[int]]:
+    """Return the numbers of the steps of each module."""
+    positions: dict[str, list[int]] = {}
+    for number, path in enumerate(order.paths):
+        positions.setdefault(path, []).append(number)
+    return positions
+
+
+@contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Keep autocast from holding converted copies of weights; it converts to the same bits each time."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -1,0 +1,189 @@
+"""The places of a module's weights, and what stands in them: twins outside of steps, parameters in them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.integrations.called.facts import joined, registered_weights
+from penstock.integrations.called.own_memory import use_count
+from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.passes.weights.subclasses import plain_tensors
+
+Values = Mapping[int, torch.Tensor]
+"""Tensors with values, each by the id of the twin for which it stands."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """An entry of a module's parameters or buffers, and the twin that stands in it outside of steps."""
+
+    owner: str
+    entries: dict[str, Any]
+    key: str
+    twin: torch.Tensor
+
+    @property
+    def fqn(self) -> str:
+        """The name under which the weight is registered here."""
+        return joined(self.owner, self.key)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The call of a module that reads weights: the places that it fills.
+
+    `flat` are modules of torch that keep a list of their weights beside their places.
+    """
+
+    path: str
+    places: tuple[Place, ...]
+    flat: tuple[nn.Module, ...]
+
+    @cached_property
+    def twins(self) -> tuple[int, ...]:
+        """The ids of the twins of all places."""
+        return tuple(dict.fromkeys(id(place.twin) for place in self.places))
+
+    def fill(self, values: Values) -> list[tuple[Place, torch.Tensor]]:
+        """Put values in the places of their twins; returns what was put where.
+
+        A place in which something else stands, as a forward may replace a parameter for a moment, is left
+        alone.
+        """
+        filled = []
+        for place in self.places:
+            value = values.get(id(place.twin))
+            if value is not None and place.entries.get(place.key) is place.twin:
+                place.entries[place.key] = value
+                filled.append((place, value))
+        self._refresh()
+        return filled
+
+    def empty(self, filled: Sequence[tuple[Place, torch.Tensor]]) -> None:
+        """Put the twins back that `fill` has replaced."""
+        for place, value in filled:
+            if place.entries.get(place.key) is value:
+                place.entries[place.key] = place.twin
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for module in self.flat:
+            refresh_flat(module)
+
+
+class Places:
+    """All places of a module.
+
+    Attributes:
+        twins: The twins, by id.
+        names: Their names, by id; a tied weight has the first of its names.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = dict(module.named_modules())
+        self.all = [Place(*one) for one in registered_weights(module)]
+        self.twins = {id(place.twin): place.twin for place in self.all}
+        self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
+
+    def step(self, path: str, fqns: Iterable[str], foreign: Iterable[str]) -> Step:
+        """Return the step of the module at `path`: it reads weights `fqns`; other modules own `foreign`."""
+        own, others = set(fqns), set(foreign)
+        places = tuple(p for p in self.all if p.fqn in own or self.names[id(p.twin)] in others)
+        owners = {place.owner: self._modules[place.owner] for place in places}
+        return Step(path, places, tuple(one for one in owners.values() if "_flat_weights" in vars(one)))
+
+    def settle(self, standing: Values, known: Sequence[Values]) -> None:
+        """Put in each place what `standing` has for its twin, or else the twin.
+
+        Only twins and what `known` has for them are replaced: anything else is the user's.
+        """
+        for place in self.all:
+            twin, there = id(place.twin), place.entries.get(place.key)
+            ours = (place.twin, *(values.get(twin) for values in known))
+            if there is not None and any(there is one for one in ours):
+                place.entries[place.key] = standing.get(twin, place.twin)
+        for module in self._modules.values():
+            if "_flat_weights" in vars(module):
+                refresh_flat(module)
+
+
+def refresh_flat(module: Any) -> None:
+    """Bring the list of weights of one of torch's recurrent modules up to date."""
+    module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in module._flat_weights_names]
+
+
+class Watched:
+    """A weight over memory that it does not keep for itself, and facts by which a later use is noticed."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        self._parts = tuple(plain_tensors("", value).values())
+        self._versions = [part._version for part in self._parts]
+        self._uses = 0
+
+    def start(self) -> None:
+        """Take the references that there are now for granted."""
+        self._uses = self._count()
+
+    def memory(self) -> torch.UntypedStorage:
+        """Return the memory of the weight, or of the first of its parts."""
+        return self._parts[0].untyped_storage()
+
+    @property
+    def is_viewed(self) -> bool:
+        """Tell whether more refers to the weight, or to its memory, than at the start."""
+        return self._count() > self._uses
+
+    @property
+    def is_written(self) -> bool:
+        """Tell whether the weight has been written to."""
+        return any(part._version != before for part, before in zip(self._parts, self._versions, strict=True))
+
+    def _count(self) -> int:
+        return sum(map(use_count, self._parts)) + sys.getrefcount(self.value)
+
+
+class _Overrides:
+    """Counts the models for which `torch.overrides.has_torch_function` leaves twins out."""
+
+    lock = threading.Lock()
+    users = 0
+
+
+def leave_twins_out() -> Callable[[], None]:
+    """Let layers of torch.nn choose their kernels as if twins were plain parameters; returns what ends this.
+
+    They ask `torch.overrides.has_torch_function` of their weights, and take slower kernels, with other bits,
+    where one has a function of its own.
+    """
+    overrides: Any = torch.overrides
+    with _Overrides.lock:
+        if not _Overrides.users:
+            original = overrides.has_torch_function
+
+            def has_torch_function(values: Iterable[Any]) -> bool:
+                return bool(original([one for one in values if not isinstance(one, AbsentTensor)]))
+
+            has_torch_function.penstock_original = original  # type: ignore[attr-defined]
+            overrides.has_torch_function = has_torch_function
+        _Overrides.users += 1
+    ended = False
+
+    def end() -> None:
+        nonlocal ended
+        with _Overrides.lock:
+            if not ended:
+                ended = True
+                _Overrides.users -= 1
+                if not _Overrides.users:
+                    overrides.has_torch_function = overrides.has_torch_function.penstock_original
+
+    return end

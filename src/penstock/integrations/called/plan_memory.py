@@ -1,0 +1,166 @@
+"""The weights of a module over the memory of its present plan, and those that stay in memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+
+import torch
+
+from penstock.integrations.called.own_memory import like, plain_tensors_only
+from penstock.integrations.called.passes import Pass, positions_of
+from penstock.integrations.called.places import Step, Values, Watched
+from penstock.integrations.called.plans import NO_FOLDER, PlannedOrders
+from penstock.integrations.called.readers import StepWeights
+from penstock.integrations.kept import digest_of
+from penstock.runtime.loading import LoadOptions, load_weights
+from penstock.runtime.stream.passes import LoadedWeights
+from penstock.schedule.facts.errors import StreamError
+
+
+class PlanMemory:
+    """What the present plan has in memory, which may be none.
+
+    Attributes:
+        weights: The loaded plan, None where there is none.
+        orders: The orders that were planned last.
+        staying: Weights that have memory of their own from now on, by twin.
+        present: Weights that the present plan has in memory throughout, by twin.
+        probed: By order, the steps that wait for reads.
+    """
+
+    def __init__(self, steps: StepWeights) -> None:
+        self.weights: LoadedWeights | None = None
+        self.orders: PlannedOrders | None = None
+        self.staying: dict[int, torch.Tensor] = {}
+        self.present: dict[int, torch.Tensor] = {}
+        self.probed: list[frozenset[int]] = []
+        self._steps = steps
+        self._values: dict[int, torch.Tensor] = {}  # weights over the memory of the plan
+        self._step_values: dict[str, Values] = {}  # the same, by the path of the step that reads them
+        # By order and path, the values that a step puts in places, where they are not all of its values.
+        self._fills: list[dict[str, Values]] = []
+        self._watched: list[tuple[int, Watched]] = []
+        self._positions: list[dict[str, list[int]]] = []
+        self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # memory that has gone
+
+    def load(self, orders: PlannedOrders, options: LoadOptions, beside: int) -> LoadedWeights:
+        """Load a plan; calls take `beside` bytes beside its weights."""
+        self.orders = orders
+        self.weights = weights = load_weights(NO_FOLDER, orders.payload, orders.plan, options, beside)
+        steps, outside = self._steps, set(orders.plan.outside)
+        with plain_tensors_only():
+            for twin, value in steps.places.twins.items():
+                if twin not in self.staying:
+                    name = steps.places.names[twin]
+                    self._values[twin] = like(value, name, weights.tensors.__getitem__)
+        self._step_values = {
+            path: {twin: self._values[twin] for twin in step.twins if twin in self._values}
+            for path, step in steps.steps.items()
+        }
+        self._fills = [
+            {path: self._without(path, storages) for path, storages in left_out.items()}
+            for left_out in orders.left_out
+        ]
+        self.present = {
+            twin: value for twin, value in self._values.items() if steps.storages_of(twin) <= outside
+        }
+        self.settle()
+        self._watched = [
+            (twin, Watched(value)) for twin, value in self._values.items() if twin not in self.present
+        ]
+        for _, watched in self._watched:
+            watched.start()
+        self.probed = [frozenset(weights.probed(graph)) for graph in range(len(orders.traced))]
+        self._positions = [positions_of(order) for order in orders.traced]
+        return weights
+
+    def _without(self, path: str, storages: Collection[int]) -> Values:
+        """Return the values of a step without those of `storages`; small weights stay in memory."""
+        away, values = set(storages) - self._steps.learned.small, self._step_values[path]
+        return {twin: value for twin, value in values.items() if not self._steps.storages_of(twin) & away}
+
+    def close(self) -> None:
+        """Give the memory of the plan back."""
+        weights, self.weights = self.weights, None
+        if weights is None:
+            return
+        self.present = {}
+        self.settle()
+        viewed = [
+            (self._steps.places.names[twin], watched.memory())
+            for twin, watched in self._watched
+            if watched.is_viewed
+        ]
+        self._watched, self._values, self._step_values, self._fills = [], {}, {}, []
+        self._release(weights, viewed)
+
+    def _release(self, weights: LoadedWeights, viewed: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
+        """Give the memory of a plan back: at once, or when the last view of it is gone."""
+        if not viewed:
+            weights.close()
+            return
+        # The finalizer refers to `weights`: tensors in it would keep the memory alive that it waits for.
+        weights.tensors.clear()
+        for name, memory in viewed:
+            self._viewed.append((name, weakref.ref(memory)))
+            weakref.finalize(memory, weights.close)
+
+    def settle(self) -> None:
+        """Put in all places the weights that are in memory throughout, and twins in the others."""
+        self._steps.places.settle({**self.present, **self.staying}, (self.staying, self._values))
+
+    def fill_of(self, order: int, path: str) -> Values:
+        """Return the values that the step of a module puts in places."""
+        return self._fills[order].get(path, self._step_values[path])
+
+    def next_step(self, current: Pass, step: Step) -> int | None:
+        """Return the number of a step in the expected order; None where it has none."""
+        if current.order is None:
+            return None
+        assert self.orders is not None
+        order = self.orders.traced[current.order].paths
+        if current.position < len(order) and order[current.position] == step.path:
+            number = current.position
+        else:
+            numbers = self._positions[current.order].get(step.path)
+            if numbers is None:
+                return None
+            number = next((k for k in numbers if k >= current.position), numbers[0])
+        current.position = number + 1
+        return number
+
+    def reads_units_only(self, order: int, path: str) -> bool:
+        """Tell whether operators read all storages that the step of a module would read."""
+        assert self.orders is not None
+        return self.orders.left_out[order].get(path) == set(self._steps.readers.storages[path])
+
+    # Uses that are refused.
+
+    def written_copy(self, current: Pass) -> str | None:
+        """Return the name of a weight that a pass has written in memory of its own, or None."""
+        for fqn, copy, digest in current.copies:
+            if digest_of(copy.detach().contiguous()) != digest:
+                return fqn
+        return None
+
+    def written(self) -> str | None:
+        """Return the name of a weight of the plan that something has written, or None."""
+        for twin, watched in self._watched:
+            if watched.is_written:
+                return self._steps.places.names[twin]
+        return None
+
+    @property
+    def is_viewed(self) -> bool:
+        """Tell whether something keeps a view of a weight of the plan."""
+        return any(watched.is_viewed for _, watched in self._watched)
+
+    def refuse_viewed(self) -> None:
+        """Raise StreamError while something keeps a view of a weight in memory that has been given back."""
+        self._viewed = [(fqn, memory) for fqn, memory in self._viewed if memory() is not None]
+        if self._viewed:
+            raise StreamError(
+                f"something keeps a view of {self._viewed[0][0]}, which is not in memory between calls: "
+                "restore() the model first, or keep a clone() of the view"
+            )

@@ -1,0 +1,166 @@
+"""Which modules read which weights: their calls are the steps of a call of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
+from penstock.integrations.called.places import Places, Step
+from penstock.passes.weights.subclasses import plain_tensors
+
+_HOLD_FOR_PARENT = (nn.ParameterList, nn.ParameterDict)
+"""Modules that hold parameters and have no forward of their own: the module around them reads these."""
+
+_READ_THEIR_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Layers of torch.nn whose forward reads the weights of the modules inside, without calling them."""
+
+_SMALL_SHARE, _SMALL_BYTES = 0.01, 4096
+"""Weights of a module with readers inside stay in memory up to this share of all weights, or these bytes.
+
+Class tokens and small tables are such. Larger ones are read from their file by each operator that asks for
+them.
+"""
+
+
+@dataclass
+class Learned:
+    """What calls have shown of a module.
+
+    Attributes:
+        reads: By FQN, the paths of modules that read a weight which is registered in another module.
+        resident: Storages that stay in memory, because something writes them or keeps views of them.
+        small: Storages that stay in memory, because other weights of their modules are read by units.
+    """
+
+    reads: dict[str, set[str]] = field(default_factory=dict)
+    resident: set[int] = field(default_factory=set)
+    small: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The modules whose calls are steps.
+
+    Attributes:
+        fqns: By path, the names of the weights that a step reads.
+        storages: By path, the storages of these weights that a plan moves, ascending.
+        resident: Storages that stay in memory, because a module with readers inside reads them.
+    """
+
+    fqns: Mapping[str, tuple[str, ...]]
+    storages: Mapping[str, tuple[int, ...]]
+    resident: frozenset[int]
+
+
+class StepWeights:
+    """Which weights the steps of a module read; `find` is called before anything else.
+
+    Attributes:
+        facts: The facts of the module.
+        places: The places of its weights.
+        learned: What calls have shown of it.
+        readers: The modules whose calls are steps.
+        steps: The steps, by path.
+    """
+
+    readers: Readers
+    steps: dict[str, Step]
+
+    def __init__(self, module: nn.Module, facts: ModuleFacts, places: Places) -> None:
+        self.facts, self.places, self.learned = facts, places, Learned()
+        self._module = module
+
+    def find(self) -> None:
+        """Find the readers and the steps, with what calls have shown so far."""
+        self.readers = find_readers(self._module, self.facts, self.learned)
+        reads = self.learned.reads
+        self.steps = {
+            path: self.places.step(path, fqns, [fqn for fqn in fqns if path in reads.get(fqn, ())])
+            for path, fqns in self.readers.fqns.items()
+        }
+
+    def storages_of(self, twin: int) -> set[int]:
+        """Return the storages of a weight."""
+        parts = plain_tensors(self.places.names[twin], self.places.twins[twin])
+        return {self.facts.parts[name].storage for name in parts}
+
+    def is_read_by(self, path: str, storage: int) -> bool:
+        """Tell whether the step of a module reads a storage."""
+        return storage in self.readers.storages.get(path, ())
+
+    @property
+    def resident(self) -> set[int]:
+        """The storages that stay in memory in every plan."""
+        return self.learned.resident | self.learned.small | self.readers.resident
+
+
+def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Readers:
+    """Return the readers of a module. What is registered in a module is read by its own forward.
+
+    No reader has readers inside, as one step is open at a time.
+    """
+    modules = dict(module.named_modules())
+    own: dict[str, list[str]] = {}
+    storages_of: dict[str, tuple[int, ...]] = {}
+    for path, _, key, value in registered_weights(module):
+        fqn = joined(path, key)
+        if not all(name in facts.parts for name in plain_tensors(fqn, value)):
+            continue  # a part that has come since: it is in memory
+        storages_of[fqn] = tuple(facts.parts[name].storage for name in plain_tensors(fqn, value))
+        own.setdefault(_reader_of(path, modules), []).append(fqn)
+    resident: set[int] = set()
+    small = max(_SMALL_SHARE * facts.nbytes, _SMALL_BYTES)
+    for path in [path for path in own if not can_read(path, own)]:
+        storages = {s for fqn in own.pop(path) for s in storages_of[fqn]}
+        if sum(facts.storages[s].nbytes for s in storages) <= small:
+            resident |= storages
+    for fqn, paths in learned.reads.items():
+        for path in paths if fqn in storages_of else ():
+            if can_read(path, own):
+                own.setdefault(path, []).append(fqn)
+    moved = {
+        path: tuple(sorted({s for fqn in fqns for s in storages_of[fqn]} - resident - learned.resident))
+        for path, fqns in own.items()
+    }
+    return Readers(
+        {path: tuple(dict.fromkeys(own[path])) for path, storages in moved.items() if storages},
+        {path: storages for path, storages in moved.items() if storages},
+        frozenset(resident),
+    )
+
+
+def _reader_of(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the path of the module whose step reads the parameters that are registered at `path`."""
+    while path and isinstance(modules[path], _HOLD_FOR_PARENT):
+        path = path.rpartition(".")[0]
+    reader = path
+    while path:
+        path = path.rpartition(".")[0]
+        if isinstance(modules[path], _READ_THEIR_PARTS):
+            reader = path
+    return reader
+
+
+def can_read(path: str, readers: Collection[str]) -> bool:
+    """Tell whether the module at `path` may be a step: it has no other reader inside."""
+    return not any(other != path and (not path or other.startswith(f"{path}.")) for other in readers)
+
+
+def sibling_lists(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the lists of modules that have equal parts, by path: the names of the modules in them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path, one in module.named_modules():
+        if isinstance(one, nn.ModuleList | nn.ModuleDict) and len(one) > 1:
+            structures = {structure_of(child) for child in one.children()}
+            if len(structures) == 1 and next(iter(structures))[1]:
+                found[path] = tuple(one._modules)
+    return found
+
+
+def structure_of(module: nn.Module) -> tuple[type, tuple[object, ...]]:
+    """Return what siblings have in common: the class, and the geometries of the weights."""
+    named = module.named_parameters(remove_duplicate=False)
+    return type(module), tuple((name, value.shape, value.stride(), value.dtype) for name, value in named)

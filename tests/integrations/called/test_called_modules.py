@@ -1,0 +1,346 @@
+"""Modules whose own Python runs while their weights stream: bits, state and refusals."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import threading
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.integrations.called.applying import apply
+from penstock.runtime.loading import LoadOptions
+from penstock.schedule.facts.errors import BudgetError, StreamError
+from tests.integrations.called import odd_modules
+from tests.integrations.called.odd_modules import (
+    Blocks,
+    Experts,
+    KeepsView,
+    OneOf,
+    ReadsAnother,
+    Writes,
+    inputs,
+)
+
+POISONED = LoadOptions(arena="contiguous", poison=True)
+"""A read of memory that a plan has given to another weight finds other bytes here."""
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind().eval().requires_grad_(False)
+
+
+def nbytes(model):
+    return sum(one.nbytes for one in {id(p): p for p in [*model.parameters(), *model.buffers()]}.values())
+
+
+def same(first, second):
+    pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def applied(model, share, tmp_path, options=POISONED):
+    """Apply with room for this share of the weights; 0 is the least that runs."""
+    memory = max(1, int(share * nbytes(model))) if share else 1 << 10
+    return apply(model, memory + (96 << 10), cache=tmp_path, options=options)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)  # torch's own, in jvp
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("options", [POISONED, LoadOptions()], ids=["poisoned", "default"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("name", odd_modules.EQUAL)
+def test_it_computes_what_it_computes_in_memory(name, share, options, tmp_path):
+    model, reference = made(odd_modules.EQUAL[name]), made(odd_modules.EQUAL[name])
+    calls = [inputs(), inputs(), inputs(2), inputs(), inputs(4), inputs()]
+    expected = [reference(x) for x in calls]
+    with apply(model, int(share * nbytes(model)) + (1 << 20), cache=tmp_path, options=options):
+        for x, want in zip(calls, expected, strict=True):
+            assert same(model(x), want)
+    assert same(model(inputs()), reference(inputs()))  # restored, with all that it remembers
+    for one, other in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["Blocks", "EndsEarly", "Experts", "Recurrent", "Masked"])
+def test_it_runs_at_the_least_memory_that_its_error_names(name, tmp_path):
+    model, reference = made(odd_modules.EQUAL[name]), made(odd_modules.EQUAL[name])
+    memory = 1 << 10
+    for _ in range(8):
+        refusal = None
+        try:
+            with apply(model, memory, cache=tmp_path, options=POISONED):
+                for x in (inputs(), inputs(2), inputs()):
+                    assert same(model(x), reference(x))
+        except BudgetError as error:
+            refusal = error
+        if refusal is None:
+            break
+        assert "give at least" in str(refusal)
+        assert refusal.floor_bytes > memory
+        memory = refusal.floor_bytes
+    else:
+        pytest.fail("each error names a number that is too small")
+    assert memory < 2 * nbytes(model)
+
+
+def test_a_layer_that_begins_to_read_another_weight_never_reads_other_bytes(tmp_path):
+    model, reference = made(ReadsAnother), made(ReadsAnother)
+    with applied(model, 0.3, tmp_path):
+        for flag in (False, False, True, True, False):
+            model.flag = reference.flag = flag
+            assert same(model(inputs()), reference(inputs()))
+
+
+def test_orders_drawn_anew_in_each_call_are_right_and_stay_within_the_budget(tmp_path):
+    class Shuffled(Blocks):
+        order = range(4)
+
+        def forward(self, x):
+            for k in self.order:
+                x = self.blocks[k](x)
+            return x
+
+    model, reference = made(lambda: Shuffled(8)), made(lambda: Shuffled(8))
+    drawn = random.Random(5)
+    with applied(model, 0.4, tmp_path) as held:
+        for _ in range(12):
+            model.order = reference.order = drawn.sample(range(8), drawn.randrange(3, 9))
+            assert same(model(inputs()), reference(inputs()))
+        (component,) = held.components.values()
+        model(inputs())
+        assert component.stats.peak_bytes <= component.plan.budget
+        assert len(component.orders) <= 4
+
+
+def test_a_view_that_a_later_call_keeps_is_refused_while_it_lives(tmp_path):
+    model, reference = (
+        made(lambda: OneOf(lambda: KeepsView(since=3), 12)),
+        made(lambda: OneOf(lambda: KeepsView(since=99), 12)),
+    )
+    with applied(model, 0.4, tmp_path):
+        for _ in range(2):
+            assert same(model(inputs()), reference(inputs()))
+        for _ in range(2):
+            with pytest.raises(StreamError, match=r"keeps a view of parts\.0\.weight"):
+                model(inputs())
+        for part in model.parts:
+            part.kept = None
+        assert same(model(inputs()), reference(inputs()))
+
+
+def test_a_written_weight_keeps_what_was_written_when_it_is_restored(tmp_path):
+    model, reference = made(lambda: OneOf(Writes)), made(lambda: OneOf(Writes))
+    with applied(model, 0.4, tmp_path):
+        for _ in range(3):
+            assert same(model(inputs()), reference(inputs()))
+    assert torch.equal(model.parts[0].shift, torch.full_like(model.parts[0].shift, 3.0))
+
+
+def test_a_write_to_a_weight_that_is_read_outside_of_its_step_is_refused(tmp_path):
+    class WritesOfPart(Blocks):
+        def forward(self, x):
+            self.blocks[0].up.weight.data[0].zero_()
+            return super().forward(x)
+
+    model, reference = made(WritesOfPart), made(Blocks)
+    with applied(model, 0.4, tmp_path), pytest.raises(StreamError, match=r"writes blocks\.0\.up\.weight"):
+        model(inputs())
+    assert same(Blocks.forward(model, inputs()), reference(inputs()))
+
+
+def test_uses_between_calls_are_refused_by_name(tmp_path):
+    model = made(Blocks)
+    before = model.head.weight
+    with applied(model, 0.4, tmp_path):
+        model(inputs())
+        for use in (
+            model.blocks[0].up.weight.sum,
+            lambda: before + 1,
+            model.state_dict,
+            lambda: copy.deepcopy(model),
+            lambda: model.to(torch.float64),
+            lambda: model.blocks[1].down.weight.data.fill_(0.0),
+            lambda: torch.vmap(lambda row: row * 2)(before),
+        ):
+            with pytest.raises(StreamError, match="not in memory"):
+                use()
+    assert before is model.head.weight
+    assert before.sum().isfinite()
+
+
+def test_an_exception_in_a_step_leaves_everything_to_the_next_call(tmp_path):
+    model, reference = made(Blocks), made(Blocks)
+    with applied(model, 0.4, tmp_path):
+        for failing in (0, 1):
+            hook = model.blocks[2].up.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(inputs(2 + failing))
+            hook.remove()
+            assert same(model(inputs()), reference(inputs()))
+
+
+def test_threads_take_turns(tmp_path):
+    model, reference = made(Blocks), made(Blocks)
+    expected, found = reference(inputs()), []
+
+    def call():
+        with torch.no_grad():
+            found.append(same(model(inputs()), expected))
+
+    with applied(model, 0.4, tmp_path):
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert found == [True] * 4
+
+
+def test_a_part_may_be_called_alone(tmp_path):
+    model, reference = made(Blocks), made(Blocks)
+    with applied(model, 0.4, tmp_path):
+        for _ in range(2):
+            assert same(model.blocks[1](inputs()), reference.blocks[1](inputs()))
+            assert same(model(inputs()), reference(inputs()))
+
+
+def test_modules_of_two_models_may_call_each_other(tmp_path):
+    class Pair:
+        def __init__(self):
+            self.components = {"first": made(Blocks), "second": made(Blocks)}
+
+    pair, reference = Pair(), Pair()
+    for one in (pair, reference):
+        first, second = one.components.values()
+        first.blocks[1].register_forward_hook(lambda _, __, out, second=second: out + second(out))
+    with apply(pair, nbytes(pair.components["first"]) + (1 << 20), cache=tmp_path, options=POISONED):
+        for _ in range(3):
+            for name in ("first", "second"):
+                assert same(pair.components[name](inputs()), reference.components[name](inputs()))
+
+
+def test_hooks_and_parts_that_come_after_it_are_called(tmp_path):
+    model, reference = made(Blocks), made(Blocks)
+    with applied(model, 0.4, tmp_path):
+        model(inputs())
+        for one in (model, reference):
+            one.blocks[1].register_forward_hook(lambda _, __, out: out * 1.5)
+            one.blocks[2].up.register_forward_pre_hook(lambda part, args: (args[0] + part.weight.sum(),))
+            torch.manual_seed(3)
+            one.blocks.append(odd_modules.Block().requires_grad_(False))
+        for _ in range(2):
+            assert same(model(inputs()), reference(inputs()))
+
+
+def test_a_compiler_leaves_it_as_it_is(tmp_path):
+    model, reference = made(Blocks), made(Blocks)
+    with applied(model, 0.4, tmp_path):
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            assert same(compiled(inputs()), reference(inputs()))
+
+
+def test_a_scripted_function_gets_no_other_bytes(tmp_path):
+    model, reference = made(odd_modules.Scripted), made(odd_modules.Scripted)
+    with applied(model, 0.4, tmp_path):
+        refusal = None
+        try:
+            assert same(model(inputs()), reference(inputs()))
+        except StreamError as error:
+            refusal = str(error)
+    assert refusal is None or "not in memory" in refusal
+
+
+def test_an_input_that_requires_grad_is_refused(tmp_path):
+    model = made(Blocks)
+    with (
+        applied(model, 0.4, tmp_path),
+        torch.enable_grad(),
+        pytest.raises(StreamError, match="requires grad"),
+    ):
+        model(inputs().requires_grad_())
+
+
+def test_it_runs_in_inference_mode_and_under_autocast(tmp_path):
+    model, reference = made(Blocks), made(Blocks)
+    with applied(model, 0.4, tmp_path):
+        for _ in range(2):
+            with torch.inference_mode():
+                assert same(model(inputs()), reference(inputs()))
+            with torch.autocast("cpu", torch.bfloat16):
+                assert same(model(inputs()), reference(inputs()))
+
+
+def test_a_forked_child_is_told_to_load_again(tmp_path):
+    model = made(Blocks)
+    with applied(model, 0.4, tmp_path):
+        model(inputs())
+        child = os.fork()
+        if not child:
+            try:
+                model(inputs())
+            except StreamError as error:
+                os._exit(7 if "forked child" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_the_memory_may_change_between_calls(tmp_path):
+    model, reference = made(Blocks), made(Blocks)
+    with applied(model, 1.0, tmp_path) as held:
+        (component,) = held.components.values()
+        streamed = []
+        for memory in ("1MB", "400KB", "1MB"):
+            held.memory = memory
+            for _ in range(2):
+                assert same(model(inputs()), reference(inputs()))
+            streamed.append(component.plan.streamed_bytes)
+            assert {one.how for one in held.residency["Blocks"]} <= {"stays", "streams"}
+        assert streamed[0] == streamed[2] < streamed[1]
+        held.idle()
+        assert component.stats is None
+        assert same(model(inputs()), reference(inputs()))
+
+
+def test_attributes_of_weights_are_there_in_their_steps(tmp_path):
+    class Tagged(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.head.weight.scale_of_mine = 3.0
+            own = self.head.forward
+            self.head.forward = lambda x: own(x) * self.head.weight.scale_of_mine
+
+    model, reference = made(Tagged), made(Tagged)
+    with applied(model, 0.4, tmp_path):
+        for _ in range(2):
+            assert same(model(inputs()), reference(inputs()))
+
+
+def test_experts_that_values_choose_are_right_in_any_order(tmp_path):
+    model, reference = made(Experts), made(Experts)
+    with applied(model, 0.4, tmp_path):
+        for seed in range(8):
+            x = torch.randn(3, odd_modules.WIDTH, generator=torch.Generator().manual_seed(seed))
+            assert same(model(x), reference(x))
+
+
+def test_torch_is_as_it_was_once_nothing_is_applied(tmp_path):
+    asked = torch.overrides.has_torch_function
+    with applied(made(Blocks), 0.4, tmp_path):
+        with applied(made(Experts), 0.4, tmp_path):
+            assert torch.overrides.has_torch_function is not asked
+        assert torch.overrides.has_torch_function is not asked
+    assert torch.overrides.has_torch_function is asked

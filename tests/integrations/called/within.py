@@ -1,0 +1,46 @@
+"""Models that are called within a number of bytes for weights, whatever calls take beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.integrations.called.component import CalledModule
+from penstock.integrations.cap import Cap
+from penstock.runtime.loading import LoadOptions
+from tests.integrations.models import frozen
+
+POISONED = LoadOptions(arena="contiguous", poison=True)
+CHECKED = LoadOptions(debug=True)
+
+Called = Callable[..., CalledModule]
+
+
+class Room(Cap):
+    """A cap that leaves `budget` bytes for weights, whatever calls take beside them."""
+
+    budget = 0
+    module: CalledModule
+
+    @property
+    def room(self) -> int:
+        sizes = self.module._sizes
+        return self.budget + (sizes.room(self.nbytes) if sizes.measured else 1 << 39)
+
+
+def agrees(model: nn.Module, reference: nn.Module, *calls: Any) -> bool:
+    """Tell whether all calls have the same bits."""
+    return all(torch.equal(model(one), reference(one)) for one in calls)
+
+
+def tokens(*shape: int, most: int = 4096, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    model = frozen(model)
+    return model, copy.deepcopy(model)
