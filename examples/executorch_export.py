@@ -49,7 +49,7 @@ def main() -> None:
     budget = sys.argv[1] if len(sys.argv) > 1 else "60%"
     model = Decoder().eval()
     methods = {"prefill": torch.arange(8), "decode": torch.tensor([8])}
-    programs = {name: torch.export.export(model, (given, given)) for name, given in methods.items()}
+    programs = {name: torch.export.export(model, (given, given.clone())) for name, given in methods.items()}
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")  # ExecuTorch's own
         edge = to_edge_transform_and_lower(programs, partitioner=[PenstockPartitioner(budget=budget)])

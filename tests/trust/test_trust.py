@@ -116,11 +116,11 @@ def test_code_of_version_3_still_runs(copy, artifact):
     assert torch.equal(use(copy)["out"], use(artifact)["out"])
 
 
-@pytest.mark.parametrize("version", [2, 5, "3", None, 3.5, True])
+@pytest.mark.parametrize("version", [2, 6, "3", None, 3.5, True])
 def test_other_versions_say_what_to_do(copy, version):
     change_code(copy, lambda stored: stored.update(version=version))
     with pytest.raises(
-        penstock.PayloadError, match=r"expected JSON of version 3 or 4, got .*: compile again"
+        penstock.PayloadError, match=r"expected JSON of version 3 or 4 or 5, got .*: compile again"
     ):
         use(copy)
 
