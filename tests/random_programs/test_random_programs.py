@@ -13,8 +13,8 @@ from tests.hunt import scaled
 from tests.random_programs.comparing import check
 from tests.random_programs.drawn import HEADS, KINDS, STEMS, draw
 
-SEEDS = (0, 2, 4, 5, 13, 27, 38, 43, 56, 70, 86, 91, 105, 136, 153, 158, 161, 176, 183, 198)
-"""Seven seeds that together draw all kinds, and of the others those that draw fewest."""
+SEEDS = (0, 2, 4, 5, 13, 38, 43, 56, 60, 70, 74, 86, 91, 105, 136, 158, 161, 176, 183, 198)
+"""Of the first two hundred, seeds that together draw all kinds, and whose programs all run."""
 
 PLAIN = 0
 """A seed whose program streams, on which faults are tried."""
