@@ -97,7 +97,8 @@ def read_alone(folder: Path, *, new_memory: bool) -> float:
     from penstock.runtime.files.source import open_source
 
     program = penstock.open(folder / "model.penstock")
-    with open_source(program.payload.files, program.path) as source:
+    payload = program.payload
+    with open_source(payload.files, program.path, storages=payload.storages) as source:
         pieces = [
             (number, at, min(PIECE, file.nbytes - at))
             for number, file in enumerate(source.files)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,6 +35,9 @@ from penstock.schedule.facts.model import (
 )
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.space.layout import place_in_file
+
+NO_FOLDER = Path(os.devnull, "none")
+"""In place of an artifact's folder, which these modules have not: the paths of their files are absolute."""
 
 LARGE_BUFFER = 1 << 20
 """Buffers of these bytes stream as parameters do; smaller ones stay in memory."""

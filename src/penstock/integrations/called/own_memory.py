@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.integrations.called.facts import ModuleFacts
+from penstock.integrations.called.facts import NO_FOLDER, ModuleFacts
 from penstock.passes.weights.subclasses import each_part, has_parts, plain_tensors
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.files.rates import READERS
@@ -88,7 +87,7 @@ class OwnMemory:
 
     def _opened(self) -> Source:
         if self._source is None:
-            self._source = open_source(self.facts.files, Path())
+            self._source = open_source(self.facts.files, NO_FOLDER, storages=self.facts.storages)
             weakref.finalize(self, self._source.close)
         return self._source
 

@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from penstock.integrations.called.facts import NO_FOLDER
 from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass, positions_of
 from penstock.integrations.called.places import Step, Values, Watched
-from penstock.integrations.called.plans import NO_FOLDER, PlannedOrders
+from penstock.integrations.called.plans import PlannedOrders
 from penstock.integrations.called.readers import StepWeights
 from penstock.integrations.kept import digest_of
 from penstock.runtime.loading import LoadOptions, load_weights

@@ -5,18 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.integrations.called.by_units.units import UnitReads
-from penstock.integrations.called.facts import Order
+from penstock.integrations.called.facts import NO_FOLDER, Order
 from penstock.integrations.called.readers import StepWeights
 from penstock.runtime.choice import PlanRequest, decide
 from penstock.schedule.facts.model import SparseRead
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
-
-NO_FOLDER = Path()
-"""In place of an artifact's folder: the paths of weight files are absolute."""
 
 
 @dataclass(frozen=True)
