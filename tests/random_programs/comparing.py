@@ -233,54 +233,6 @@ def _exported_differs(seed: int, calls: Calls, expected: Sequence[Answer]) -> st
         return str(error)
 
 
-class _ByName:
-    """A module whose methods are all its forward."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def call(self, _: str, *args: Any, **kwargs: Any) -> Any:
-        return self._module(*args, **kwargs)
-
-
-class _Exported:
-    """Exported programs as torch runs them, all over the weights of one module."""
-
-    def __init__(self, exported: Mapping[str, ExportedProgram]) -> None:
-        self._modules = {name: one.module() for name, one in exported.items()}
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._modules[name](*args, **kwargs)
-
-
-def _taken(exported: Mapping[str, ExportedProgram], calls: Calls) -> Calls:
-    """The calls whose sizes the programs take: torch makes some sizes fixed that were to be dynamic."""
-    given = {name: _shapes(one.example_inputs) for name, one in exported.items()}
-    found = []
-    for name, arguments in calls:
-        if _shapes(arguments) != given[name]:
-            try:
-                _Exported({name: copy.deepcopy(exported[name])}).call(
-                    name, *copied(arguments)[0], **arguments[1]
-                )
-            except Exception:
-                continue
-        found.append((name, arguments))
-    return found
-
-
-def _shapes(arguments: Any) -> list[Any]:
-    return [getattr(one, "shape", one) for one in pytree.tree_leaves(arguments)]
-
-
-def _exported_differs(seed: int, calls: Calls, expected: Sequence[Answer]) -> str:
-    """How the exported programs by themselves differ from the module; empty if they do not."""
-    try:
-        return _first_difference([*_answers(_Exported(draw(seed).export()), calls)], expected)
-    except Exception as error:
-        return str(error)
-
-
 def _first_difference(ours: Sequence[Answer], expected: Sequence[Answer]) -> str:
     for k, (one, other) in enumerate(zip(ours, expected, strict=True)):
         if told := one.differs(other):
