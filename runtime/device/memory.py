@@ -126,7 +126,11 @@ class DeviceWeights:
             where = "cpu" if part.storage in self._on_host else self.arena.device
             return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=where)
         memory, start, stop = found
-        return tensor_in(memory[start:stop], part)
+        # A storage of its own, as `as_strided` counts offsets from the beginning of the storage.
+        storage = torch._C._construct_storage_from_data_pointer(
+            memory.data_ptr() + start, memory.device, stop - start
+        )
+        return tensor_in(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage), part)
 
     def _staying(self) -> Iterator[Load]:
         for s, memory in self.outside.items():
