@@ -127,8 +127,16 @@ def load_module(
     if device is None:
         weights = load_weights(program.path, payload, plan, options, program.beside_bytes)
     else:
-        kept = set[int]() if isinstance(code, compiled.LoadedPackage) else _kept_on_host(code, device)
-        weights = _load_on_device(program.path, payload, plan, device, poison=options.poison, on_host=kept)
+        eagerly = not isinstance(code, compiled.LoadedPackage)
+        weights = _load_on_device(
+            program.path,
+            payload,
+            plan,
+            device,
+            poison=options.poison,
+            on_host=_kept_on_host(code, device) if eagerly else (),
+            own_storages=eagerly and _counts_in_storages(code),
+        )
         weights.out_of_memory = partial(
             _outgrown,
             device,
@@ -228,7 +236,7 @@ def load_weights(
             opened.callback(team.wake)
         held = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(held.close)
-        tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, memory) for w in payload.tensors}
+        tensors = {w.fqn: _tensor(w.parts[0], payload, plan, held.buffers, memory) for w in payload.tensors}
         free = memory.free if isinstance(memory, NativeStreamer) else memory and memory.close
         away = units and units.close
         closers = tuple(one for one in (team and team.wake, away, held.close, free, source.close) if one)
@@ -296,6 +304,7 @@ def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -
 
 def _tensor(
     part: Part,
+    payload: Payload,
     plan: Plan,
     outside: Mapping[int, torch.Tensor],
     memory: WeightArena | NativeStreamer | None,
@@ -304,6 +313,8 @@ def _tensor(
     if part.storage in outside and 0 not in part.shape:
         return tensor_in(outside[part.storage], part)
     if memory is not None and plan.arena.layout[part.storage] >= 0:
+        if isinstance(memory, NativeStreamer):
+            return memory.view(part, payload.storages[part.storage].nbytes)
         return memory.view(part)
     # No step reads this weight, so a placeholder of its shape, whose memory is never touched, will do.
     return torch.empty_strided(part.shape, part.stride, dtype=getattr(torch, part.dtype))
@@ -361,6 +372,13 @@ def _kept_on_host(lowered: eager.LoweredProgram, device: Device) -> set[int]:
     return {weight.parts[0].storage for weight in on_cpu if weight.fqn in theirs}
 
 
+def _counts_in_storages(lowered: eager.LoweredProgram) -> bool:
+    """Tells whether a method has an operator whose offsets count from where a storage begins."""
+    graphs = (code.graph() for code in lowered.methods.values())
+    bodies = (body for made in graphs for body in (made.graph, *(b.graph for b in made.bodies.values())))
+    return any("as_strided" in str(node.target) for body in bodies for node in body.nodes)
+
+
 def _load_on_device(
     folder: Path,
     payload: Payload,
@@ -369,6 +387,7 @@ def _load_on_device(
     *,
     poison: bool,
     on_host: Collection[int] = (),
+    own_storages: bool = False,
 ) -> LoadedWeights:
     """Returns the weights of a verified plan on a device with streams; on an error all is closed again."""
     if plan.arena.kind != "contiguous" and plan.arena_bytes:
@@ -384,7 +403,9 @@ def _load_on_device(
         source = open_source(payload.files, folder, storages=payload.storages)
         opened.callback(source.close)
         opened.callback(device.close)
-        weights = DeviceWeights(plan, payload.storages, device, source, on_host=on_host)
+        weights = DeviceWeights(
+            plan, payload.storages, device, source, on_host=on_host, own_storages=own_storages
+        )
         streamer: DeviceStreamer | SimStreamer | None = None
         if plan.arena_bytes:
             simulated = isinstance(device, SimDevice)

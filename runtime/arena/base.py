@@ -85,16 +85,23 @@ def dtype_of(part: Part) -> torch.dtype:
     return dtype
 
 
-def tensor_at(address: int, part: Part) -> torch.Tensor:
-    """Returns the strided tensor of a part whose storage begins at `address`; the memory must outlive it."""
+def tensor_at(address: int, part: Part, nbytes: int | None = None) -> torch.Tensor:
+    """Returns the strided tensor of a part whose storage is `nbytes` bytes at `address`.
+
+    The memory, as much as the part reaches unless `nbytes` is given, must outlive it.
+    """
     import torch
 
     dtype = dtype_of(part)
-    # A ctypes array counts as writable, also over read-only pages: torch warns about others. One
-    # of no bytes is refused, so a tensor without elements gets one that it cannot reach.
-    memory = c_char * max(part_nbytes(part), dtype.itemsize)
-    flat = torch.frombuffer(memory.from_address(address + part.offset), dtype=dtype)
-    return flat.as_strided(part.shape, part.stride)
+    # The tensor's storage begins where the weight's does, from where `as_strided` counts, but for a remainder
+    # that no offset in elements can say. A ctypes array counts as writable, also over read-only pages: torch
+    # warns about others. One of no bytes is refused, so a tensor without elements gets one that it cannot
+    # reach.
+    nbytes = part.offset + part_nbytes(part) if nbytes is None else nbytes
+    offset, remainder = divmod(part.offset, dtype.itemsize)
+    memory = c_char * max((nbytes - remainder) // dtype.itemsize * dtype.itemsize, dtype.itemsize)
+    flat = torch.frombuffer(memory.from_address(address + remainder), dtype=dtype)
+    return flat.as_strided(part.shape, part.stride, offset)
 
 
 class WeightArena(ABC):
@@ -199,7 +206,7 @@ class WeightArena(ABC):
                 f"a view of {reach} bytes was asked of storage {part.storage}, which has "
                 f"{self._storages[part.storage].nbytes} at byte {place} of the arena; plan it again"
             )
-        return tensor_at(self._memory.address + place, part)
+        return tensor_at(self._memory.address + place, part, self._storages[part.storage].nbytes)
 
     def mapped_bytes(self) -> int:
         """Returns the bytes of whole pages that the process's page tables really hold for the arena.

@@ -28,6 +28,9 @@ class DeviceWeights:
 
     Tensors are views that are made once. Storages outside the arena are on the device as a whole, or those
     `on_host` in ordinary memory of the host. When this has been made, everything that always stays is loaded.
+
+    All tensors in the arena share its storage, unless `own_storages` asks for one for each: for programs in
+    which `as_strided` counts offsets from where the storage of a weight begins.
     """
 
     def __init__(
@@ -38,8 +41,10 @@ class DeviceWeights:
         source: Source,
         *,
         on_host: Collection[int] = (),
+        own_storages: bool = False,
     ) -> None:
         self._plan, self._storages, self._on_host = plan, storages, on_host
+        self._own_storages = own_storages
         self.outside = {
             s: aligned_bytes(storages[s].nbytes)
             if s in on_host
@@ -67,6 +72,8 @@ class DeviceWeights:
 
     def close(self) -> None:
         """Give arena, slab and ring back. What is outside the arena stays: a call may have returned it."""
+        if self._own_storages:  # which cannot be told that their memory is gone
+            self.arena = torch.empty(0, dtype=torch.uint8)
         self.arena.untyped_storage().resize_(0)
         self._moves_of.clear()
         self.host.close()
@@ -126,10 +133,12 @@ class DeviceWeights:
             where = "cpu" if part.storage in self._on_host else self.arena.device
             return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=where)
         memory, start, stop = found
-        # A storage of its own, as `as_strided` counts offsets from the beginning of the storage.
+        if not self._own_storages:
+            return tensor_in(memory[start:stop], part)
         storage = torch._C._construct_storage_from_data_pointer(
             memory.data_ptr() + start, memory.device, stop - start
         )
+        storage.memory_behind = memory  # which then lives for as long as the storage
         return tensor_in(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage), part)
 
     def _staying(self) -> Iterator[Load]:

@@ -60,12 +60,15 @@ class NativeStreamer:
         """Returns the steps of a method at which the plan acts, ascending."""
         return self._probed[graph]
 
-    def view(self, part: Part) -> torch.Tensor:
-        """Returns the strided tensor at the one address of a part. It must not be used after `free`."""
+    def view(self, part: Part, nbytes: int | None = None) -> torch.Tensor:
+        """Returns the strided tensor at the one address of a part. It must not be used after `free`.
+
+        Its storage has the `nbytes` of the part's, or what the part reaches.
+        """
         address = self._library.ps_storage(self._open(), part.storage)
         if not address:
             raise StreamError(f"storage {part.storage} is not in the arena")
-        return tensor_at(address, part)
+        return tensor_at(address, part, nbytes)
 
     def begin(self, graph: int) -> None:
         self._done(self._library.ps_begin(self._open(), graph))

@@ -1,4 +1,4 @@
-"""as_strided with an offset, which counts from where the storage of a weight begins, on a device."""
+"""as_strided with an offset, which counts from where the storage of a weight begins."""
 
 from __future__ import annotations
 
@@ -32,14 +32,31 @@ class Strided(nn.Module):
         return x / WIDTH + self.state[:WIDTH]
 
 
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("strided") / "m.penstock"
+    return penstock.compile(torch.export.export(Strided().eval(), (torch.randn(5, WIDTH),)), path)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_bytes_are_those_of_the_module(share, tmp_path):
-    model, x = Strided().eval(), torch.randn(5, WIDTH)
-    reference = Strided().eval()  # a copy of it would have a storage for each parameter
-    program = penstock.compile(torch.export.export(model, (x,)), tmp_path / "m.penstock")
-    floor = program.floor("sim")
-    budget = max(floor, int(program.weight_bytes * share))
-    plan = program.plan(budget, device="sim", hardware="laptop")
-    with program.load(plan=plan, device="sim", poison=True) as module, torch.no_grad():
+@pytest.mark.parametrize("place", ["sim", "paged", "contiguous"])
+def test_the_bytes_are_those_of_the_module(place, share, program):
+    x, reference = torch.randn(5, WIDTH), Strided().eval()  # a copy would have a storage for each parameter
+    where = {"device": "sim", "hardware": "laptop"} if place == "sim" else {"arena": place}
+    floor = program.floor(where.get("device", "cpu"), where.get("arena"))
+    plan = program.plan(max(floor, int(program.weight_bytes * share)), **where)
+    with program.load(plan=plan, device=where.get("device", "cpu"), poison=True) as module, torch.no_grad():
         for _ in range(3):
             assert torch.equal(module(x), reference(x))
+
+
+def test_a_view_that_outlives_a_module_on_a_device_has_its_memory(program):
+    """Not the weights any longer, but nobody else's bytes."""
+    module = program.load(budget="50%", device="sim", poison=True)
+    kept = dict(module._weights.tensors)
+    module.close()
+    del module
+    taken = [torch.full((WIDTH, WIDTH), 7.0) for _ in range(64)]
+    for tensor in kept.values():
+        assert not (tensor == 7.0).any()
+    assert taken

@@ -48,7 +48,8 @@ def _raw(tensor: torch.Tensor) -> list[bytes]:
     data = bytes(flat.tolist())
     rows, columns = tensor.shape
     row, column = tensor.stride()
-    spots = [(r * row + c * column) * size for r in range(rows) for c in range(columns)]
+    start = tensor.storage_offset()
+    spots = [(start + r * row + c * column) * size for r in range(rows) for c in range(columns)]
     return [data[spot : spot + size] for spot in spots]
 
 
