@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from penstock.integrations.called.applying import apply
+from penstock.integrations.applied import apply
 from penstock.runtime.loading import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, StreamError
 from tests.integrations.called import odd_modules

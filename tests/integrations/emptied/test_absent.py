@@ -179,7 +179,7 @@ def test_an_apply_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
 
     model = nn.Linear(8, 8).requires_grad_(False)
     values, forward = model.weight.clone(), model.forward
-    monkeypatch.setattr("penstock.integrations.applied.Watch", fail)
+    monkeypatch.setattr("penstock.integrations.exported.Watch", fail)
     with pytest.raises(MemoryError):
         apply(model, "1MB", cache=tmp_path)
     assert type(model.weight) is nn.Parameter
