@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from penstock.integrations import apply, cap
+from penstock.integrations import cap
 from penstock.integrations.cap import STEP, Cap
-from penstock.runtime.system.memory import round_up
-from penstock.schedule.facts.errors import BudgetError
 
 MIB = 1 << 20
 BESIDE = 36 * MIB
@@ -68,71 +65,3 @@ def test_the_memory_of_a_gpu_is_elsewhere(held):
     with one.working():
         held[0] += 1 << 30
     assert one.own == 0
-
-
-def test_a_cap_that_what_was_exported_fills_is_refused_in_words(held, tmp_path, monkeypatch):
-    from penstock.integrations import streamed
-
-    export = streamed.export_call
-
-    def leaving(*given):
-        held[0] += BESIDE + 140 * MIB
-        return export(*given)
-
-    monkeypatch.setattr(streamed, "export_call", leaving)
-    model, ids = torch.nn.Linear(64, 64), torch.ones(1, 64)
-    words = "does not run in 100.00 MiB: 144.00 MiB are in use by what penstock exported and planned"
-    with pytest.raises(BudgetError, match=words) as caught:
-        apply(model, 100 * MIB, example=ids, cache=tmp_path)
-    assert 144 * MIB < caught.value.floor_bytes < 145 * MIB
-    with apply(model, caught.value.floor_bytes + 2 * STEP, example=ids, cache=tmp_path / "other") as applied:
-        model(ids)
-        assert applied.cap.own == round_up(BESIDE + 140 * MIB - applied.cap.beside, STEP)
-
-
-def test_the_next_process_finds_the_plan_for_the_memory_that_exporting_took_here(held, tmp_path, monkeypatch):
-    from penstock.integrations import streamed
-    from penstock.runtime import choice
-
-    export, plan = streamed.export_call, choice.make_plan
-    budgets = []
-
-    def leaving(*given):
-        held[0] += BESIDE + 20 * MIB
-        return export(*given)
-
-    monkeypatch.setattr(streamed, "export_call", leaving)
-    monkeypatch.setattr(
-        choice, "make_plan", lambda *given, **named: budgets.append(given[1]) or plan(*given, **named)
-    )
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "plans"))
-    for room in (76 * MIB, 100 * MIB):
-        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8)))
-        torch.manual_seed(0)
-        for layer in model:
-            torch.nn.init.normal_(layer.weight)
-            torch.nn.init.zeros_(layer.bias)
-        with apply(
-            model.requires_grad_(False), 100 * MIB, example=torch.ones(1, 2048), cache=tmp_path
-        ) as applied:
-            assert applied.cap.room == room
-        low, high = budgets  # both of the first process
-        assert high == low + 24 * MIB
-
-
-def test_a_plan_is_made_again_where_another_export_takes_of_its_memory(held, tmp_path):
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).requires_grad_(False)
-    given = torch.ones(1, 1024)
-    expected = model(given)
-    with apply(model, 100 * MIB, example=given, cache=tmp_path) as applied:
-        (component,) = applied.components.values()
-        assert torch.equal(model(given), expected)
-        whole = component._planned
-        with applied.cap.working():
-            held[0] += BESIDE + 84 * MIB
-        assert torch.equal(model(given), expected)
-        assert component._planned <= applied.cap.room == 12 * MIB < whole
-        with applied.cap.working():
-            held[0] += 2 * STEP
-        with pytest.raises(BudgetError, match="in use by what penstock exported and planned"):
-            model(given)

@@ -48,7 +48,7 @@ def says(folder, **facts):
 
 
 def opened(folder, tmp_path, **options):
-    return load(folder, "2MB", example=models.nothing, cache=tmp_path / "cache", **options)
+    return load(folder, "2MB", cache=tmp_path / "cache", **options)
 
 
 def weights(tmp_path):
@@ -120,7 +120,7 @@ def test_what_is_converted_is_announced_listed_and_written_once(folder, tmp_path
     assert weights(tmp_path)[0] == [file]
     assert file.stat().st_mtime_ns == before.st_mtime_ns
     kept = {one.kind for one in prune(tmp_path / "cache", before=math.inf).in_use}
-    assert kept == {"weights", "program"}
+    assert kept == {"weights"}
     model.penstock_applied.close()
 
 
@@ -279,9 +279,7 @@ def test_a_pipeline_is_converted_as_a_whole(tmp_path):
     (tmp_path / "vocabulary").mkdir()
     made = models.pipeline(tmp_path / "vocabulary")
     made.save_pretrained(tmp_path / "saved", safe_serialization=True)
-    loaded = load(
-        tmp_path / "saved", "5MB", dtype="bfloat16", example=models.nothing, cache=tmp_path / "cache"
-    )
+    loaded = load(tmp_path / "saved", "5MB", dtype="bfloat16", cache=tmp_path / "cache")
     for name in ("unet", "text_encoder", "vae"):
         assert getattr(loaded, name).dtype == torch.bfloat16
     stored = open_model(tmp_path / "saved" / "vae", dtype="bfloat16")

@@ -55,17 +55,10 @@ def assisted(model, assistant):
 
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory):
-    """A Llama that streams in less than its size, its kinds of calls compiled at once, and its twin."""
+    """A Llama that streams in less than its size, and its twin."""
     model = models.llama(num_hidden_layers=1)
     reference = models.twin(model)
-
-    def every_kind(called):
-        for options in WAYS.values():
-            generated(called, **options)
-        for calls in (two_turns, cropped, two_fillings, lambda one: assisted(one, reference)):
-            calls(called)
-
-    applied = apply(model, "190KB", example=every_kind, cache=tmp_path_factory.mktemp("cache"))
+    applied = apply(model, "190KB", cache=tmp_path_factory.mktemp("cache"))
     yield model, reference, applied
     applied.close()
 
@@ -79,15 +72,6 @@ def test_tokens_and_logits_are_those_of_the_model_in_memory(streamed, options):
     stats = applied.components["LlamaForCausalLM"].stats
     assert stats.bytes_moved > 0
     assert stats.peak_bytes <= stats.budget < 190_000
-
-
-def test_static_caches_of_other_lengths_need_no_other_export(streamed, said):
-    model, reference, _ = streamed
-    options = {"do_sample": False, "cache_implementation": "static"}
-    said()
-    got, want = (one.generate(IDS, max_new_tokens=9, **options) for one in (model, reference))
-    assert torch.equal(got, want)
-    assert "exporting" not in said()
 
 
 def test_a_second_turn_goes_on_from_the_cache_of_the_first(streamed):
@@ -124,7 +108,7 @@ def test_saving_is_refused_before_anything_changes(streamed, tmp_path):
 def test_windows_of_attention_are_kept_when_they_slide(tmp_path):
     model = models.sliding()
     reference = models.twin(model)
-    with apply(model, "600KB", example=models.nothing, cache=tmp_path):
+    with apply(model, "600KB", cache=tmp_path):
         got, want = generated(model, do_sample=False), generated(reference, do_sample=False)
         assert torch.equal(got.sequences, want.sequences)
         assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
@@ -133,7 +117,7 @@ def test_windows_of_attention_are_kept_when_they_slide(tmp_path):
 def test_an_encoder_and_its_decoder_generate(tmp_path):
     model = models.t5()
     reference = models.twin(model)
-    with apply(model, "300KB", example=models.nothing, cache=tmp_path):
+    with apply(model, "300KB", cache=tmp_path):
         assert torch.equal(model.generate(IDS, max_new_tokens=4), reference.generate(IDS, max_new_tokens=4))
 
 
@@ -142,8 +126,29 @@ def test_generate_encodes_pictures_before_it_calls_the_model(tmp_path):
     reference = models.twin(model)
     ids = torch.tensor([[5, 120, 120, 120, 120, 7, 8]])
     given = {"input_ids": ids, "pixel_values": torch.rand(1, 3, 16, 16), "max_new_tokens": 1}
-    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+    with apply(model, "1MB", cache=tmp_path):
         assert torch.equal(model.generate(**given), reference.generate(**given))
+
+
+def test_a_layer_that_is_called_alone_gives_what_it_gives_in_memory(streamed):
+    model, reference, _ = streamed
+    states = torch.randn(1, 3, 64)
+    assert torch.equal(model.lm_head(states), reference.lm_head(states))
+    assert torch.equal(model.model(IDS)[0], reference.model(IDS)[0])
+
+
+def test_autocast_gives_what_it_gives_in_memory(streamed):
+    model, reference, _ = streamed
+    with torch.autocast("cpu"):
+        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about what transformers asks of it
+def test_flex_attention_gives_what_it_gives_in_memory(tmp_path):
+    model = models.llama(num_hidden_layers=1, attn_implementation="flex_attention")
+    reference = models.twin(model)
+    with apply(model, "400KB", cache=tmp_path):
+        assert torch.equal(model(IDS).logits, reference(IDS).logits)
 
 
 # What apply leaves and gives back.
@@ -152,25 +157,17 @@ def test_generate_encodes_pictures_before_it_calls_the_model(tmp_path):
 def test_parameters_have_no_memory_until_they_are_restored(tmp_path):
     model = models.llama(num_hidden_layers=1)
     reference = models.twin(model)
-    with apply(model, "400KB", example=models.nothing, cache=tmp_path) as applied:
+    with apply(model, "400KB", cache=tmp_path) as applied:
         assert applied.freed_bytes == sum(p.nbytes for p in reference.parameters())
         assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
         assert (model.device, model.dtype) == (reference.device, reference.dtype)
         assert model.num_parameters() == reference.num_parameters()
-        for use in (model.state_dict, model.double, lambda: model.lm_head(torch.zeros(1, 64))):
+        for use in (model.state_dict, model.double, lambda: model.lm_head.weight + 1):
             with pytest.raises(StreamError, match="not in memory: call the model itself"):
                 use()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
     assert torch.equal(model(IDS).logits, reference(IDS).logits)
     assert model.state_dict().keys() == reference.state_dict().keys()
-
-
-def test_equal_weights_and_programs_are_written_once(tmp_path):
-    for _ in range(2):
-        with apply(models.llama(num_hidden_layers=1), "400KB", cache=tmp_path, example={"input_ids": IDS}):
-            pass
-    assert len(list((tmp_path / "weights").iterdir())) == 1
-    assert len(list((tmp_path / "programs").iterdir())) == 1
 
 
 # What is refused.
@@ -180,16 +177,10 @@ def test_a_gradient_is_refused(tmp_path):
     model = models.llama(num_hidden_layers=1)
     embedded = torch.zeros(1, 3, 64, requires_grad=True)
     with (
-        apply(model, "400KB", example=models.nothing, cache=tmp_path),
+        apply(model, "400KB", cache=tmp_path),
         pytest.raises(StreamError, match="requires grad"),
     ):
         model(inputs_embeds=embedded)
-
-
-def test_autocast_is_refused(streamed):
-    model, *_ = streamed
-    with torch.autocast("cpu"), pytest.raises(StreamError, match=r"autocast is on.* outside of it, or load"):
-        model(IDS)
 
 
 def test_a_model_that_accelerate_has_wrapped_is_refused(tmp_path):
@@ -198,12 +189,6 @@ def test_a_model_that_accelerate_has_wrapped_is_refused(tmp_path):
     model = models.llama(num_hidden_layers=1)
     cpu_offload(model, torch.device("cpu"))
     with pytest.raises(PassError, match="wrapped by accelerate: remove its hooks"):
-        apply(model, "400KB", example=models.nothing, cache=tmp_path)
-
-
-def test_an_attention_that_cannot_be_exported_is_refused_by_name(tmp_path):
-    model = models.llama(num_hidden_layers=1, attn_implementation="flex_attention")
-    with pytest.raises(PassError, match=r'uses flex_attention.*attn_implementation="sdpa" or '):
         apply(model, "400KB", cache=tmp_path)
 
 
@@ -213,7 +198,7 @@ def test_a_model_on_several_devices_is_refused(tmp_path):
         apply(model, "400KB", cache=tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"device": "gpu"}, {"lowering": "magic"}, {"memory": "lots"}])
+@pytest.mark.parametrize("options", [{"device": "gpu"}, {"memory": "lots"}])
 def test_options_that_are_none_are_refused_before_memory_is_given_back(options, tmp_path):
     model = models.llama(num_hidden_layers=1)
     with pytest.raises(PenstockError, match=repr(*options.values())):
@@ -224,17 +209,3 @@ def test_options_that_are_none_are_refused_before_memory_is_given_back(options, 
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(PassError, match=r"expected a module.* got dict"):
         apply({}, "1MB", cache=tmp_path)
-
-
-def test_a_model_that_does_not_export_says_which_line(tmp_path):
-    class Decides(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = torch.nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.inner(x) if x.sum() > 0 else x
-
-    model = Decides()
-    with apply(model, "1MB", cache=tmp_path), pytest.raises(PassError, match=r"test_generate\.py:\d+"):
-        model(torch.ones(2, 8))

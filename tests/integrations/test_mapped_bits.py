@@ -47,10 +47,10 @@ def answer(model):
 def test_a_model_has_the_bits_of_the_one_that_its_library_maps(folder, tmp_path):
     expected = answer(library_model(folder))
     for memory in ("1.2MB", "60MB"):
-        with load(folder, memory, example=models.nothing, cache=tmp_path) as model:
+        with load(folder, memory, cache=tmp_path) as model:
             assert torch.equal(answer(model), expected)
         model = library_model(folder)
-        with apply(model, memory, example=models.nothing, cache=tmp_path):
+        with apply(model, memory, cache=tmp_path):
             assert torch.equal(answer(model), expected)
         assert torch.equal(answer(model), expected)  # restored
 
@@ -58,6 +58,6 @@ def test_a_model_has_the_bits_of_the_one_that_its_library_maps(folder, tmp_path)
 def test_a_copy_of_a_model_keeps_its_own_bits(folder, tmp_path):
     model = copy.deepcopy(library_model(folder))
     expected = answer(model)
-    with apply(model, "60MB", example=models.nothing, cache=tmp_path) as applied:
+    with apply(model, "60MB", cache=tmp_path) as applied:
         assert set(applied.components["LlamaForCausalLM"].weights) == set(folder.glob("*.safetensors"))
         assert torch.equal(answer(model), expected)

@@ -299,7 +299,7 @@ def two(tmp_path):
 
 
 def logits(folder: Path, cache: Path, **options) -> torch.Tensor:
-    with load(folder, "1GB", example=models.nothing, cache=cache, **options) as model:
+    with load(folder, "1GB", cache=cache, **options) as model:
         return model(IDS).logits
 
 
@@ -373,7 +373,7 @@ def test_apply_gives_the_values_that_the_model_has(two, tmp_path):
     for _ in range(2):
         model = models.frozen(LlamaForCausalLM.from_pretrained(folder))
         wanted = model(IDS).logits.clone()
-        with apply(model, "1GB", example=models.nothing, cache=tmp_path / "cache") as applied:
+        with apply(model, "1GB", cache=tmp_path / "cache") as applied:
             assert applied.components["LlamaForCausalLM"].weights == [file]
             assert torch.equal(model(IDS).logits, wanted)
         del model
@@ -385,7 +385,7 @@ def test_apply_refuses_a_file_that_was_overwritten_before_the_first_call(two, tm
     copy = shutil.copyfile(file, tmp_path / "copy")
     model = models.frozen(LlamaForCausalLM.from_pretrained(folder))
     wanted = model(IDS).logits.clone()
-    with apply(model, "1GB", example=models.nothing, cache=tmp_path / "cache"):
+    with apply(model, "1GB", cache=tmp_path / "cache"):
         overwrite(file, data)
         with pytest.raises(SourceError, match=rf"^{file} has been changed since LlamaForCausalLM was loaded"):
             model(IDS)

@@ -82,7 +82,7 @@ def save(tmp_path: Path, seed: int = 0, **options) -> LlamaForCausalLM:
 
 
 def opened(source, tmp_path, **options):
-    return load(source, "1GB", example=models.nothing, cache=tmp_path / "own", **options)
+    return load(source, "1GB", cache=tmp_path / "own", **options)
 
 
 @pytest.mark.parametrize("shards", ["50GB", "20KB"])
@@ -106,7 +106,7 @@ def test_apply_finds_the_files_of_a_model_that_was_loaded_by_name(hub, tmp_path,
     snapshot = hub.publish("some/model", tmp_path / "saved")
     model = models.frozen(LlamaForCausalLM.from_pretrained("some/model"))
     expected, before = model(IDS).logits, hub.state()
-    with apply(model, "1GB", example=models.nothing, cache=tmp_path / "own") as applied:
+    with apply(model, "1GB", cache=tmp_path / "own") as applied:
         assert torch.equal(model(IDS).logits, expected)
         assert {file.parent for file in applied.components["LlamaForCausalLM"].weights} == {snapshot}
     assert torch.equal(model(IDS).logits, expected)
@@ -124,7 +124,7 @@ def test_each_revision_has_its_own_values(hub, tmp_path):
         with opened(source, tmp_path) as loaded:
             assert torch.equal(loaded(IDS).logits, logits)
     old = models.frozen(LlamaForCausalLM.from_pretrained("some/model", revision="old"))
-    with apply(old, "1GB", example=models.nothing, cache=tmp_path / "own") as applied:
+    with apply(old, "1GB", cache=tmp_path / "own") as applied:
         assert applied.components["LlamaForCausalLM"].weights == [snapshots[0] / "model.safetensors"]
         assert torch.equal(old(IDS).logits, expected[0])
     assert not written(tmp_path)
@@ -285,7 +285,7 @@ def test_a_component_that_was_loaded_alone_stays_in_its_folder_of_the_snapshot(h
     snapshot = hub.publish("some/pipeline", tmp_path / "saved")
     given = ("some/pipeline", "vae") if by == "name" else (snapshot / "vae", None)
     model = models.frozen(AutoencoderKL.from_pretrained(given[0], subfolder=given[1]))
-    with apply(model, "1GB", example=models.nothing, cache=tmp_path / "own") as applied:
+    with apply(model, "1GB", cache=tmp_path / "own") as applied:
         assert {file.parent for file in applied.components["AutoencoderKL"].weights} == {snapshot / "vae"}
     assert not written(tmp_path)
 
@@ -302,7 +302,7 @@ def test_adapters_in_the_hubs_cache_take_the_place_of_others(hub, tmp_path):
         for name, value in model.named_parameters():
             if "lora_B" in name:
                 nn.init.zeros_(value)
-        with apply(model, "1GB", example=models.nothing, cache=tmp_path / "own") as applied:
+        with apply(model, "1GB", cache=tmp_path / "own") as applied:
             assert not torch.equal(model(IDS).logits, expected)
             applied.swap_adapter(source)
             assert torch.equal(model(IDS).logits, expected)

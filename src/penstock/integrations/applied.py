@@ -1,4 +1,4 @@
-"""`apply` and `load`: a model or a pipeline whose components stream under one cap, while its own Python runs."""
+"""`apply` and `load`: a model or a pipeline whose own Python runs, and whose weights stream under one cap."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.integrations import exported
 from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
-from penstock.integrations import exported
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
 from penstock.integrations.called.plans import Residency
@@ -31,9 +31,11 @@ from penstock.integrations.libraries import (
     components_of,
     entries_of,
     owner_of,
+    read_between_calls,
 )
 from penstock.integrations.own_files import keep_weights
 from penstock.integrations.progress import seconds_since
+from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.cache import Cache
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.system.own_memory import give_back_unused
@@ -107,11 +109,21 @@ class Applied:
         facts = make_facts(module, kept)
         entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
         sentence = _RESTORE if self._restores else _LOAD
-        with uninterrupted():
-            self._hollow[name] = Hollow(module, sentence, torch.device("cpu"), called=True)
+        with uninterrupted(), ExitStack() as on_error:
+            hollow = Hollow(module, sentence, torch.device("cpu"), called=True)
+            on_error.callback(lambda given: hollow.filling(given)(), kept)
             self.components[name] = CalledModule(
-                name, module, facts, kept, self.cap, entries=entries, options=self._options
+                name,
+                module,
+                facts,
+                kept,
+                self.cap,
+                entries=entries,
+                options=self._options,
+                read_between=read_between_calls(module),
             )
+            self._hollow[name] = hollow
+            on_error.pop_all()
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""
@@ -190,6 +202,7 @@ def apply(
         return exported.apply(model, memory, device=device, example=example, cache=cache, train=train)
     begun, nbytes, parts = monotonic(), parse_size(memory, name="memory"), components_of(model)
     for name, module in parts.items():
+        refuse_scripted(module, name)
         _refuse_moved(module, name)
     applied = Applied(model, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=True)
     with ExitStack() as on_error:

@@ -25,6 +25,8 @@ from tests.integrations.called.odd_modules import (
     inputs,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
 POISONED = LoadOptions(arena="contiguous", poison=True)
 """A read of memory that a plan has given to another weight finds other bytes here."""
 
@@ -58,7 +60,6 @@ def no_gradients():
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )  # torch's own, in jvp
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("options", [POISONED, LoadOptions()], ids=["poisoned", "default"])
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("name", odd_modules.EQUAL)

@@ -107,7 +107,7 @@ def test_restored_it_is_what_it_was(tmp_path):
     weight, values = model.weight, model.weight.clone()
     with apply(model, "1MiB", cache=tmp_path) as applied:
         assert str(model).endswith("bias=True, 288 B of parameters streamed by penstock)")
-        assert repr(applied) == "Applied(Linear, streamed within 1.00 MiB on cpu)"
+        assert repr(applied) == "Applied(Linear, streamed within 1.00 MiB)"
         with pytest.raises(PassError, match="or a part of it, streams already: restore"):
             apply(nn.Sequential(model), "1MB", cache=tmp_path)
         assert model.weight is weight
@@ -118,13 +118,13 @@ def test_restored_it_is_what_it_was(tmp_path):
     assert torch.equal(weight, values)
 
 
-def test_a_folder_that_was_written_again_is_exported_again(tmp_path):
+def test_a_folder_that_was_written_again_is_read_again(tmp_path):
     model = models.llama(num_hidden_layers=1)
     for scale in (1.0, 2.0):
         model.lm_head.weight.mul_(scale)
         model.save_pretrained(tmp_path / "model")
         os.utime(tmp_path / "model" / "model.safetensors", ns=(0, int(scale) << 40))
-        streamed = load(tmp_path / "model", "350KB", example=models.nothing, cache=tmp_path / "cache")
+        streamed = load(tmp_path / "model", "350KB", cache=tmp_path / "cache")
         assert torch.equal(streamed(IDS).logits, model(IDS).logits)
         streamed.penstock_applied.close()
 
@@ -174,12 +174,12 @@ def test_a_restore_that_fails_leaves_the_model_applied(tmp_path):
 
 
 def test_an_apply_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError("no memory")
 
     model = nn.Linear(8, 8).requires_grad_(False)
     values, forward = model.weight.clone(), model.forward
-    monkeypatch.setattr("penstock.integrations.exported.Watch", fail)
+    monkeypatch.setattr("penstock.integrations.applied.CalledModule", fail)
     with pytest.raises(MemoryError):
         apply(model, "1MB", cache=tmp_path)
     assert type(model.weight) is nn.Parameter

@@ -170,7 +170,6 @@ def outer(tmp_path_factory):
 @pytest.mark.parametrize(
     ("use", "done"),
     [
-        (lambda model: model.inner[1](X), r"inner\.1 \(Linear\) cannot be called by itself"),
         (lambda model: model.inner[1].state_dict(), r"inner\.1 \(Linear\) cannot be read by state_dict"),
         (lambda model: model.load_state_dict({}), r"the Outer cannot be written by load_state_dict\(\)"),
         (lambda model: model.to(torch.float16), r"the Outer cannot be moved or converted"),

@@ -20,12 +20,13 @@ GONE = (
 
 @pytest.fixture
 def lost(tmp_path):
-    """A model that has run once, what it returned, what `apply` returned, and a function that deletes."""
+    """A model whose plan is loaded, what it returned, what `apply` returned, and a function that deletes."""
     torch.manual_seed(0)
     model = models.frozen(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     expected = model(X)
     applied = apply(model, "1MB", cache=tmp_path)
-    assert torch.equal(model(X), expected)
+    for _ in range(2):
+        assert torch.equal(model(X), expected)
     shutil.move(tmp_path / "weights", tmp_path / "elsewhere")
 
     def put_back():
@@ -37,18 +38,10 @@ def lost(tmp_path):
     applied.restore()
 
 
-def test_another_kind_of_call_says_so_and_the_ones_before_run_on(lost):
-    model, expected, applied, _ = lost
-    for call in (lambda: model(X.reshape(1, 2, 32)), lambda: applied.prepare(X.reshape(1, 2, 32))):
-        with pytest.raises(SourceError, match=GONE):
-            call()
-    assert torch.equal(model(X), expected)
-
-
 def test_a_call_that_needs_another_plan_says_so_and_smaller_ones_run_on(lost):
     model, expected, _, _ = lost
     with pytest.raises(SourceError, match=GONE):
-        model(X.repeat(500, 1))
+        model(X.repeat(1000, 1))
     assert torch.equal(model(X), expected)
 
 

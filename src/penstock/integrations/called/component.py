@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from penstock.integrations.called.kinds import kind_of
 from penstock.integrations.called.measuring import ROOM, CallSizes, LiveBytes, PeakMeter, call_bytes
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
-from penstock.integrations.called.passes import Pass, uncached_autocast
+from penstock.integrations.called.passes import Pass, one_pass
 from penstock.integrations.called.places import Places, Step, leave_twins_out
 from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.plans import Residency, plan_orders, residency_of
@@ -68,6 +68,7 @@ class CalledModule:
         cap: The memory for weights and calls, which components use in turns.
         entries: Methods other than `forward` that libraries call, such as `decode` or `vision.encode`.
         options: How plans are made and run.
+        read_between: Parameters that may be read between calls; a read brings them from their file.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class CalledModule:
         *,
         entries: Sequence[str] = (),
         options: LoadOptions | None = None,
+        read_between: Collection[str] = (),
     ) -> None:
         self.name, self.module, self.kept = name, module, kept
         self.plan: Plan | None = None
         self.orders: list[Order] = []
         self._cap = cap
         self._options = options or LoadOptions()
+        self._read_between = frozenset(read_between)
         self._process = os.getpid()
         self._state = threading.Lock()  # held while a step begins
         self._kinds: dict[object, int] = {}
@@ -119,6 +122,10 @@ class CalledModule:
         for entry in entries:
             path, _, method = entry.rpartition(".")
             self._wrap(path, self._modules[path], method)
+
+    def __repr__(self) -> str:
+        plan = self.plan.residency if self.residency and self.plan else "no plan yet"
+        return f"CalledModule({self.name}, {plan})"
 
     @property
     def facts(self) -> ModuleFacts:
@@ -254,7 +261,7 @@ class CalledModule:
             refuse_grad((args, kwargs))
             self._memory.refuse_viewed()
             nbytes, kind = call_bytes((args, kwargs)), kind_of(entry, args, kwargs)
-            with self._cap.calling(self) as alone, uncached_autocast(), torch.no_grad():
+            with self._cap.calling(self) as alone, one_pass(), torch.no_grad():
                 current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
                 try:
                     own = functools.partial(called, *args, **kwargs)
@@ -308,7 +315,11 @@ class CalledModule:
         begun, current.meter = time.monotonic(), PeakMeter()
         with LiveBytes() as live:
             output = run()
-        beside = nbytes + max(live.peak, current.meter.look() - self._cap.kernels)
+        peak = current.meter.look()
+        loaded = max(
+            0, current.meter.now - live.now
+        )  # code, as of modules that are imported when first called
+        beside = nbytes + max(live.peak, peak - loaded - self._cap.kernels)
         self._sizes.measured.append((nbytes, beside))
         _log.info(
             "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights",
@@ -442,10 +453,11 @@ class CalledModule:
         In a step of its own, the weight is there already. Otherwise it is read from its file, and the module
         that asks reads it in its step from the next call on, if it may be a step.
         """
-        current = self._pass
+        current, fqn = self._pass, self._places.names[twin]
         if current is None:
-            return None
-        fqn = self._places.names[twin]
+            if fqn not in self._read_between:
+                return None
+            return plain_tensors(fqn, self._own_steps.weight(twin, {}))[name]
         for values in (self._memory.staying, self._memory.present, current.values):
             if twin in values:
                 return plain_tensors(fqn, values[twin])[name]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,8 +88,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._now = 0
+        self.peak = self.now = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -100,26 +101,49 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory = one.untyped_storage()
                 if id(memory) not in given and id(memory) not in self._known:
                     self._known.add(id(memory))
-                    self._now += memory.nbytes()
+                    self.now += memory.nbytes()
                     weakref.finalize(memory, self._free, id(memory), memory.nbytes())
-        self.peak = max(self.peak, self._now)
+        self.peak = max(self.peak, self.now)
         return result
 
     def _free(self, memory: int, nbytes: int) -> None:
         self._known.discard(memory)
-        self._now -= nbytes
+        self.now -= nbytes
+
+
+class Running:
+    """Counts the passes that run in this process, and those that have begun."""
+
+    def __init__(self) -> None:
+        self.now = self.begun = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        with self._lock:
+            self.now, self.begun = self.now + 1, self.begun + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.now -= 1
+
+
+RUNNING = Running()
 
 
 class PeakMeter:
     """Measures the most memory that this process takes beyond what it has now, kernels' own memory included.
+
+    Made within a pass; where another pass runs at the same time, nothing can be said, and it measures none.
 
     The kernel keeps the highest resident size of a process (`VmHWM`); it is reset at each look. Pages of
     files, such as those of libraries that run for the first time, are left out. A look takes 12 us.
     """
 
     def __init__(self) -> None:
-        self.peak = 0
-        self._can_reset = True
+        self.peak = self.now = 0
+        self._can_reset, self._begun, self._alone = True, RUNNING.begun, RUNNING.now <= 1
         self._base = self._file = 0
         _, resident, self._file = self._look()
         self._base = resident
@@ -127,13 +151,13 @@ class PeakMeter:
     def look(self, own: int = 0) -> int:
         """Return the highest peak of all looks; `own` bytes of memory are left out of the present look."""
         peak, resident, file = self._look()
-        taken = (
-            max(peak if self._can_reset else resident, resident)
-            - self._base
-            - max(0, file - self._file)
-            - own
-        )
-        self.peak = max(self.peak, taken)
+        self._alone = self._alone and RUNNING.begun == self._begun
+        if not self._alone:
+            self.peak = self.now = 0
+            return 0
+        before = self._base + max(0, file - self._file) + own
+        self.now = max(0, resident - before)
+        self.peak = max(self.peak, (peak if self._can_reset else resident) - before, self.now)
         return self.peak
 
     def _look(self) -> tuple[int, int, int]:

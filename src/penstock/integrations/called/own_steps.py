@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import StepTime
+from penstock.integrations.called.measuring import ROOM
 from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import Step, Watched
 from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.readers import StepWeights
-from penstock.integrations.cap import Cap
+from penstock.integrations.cap import SLACK, Cap
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_budget, format_size
 
@@ -59,7 +60,7 @@ class OwnSteps:
         storages = tuple(s for s in storages if s not in left_out)
         nbytes = sum(self._steps.facts.storages[s].nbytes for s in storages)
         if current.meter is not None:
-            self._check_room(step, nbytes, current.meter.look() - self._cap.kernels)
+            self._check_room(step, nbytes, current.meter.look() - SLACK)
         nested = current.open is not None
         seen = Seen(step.path, step.path)
         if not nested and not self._units.is_member(step.path):
@@ -125,7 +126,7 @@ class OwnSteps:
         room = self._cap.room
         if current is None or current.meter is None:
             return room
-        return max(0, room - current.own_bytes - max(0, current.meter.peak - self._cap.kernels))
+        return max(0, room - current.own_bytes - max(0, current.meter.peak - SLACK))
 
     def _check_room(self, step: Step, nbytes: int, beside: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes."""
@@ -134,7 +135,7 @@ class OwnSteps:
 
     def too_little(self, floor: int, beside: int, path: str = "") -> BudgetError:
         """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others."""
-        least = floor + beside + self._cap.nbytes - self._cap.room
+        least = floor + int(ROOM * beside) + self._cap.nbytes - self._cap.room  # a call never takes the same
         who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
         return BudgetError(
             f"{self._name} does not run in {format_budget(self._cap.nbytes)}: the call takes "

@@ -12,7 +12,7 @@ import torch
 
 from penstock.integrations.called.by_units.reads import PassReads, Seen
 from penstock.integrations.called.facts import Order
-from penstock.integrations.called.measuring import PeakMeter
+from penstock.integrations.called.measuring import RUNNING, PeakMeter
 from penstock.integrations.called.places import Step, Values
 
 
@@ -51,11 +51,15 @@ def positions_of(order: Order) -> dict[str, list[int]]:
 
 
 @contextmanager
-def uncached_autocast() -> Iterator[None]:
-    """Keep autocast from holding converted copies of weights; it converts to the same bits each time."""
+def one_pass() -> Iterator[None]:
+    """Count a pass, and keep autocast from holding converted copies of weights meanwhile.
+
+    It converts to the same bits each time.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with RUNNING.one_more():
+            yield
     finally:
         torch.set_autocast_cache_enabled(before)

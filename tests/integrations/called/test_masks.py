@@ -21,7 +21,7 @@ def test_a_mask_that_the_model_makes_itself_is_asked_in_each_call(tmp_path):
     whole = torch.ones(2, 4, 4, dtype=torch.bool)
     part = whole.clone()
     part[0, :, 2:] = False
-    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+    with apply(model, "1MB", cache=tmp_path):
         for patches in (part, whole, part):
             got, want = (one(pixels, patch_attention_mask=patches)[0] for one in (model, reference))
             assert torch.equal(got, want)
@@ -39,7 +39,7 @@ def test_a_mask_of_the_encoder_says_nothing_of_the_decoders(tmp_path):
     full = torch.ones_like(ids)
     padded = full.clone()
     padded[0, :3] = 0
-    with apply(model, "4MB", example=models.nothing, cache=tmp_path):
+    with apply(model, "4MB", cache=tmp_path):
         for mask, of_decoder in ((padded, full), (full, padded)):
             given = {"input_ids": ids, "decoder_input_ids": ids, "attention_mask": mask, "use_cache": False}
             got, want = (one(**given, decoder_attention_mask=of_decoder).logits for one in (model, reference))
