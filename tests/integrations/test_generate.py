@@ -143,7 +143,7 @@ def test_autocast_gives_what_it_gives_in_memory(streamed):
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about what transformers asks of it
+@pytest.mark.filterwarnings("ignore")  # of torch, about what transformers asks of it
 def test_flex_attention_gives_what_it_gives_in_memory(tmp_path):
     model = models.llama(num_hidden_layers=1, attn_implementation="flex_attention")
     reference = models.twin(model)

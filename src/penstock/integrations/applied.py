@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.integrations import exported
 from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations.called.component import CalledModule
@@ -199,6 +198,8 @@ def apply(
         PassError: The model cannot stream as it is; the message says why. It is as it was then.
     """
     if train or device != "cpu":  # TODO(switch): called/ does not do these yet
+        from penstock.integrations import exported
+
         return exported.apply(model, memory, device=device, example=example, cache=cache, train=train)
     begun, nbytes, parts = monotonic(), parse_size(memory, name="memory"), components_of(model)
     for name, module in parts.items():
@@ -257,6 +258,8 @@ def load(
         PassError: As for `apply`.
     """
     if train or device != "cpu":  # TODO(switch): called/ does not do these yet
+        from penstock.integrations import exported
+
         return exported.load(
             source,
             memory,

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.integrations.calls.arguments import is_state
-from penstock.integrations.calls.tiny_inputs import (
+from benchmarks.zoo_inputs import (
     main_input_of,
     model_generates,
     padded_inputs,
     tiny_inputs,
 )
+from penstock.integrations.calls.arguments import is_state
 
 Example = torch.Tensor | Sequence[Any] | Mapping[str, Any] | Callable[[Any], object]
 """A tensor, positional arguments, arguments by name, or a function that calls the model it is given; or

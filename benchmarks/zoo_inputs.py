@@ -31,16 +31,6 @@ def tiny_inputs(model: Any) -> dict[str, torch.Tensor]:
     return _with_masks(model, given or {name: _made(model, name)})
 
 
-def padded_inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Tiny inputs of two rows, of which the first one begins with padding; none where there is no mask."""
-    given = tiny_inputs(model)
-    if "attention_mask" not in given:
-        return {}
-    rows = {name: one.repeat(2, *[1] * (one.ndim - 1)) for name, one in given.items()}
-    rows["attention_mask"][0, : _LENGTH // 2] = 0
-    return rows
-
-
 def main_input_of(model: Any) -> str:
     """The name of a model's first input."""
     name = model.main_input_name
