@@ -4,9 +4,9 @@ Models of transformers and parts of pipelines of diffusers are made of their own
 called with random inputs, then with two rows, and again. That is done at the least memory that they run in,
 with room for 30 % of their weights, and for all; in a contiguous arena whose free memory is poisoned, and in
 the default one. Each has a process of its own, with a limit on time and memory. What is equal to the
-library's model, call for call, is equal; what raises one of penstock's errors, whose sentence docs/zoo.md lists, is
-refused; all else is wrong, and the exit status is 1. A model that does not run in memory either is not
-counted.
+library's model, call for call, is equal; what raises one of penstock's errors, whose sentence docs/zoo.md
+lists, is refused; all else is wrong, and the exit status is 1. A model that does not run in memory either is
+not counted.
 """
 
 from __future__ import annotations

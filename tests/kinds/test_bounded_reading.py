@@ -5,7 +5,6 @@ One child process uses all kinds of files, with an address space that is a littl
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -19,7 +18,6 @@ import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,9 +26,8 @@ from safetensors.torch import save_file
 
 import penstock
 from penstock.backends.executorch import read as read_pte
-from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.folders import open_folder
-from penstock.runtime.cache import Cache, list_entries
+from penstock.runtime.cache import list_entries
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.artifact_files import digest_line
 from penstock.runtime.measurements import measurements
@@ -48,14 +45,6 @@ DEEP = b'{"files":' + b"[" * 200_000
 
 def name_of(number: int) -> str:
     return f"{number:032x}"
-
-
-def kept_name(key: str) -> str:
-    return f"{hashlib.sha256(f'{key} kind 0'.encode()).hexdigest()[:32]}.zip"
-
-
-def find_kept(folder: Path) -> object:
-    return KeptCalls(Cache(folder), lambda: "key", "a model").find(SimpleNamespace(kind="kind"), "key")  # type: ignore[arg-type]
 
 
 def read_entries(folder: Path) -> object:
@@ -96,7 +85,6 @@ FILES: dict[str, tuple[str, Callable[[Path], object], bool]] = {
     "ONNX": ("onnx/model.onnx", read_onnx, False),
     "ONNX payload": ("onnx/payload.json", read_onnx, False),
     "measurements": ("cache/penstock/hardware.json", lambda _: measurements() or None, True),
-    "kept call": (f"cache/penstock/calls/{kept_name('key')}", lambda f: find_kept(f.parent), True),
     "record": (
         f"cache/penstock/programs/{name_of(1)}.penstock/entry.json",
         lambda f: read_entries(f.parent.parent),
@@ -223,11 +211,6 @@ def deflate(path: Path, bomb: str, members: dict[str, bytes]) -> Path:
 ZEROS = bytes(1 << 20)
 
 
-def compressed_call(folder: Path) -> Callable[[], object]:
-    deflate(folder / "calls" / kept_name("key"), "call.json", {})
-    return lambda: find_kept(folder)
-
-
 def compressed_record(name: str) -> Callable[[Path], Callable[[], object]]:
     """A file of torch.save with a record that torch reads first, and that is small until it is inflated."""
 
@@ -320,7 +303,6 @@ def deep_method(folder: Path) -> Callable[[], object]:
 
 
 BOMBS: dict[str, Callable[[Path], Callable[[], object]]] = {
-    "compressed call": compressed_call,
     "compressed version": compressed_record("version"),
     "compressed byte order": compressed_record("byteorder"),
     "compressed pickle": compressed_record("DATA.PKL"),
@@ -364,7 +346,6 @@ def test_no_form_of_a_file_takes_time_or_memory(said: dict[str, str], form: str)
 @pytest.mark.parametrize(
     ("bomb", "sentence"),
     {
-        "compressed call": "nothing",
         "compressed version": "refused: .* has archive/version compressed",
         "compressed byte order": "refused: .* has archive/byteorder compressed",
         "compressed pickle": "refused: .* has archive/DATA.PKL compressed",
