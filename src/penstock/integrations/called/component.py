@@ -70,6 +70,8 @@ class CalledModule:
         options: How plans are made and run.
     """
 
+    _watches = True  # weights of which operators read single units
+
     def __init__(
         self,
         name: str,
@@ -96,7 +98,7 @@ class CalledModule:
         self._room = 0  # bytes that the present plan leaves for calls
         self._active = True
         self._modules = dict(module.named_modules())
-        self._places = Places(module)
+        self._places = Places(module, facts.parts)
         for twin, value in self._places.twins.items():
             for part, plain in plain_tensors(self._places.names[twin], value).items():
                 answer_with(plain, _Answer(self, twin, part))
@@ -108,7 +110,7 @@ class CalledModule:
             self._steps.is_read_by,
             lambda twin: self._own_steps.stay(self._pass, twin),
         )
-        self._units = UnitReads(module, facts, self._own, host)
+        self._units = UnitReads(module, facts, self._own, host, watches=self._watches)
         self._own_steps = OwnSteps(
             name, self._steps, self._own, units=self._units, memory=self._memory, cap=cap
         )
@@ -379,7 +381,7 @@ class CalledModule:
         assert current.order is not None
         weights = self._memory.weights
         assert weights is not None
-        streamer = weights.streamer if number in self._memory.probed[current.order] else None
+        streamer = weights.streamer if self._memory.waits(current, number) else None
         try:
             if streamer is not None:
                 streamer.acquire(current.order, number)

@@ -222,17 +222,20 @@ def joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
-    """Return the facts of a module whose weights `kept` holds in files.
+def make_facts(
+    module: nn.Module, kept: Sequence[KeptWeights], trained: Sequence[nn.Parameter] = ()
+) -> ModuleFacts:
+    """Return the facts of a module whose weights `kept` holds in files, without those that are trained.
 
     The parameters may be on the meta device. Raises SourceError for a parameter that no file holds.
     """
     index: dict[int, int] = {}
     storages: list[Storage] = []
     weights: dict[str, Weight] = {}
+    in_memory = {id(value) for value in trained}
     for path, _, key, value in registered_weights(module):
         fqn = joined(path, key)
-        for name, plain in plain_tensors(fqn, value).items():
+        for name, plain in plain_tensors(fqn, value).items() if id(value) not in in_memory else ():
             memory = plain.untyped_storage()
             if memory._cdata not in index:
                 index[memory._cdata] = len(storages)

@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
-        self._now = 0
+        self.now = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -100,14 +100,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory = one.untyped_storage()
                 if id(memory) not in given and id(memory) not in self._known:
                     self._known.add(id(memory))
-                    self._now += memory.nbytes()
+                    self.now += memory.nbytes()
                     weakref.finalize(memory, self._free, id(memory), memory.nbytes())
-        self.peak = max(self.peak, self._now)
+        self.peak = max(self.peak, self.now)
         return result
 
     def _free(self, memory: int, nbytes: int) -> None:
         self._known.discard(memory)
-        self._now -= nbytes
+        self.now -= nbytes
 
 
 class PeakMeter:
