@@ -1,4 +1,4 @@
-"""`apply` and `load`: a model or a pipeline whose components stream under one cap, while its own Python runs."""
+"""`apply` and `load`: a model or a pipeline that runs its own Python while weights stream under a cap."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.integrations import exported
 from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
-from penstock.integrations import exported
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
 from penstock.integrations.called.plans import Residency

@@ -248,8 +248,7 @@ class CalledModule:
         self, entry: str, called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Make an outermost call."""
-        if os.getpid() != self._process:
-            raise StreamError(f"a forked child cannot call the {self.name}: load it in the child")
+        self._refuse_forked()
         with self._cap.lock:
             if not self._active:  # restored while this call waited for its turn
                 return called(*args, **kwargs)
@@ -271,6 +270,10 @@ class CalledModule:
             self._check_uses(current)
             self._note(current, kind)
             return self._own_steps.with_weights(output)
+
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._process:
+            raise StreamError(f"a forked child cannot call the {self.name}: load it in the child")
 
     def _order_of(self, entry: str, kind: object, nbytes: int) -> int | None:
         """Return the order that a call probably has; None where it is observed.

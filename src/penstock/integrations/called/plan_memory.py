@@ -132,8 +132,9 @@ class PlanMemory:
         return number
 
     def move(self, current: Pass, number: int) -> None:
-        """Note that a step of the expected order comes next. If it skips calls of modules, the pass is astray."""
-        assert self.orders is not None and current.order is not None
+        """Note that a step of the expected order comes next; a pass that skips calls of modules is astray."""
+        assert self.orders is not None
+        assert current.order is not None
         reads = self.orders.traced[current.order].operators
         skipped = range(current.position, number)
         current.astray |= number < current.position or any(not reads or reads[k] is None for k in skipped)

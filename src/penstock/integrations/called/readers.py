@@ -131,8 +131,8 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
         path: tuple(sorted({s for fqn in fqns for s in storages_of[fqn]} - resident - learned.resident))
         for path, fqns in own.items()
     }
-    for step, storages in learned.backward.items():
-        moved[step] = tuple(s for s in storages if s not in resident | learned.resident)
+    for step, reads in learned.backward.items():
+        moved[step] = tuple(s for s in reads if s not in resident | learned.resident)
     return Readers(
         {
             path: tuple(dict.fromkeys(own[path]))

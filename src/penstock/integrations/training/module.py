@@ -12,8 +12,8 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,10 @@ from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import Step
 from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.hollow import replace_attribute
-from penstock.integrations.training.packing import PackedWeight, WeightHooks
+from penstock.integrations.training.packing import PackedWeight, packing
 from penstock.integrations.training.trained import TrainedParameters
 from penstock.passes.weights.subclasses import plain_tensors
+from penstock.runtime.stream.interface import Streamer
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
 
@@ -48,8 +49,8 @@ class _Opened:
         seen: The step as the pass notes it.
         storages: The storages that it has read.
         ready: When these were in memory.
-        number: The step in the expected order, None if there is none.
-        waits: This step was acquired.
+        number: The step in the expected order, -1 if there is none.
+        streamer: What this step was acquired of, if it was.
         memory: Storages in memory of their own.
     """
 
@@ -57,8 +58,8 @@ class _Opened:
     seen: Seen
     storages: set[int] = field(default_factory=set)
     ready: int = 0
-    number: int | None = None
-    waits: bool = False
+    number: int = -1
+    streamer: Streamer | None = None
     memory: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -104,6 +105,7 @@ class TrainedModule(CalledModule):
         self._last: Order | None = None
         self._outstanding: weakref.WeakSet[_TrainingPass] = weakref.WeakSet()
         self._own_sizes = CallSizes()  # of calls with gradients
+        self._keeps = 0.0  # bytes that a forward keeps for its backward, for each byte of its arguments
         super().__init__(*args, **options)
         self._steps.learned.vectors_stay = True
         self._steps.find()
@@ -121,6 +123,7 @@ class TrainedModule(CalledModule):
         self, entry: str, called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         run = functools.partial(called, *args, **kwargs)
+        self._refuse_forked()
         with self._cap.lock:
             if self._active and torch._C._current_graph_task_id() != -1:
                 return self._run_again(run)
@@ -173,16 +176,16 @@ class TrainedModule(CalledModule):
             with current.live:
                 output = run()
             current.kept = current.live.now
+            self._keeps = max(self._keeps, current.kept / max(1, current.nbytes))
             return output
         self._begin(current)
-        largest = max(self._own_sizes.measured)[0]
-        current.kept = max((one.kept for one in self._outstanding), default=0)
-        if current.nbytes <= largest:
+        current.kept = int(self._keeps * current.nbytes)
+        if self._own_sizes.is_known(current.nbytes):
+            return run()
+        with LiveBytes() as live:
             output = run()
-        else:
-            with LiveBytes() as live:
-                output = run()
-            self._own_sizes.measured.append((current.nbytes, current.nbytes + live.peak))
+        current.kept = live.now
+        self._own_sizes.measured.append((current.nbytes, current.nbytes + live.peak))
         return output
 
     def _open(self) -> LoadedWeights:
@@ -205,13 +208,14 @@ class TrainedModule(CalledModule):
         def with_hooks(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
-            with WeightHooks(current, current.values, self._places.names, self._unpack):
+            with packing(current, current.values, self._places.names, self._unpack):
                 return own(*args, **kwargs)
 
         if isinstance(current, _TrainingPass) and current.live is not None:
             nbytes = sum(self.facts.storages[s].nbytes for s in self._steps.readers.storages[step.path])
-            if nbytes + current.live.now > self._cap.room:
-                raise self._own_steps.too_little(nbytes, current.live.now, step.path)
+            beside = current.live.now + self._kept
+            if nbytes + beside > self._cap.room:
+                raise self._own_steps.too_little(nbytes, beside, step.path)
         return super()._run_step(current, step, with_hooks, args, kwargs)
 
     # Passes.
@@ -253,7 +257,7 @@ class TrainedModule(CalledModule):
                 return
             self._end(current, as_planned=True)
             self._measure(current)
-            if current.is_whole and not current.astray or current.learned:
+            if current.learned or current.is_whole:
                 self._note(current, current.kind)
 
     def _measure(self, current: _TrainingPass) -> None:
@@ -303,32 +307,17 @@ class TrainedModule(CalledModule):
     def _run_again(self, run: Callable[[], Any]) -> Any:
         """Run a module within a backward, as checkpointing does, as the next steps of its pass."""
         current = self._joined()
-        if current.opened is None or current.opened.node is not torch._C._current_autograd_node():
+        if current.opened is not None and current.opened.node is not torch._C._current_autograd_node():
             self._close_step(current)
-        with self._within(current), self._held(current):
-            if current.live is None:
-                return run()
-            with current.live:
-                return run()
-
-    @contextmanager
-    def _within(self, current: _TrainingPass) -> Iterator[None]:
-        before, self._pass = self._pass, current
+        before = self._pass, current.open
+        self._pass = current
+        if current.opened is not None:  # the node has a weight already: steps use memory of their own
+            current.open = current.open or next(iter(self._steps.steps.values()))
         try:
-            yield
+            with current.live or nullcontext():
+                return run()
         finally:
-            self._pass = before
-
-    @contextmanager
-    def _held(self, current: _TrainingPass) -> Iterator[None]:
-        """Keep the weights of a node that has asked for them already: steps use memory of their own then."""
-        before = current.open
-        if current.opened is not None:
-            current.open = before or next(iter(self._steps.steps.values()))
-        try:
-            yield
-        finally:
-            current.open = before
+            self._pass, current.open = before
 
     def _close_step(self, current: _TrainingPass) -> None:
         """Give back what the node has read that asked for weights last."""
@@ -338,22 +327,23 @@ class TrainedModule(CalledModule):
         now = time.perf_counter_ns()
         opened.seen.time = StepTime(opened.seen.time.lead_ns, now - opened.ready)
         current.mark = now
-        if opened.waits and current.weights is not None and current.weights.streamer is not None:
-            assert current.order is not None and opened.number is not None
-            current.weights.streamer.release(current.order, opened.number)
+        if opened.streamer is not None:
+            assert current.order is not None
+            opened.streamer.release(current.order, opened.number)
 
     def _unpack(self, packed: PackedWeight) -> torch.Tensor:
         """Return a saved tensor that lies in a weight, for the node of a backward that asks for it."""
-        if torch.is_grad_enabled():
+        node: object = torch._C._current_autograd_node()
+        if node is not None and torch.is_grad_enabled():
             raise StreamError(
                 f"{self._places.names[packed.twin]} is not in memory for gradients of gradients "
                 "(create_graph=True): restore() the model first"
             )
         with self._cap.lock:
-            node = torch._C._current_autograd_node()
             if node is None:  # somebody looks at what a node has saved
                 return self._saved(packed, functools.partial(self._own.tensor, memory={}))
             current = self._joined()
+            current.is_whole = current.is_whole and packed.owner is current
             if current.meter is not None:
                 current.meter.look()
             storages = self._steps.storages_of(packed.twin)
@@ -383,7 +373,7 @@ class TrainedModule(CalledModule):
         try:
             if weights is not None:
                 streaming = storages - set(weights.plan.outside)
-                if opened.number is None and streaming:
+                if opened.number < 0 and streaming:
                     self._acquire(current, opened, streaming)
                 if streaming <= opened.storages:
                     return weights.tensors.__getitem__
@@ -393,23 +383,20 @@ class TrainedModule(CalledModule):
 
     def _acquire(self, current: _TrainingPass, opened: _Opened, storages: set[int]) -> None:
         """Have the next step of a backward that reads storages in the arena, if there is one."""
-        assert self._memory.orders is not None and current.order is not None
+        assert self._memory.orders is not None
+        assert current.order is not None
+        assert current.weights is not None
         paths = self._memory.orders.traced[current.order].paths
         begin = min(current.position, len(paths))
         for number in (*range(begin, len(paths)), *range(begin)):
-            if paths[number].startswith(_BACKWARD) and storages <= self._reads(current, number):
+            reads = self._steps.learned.backward.get(paths[number], ())
+            if storages <= set(reads):
                 self._memory.move(current, number)
-                opened.number, opened.storages = number, self._reads(current, number)
-                streamer = current.weights.streamer if current.weights is not None else None
-                if streamer is not None and self._memory.waits(current, number):
-                    streamer.acquire(current.order, number)
-                    opened.waits = True
+                opened.number, opened.storages = number, set(reads)
+                if current.weights.streamer is not None and self._memory.waits(current, number):
+                    opened.streamer = current.weights.streamer
+                    opened.streamer.acquire(current.order, number)
                 return
-
-    def _reads(self, current: _TrainingPass, number: int) -> set[int]:
-        assert self._memory.orders is not None and current.order is not None
-        path = self._memory.orders.traced[current.order].paths[number]
-        return set(self._steps.readers.storages[path])
 
     def _have_embeddings_saved(self) -> None:
         """Let the state of tables and heads that have an adapter be read from files: peft saves them too."""

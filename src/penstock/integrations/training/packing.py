@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,111 +51,116 @@ class PackedWeight:
             return empty.set_(memory, start // shape.itemsize, shape.shape, shape.stride())
 
 
-@dataclass(frozen=True)
-class _Handed:
-    """What other hooks have made of a tensor, with what unpacks it."""
+@contextmanager
+def packing(
+    owner: object, values: Values, names: Mapping[int, str], unpack: Callable[[PackedWeight], torch.Tensor]
+) -> Iterator[None]:
+    """Pack the weights that autograd saves in the body, which is the call of one module.
 
-    packed: Any
-    unpack: Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A tensor that is no weight, and its version when it was saved."""
-
-    value: torch.Tensor
-    version: int
+    Args:
+        owner: The pass.
+        values: The weights that are in memory for the call, by twin.
+        names: The FQNs of twins.
+        unpack: Returns the tensor of a packed weight.
+    """
+    packer = _Packer(owner, values, names, unpack)
+    try:
+        with saved_tensors_hooks(packer.pack, packer.unpack):
+            yield
+    finally:
+        packer.spans.clear()  # autograd keeps `packer.pack`, which must not keep the weights
 
 
 @dataclass(frozen=True)
 class _Span:
-    """The memory of a plain tensor of a weight that is in memory during a step."""
+    """Where a plain tensor of a weight is in memory."""
 
     start: int
     stop: int
     twin: int
     part: str
+    plain: torch.Tensor
 
     @classmethod
     def of(cls, twin: int, part: str, plain: torch.Tensor) -> _Span:
         last = sum((n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True))
         start = plain.data_ptr()
-        return cls(start, start + (last + 1) * plain.itemsize, twin, part)
+        return cls(start, start + (last + 1) * plain.itemsize, twin, part, plain)
 
 
-class WeightHooks(saved_tensors_hooks):
-    """Packs the weights of one step, and hands what is no weight to the hooks that were there.
+class _Packer:
+    """Packs weights, and hands what is no weight to the hooks that were there.
 
     Only the innermost hooks of autograd are called, so that checkpointing would otherwise keep what it means
-    to drop.
-
-    Args:
-        owner: The pass.
-        values: The weights that are in memory for the step, by twin.
-        names: The FQNs of twins.
-        unpack: Returns the tensor of a packed weight.
+    to drop. Tensors that no other hooks take are packed with their versions, which torch does not compare
+    itself where there are hooks.
     """
 
     def __init__(
-        self, owner: object, values: Values, names: Any, unpack: Callable[[PackedWeight], torch.Tensor]
+        self,
+        owner: object,
+        values: Values,
+        names: Mapping[int, str],
+        unpack: Callable[[PackedWeight], torch.Tensor],
     ) -> None:
-        parts = {twin: plain_tensors(names[twin], value) for twin, value in values.items()}
-        spans = [
-            _Span.of(twin, part, plain) for twin, plains in parts.items() for part, plain in plains.items()
+        self.spans = [
+            _Span.of(twin, part, plain)
+            for twin, value in values.items()
+            for part, plain in plain_tensors(names[twin], value).items()
         ]
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._owner, self._unpack_weight = owner, unpack
+        self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-        def pack(value: torch.Tensor) -> Any:
-            if has_parts(value):
-                packed = _pack_whole(owner, value, parts, spans)
-                if isinstance(packed, PackedWeight):
-                    return packed
-                value = packed
-            elif has_memory(value) and value.numel():
-                span = next((s for s in spans if s.start <= value.data_ptr() < s.stop), None)
-                if span is not None:
-                    if value.is_conj() or value.is_neg():
-                        return _Kept(value.clone(), 0)
-                    start = value.data_ptr() - span.start
-                    return PackedWeight(owner, span.twin, span.part, start, _geometry(value))
-            if outer is not None:
-                return _Handed(outer[0](value), outer[1])
-            return _Kept(value, value._version)
+    def pack(self, value: torch.Tensor) -> object:
+        """Return what autograd keeps of a tensor."""
+        packed = self._whole(value) if has_parts(value) else self._plain(value)
+        if packed is not None:
+            return packed
+        return self._outer[0](value) if self._outer is not None else (value, value._version)
 
-        def unpacked(packed: Any) -> Any:
-            if isinstance(packed, PackedWeight):
-                return unpack(packed)
-            if isinstance(packed, _Handed):
-                return packed.unpack(packed.packed)
-            value = packed.value
-            if value._version != packed.version:
-                facts = {"kind": value.type(), "shape": list(value.shape), "now": value._version}
-                raise RuntimeError(_WRITTEN.format(then=packed.version, **facts))
-            return value
+    def unpack(self, packed: Any) -> Any:
+        """Return the tensor that was packed."""
+        if isinstance(packed, PackedWeight):
+            return self._unpack_weight(packed)
+        if isinstance(packed, _Copy):
+            return packed.value
+        if self._outer is not None:
+            return self._outer[1](packed)
+        value, version = packed
+        if value._version != version:
+            facts = {"kind": value.type(), "shape": list(value.shape), "now": value._version}
+            raise RuntimeError(_WRITTEN.format(then=version, **facts))
+        return value
 
-        super().__init__(pack, unpacked)
-        self._parts = parts
+    def _plain(self, value: torch.Tensor) -> object | None:
+        if not has_memory(value) or not value.numel():
+            return None
+        span = next((one for one in self.spans if one.start <= value.data_ptr() < one.stop), None)
+        if span is None:
+            return None
+        if value.is_conj() or value.is_neg():
+            return _Copy(value.clone())
+        geometry = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return PackedWeight(self._owner, span.twin, span.part, value.data_ptr() - span.start, geometry)
 
-    def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)
-        self._parts.clear()  # what is saved keeps `pack`, and with it these weights
+    def _whole(self, value: torch.Tensor) -> object | None:
+        """Pack a quantised tensor: a weight by its name; another one that shares its memory is copied."""
+        parts = [plain for plain in plain_tensors("", value).values() if has_memory(plain)]
+        spans = [one for part in parts for one in self.spans if one.start <= part.data_ptr() < one.stop]
+        if not spans:
+            return None
+        weight = [one for one in self.spans if one.twin == spans[0].twin]
+        if [_place(part) for part in parts] == [_place(one.plain) for one in weight]:
+            return PackedWeight(self._owner, spans[0].twin, None, 0, torch.empty(0, device="meta"))
+        return _Copy(each_part(value, torch.clone))
 
 
-def _geometry(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of a tensor in a weight's memory that has no name."""
+
+    value: torch.Tensor
 
 
-def _pack_whole(
-    owner: object, value: torch.Tensor, weights: dict[int, dict[str, torch.Tensor]], spans: Sequence[_Span]
-) -> PackedWeight | torch.Tensor:
-    """Pack a quantised tensor: a weight as a whole; another one that shares its memory is copied."""
-    own = [plain for plain in plain_tensors("", value).values() if has_memory(plain)]
-    places = [plain.data_ptr() for plain in own]
-    for twin, parts in weights.items():
-        if places == [plain.data_ptr() for plain in parts.values()]:
-            shapes = zip(own, parts.values(), strict=True)
-            if all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in shapes):
-                return PackedWeight(owner, twin, None, 0, _geometry(own[0]))
-    if any(span.start <= place < span.stop for place in places for span in spans):
-        return each_part(value, lambda plain: plain.clone())
-    return value
+def _place(plain: torch.Tensor) -> object:
+    return plain.data_ptr(), plain.shape, plain.stride()

@@ -46,10 +46,10 @@ class TrainedParameters:
                     "freeze it (requires_grad_(False))"
                 )
         memory = {value.untyped_storage()._cdata: names[id(value)] for value in parameters}
-        for fqn, value in [*module.named_parameters(), *module.named_buffers()]:
-            if id(value) in names or has_parts(value) or isinstance(value, AbsentTensor):
+        for fqn, other in [*module.named_parameters(), *module.named_buffers()]:
+            if id(other) in names or has_parts(other) or isinstance(other, AbsentTensor):
                 continue
-            trained = memory.get(value.untyped_storage()._cdata)
+            trained = memory.get(other.untyped_storage()._cdata)
             if trained is not None:
                 raise PassError(
                     f"{trained} requires grad and shares its memory with {fqn}, which is frozen and would "
