@@ -456,7 +456,8 @@ class CalledModule:
                 return plain_tensors(fqn, values[twin])[name]
         reader = current.running[-1] if current.running else current.entry
         reads = self._steps.learned.reads.setdefault(fqn, set())
-        if reader not in reads:
+        stays = self._steps.storages_of(twin) <= self._steps.readers.resident
+        if reader not in reads and not stays:
             reads.add(reader)
             may_be_step = reader in self._modules and can_read(reader, self._steps.steps)
             current.learned = (
