@@ -231,7 +231,8 @@ def make_facts(
     """
     index: dict[int, int] = {}
     storages: list[Storage] = []
-    weights: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}  # plain tensors
+    wholes: dict[str, tuple[Part, ...]] = {}
     in_memory = {id(value) for value in trained}
     for path, _, key, value in registered_weights(module):
         fqn = joined(path, key)
@@ -249,9 +250,11 @@ def make_facts(
                 int(plain.storage_offset()) * plain.itemsize,
             )
             weights[name] = Weight(name, "parameter", "cpu", (part,))
+            named = replace(part, name=name[len(fqn) + 1 :])
+            wholes[fqn] = (*wholes.get(fqn, ()), named)
     names = names_of(kept)
     found = find_values(
-        list(weights.values()),
+        [Weight(fqn, "parameter", "cpu", parts) for fqn, parts in wholes.items()],
         open_checkpoint([file for one in kept for file in one.files]),
         Rules(lambda fqn: names.get(fqn, fqn)),
     )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.emptied.absent import make_absent
-from penstock.integrations.emptied.hollow import absent_copy, plain_parts, replace_attribute, save_present
+from penstock.integrations.emptied.hollow import absent_copy, replace_attribute, save_present
 from penstock.integrations.kept import KeptWeights, names_of
 from penstock.integrations.libraries import components_of, refuse_wrapped
 from penstock.passes.weights.subclasses import has_parts
@@ -149,4 +149,4 @@ def _former(new: str, old: Sequence[str]) -> str:
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return dict(named) | plain_parts(named)
+    return dict(named)
