@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 
 import pytest
@@ -133,6 +134,19 @@ def test_a_loop_computes_what_it_does_in_memory(loop, both):
     reference, model = both
     for _ in range(2):
         assert equal(loop(model), loop(reference))
+
+
+def test_that_all_weights_fit_is_said_once(plans, cache, caplog):
+    plans["now"] = 1.0
+    model = adapted()
+    caplog.set_level(logging.WARNING, "penstock")
+    with apply(model, MEMORY, train=True, cache=cache):
+        for _ in range(3):
+            assert equal(gradients(model, GIVEN), gradients(model, GIVEN))
+    assert [record.message for record in caplog.records if "nothing streams" in record.message] == [
+        "all weights of LlamaForCausalLM fit into memory, and nothing streams: it trains as fast without "
+        "penstock"
+    ]
 
 
 def test_an_input_may_require_grad(both):

@@ -30,6 +30,7 @@ from penstock.integrations.called.places import Step
 from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.hollow import replace_attribute
 from penstock.integrations.training.packing import PackedWeight, packing
+from penstock.integrations.training.steps import Steps
 from penstock.integrations.training.trained import TrainedParameters
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.stream.interface import Streamer
@@ -72,6 +73,7 @@ class _TrainingPass(Pass):
         nbytes: Bytes of its arguments.
         kept: Bytes that its forward keeps for the backward.
         weights: The loaded plan, whose streamer runs this pass.
+        outside: The storages that this plan has in memory throughout.
         live: What measures an observed pass.
         opened: The step of the backward that is open.
         in_backward: The backward has begun.
@@ -82,6 +84,7 @@ class _TrainingPass(Pass):
     nbytes: int = 0
     kept: int = 0
     weights: LoadedWeights | None = None
+    outside: frozenset[int] = frozenset()
     live: LiveBytes | None = None
     opened: _Opened | None = None
     in_backward: bool = False
@@ -107,6 +110,7 @@ class TrainedModule(CalledModule):
         self._own_sizes = CallSizes()  # of calls with gradients
         self._keeps = 0.0  # bytes that a forward keeps for its backward, for each byte of its arguments
         super().__init__(*args, **options)
+        self._log = Steps(self.name)
         self._steps.learned.vectors_stay = True
         self._steps.find()
         self._have_embeddings_saved()
@@ -225,6 +229,7 @@ class TrainedModule(CalledModule):
         assert current.order is not None
         current.weights = weights = self._memory.weights or self._open()
         weights.wait()
+        current.outside = frozenset(weights.plan.outside)
         current.mark = time.perf_counter_ns()
         if weights.streamer is not None:
             weights.streamer.begin(current.order)
@@ -257,6 +262,8 @@ class TrainedModule(CalledModule):
                 return
             self._end(current, as_planned=True)
             self._measure(current)
+            if current.order is not None and self.plan is not None:
+                self._log.add(self.stats, self.plan.streamed_bytes)
             if current.learned or current.is_whole:
                 self._note(current, current.kind)
 
@@ -270,13 +277,13 @@ class TrainedModule(CalledModule):
     def _note(self, current: Pass, kind: object) -> None:
         if isinstance(current, _TrainingPass):
             current.entry = _entry_with_gradients(current.entry)
-            storage_of = {name: part.storage for name, part in self.facts.parts.items()}
+            known, before = self._steps.learned.backward, len(self._steps.learned.backward)
             for seen in current.steps:
-                if seen.path.startswith(_BACKWARD):
-                    names = seen.path.removeprefix(_BACKWARD).split(", ")
-                    storages = tuple(sorted({storage_of[name] for name in names}))
-                    self._steps.learned.backward[seen.path] = storages
-            self._steps.find()
+                if seen.path.startswith(_BACKWARD) and seen.path not in known:
+                    parts = [self.facts.parts[name] for name in seen.path[len(_BACKWARD) :].split(", ")]
+                    known[seen.path] = tuple(sorted({part.storage for part in parts}))
+            if len(known) > before:
+                self._steps.find()
         super()._note(current, kind)
         graph = self._kinds.get(kind)
         if isinstance(current, _TrainingPass) and graph is not None:
@@ -372,7 +379,7 @@ class TrainedModule(CalledModule):
         weights = current.weights
         try:
             if weights is not None:
-                streaming = storages - set(weights.plan.outside)
+                streaming = storages - current.outside
                 if opened.number < 0 and streaming:
                     self._acquire(current, opened, streaming)
                 if streaming <= opened.storages:

@@ -32,23 +32,31 @@ class PackedWeight:
         twin: The id of the weight's twin.
         part: The name of the plain tensor in which it lies, None for a quantised weight as a whole.
         start: Where it begins, in bytes from the start of that plain tensor.
-        geometry: A tensor of its shape, strides and dtype on the meta device.
+        dtype: Its dtype.
+        shape: Its shape.
+        stride: Its strides.
     """
 
     owner: object
     twin: int
     part: str | None
     start: int
-    geometry: torch.Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: torch.Tensor, owner: object, twin: int, part: str | None, start: int) -> PackedWeight:
+        """Pack a tensor."""
+        return cls(owner, twin, part, start, value.dtype, tuple(value.shape), value.stride())
 
     def over(self, plain: torch.Tensor) -> torch.Tensor:
         """Return the saved tensor in the memory of `plain`, which has the values of its plain tensor."""
-        shape = self.geometry
         start = plain.storage_offset() * plain.itemsize + self.start
         with torch.no_grad():
-            empty = torch.empty(0, dtype=shape.dtype)
+            empty = torch.empty(0, dtype=self.dtype)
             memory = plain.untyped_storage()
-            return empty.set_(memory, start // shape.itemsize, shape.shape, shape.stride())
+            return empty.set_(memory, start // self.dtype.itemsize, self.shape, self.stride)
 
 
 @contextmanager
@@ -140,8 +148,7 @@ class _Packer:
             return None
         if value.is_conj() or value.is_neg():
             return _Copy(value.clone())
-        geometry = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return PackedWeight(self._owner, span.twin, span.part, value.data_ptr() - span.start, geometry)
+        return PackedWeight.of(value, self._owner, span.twin, span.part, value.data_ptr() - span.start)
 
     def _whole(self, value: torch.Tensor) -> object | None:
         """Pack a quantised tensor: a weight by its name; another one that shares its memory is copied."""
@@ -151,7 +158,7 @@ class _Packer:
             return None
         weight = [one for one in self.spans if one.twin == spans[0].twin]
         if [_place(part) for part in parts] == [_place(one.plain) for one in weight]:
-            return PackedWeight(self._owner, spans[0].twin, None, 0, torch.empty(0, device="meta"))
+            return PackedWeight.of(value, self._owner, spans[0].twin, None, 0)
         return _Copy(each_part(value, torch.clone))
 
 
