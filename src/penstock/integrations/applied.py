@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,11 +35,14 @@ from penstock.integrations.libraries import (
 )
 from penstock.integrations.own_files import keep_weights
 from penstock.integrations.progress import seconds_since
+from penstock.integrations.training.adapting import Adapting, under_new_names
+from penstock.integrations.training.module import TrainedModule
+from penstock.integrations.training.trained import TrainedParameters
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.cache import Cache
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.system.own_memory import give_back_unused
-from penstock.schedule.facts.errors import PassError, PenstockError, StreamError
+from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
 _log = logging.getLogger(__name__)
@@ -103,15 +107,26 @@ class Applied:
         """By component, how the present plan holds each module's weights; empty before the first plan."""
         return {name: component.residency for name, component in self.components.items()}
 
-    def add(self, name: str, module: nn.Module, kept: Sequence[KeptWeights]) -> None:
-        """Let the weights of a module stream, which `kept` holds in files, and free their memory."""
-        facts = make_facts(module, kept)
+    def add(
+        self,
+        name: str,
+        module: nn.Module,
+        kept: Sequence[KeptWeights],
+        trained: TrainedParameters | None = None,
+    ) -> None:
+        """Let the weights of a module stream, which `kept` holds in files, and free their memory.
+
+        Parameters that are `trained` stay in memory.
+        """
+        own = trained.parameters if trained else ()
+        facts = make_facts(module, kept, own)
         entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
         sentence = _RESTORE if self._restores else _LOAD
+        make = functools.partial(TrainedModule, trained=trained) if trained else CalledModule
         with uninterrupted(), ExitStack() as on_error:
-            hollow = Hollow(module, sentence, torch.device("cpu"), called=True)
+            hollow = Hollow(module, sentence, torch.device("cpu"), own, called=True)
             on_error.callback(lambda given: hollow.filling(given)(), kept)
-            self.components[name] = CalledModule(
+            self.components[name] = make(
                 name,
                 module,
                 facts,
@@ -123,6 +138,17 @@ class Applied:
             )
             self._hollow[name] = hollow
             on_error.pop_all()
+
+    def reserve(self, trained: TrainedParameters) -> None:
+        """Leave memory to trained parameters and what comes with them. Raises BudgetError for too much."""
+        nbytes = trained.nbytes
+        if nbytes >= self.cap.nbytes:
+            raise BudgetError(
+                f"trained parameters, their gradients and two moments of AdamW take {format_size(nbytes)} of "
+                f"memory={format_budget(self.cap.nbytes)}: train fewer, or give more"
+            )
+        self.cap.reserved = nbytes
+        _log.info("%s are for trained parameters, their gradients and AdamW", format_size(nbytes))
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""
@@ -197,11 +223,13 @@ def apply(
     Raises:
         PassError: The model cannot stream as it is; the message says why. It is as it was then.
     """
-    if train or device != "cpu":  # TODO(switch): called/ does not do these yet
+    if device != "cpu":  # TODO(switch): called/ does not do these yet
         from penstock.integrations import exported
 
         return exported.apply(model, memory, device=device, example=example, cache=cache, train=train)
     begun, nbytes, parts = monotonic(), parse_size(memory, name="memory"), components_of(model)
+    if train and not isinstance(model, nn.Module):
+        raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
     for name, module in parts.items():
         refuse_scripted(module, name)
         _refuse_moved(module, name)
@@ -209,12 +237,18 @@ def apply(
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
+            trained = TrainedParameters.of(module, name) if train else None
             held = stored_tensors(module)
-            applied.evaluate(module)
+            if trained is None:
+                applied.evaluate(module)
+            else:
+                applied.reserve(trained)
+                held = trained.without(held)
             own, *adapters = by_adapter(module, held)
             made_for = owner_of(name, module)
             kept = keep_weights(module, own, applied.cache, made_for)
-            applied.add(name, module, [*kept, *(store(one, applied.cache, made_for) for one in adapters)])
+            kept = [*kept, *(store(one, applied.cache, made_for) for one in adapters)]
+            applied.add(name, module, kept, trained)
         _log.info(
             "%s is ready after %s: %s of weights given back",
             type(model).__name__,
@@ -257,7 +291,7 @@ def load(
         SourceError: The folder holds no model.
         PassError: As for `apply`.
     """
-    if train or device != "cpu":  # TODO(switch): called/ does not do these yet
+    if device != "cpu":  # TODO(switch): called/ does not do these yet
         from penstock.integrations import exported
 
         return exported.load(
@@ -271,14 +305,23 @@ def load(
             train=train,
             adapter=adapter,
         )
+    adapting = Adapting.asked(adapter, train=train)
     folder, nbytes = local_folder(source), parse_size(memory, name="memory")
-    found = open_folder(folder, variant, asked_dtype(dtype), train=False)
+    found = open_folder(folder, variant, asked_dtype(dtype), train=train)
     applied = Applied(None, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=False)
 
-    def stream(stored: Stored) -> nn.Module:
+    def stream(stored: Stored) -> Any:
         module, names = stored.make()
-        applied.add(stored.name, module, stored.kept(module, names, applied.cache))
-        return module
+        kept = stored.kept(module, names, applied.cache)
+        if adapting is None:
+            applied.add(stored.name, module, kept)
+            return module
+        renamed = under_new_names(module, kept)
+        adapted = adapting.put_on(module, stored.name, torch.device("cpu"))
+        trained = TrainedParameters.of(module, stored.name)
+        applied.reserve(trained)
+        applied.add(stored.name, module, renamed(), trained)
+        return adapted
 
     if isinstance(found, tuple):
         parts, assemble = found

@@ -10,7 +10,6 @@ from torchao.quantization import Int8WeightOnlyConfig
 from transformers import LlamaForCausalLM, TorchAoConfig
 
 from penstock.integrations import load
-from penstock.passes.weights.subclasses import plain_tensors
 from penstock.schedule.facts.errors import PassError, StreamError
 from tests.hunt import sampled
 from tests.integrations import models
@@ -110,9 +109,6 @@ def test_weights_in_another_form(how, folders, cache):
     expected = steps(in_memory(folder, wrapped, **options), BATCHES)
     with streamed(folder, wrapped, cache, **options) as model:
         assert equal(steps(model, BATCHES), expected)
-        frozen = [one for one in model.parameters() if not one.requires_grad]
-        parts = [part for one in frozen for part in plain_tensors("", one).values()]
-        assert all(part.untyped_storage().nbytes() == 0 for part in parts)
 
 
 def test_a_trainer_and_a_resumed_one(folders, cache, tmp_path):

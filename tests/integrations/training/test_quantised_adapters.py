@@ -1,16 +1,12 @@
-"""Adapters of quantised models: packed weights stream in both directions, and are unpacked in both."""
+"""Adapters of quantised models, whose packed weights stream."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
 from torchao.quantization import (
     Float8WeightOnlyConfig,
-    Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
 )
@@ -18,7 +14,6 @@ from torchao.quantization.granularity import PerGroup
 from transformers import LlamaForCausalLM, TorchAoConfig
 
 from penstock.integrations import apply
-from penstock.schedule.facts.errors import PassError
 from tests.hunt import sampled
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, batch, equal, gradients, steps
@@ -55,19 +50,6 @@ def quantised(folder, config, dtype=torch.float32, checkpointing=False):
     return get_peft_model(model, lora).train()
 
 
-def kept_bytes(model, given):
-    """The bytes of the largest value that autograd keeps from forward to backward."""
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor.nbytes)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(**given).loss.backward()
-    return max(kept)
-
-
 @pytest.mark.random
 @pytest.mark.parametrize(("config", "dtype", "checkpointing"), sampled(KINDS, 3))
 def test_gradients_are_those_of_the_quantised_model_in_memory(config, dtype, checkpointing, folder, cache):
@@ -81,46 +63,3 @@ def test_gradients_are_those_of_the_quantised_model_in_memory(config, dtype, che
         assert component.stats.bytes_moved > 0
     after = gradients(model, batch(16))
     assert equal(after, gradients(model, batch(16)))
-
-
-def test_packed_weights_are_read_in_both_directions_and_never_kept_unpacked(tmp_path, cache):
-    models.llama().save_pretrained(tmp_path)
-    model, given = quantised(tmp_path, INT8), batch(4)
-    unpacked = model.get_base_model().model.layers[0].mlp.up_proj.weight.numel() * 4
-    assert kept_bytes(model, given) == unpacked  # in memory, autograd keeps what a product unpacks
-    with apply(model, MEMORY, train=True, cache=cache) as applied:
-        assert kept_bytes(model, given) < unpacked / 4
-        (component,) = applied.components.values()
-        payload = component._program.payload
-    names = payload.storage_names()
-    forward, backward = (
-        [
-            name
-            for name, _ in itertools.groupby(names[read] for read in reads if names[read].endswith(".qdata"))
-        ]
-        for reads in (
-            [read for step in trace.steps for read in step.reads]
-            for trace in sorted(payload.traces, key=lambda trace: trace.method.endswith("_backward"))
-        )
-    )
-    assert len(forward) == len(set(forward)) == 2 * 7
-    # Nothing in front of these is trained.
-    unread = {f"model.layers.0.self_attn.{name}_proj.weight.qdata" for name in "qkv"}
-    left_out = set(forward) - set(backward)
-    assert {name.removeprefix("model.").replace(".base_layer", "") for name in left_out} == unread
-    assert backward == [name for name in reversed(forward) if name in backward]
-
-
-def test_what_torch_cannot_differentiate_is_refused(folder, cache):
-    dynamic = Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
-    with pytest.raises(
-        PassError, match=r"q_proj\.base_layer\.weight is a Int8Tensor whose products round activations"
-    ):
-        apply(quantised(folder, dynamic), MEMORY, train=True, cache=cache)
-    int4 = PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False)
-    model = quantised(folder, int4)
-    said = "derivative for aten::_weight_int4pack_mm_for_cpu is not implemented"
-    with apply(model, MEMORY, train=True, cache=cache), pytest.raises(PassError, match=said):
-        model(**batch(16))
-    with pytest.raises(RuntimeError, match=said):
-        gradients(model, batch(16))

@@ -71,6 +71,8 @@ class CalledModule:
         read_between: Parameters that may be read between calls; a read brings them from their file.
     """
 
+    _watches = True  # weights of which operators read single units
+
     def __init__(
         self,
         name: str,
@@ -99,7 +101,7 @@ class CalledModule:
         self._room = 0  # bytes that the present plan leaves for calls
         self._active = True
         self._modules = dict(module.named_modules())
-        self._places = Places(module)
+        self._places = Places(module, facts.parts)
         for twin, value in self._places.twins.items():
             for part, plain in plain_tensors(self._places.names[twin], value).items():
                 answer_with(plain, _Answer(self, twin, part))
@@ -111,7 +113,7 @@ class CalledModule:
             self._steps.is_read_by,
             lambda twin: self._own_steps.stay(self._pass, twin),
         )
-        self._units = UnitReads(module, facts, self._own, host)
+        self._units = UnitReads(module, facts, self._own, host, watches=self._watches)
         self._own_steps = OwnSteps(
             name, self._steps, self._own, units=self._units, memory=self._memory, cap=cap
         )
@@ -253,8 +255,7 @@ class CalledModule:
         self, entry: str, called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Make an outermost call."""
-        if os.getpid() != self._process:
-            raise StreamError(f"a forked child cannot call the {self.name}: load it in the child")
+        self._refuse_forked()
         with self._cap.lock:
             if not self._active:  # restored while this call waited for its turn
                 return called(*args, **kwargs)
@@ -276,6 +277,10 @@ class CalledModule:
             self._check_uses(current)
             self._note(current, kind)
             return self._own_steps.with_weights(output)
+
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._process:
+            raise StreamError(f"a forked child cannot call the {self.name}: load it in the child")
 
     def _order_of(self, entry: str, kind: object, nbytes: int) -> int | None:
         """Return the order that a call probably has; None where it is observed.
@@ -390,7 +395,7 @@ class CalledModule:
         assert current.order is not None
         weights = self._memory.weights
         assert weights is not None
-        streamer = weights.streamer if number in self._memory.probed[current.order] else None
+        streamer = weights.streamer if self._memory.waits(current, number) else None
         try:
             if streamer is not None:
                 streamer.acquire(current.order, number)
@@ -463,7 +468,8 @@ class CalledModule:
                 return plain_tensors(fqn, values[twin])[name]
         reader = current.running[-1] if current.running else current.entry
         reads = self._steps.learned.reads.setdefault(fqn, set())
-        if reader not in reads:
+        stays = self._steps.storages_of(twin) <= self._steps.readers.resident
+        if reader not in reads and not stays:
             reads.add(reader)
             may_be_step = reader in self._modules and can_read(reader, self._steps.steps)
             current.learned = (

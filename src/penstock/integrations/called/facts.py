@@ -222,17 +222,21 @@ def joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
-    """Return the facts of a module whose weights `kept` holds in files.
+def make_facts(
+    module: nn.Module, kept: Sequence[KeptWeights], trained: Sequence[nn.Parameter] = ()
+) -> ModuleFacts:
+    """Return the facts of a module whose weights `kept` holds in files, without those that are trained.
 
     The parameters may be on the meta device. Raises SourceError for a parameter that no file holds.
     """
     index: dict[int, int] = {}
     storages: list[Storage] = []
-    weights: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}  # plain tensors
+    wholes: dict[str, tuple[Part, ...]] = {}
+    in_memory = {id(value) for value in trained}
     for path, _, key, value in registered_weights(module):
         fqn = joined(path, key)
-        for name, plain in plain_tensors(fqn, value).items():
+        for name, plain in plain_tensors(fqn, value).items() if id(value) not in in_memory else ():
             memory = plain.untyped_storage()
             if memory._cdata not in index:
                 index[memory._cdata] = len(storages)
@@ -246,9 +250,11 @@ def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
                 int(plain.storage_offset()) * plain.itemsize,
             )
             weights[name] = Weight(name, "parameter", "cpu", (part,))
+            named = replace(part, name=name[len(fqn) + 1 :])
+            wholes[fqn] = (*wholes.get(fqn, ()), named)
     names = names_of(kept)
     found = find_values(
-        list(weights.values()),
+        [Weight(fqn, "parameter", "cpu", parts) for fqn, parts in wholes.items()],
         open_checkpoint([file for one in kept for file in one.files]),
         Rules(lambda fqn: names.get(fqn, fqn)),
     )

@@ -39,7 +39,8 @@ def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]
         made = nn.Parameter(tensor_of(fqn), requires_grad=value.requires_grad)
     else:
         made = tensor_of(fqn)
-    made.__dict__.update({name: one for name, one in vars(value).items() if not name.startswith("penstock_")})
+    own = vars(made)  # a quantised tensor has its parts there
+    own.update({k: v for k, v in vars(value).items() if not k.startswith("penstock_") and k not in own})
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,16 +80,17 @@ class Step:
 
 
 class Places:
-    """All places of a module.
+    """All places of a module whose weights have `parts`, which are the names of plain tensors in files.
 
     Attributes:
         twins: The twins, by id.
         names: Their names, by id; a tied weight has the first of its names.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, parts: Container[str]) -> None:
         self._modules = dict(module.named_modules())
-        self.all = [Place(*one) for one in registered_weights(module)]
+        places = [Place(*one) for one in registered_weights(module)]
+        self.all = [p for p in places if all(name in parts for name in plain_tensors(p.fqn, p.twin))]
         self.twins = {id(place.twin): place.twin for place in self.all}
         self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
 

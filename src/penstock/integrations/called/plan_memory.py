@@ -128,8 +128,25 @@ class PlanMemory:
             if numbers is None:
                 return None
             number = next((k for k in numbers if k >= current.position), numbers[0])
-        current.position = number + 1
+        self.move(current, number)
         return number
+
+    def move(self, current: Pass, number: int) -> None:
+        """Note that a step of the expected order comes next; a pass that skips calls of modules is astray."""
+        assert self.orders is not None
+        assert current.order is not None
+        reads = self.orders.traced[current.order].operators
+        skipped = range(current.position, number)
+        current.astray |= number < current.position or any(not reads or reads[k] is None for k in skipped)
+        current.position = number + 1
+
+    def waits(self, current: Pass, number: int) -> bool:
+        """Tell whether a step waits for reads.
+
+        In a pass that is astray, each does: what the plan has kept in memory for it may have gone.
+        """
+        assert current.order is not None
+        return current.astray or number in self.probed[current.order]
 
     def reads_units_only(self, order: int, path: str) -> bool:
         """Tell whether operators read all storages that the step of a module would read."""

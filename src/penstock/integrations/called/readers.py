@@ -33,11 +33,15 @@ class Learned:
         reads: By FQN, the paths of modules that read a weight which is registered in another module.
         resident: Storages that stay in memory, because something writes them or keeps views of them.
         small: Storages that stay in memory, because other weights of their modules are read by units.
+        backward: By the name of a step of a backward, the storages that it reads.
+        vectors_stay: Weights of one dimension stay in memory.
     """
 
     reads: dict[str, set[str]] = field(default_factory=dict)
     resident: set[int] = field(default_factory=set)
     small: set[int] = field(default_factory=set)
+    backward: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    vectors_stay: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
         storages_of[fqn] = tuple(facts.parts[name].storage for name in plain_tensors(fqn, value))
         own.setdefault(_reader_of(path, modules), []).append(fqn)
     resident: set[int] = set()
+    if learned.vectors_stay:
+        resident |= {part.storage for part in facts.parts.values() if len(part.shape) < 2}
     small = max(_SMALL_SHARE * facts.nbytes, _SMALL_BYTES)
     for path in [path for path in own if not can_read(path, own)]:
         storages = {s for fqn in own.pop(path) for s in storages_of[fqn]}
@@ -125,8 +131,14 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
         path: tuple(sorted({s for fqn in fqns for s in storages_of[fqn]} - resident - learned.resident))
         for path, fqns in own.items()
     }
+    for step, reads in learned.backward.items():
+        moved[step] = tuple(s for s in reads if s not in resident | learned.resident)
     return Readers(
-        {path: tuple(dict.fromkeys(own[path])) for path, storages in moved.items() if storages},
+        {
+            path: tuple(dict.fromkeys(own[path]))
+            for path, storages in moved.items()
+            if storages and path in own
+        },
         {path: storages for path, storages in moved.items() if storages},
         frozenset(resident),
     )

@@ -60,7 +60,8 @@ class Hollow:
         emptied: list[tuple[str, torch.Tensor]]
         emptied = [(name, one) for name, one in module.named_parameters() if id(one) not in kept]
         if called:
-            emptied = [(joined(path, key), value) for path, _, key, value in registered_weights(module)]
+            registered = registered_weights(module)
+            emptied = [(joined(path, key), one) for path, _, key, one in registered if id(one) not in kept]
         plain = plain_parts(emptied)
         parameters = {id(value) for value in plain.values()}
         named = [

@@ -70,7 +70,9 @@ class UnitReads:
         whole: Paths of modules and storages that their steps read whole.
     """
 
-    def __init__(self, module: nn.Module, facts: ModuleFacts, own: OwnMemory, host: Host) -> None:
+    def __init__(
+        self, module: nn.Module, facts: ModuleFacts, own: OwnMemory, host: Host, *, watches: bool = True
+    ) -> None:
         self.roots: dict[int, Root] = {}
         self.whole: set[tuple[str, int]] = set()
         self.spoiled = False
@@ -81,9 +83,12 @@ class UnitReads:
         self._stayed: dict[int, int] = {}
         self._planned: Planned | None = None
         self._lock = threading.RLock()
+        self._watches = watches
         named = [name for name, _ in module.named_parameters() if name in facts.parts]
         self._uses = Counter(facts.parts[name].storage for name in named)
         self.siblings = Siblings(module, facts, self._uses, lambda s: s in self.roots)
+        if not watches:
+            self.siblings.lists.clear()
         for path, one in module.named_modules():
             for key, value in one._parameters.items():
                 name = f"{path}.{key}" if path else key
@@ -100,7 +105,7 @@ class UnitReads:
 
     def watch(self, fqn: str, twin: torch.Tensor) -> bool:
         """Watch a weight from now on; returns whether that is possible, and new."""
-        part = self.facts.parts.get(fqn)
+        part = self.facts.parts.get(fqn) if self._watches else None
         if part is None or part.storage in self.roots or self._uses[part.storage] != 1:
             return False
         storage = self.facts.storages[part.storage]

@@ -1,0 +1,434 @@
+"""A module that is trained while its frozen weights stream: one trace has a forward and its backward.
+
+A forward with grad mode on begins a pass, which ends with its backward. What autograd saves of a weight is
+its name. A node of the backward that asks for the weight is the next step of the pass, so that reads cross
+over from the forward. The weight is given back when another node asks for one, when a module is called again,
+as checkpointing does, or at the end of the backward: the node has ended then.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.integrations.called.by_units.reads import Seen
+from penstock.integrations.called.component import CalledModule
+from penstock.integrations.called.facts import Order, StepTime
+from penstock.integrations.called.kinds import kind_of
+from penstock.integrations.called.measuring import CallSizes, LiveBytes, PeakMeter, call_bytes
+from penstock.integrations.called.own_memory import like, plain_tensors_only
+from penstock.integrations.called.passes import Pass
+from penstock.integrations.called.places import Step
+from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.integrations.emptied.hollow import replace_attribute
+from penstock.integrations.training.packing import PackedWeight, packing
+from penstock.integrations.training.steps import Steps
+from penstock.integrations.training.trained import TrainedParameters
+from penstock.passes.weights.subclasses import plain_tensors
+from penstock.runtime.stream.interface import Streamer
+from penstock.runtime.stream.passes import LoadedWeights
+from penstock.schedule.facts.errors import StreamError
+
+_BACKWARD = "backward: "
+"""How the names of steps of a backward begin; the names of the weights that they read follow."""
+
+
+@dataclass(eq=False)
+class _Opened:
+    """The step of the node of a backward that asked for weights last.
+
+    Attributes:
+        node: The node.
+        seen: The step as the pass notes it.
+        storages: The storages that it has read.
+        ready: When these were in memory.
+        number: The step in the expected order, -1 if there is none.
+        streamer: What this step was acquired of, if it was.
+        memory: Storages in memory of their own.
+    """
+
+    node: object
+    seen: Seen
+    storages: set[int] = field(default_factory=set)
+    ready: int = 0
+    number: int = -1
+    streamer: Streamer | None = None
+    memory: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _TrainingPass(Pass):
+    """A forward and its backward.
+
+    Attributes:
+        kind: The kind of the call.
+        nbytes: Bytes of its arguments.
+        kept: Bytes that its forward keeps for the backward.
+        weights: The loaded plan, whose streamer runs this pass.
+        outside: The storages that this plan has in memory throughout.
+        live: What measures an observed pass.
+        opened: The step of the backward that is open.
+        in_backward: The backward has begun.
+        is_whole: The pass began with a forward.
+    """
+
+    kind: object = None
+    nbytes: int = 0
+    kept: int = 0
+    weights: LoadedWeights | None = None
+    outside: frozenset[int] = frozenset()
+    live: LiveBytes | None = None
+    opened: _Opened | None = None
+    in_backward: bool = False
+    is_whole: bool = True
+
+
+class TrainedModule(CalledModule):
+    """A module some of whose parameters are trained, and stay in memory.
+
+    Args:
+        trained: These parameters.
+
+    Other arguments are those of `CalledModule`.
+    """
+
+    _watches = False  # saved views of units would need their units in the backward
+
+    def __init__(self, *args: Any, trained: TrainedParameters, **options: Any) -> None:
+        self._trained = trained
+        self._live: _TrainingPass | None = None
+        self._last: Order | None = None
+        self._outstanding: weakref.WeakSet[_TrainingPass] = weakref.WeakSet()
+        self._own_sizes = CallSizes()  # of calls with gradients
+        self._keeps = 0.0  # bytes that a forward keeps for its backward, for each byte of its arguments
+        super().__init__(*args, **options)
+        self._log = Steps(self.name)
+        self._steps.learned.vectors_stay = True
+        self._steps.find()
+        self._have_embeddings_saved()
+
+    def unload(self) -> None:
+        """Give the memory of weights back. The next call, or the rest of a backward, loads again."""
+        self._drop()
+        super().unload()
+
+    # Forwards.
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _call(
+        self, entry: str, called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        run = functools.partial(called, *args, **kwargs)
+        self._refuse_forked()
+        with self._cap.lock:
+            if self._active and torch._C._current_graph_task_id() != -1:
+                return self._run_again(run)
+            live = self._live
+            if live is not None and live.in_backward and live.thread != threading.get_ident():
+                raise StreamError(f"a backward of the {self.name} runs in another thread: wait for its end")
+            self._drop()
+            if not self._active or not torch.is_grad_enabled():
+                return super()._call(entry, called, args, kwargs)
+            self._trained.refuse_others()
+            self._memory.refuse_viewed()
+            nbytes, kind = call_bytes((args, kwargs)), (kind_of(entry, args, kwargs), self.module.training)
+            with self._cap.calling(self) as alone:
+                order = None if alone else self._order_with_gradients(entry, kind, nbytes)
+                current = _TrainingPass(entry, order, kind=kind, nbytes=nbytes)
+                self._pass = current
+                try:
+                    output = self._forward(current, run)
+                except BaseException:
+                    self._end(current, as_planned=False)
+                    raise
+                finally:
+                    self._pass = None
+            self._passes += 1
+            self._live = current
+            self._outstanding.add(current)
+            self._check_uses(current)
+            return self._own_steps.with_weights(output)
+
+    def _order_with_gradients(self, entry: str, kind: object, nbytes: int) -> int | None:
+        """Return the order that a call with gradients probably has; None where it is observed."""
+        evaluation, self._sizes = self._sizes, self._own_sizes
+        try:
+            if self._kept + self._own_sizes.beside > self._room:
+                self.unload()
+            return self._order_of(_entry_with_gradients(entry), kind, nbytes)
+        finally:
+            self._sizes = evaluation
+
+    @property
+    def _kept(self) -> int:
+        """Bytes that forwards keep whose backward has not come."""
+        return sum(one.kept for one in self._outstanding)
+
+    def _forward(self, current: _TrainingPass, run: Callable[[], Any]) -> Any:
+        if current.order is None:
+            self.refuse_lost()
+            self.unload()
+            current.meter, current.live = PeakMeter(), LiveBytes()
+            with current.live:
+                output = run()
+            current.kept = current.live.now
+            self._keeps = max(self._keeps, current.kept / max(1, current.nbytes))
+            return output
+        self._begin(current)
+        current.kept = int(self._keeps * current.nbytes)
+        if self._own_sizes.is_known(current.nbytes):
+            return run()
+        with LiveBytes() as live:
+            output = run()
+        current.kept = live.now
+        self._own_sizes.measured.append((current.nbytes, current.nbytes + live.peak))
+        return output
+
+    def _open(self) -> LoadedWeights:
+        evaluation, self._sizes = self._sizes, CallSizes()
+        largest = self._own_sizes.beside + self._kept
+        self._sizes.measured = [*evaluation.measured, (0, largest)]
+        try:
+            return super()._open()
+        finally:
+            self._sizes = evaluation
+
+    def _run_step(
+        self,
+        current: Pass,
+        step: Step,
+        own: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        def with_hooks(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return own(*args, **kwargs)
+            with packing(current, current.values, self._places.names, self._unpack):
+                return own(*args, **kwargs)
+
+        if isinstance(current, _TrainingPass) and current.live is not None:
+            nbytes = sum(self.facts.storages[s].nbytes for s in self._steps.readers.storages[step.path])
+            beside = current.live.now + self._kept
+            if nbytes + beside > self._cap.room:
+                raise self._own_steps.too_little(nbytes, beside, step.path)
+        return super()._run_step(current, step, with_hooks, args, kwargs)
+
+    # Passes.
+
+    def _begin(self, current: _TrainingPass) -> None:
+        """Begin a pass of the plan in an expected order."""
+        assert current.order is not None
+        current.weights = weights = self._memory.weights or self._open()
+        weights.wait()
+        current.outside = frozenset(weights.plan.outside)
+        current.mark = time.perf_counter_ns()
+        if weights.streamer is not None:
+            weights.streamer.begin(current.order)
+
+    def _end(self, current: _TrainingPass, *, as_planned: bool) -> None:
+        """End a pass. One that did not run as planned starts from the beginning next time."""
+        self._close_step(current)
+        weights, current.weights = current.weights, None
+        if weights is not None and weights is self._memory.weights and weights.streamer is not None:
+            if as_planned:
+                assert current.order is not None
+                weights.streamer.end(current.order)
+            else:
+                weights.streamer.abort()
+
+    def _drop(self) -> None:
+        """End the present pass, whose backward has not come or has failed."""
+        current, self._live = self._live, None
+        if current is not None:
+            self._end(current, as_planned=False)
+            self._measure(current)
+            if current.kind not in self._kinds and not current.in_backward:
+                self._note(current, current.kind)  # a loss that nobody derives
+
+    def _finish(self) -> None:
+        """End the present pass at the end of its backward."""
+        with self._cap.lock:
+            current, self._live = self._live, None
+            if current is None:
+                return
+            self._end(current, as_planned=True)
+            self._measure(current)
+            if current.order is not None and self.plan is not None:
+                self._log.add(self.stats, self.plan.streamed_bytes)
+            if current.learned or current.is_whole:
+                self._note(current, current.kind)
+
+    def _measure(self, current: _TrainingPass) -> None:
+        """Remember what an observed pass has taken beside weights."""
+        if current.live is not None and current.meter is not None:
+            peak = max(current.live.peak, current.meter.look() - self._cap.kernels)
+            self._own_sizes.measured.append((current.nbytes, current.nbytes + peak))
+            current.live = current.meter = None
+
+    def _note(self, current: Pass, kind: object) -> None:
+        if isinstance(current, _TrainingPass):
+            current.entry = _entry_with_gradients(current.entry)
+            known, before = self._steps.learned.backward, len(self._steps.learned.backward)
+            for seen in current.steps:
+                if seen.path.startswith(_BACKWARD) and seen.path not in known:
+                    parts = [self.facts.parts[name] for name in seen.path[len(_BACKWARD) :].split(", ")]
+                    known[seen.path] = tuple(sorted({part.storage for part in parts}))
+            if len(known) > before:
+                self._steps.find()
+        super()._note(current, kind)
+        graph = self._kinds.get(kind)
+        if isinstance(current, _TrainingPass) and graph is not None:
+            self._last = self.orders[graph]
+
+    # Backwards.
+
+    def _joined(self) -> _TrainingPass:
+        """Return the pass of the backward that runs now; one that has ended is taken up again."""
+        if not self._active:
+            raise StreamError(f"the {self.name} was restored between forward and backward: call it again")
+        self._cap.turn(self)
+        current = self._live
+        if current is None:
+            graph = next((k for k, order in enumerate(self.orders) if order is self._last), None)
+            current = _TrainingPass("", graph, is_whole=False)
+            if graph is None:
+                self.unload()
+            else:
+                self._begin(current)
+            self._live = current
+        if not current.in_backward:
+            current.in_backward, current.thread = True, threading.get_ident()
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._finish)
+        return current
+
+    def _run_again(self, run: Callable[[], Any]) -> Any:
+        """Run a module within a backward, as checkpointing does, as the next steps of its pass."""
+        current = self._joined()
+        if current.opened is not None and current.opened.node is not torch._C._current_autograd_node():
+            self._close_step(current)
+        before = self._pass, current.open
+        self._pass = current
+        if current.opened is not None:  # the node has a weight already: steps use memory of their own
+            current.open = current.open or next(iter(self._steps.steps.values()))
+        try:
+            with current.live or nullcontext():
+                return run()
+        finally:
+            self._pass, current.open = before
+
+    def _close_step(self, current: _TrainingPass) -> None:
+        """Give back what the node has read that asked for weights last."""
+        opened, current.opened = current.opened, None
+        if opened is None:
+            return
+        now = time.perf_counter_ns()
+        opened.seen.time = StepTime(opened.seen.time.lead_ns, now - opened.ready)
+        current.mark = now
+        if opened.streamer is not None:
+            assert current.order is not None
+            opened.streamer.release(current.order, opened.number)
+
+    def _unpack(self, packed: PackedWeight) -> torch.Tensor:
+        """Return a saved tensor that lies in a weight, for the node of a backward that asks for it."""
+        node: object = torch._C._current_autograd_node()
+        if node is not None and torch.is_grad_enabled():
+            raise StreamError(
+                f"{self._places.names[packed.twin]} is not in memory for gradients of gradients "
+                "(create_graph=True): restore() the model first"
+            )
+        with self._cap.lock:
+            if node is None:  # somebody looks at what a node has saved
+                return self._saved(packed, functools.partial(self._own.tensor, memory={}))
+            current = self._joined()
+            current.is_whole = current.is_whole and packed.owner is current
+            if current.meter is not None:
+                current.meter.look()
+            storages = self._steps.storages_of(packed.twin)
+            return self._saved(packed, self._brought(current, node, packed, storages))
+
+    def _saved(self, packed: PackedWeight, tensor_of: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        with plain_tensors_only():
+            if packed.part is not None:
+                return packed.over(tensor_of(packed.part))
+            twin = self._places.twins[packed.twin]
+            return like(twin, self._places.names[packed.twin], tensor_of).detach()
+
+    def _brought(
+        self, current: _TrainingPass, node: object, packed: PackedWeight, storages: set[int]
+    ) -> Callable[[str], torch.Tensor]:
+        """Have the storages of a weight in memory for a node; returns what returns its plain tensors."""
+        begun = time.perf_counter_ns()
+        if current.opened is None or current.opened.node is not node:
+            self._close_step(current)
+            seen = Seen(_BACKWARD, "", StepTime(max(0, begun - current.mark), 0))
+            current.steps.append(seen)
+            current.opened = _Opened(node, seen)
+        opened = current.opened
+        parts = plain_tensors(self._places.names[packed.twin], self._places.twins[packed.twin])
+        opened.seen.path = opened.seen.owner = _with_names(opened.seen.path, parts)
+        weights = current.weights
+        try:
+            if weights is not None:
+                streaming = storages - current.outside
+                if opened.number < 0 and streaming:
+                    self._acquire(current, opened, streaming)
+                if streaming <= opened.storages:
+                    return weights.tensors.__getitem__
+            return functools.partial(self._own.tensor, memory=opened.memory)
+        finally:
+            opened.ready = time.perf_counter_ns()
+
+    def _acquire(self, current: _TrainingPass, opened: _Opened, storages: set[int]) -> None:
+        """Have the next step of a backward that reads storages in the arena, if there is one."""
+        assert self._memory.orders is not None
+        assert current.order is not None
+        assert current.weights is not None
+        paths = self._memory.orders.traced[current.order].paths
+        begin = min(current.position, len(paths))
+        for number in (*range(begin, len(paths)), *range(begin)):
+            reads = self._steps.learned.backward.get(paths[number], ())
+            if storages <= set(reads):
+                self._memory.move(current, number)
+                opened.number, opened.storages = number, set(reads)
+                if current.weights.streamer is not None and self._memory.waits(current, number):
+                    opened.streamer = current.weights.streamer
+                    opened.streamer.acquire(current.order, number)
+                return
+
+    def _have_embeddings_saved(self) -> None:
+        """Let the state of tables and heads that have an adapter be read from files: peft saves them too."""
+        for get in ("get_input_embeddings", "get_output_embeddings"):
+            try:
+                layer = getattr(getattr(self.module, get, lambda: None)(), "base_layer", None)
+            except NotImplementedError:  # a model without them
+                continue
+            if layer is not None:
+                saves = layer._save_to_state_dict
+
+                def read(state: dict[str, Any], prefix: str, keep: bool, saves: Any = saves) -> None:
+                    saves(state, prefix, keep)
+                    for name, value in state.items():
+                        if name.startswith(prefix) and isinstance(value, AbsentTensor):
+                            state[name] = self._own_steps.weight(id(value), {})
+
+                self._undo.append(replace_attribute(layer, "_save_to_state_dict", read))
+
+
+def _entry_with_gradients(entry: str) -> str:
+    return f"{entry or 'model'} with gradients"
+
+
+def _with_names(path: str, names: Mapping[str, object]) -> str:
+    """Return the name of a step of a backward that reads more weights."""
+    known = [one for one in path.removeprefix(_BACKWARD).split(", ") if one]
+    return _BACKWARD + ", ".join(sorted({*known, *names}))
