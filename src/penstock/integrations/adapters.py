@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,19 @@ def by_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[d
         for adapter in adapters_of(module)
     ]
     return [own, *filter(None, groups)]
+
+
+def adapted_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of peft that can merge adapters into a weight."""
+    return [one for one in module.modules() if hasattr(one, "merged_adapters")]
+
+
+def unmerge_disabled(layers: Sequence[Any]) -> bool:
+    """Unmerge adapters that are disabled, as peft does within the next call of their layers; say if any was."""
+    unmerged = [one for one in layers if one.merged_adapters and one.disable_adapters]
+    for one in unmerged:
+        one.unmerge()
+    return bool(unmerged)
 
 
 def refuse_transposed(name: str, value: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:

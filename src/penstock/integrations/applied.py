@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from time import monotonic
 from types import TracebackType
@@ -110,7 +111,14 @@ class Applied:
         with uninterrupted():
             self._hollow[name] = Hollow(module, sentence, torch.device("cpu"), called=True)
             self.components[name] = CalledModule(
-                name, module, facts, kept, self.cap, entries=entries, options=self._options
+                name,
+                module,
+                facts,
+                kept,
+                self.cap,
+                entries=entries,
+                keep=partial(store, cache=self.cache, made_for=owner_of(name, module)),
+                options=self._options,
             )
 
     def evaluate(self, module: nn.Module) -> None:
@@ -130,6 +138,7 @@ class Applied:
                     "the model was never in memory: load it with its library where it should be"
                 )
             for component in self.components.values():
+                component.save_written()
                 component.refuse_lost()
             self.idle()
             fills = [hollow.filling(self.components[name].kept) for name, hollow in self._hollow.items()]

@@ -41,6 +41,9 @@ class Answer(Protocol):
     def keep(self, value: torch.Tensor) -> None:
         """Note that a result of an operator shares the memory of `value`, which this has returned."""
 
+    def write(self, value: torch.Tensor) -> bool:
+        """Note that an operator has written to `value`; returns False where that is refused."""
+
 
 class AbsentTensor(torch.Tensor):
     """A tensor with a shape and without memory. Whatever would read or write its values raises StreamError.
@@ -134,7 +137,7 @@ def answer_with(value: torch.Tensor, answer: Answer) -> None:
 def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a function with answers in place of absent tensors. Raises StreamError if one has no answer."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    answered: list[tuple[AbsentTensor, Answer, torch.Tensor, int]] = []
+    answered: list[tuple[AbsentTensor, Answer, torch.Tensor, tuple[int, int]]] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, AbsentTensor):
             answer: Answer | None = vars(leaf).get(_ANSWER)
@@ -142,18 +145,26 @@ def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             if answer is None or value is None:
                 raise StreamError(vars(leaf)[_SAYS])
             leaves[index] = value
-            answered.append((leaf, answer, value, value._version))
+            answered.append((leaf, answer, value, _state(value)))
     if not answered:  # an argument that no pytree shows
         _refuse_values(args, kwargs)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     result = func(*args, **kwargs)
     memories = {one.untyped_storage()._cdata for one in pytree.tree_leaves(result) if has_memory(one)}
-    for leaf, answer, value, version in answered:
-        if value._version != version:
-            raise StreamError(f"{vars(leaf)[_SAYS]}, and {func.__name__} would write to it")
-        if value.untyped_storage()._cdata in memories:
+    for leaf, answer, value, before in answered:
+        if _state(value) != before or func.__name__ == "__set__":
+            if not answer.write(value):
+                raise StreamError(f"{vars(leaf)[_SAYS]}, and {func.__name__} would write to it")
+        elif value.untyped_storage()._cdata in memories:
             answer.keep(value)
+        if result is value:
+            result = leaf
     return result
+
+
+def _state(value: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written to, or is given other memory."""
+    return value._version, value.untyped_storage()._cdata
 
 
 def has_memory(value: object) -> bool:

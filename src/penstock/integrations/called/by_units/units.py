@@ -28,6 +28,7 @@ from penstock.integrations.called.by_units.siblings import Siblings
 from penstock.integrations.called.by_units.watched import (
     Form,
     Root,
+    WatchedParameter,
     WatchedTensor,
     bytes_of_view,
     form_of,
@@ -112,9 +113,21 @@ class UnitReads:
         root.watch(twin)
         return True
 
+    def awake(self) -> None:
+        """Have watched twins serve a call by units."""
+        for _, twins in self._twins.values():
+            for twin, kind in twins:
+                twin.__class__ = WatchedParameter if issubclass(kind, nn.Parameter) else WatchedTensor
+
+    def rest(self) -> None:
+        """Have watched twins be absent like all others, between calls."""
+        for _, twins in self._twins.values():
+            for twin, kind in twins:
+                twin.__class__ = kind
+
     def _let_go(self, storage: int) -> None:
         del self.roots[storage]
-        for twin, kind in self._twins[storage][1]:
+        for twin, kind in self._twins.pop(storage)[1]:
             twin.__class__ = kind
 
     def stack(self, paths: Sequence[str], places: Mapping[str, torch.Tensor]) -> tuple[ModuleFacts, set[int]]:
