@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,32 @@ _WAITING = 64 << 20
 
 Keep = Callable[[Mapping[str, torch.Tensor]], KeptWeights]
 """Writes tensors to a file that is then kept."""
+
+
+class _Module(Protocol):
+    def answer(self, twin: int, suffix: str) -> torch.Tensor | None: ...
+
+    def share(self, twin: int, suffix: str, value: torch.Tensor) -> None: ...
+
+    def write(self, twin: int) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What operators take in place of a twin, or of a part of one, whose name ends with `suffix`."""
+
+    module: _Module
+    twin: int
+    suffix: str
+
+    def value(self) -> torch.Tensor | None:
+        return self.module.answer(self.twin, self.suffix)
+
+    def keep(self, value: torch.Tensor) -> None:
+        self.module.share(self.twin, self.suffix, value)
+
+    def write(self, value: torch.Tensor) -> bool:
+        return self.module.write(self.twin)
 
 
 @dataclass(eq=False)
@@ -173,7 +200,8 @@ class BetweenCalls:
     def _can_save(self, twin: int) -> bool:
         parts = [self.facts.parts[name] for name in self._parts(twin)]
         return all(
-            part.offset == 0 and part_nbytes(part) == self.facts.storages[part.storage].nbytes for part in parts
+            part.offset == 0 and part_nbytes(part) == self.facts.storages[part.storage].nbytes
+            for part in parts
         )
 
     def _place(self, names: Mapping[str, str], kept: KeptWeights, phases: Mapping[str, int]) -> None:

@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.adapters import adapted_layers, unmerge_disabled
-from penstock.integrations.called.between_calls import BetweenCalls, Keep
+from penstock.integrations.called.between_calls import Answer, BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
@@ -43,14 +42,13 @@ from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.calls.kinds import refuse_grad
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
-from penstock.integrations.kept import KeptWeights, digest_of
+from penstock.integrations.kept import KeptWeights, digest_of, refuse_lost
 from penstock.integrations.progress import seconds_since
 from penstock.passes.weights.subclasses import plain_tensors
-from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
-from penstock.schedule.facts.errors import BudgetError, SourceError, StreamError
+from penstock.schedule.facts.errors import BudgetError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.plan import Plan
 
@@ -103,7 +101,7 @@ class CalledModule:
         places = Places(module)
         for twin, value in places.twins.items():
             for part, plain in plain_tensors(places.names[twin], value).items():
-                answer_with(plain, _Answer(self, twin, part.removeprefix(places.names[twin])))
+                answer_with(plain, Answer(self, twin, part.removeprefix(places.names[twin])))
         self._between = BetweenCalls(places, facts, self.kept, keep, self._make_room)
         self._forwards = Forwards(module, entries, self._called)
         self._build(places)
@@ -222,15 +220,7 @@ class CalledModule:
 
     def refuse_lost(self) -> None:
         """Raise SourceError where a weight file is missing, before anything is given up for it."""
-        for file in self.weights:
-            with reading(file):
-                there = file.is_file()
-            if not there:
-                raise SourceError(
-                    f"{file} is gone, and it held the weights of {self.name}, which are not in memory: "
-                    "put the file back; where that cannot be, restore() is impossible too, so load the model "
-                    "again, from files that are there"
-                )
+        refuse_lost(self.name, self.kept)
 
     # Who reads what.
 
@@ -364,24 +354,17 @@ class CalledModule:
             return
         if current.reads.whole:
             self.unload()
-        paths, planned = tuple(one.path for one in current.steps), self._memory.orders
-        for graph, order in enumerate(self.orders):
-            known = order if current.order is None or planned is None else planned.seen[graph]
-            if (known.entry, known.paths) == (current.entry, paths) and current.reads.is_like(
-                known, current.steps
-            ):
-                self._kinds[kind] = graph
-                return
+        planned = self._memory.orders.seen if current.order is not None and self._memory.orders else None
+        known = current.number_among(planned or self.orders)
+        if known is not None:
+            self._kinds[kind] = known
+            return
         own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
         if len(own) == _MOST_ORDERS:
             self._kinds[kind] = own[-1]
             return
-        tail = time.perf_counter_ns() - current.mark
         self._kinds[kind] = len(self.orders)
-        times = tuple(one.time for one in current.steps)
-        reads = tuple(one.as_read() for one in current.steps)
-        owners = tuple(one.owner for one in current.steps)
-        self.orders.append(Order(current.entry, paths, times, tail, reads, owners))
+        self.orders.append(current.as_order())
         self._units.settle(self.orders)
         self.unload()
 
@@ -472,7 +455,22 @@ class CalledModule:
 
     # Reads and writes that a plan does not foresee.
 
-    def _answer(self, twin: int, suffix: str) -> torch.Tensor | None:
+    def share(self, twin: int, suffix: str, value: torch.Tensor) -> None:
+        """Note that something has a view of what `answer` has returned."""
+        current = self._pass
+        if current is None:
+            self._between.share(twin)
+        elif not any(value is one for one in current.values.values()):
+            name = self._between.names[twin] + suffix
+            current.copies.append((name, value, digest_of(value.detach().contiguous())))
+
+    def write(self, twin: int) -> bool:
+        """Note that something has written to what `answer` has returned; returns False within a call."""
+        if self._pass is None:
+            self._between.write(twin)
+        return self._pass is None
+
+    def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
         """Return what a twin, or a part of it, stands for; None once the module is restored.
 
         In a step of its own, the weight is there already. Otherwise it is read from its file, and the module
@@ -512,29 +510,3 @@ class CalledModule:
         if self._memory.is_viewed:
             self.unload()
             self._memory.refuse_viewed()
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What operators take in place of a twin, or of a part of one, whose name ends with `suffix`."""
-
-    module: CalledModule
-    twin: int
-    suffix: str
-
-    def value(self) -> torch.Tensor | None:
-        return self.module._answer(self.twin, self.suffix)
-
-    def keep(self, value: torch.Tensor) -> None:
-        current = self.module._pass
-        if current is None:
-            self.module._between.share(self.twin)
-        elif not any(value is one for one in current.values.values()):
-            name = self.module._between.names[self.twin] + self.suffix
-            current.copies.append((name, value, digest_of(value.detach().contiguous())))
-
-    def write(self, value: torch.Tensor) -> bool:
-        if self.module._pass is not None:
-            return False
-        self.module._between.write(self.twin)
-        return True

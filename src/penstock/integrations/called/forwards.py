@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock.integrations.emptied.hollow import replace_attribute
+
 Run = Callable[["Wrapped", Sequence[Any], Mapping[str, Any]], Any]
 """Runs a call of a wrapped method."""
 
@@ -97,7 +99,6 @@ class Forwards:
         self._children.clear()
 
     def _wrap(self, path: str, module: nn.Module, method: str) -> None:
-        before = module.__dict__.get(method)
         own, run = getattr(module, method), self._run
 
         @functools.wraps(own)
@@ -105,12 +106,5 @@ class Forwards:
             return run(wrapped, args, kwargs)
 
         wrapped = Wrapped(path, method, own, called)
-        module.__dict__[method] = called
-
-        def undo() -> None:
-            if module.__dict__.get(method) is called:
-                del module.__dict__[method]
-                if before is not None:
-                    module.__dict__[method] = before
-
+        undo = replace_attribute(module, method, called)
         self._wrapped.setdefault(id(module), []).append((wrapped, undo))

@@ -92,9 +92,7 @@ class Places:
         names: Their names, by id; a tied weight has the first of its names.
     """
 
-    def __init__(
-        self, module: nn.Module, twins: Values | None = None, staying: Values | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, twins: Values | None = None, staying: Values | None = None) -> None:
         self._module, self._modules = module, dict(module.named_modules())
         standing = {id(value): twin for twin, value in (staying or {}).items()}
         self.all: list[Place] = []

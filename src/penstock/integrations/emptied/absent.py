@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -74,8 +75,13 @@ class AbsentTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> NoReturn:
+    ) -> Any:
+        if _sets_itself(func, args):
+            return args[0]
         _refuse_values(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(_answer_of(self)[1], memo)
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "parameter" if isinstance(self, nn.Parameter) else "tensor"
@@ -134,22 +140,39 @@ def answer_with(value: torch.Tensor, answer: Answer) -> None:
     value.__dict__[_ANSWER] = answer
 
 
+def _answer_of(absent: AbsentTensor) -> tuple[Answer, torch.Tensor]:
+    """Return what answers for an absent tensor, and its value. Raises StreamError if nothing does."""
+    answer: Answer | None = vars(absent).get(_ANSWER)
+    value = answer.value() if answer else None
+    if answer is None or value is None:
+        raise StreamError(vars(absent)[_SAYS])
+    return answer, value
+
+
 def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a function with answers in place of absent tensors. Raises StreamError if one has no answer."""
+    if _sets_itself(func, args):
+        return args[0]
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    answered: list[tuple[AbsentTensor, Answer, torch.Tensor, tuple[int, int]]] = []
+    answered: dict[int, tuple[AbsentTensor, Answer, torch.Tensor, tuple[int, int]]] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, AbsentTensor):
-            answer: Answer | None = vars(leaf).get(_ANSWER)
-            value = answer.value() if answer else None
-            if answer is None or value is None:
-                raise StreamError(vars(leaf)[_SAYS])
-            leaves[index] = value
-            answered.append((leaf, answer, value, _state(value)))
+            if id(leaf) not in answered:
+                answer, value = _answer_of(leaf)
+                answered[id(leaf)] = leaf, answer, value, _state(value)
+            leaves[index] = answered[id(leaf)][2]
     if not answered:  # an argument that no pytree shows
         _refuse_values(args, kwargs)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     result = func(*args, **kwargs)
+    _note_uses(func, result, answered.values())
+    return next((leaf for leaf, _, value, _ in answered.values() if result is value), result)
+
+
+def _note_uses(
+    func: Any, result: Any, answered: Iterable[tuple[AbsentTensor, Answer, torch.Tensor, tuple[int, int]]]
+) -> None:
+    """Tell answers what a function has written, and of what it returns views."""
     memories = {one.untyped_storage()._cdata for one in pytree.tree_leaves(result) if has_memory(one)}
     for leaf, answer, value, before in answered:
         if _state(value) != before or func.__name__ == "__set__":
@@ -157,9 +180,11 @@ def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 raise StreamError(f"{vars(leaf)[_SAYS]}, and {func.__name__} would write to it")
         elif value.untyped_storage()._cdata in memories:
             answer.keep(value)
-        if result is value:
-            result = leaf
-    return result
+
+
+def _sets_itself(func: Any, args: Sequence[Any]) -> bool:
+    """Tell whether a tensor is set to the memory that it has, as parametrizations do."""
+    return func.__name__.partition(".")[0] == "set_" and len(args) == 2 and args[0] is args[1]
 
 
 def _state(value: torch.Tensor) -> tuple[int, int]:

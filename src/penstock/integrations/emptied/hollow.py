@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -232,12 +233,38 @@ def _refuse_uses(
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
     if not called and "forward" not in vars(module):
         undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
-    undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
+    copied = partial(_copy_part, module) if called and path else refuse("copied")
+    undo.callback(replace_attribute(module, "__deepcopy__", copied))
     undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))
     undo.callback(replace_attribute(module, "_apply", _unless_done(module, refuse("moved or converted"))))
     for method, done in _SAVING.items():
         if hasattr(module, method) and not (trained and getattr(module, _ADAPTED, False)):
             undo.callback(replace_attribute(module, method, refuse(done)))
+
+
+_REPLACED = "penstock_replaced"
+"""The attribute of a module that has what stood in place of its replaced attributes, by name."""
+
+
+def _copy_part(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of a part of a model whose weights stream, with its weights in memory."""
+    made = module.__class__.__new__(module.__class__)
+    memo[id(module)] = made
+    state = {**vars(module), **vars(module)[_REPLACED]}
+    state = {name: value for name, value in state.items() if value is not _MISSING and name != _REPLACED}
+    for name, hooks in state.items():
+        if name.endswith("_hooks") and hooks:
+            own = {
+                key: hook
+                for key, hook in hooks.items()
+                if not getattr(getattr(hook, "hook", hook), "__module__", "").startswith("penstock.")
+            }
+            state[name] = type(hooks)(own)
+    made.__dict__.update(copy.deepcopy(state, memo))
+    return made
+
+
+_MISSING = object()
 
 
 def save_present(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -270,12 +297,19 @@ def _is_kept(value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tenso
 
 def replace_attribute(module: nn.Module, name: str, value: object) -> Callable[[], None]:
     """Set an attribute of the instance; returns a function that undoes it."""
-    had, before = name in vars(module), vars(module).get(name)
+    before = vars(module).get(name, _MISSING)
+    replaced = module.__dict__.setdefault(_REPLACED, {})
+    replaced.setdefault(name, before)
     module.__dict__[name] = value
 
     def undo() -> None:
-        module.__dict__.pop(name, None)
-        if had:
-            module.__dict__[name] = before
+        if replaced.get(name) is before:
+            del replaced[name]
+        if not replaced:
+            module.__dict__.pop(_REPLACED, None)
+        if vars(module).get(name) is value:
+            del module.__dict__[name]
+            if before is not _MISSING:
+                module.__dict__[name] = before
 
     return undo
