@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock._version import __version__
 from penstock.integrations.adapters import refuse_transposed
-from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.integrations.emptied.absent import AbsentTensor, is_plain_subclass
 from penstock.integrations.emptied.hollow import plain_parts
 from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.passes.graph.nodes import dtype_name
@@ -45,9 +45,11 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in found.items():
         if isinstance(value, AbsentTensor):
             raise PassError(
-                "this module, or a part of it, streams already: restore() it first where apply was called; "
-                "what load returned is to be used as it is"
+                f"this module, or a part of it, or another model that shares {name} with it, streams already: "
+                "restore() it first where apply was called; what load returned is to be used as it is"
             )
+        if is_plain_subclass(value):
+            value = found[name] = value.as_strided(value.shape, value.stride()).as_subclass(torch.Tensor)
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise PassError(
                 f"weight {name} is a {type(value).__name__}, which does not say what tensors it is made of: "

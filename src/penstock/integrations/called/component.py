@@ -335,7 +335,8 @@ class CalledModule:
         with LiveBytes() as live:
             output = run()
         beside = nbytes + max(live.peak, current.meter.look() - self._cap.kernels)
-        self._sizes.measured.append((nbytes, beside))
+        if not current.has_compiled:
+            self._sizes.measured.append((nbytes, beside))
         _log.info(
             "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights",
             self.name,

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock.integrations.called.measuring import run_uncounted
+from penstock.integrations.called.readers import COMPILED, is_compiled
 from penstock.integrations.emptied.hollow import replace_attribute
 
 Run = Callable[["Wrapped", Sequence[Any], Mapping[str, Any]], Any]
@@ -34,8 +36,8 @@ class Wrapped:
 
     @property
     def is_forward(self) -> bool:
-        """Tell whether this is the module's forward."""
-        return self.method == "forward"
+        """Tell whether this is what a call of the module runs."""
+        return self.method in ("forward", COMPILED)
 
     @functools.cached_property
     def entry(self) -> str:
@@ -65,7 +67,7 @@ class Forwards:
     def __init__(self, module: nn.Module, entries: Sequence[str], run: Run) -> None:
         self._module, self._run = module, run
         self._wrapped: dict[int, list[tuple[Wrapped, Callable[[], None]]]] = {}
-        self._children: list[tuple[nn.Module, list[nn.Module | None]]] = []
+        self._children: list[tuple[nn.Module, list[nn.Module | None], object]] = []
         self.find()
         for entry in entries:
             path, _, method = entry.rpartition(".")
@@ -73,22 +75,36 @@ class Forwards:
 
     @property
     def have_changed(self) -> bool:
-        """Tell whether modules have come, gone or moved since `find`."""
-        return any(list(one._modules.values()) != children for one, children in self._children)
+        """Tell whether modules have come, gone or moved since `find`, or were compiled."""
+        return any(
+            list(one._modules.values()) != children or one._compiled_call_impl is not call
+            for one, children, call in self._children
+        )
 
     def find(self) -> None:
         """Wrap the forwards of new modules, and let go of modules that are no parts any more."""
         self.modules = dict(self._module.named_modules())
-        self._children = [(one, list(one._modules.values())) for one in self.modules.values()]
-        there = {id(one) for one in self.modules.values()}
+        compiled = {path: is_compiled(one) for path, one in self.modules.items()}
+        inside = tuple(f"{path}." if path else "" for path, is_one in compiled.items() if is_one)
+        wrapped = {
+            path: one for path, one in self.modules.items() if compiled[path] or not path.startswith(inside)
+        }
+        there = {id(one) for one in wrapped.values()}
         for gone in [key for key in self._wrapped if key not in there]:
             for _, undo in self._wrapped.pop(gone):
                 undo()
-        for path, one in self.modules.items():
-            for wrapped, _ in self._wrapped.get(id(one), ()):
-                wrapped.move(path)
-            if id(one) not in self._wrapped:
-                self._wrap(path, one, "forward")
+        for path, one in wrapped.items():
+            method = COMPILED if compiled[path] and one._compiled_call_impl is not None else "forward"
+            wraps = self._wrapped.get(id(one), [])
+            if wraps and wraps[0][0].method != method:
+                wraps.pop(0)[1]()
+            for each, _ in wraps:
+                each.move(path)
+            if not wraps or wraps[0][0].method != method:
+                self._wrap(path, one, method)
+        self._children = [
+            (one, list(one._modules.values()), one._compiled_call_impl) for one in self.modules.values()
+        ]
 
     def let_go(self) -> None:
         """Give all modules their own methods again."""
@@ -100,6 +116,8 @@ class Forwards:
 
     def _wrap(self, path: str, module: nn.Module, method: str) -> None:
         own, run = getattr(module, method), self._run
+        if is_compiled(module):
+            own = functools.update_wrapper(functools.partial(run_uncounted, own), own)
 
         @functools.wraps(own)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -107,4 +125,5 @@ class Forwards:
 
         wrapped = Wrapped(path, method, own, called)
         undo = replace_attribute(module, method, called)
-        self._wrapped.setdefault(id(module), []).append((wrapped, undo))
+        wraps = self._wrapped.setdefault(id(module), [])
+        wraps.insert(0 if wrapped.is_forward else len(wraps), (wrapped, undo))

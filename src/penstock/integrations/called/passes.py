@@ -35,6 +35,7 @@ class Pass:
     copies: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
     meter: PeakMeter | None = None
     learned: bool = False
+    has_compiled: bool = False
 
     @property
     def path(self) -> str:

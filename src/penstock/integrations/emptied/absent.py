@@ -27,10 +27,21 @@ _FACTS = frozenset(
 )
 """Attributes and methods of a tensor that do not need its values."""
 
+_PLAIN = ("diffusers.quantizers.gguf.utils.GGUFParameter",)
+"""Classes of tensors with memory of their own, whose attributes say what its bytes mean."""
+
 _SETTABLE = ("requires_grad", "grad")
 
 _SAYS, _STORAGE, _ANSWER = "penstock_says", "penstock_storage", "penstock_answer"
 """Attributes of an absent tensor: the sentence of its errors, its empty storage, and its `Answer`."""
+
+CLASS = "penstock_class"
+"""The attribute of an absent tensor that has its former class, if that is one of a library."""
+
+
+def is_plain_subclass(value: torch.Tensor) -> bool:
+    """Tell whether a tensor is of a class of a library that is plain memory with attributes."""
+    return f"{type(value).__module__}.{type(value).__qualname__}" in _PLAIN
 
 
 class Answer(Protocol):
@@ -113,8 +124,9 @@ def make_absent(
         storage_size=0,
         requires_grad=value.requires_grad,
     )
+    own = {CLASS: type(value)} if is_plain_subclass(value) else {}
     _exchange(value, kept)
-    said = {_SAYS: f"the parameter {name} is not in memory: {sentence}", _STORAGE: empty}
+    said = {**own, _SAYS: f"the parameter {name} is not in memory: {sentence}", _STORAGE: empty}
     value.__dict__.update(said)
     kept.data = torch.empty(0, dtype=kept.dtype, device=kept.device)
 

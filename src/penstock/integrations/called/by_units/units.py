@@ -40,6 +40,8 @@ from penstock.integrations.called.by_units.watched import (
 )
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.own_memory import OwnMemory
+from penstock.integrations.called.readers import is_compiled
+from penstock.integrations.emptied.absent import CLASS
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.tiles import LEAST as TILED
 from penstock.passes.sparse.tiles import LINEAR
@@ -85,10 +87,13 @@ class UnitReads:
         named = [name for name, _ in module.named_parameters() if name in facts.parts]
         self._uses = Counter(facts.parts[name].storage for name in named)
         self.siblings = Siblings(module, facts, self._uses, lambda s: s in self.roots)
+        compiled = tuple(path for path, one in module.named_modules() if is_compiled(one))
         for path, one in module.named_modules():
             for key, value in one._parameters.items():
                 name = f"{path}.{key}" if path else key
-                if value is not None and name in facts.parts and self._may_have_units(one, facts.parts[name]):
+                if value is None or name not in facts.parts or CLASS in vars(value):
+                    continue
+                if not path.startswith(compiled) and self._may_have_units(one, facts.parts[name]):
                     self.watch(name, value)
 
     def _may_have_units(self, owner: nn.Module, part: Part) -> bool:
