@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from penstock.integrations.called.measuring import run_uncounted
 from penstock.integrations.called.readers import COMPILED, is_compiled
-from penstock.integrations.emptied.hollow import replace_attribute
+from penstock.integrations.emptied.hollow import copy_part, replace_attribute
 
 Run = Callable[["Wrapped", Sequence[Any], Mapping[str, Any]], Any]
 """Runs a call of a wrapped method."""
@@ -67,6 +68,7 @@ class Forwards:
     def __init__(self, module: nn.Module, entries: Sequence[str], run: Run) -> None:
         self._module, self._run = module, run
         self._wrapped: dict[int, list[tuple[Wrapped, Callable[[], None]]]] = {}
+        self._copied: dict[int, Callable[[], None]] = {}
         self._children: list[tuple[nn.Module, list[nn.Module | None], object]] = []
         self.find()
         for entry in entries:
@@ -91,8 +93,7 @@ class Forwards:
         }
         there = {id(one) for one in wrapped.values()}
         for gone in [key for key in self._wrapped if key not in there]:
-            for _, undo in self._wrapped.pop(gone):
-                undo()
+            self._unwrap(gone)
         for path, one in wrapped.items():
             method = COMPILED if compiled[path] and one._compiled_call_impl is not None else "forward"
             wraps = self._wrapped.get(id(one), [])
@@ -108,16 +109,20 @@ class Forwards:
 
     def let_go(self) -> None:
         """Give all modules their own methods again."""
-        for wraps in self._wrapped.values():
-            for _, undo in reversed(wraps):
-                undo()
-        self._wrapped.clear()
+        for known in list(self._wrapped):
+            self._unwrap(known)
         self._children.clear()
+
+    def _unwrap(self, known: int) -> None:
+        for _, undo in reversed(self._wrapped.pop(known)):
+            undo()
+        if known in self._copied:
+            self._copied.pop(known)()
 
     def _wrap(self, path: str, module: nn.Module, method: str) -> None:
         own, run = getattr(module, method), self._run
         if is_compiled(module):
-            own = functools.update_wrapper(functools.partial(run_uncounted, own), own)
+            own = functools.update_wrapper(partial(run_uncounted, own), own)
 
         @functools.wraps(own)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -125,5 +130,7 @@ class Forwards:
 
         wrapped = Wrapped(path, method, own, called)
         undo = replace_attribute(module, method, called)
+        if "__deepcopy__" not in vars(module):
+            self._copied[id(module)] = replace_attribute(module, "__deepcopy__", partial(copy_part, module))
         wraps = self._wrapped.setdefault(id(module), [])
         wraps.insert(0 if wrapped.is_forward else len(wraps), (wrapped, undo))

@@ -94,6 +94,9 @@ class AbsentTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(_answer_of(self)[1], memo)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StreamError(vars(self)[_SAYS])
+
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "parameter" if isinstance(self, nn.Parameter) else "tensor"
         return f"a {kind} of shape {tuple(self.shape)} that is not in memory"

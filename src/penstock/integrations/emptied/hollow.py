@@ -225,20 +225,26 @@ def _refuse_uses(
             if isinstance(held, AbsentTensor) and state.get(prefix + key, held) is not held:
                 refuse("written by load_state_dict()")()
 
-    if trained:
+    if trained or called:
         undo.callback(replace_attribute(module, "_save_to_state_dict", partial(save_present, module)))
+    if called:
+        pass  # what is loaded is written to the weights, as anything else between calls
+    elif trained:
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse_values).remove)
     else:
         undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
     if not called and "forward" not in vars(module):
         undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
-    copied = partial(_copy_part, module) if called and path else refuse("copied")
-    undo.callback(replace_attribute(module, "__deepcopy__", copied))
+    if not called or not path:
+        undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
     undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))
     undo.callback(replace_attribute(module, "_apply", _unless_done(module, refuse("moved or converted"))))
     for method, done in _SAVING.items():
-        if hasattr(module, method) and not (trained and getattr(module, _ADAPTED, False)):
+        if called and hasattr(module, method):
+            saved = _unless_adapted(module, getattr(module, method), refuse(done))
+            undo.callback(replace_attribute(module, method, saved))
+        elif hasattr(module, method) and not (trained and getattr(module, _ADAPTED, False)):
             undo.callback(replace_attribute(module, method, refuse(done)))
 
 
@@ -246,20 +252,19 @@ _REPLACED = "penstock_replaced"
 """The attribute of a module that has what stood in place of its replaced attributes, by name."""
 
 
-def _copy_part(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _unless_adapted(
+    module: nn.Module, save: Callable[..., Any], refused: Callable[..., NoReturn]
+) -> Callable[..., Any]:
+    """Return what saves a module if it has adapters, which are all that is saved then."""
+    return lambda *args, **kwargs: (save if getattr(module, _ADAPTED, False) else refused)(*args, **kwargs)
+
+
+def copy_part(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a part of a model whose weights stream, with its weights in memory."""
     made = module.__class__.__new__(module.__class__)
     memo[id(module)] = made
     state = {**vars(module), **vars(module)[_REPLACED]}
     state = {name: value for name, value in state.items() if value is not _MISSING and name != _REPLACED}
-    for name, hooks in state.items():
-        if name.endswith("_hooks") and hooks:
-            own = {
-                key: hook
-                for key, hook in hooks.items()
-                if not getattr(getattr(hook, "hook", hook), "__module__", "").startswith("penstock.")
-            }
-            state[name] = type(hooks)(own)
     made.__dict__.update(copy.deepcopy(state, memo))
     return made
 
