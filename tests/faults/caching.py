@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from penstock.runtime.cache import list_entries, prune
-from penstock.schedule.facts.errors import PenstockError
 from tests.faults.scenario import Plain, Scenario, X, bits
 
 
@@ -97,52 +95,3 @@ class Pruning(Scenario):
         prune(root, before=math.inf)
         assert not [path for path in root.rglob("*") if path.is_file()]
         return str(started)
-
-
-class Swapping(Scenario):
-    """An adapter gets the values of another one."""
-
-    adds = ("cache/*",)
-    inherits = True
-
-    def prepare(self, root: Path, beside: Path) -> None:
-        self._adapted(2, root / "adapter")
-
-    def start(self, root: Path, beside: Path) -> Any:
-        from penstock.integrations import apply
-
-        model = self._adapted(1)
-        self._now = bits(model(X))
-        assert self._now != bits(self._adapted(2)(X))
-        return model, apply(model, "1MB", example=X, cache=root / "cache")
-
-    def act(self, root: Path, started: Any) -> str:
-        model, applied = started
-        try:
-            applied.swap_adapter(root / "adapter")
-        except PenstockError:
-            assert bits(model(X)) == self._now
-            raise
-        self._now = bits(model(X))
-        return self._now
-
-    def reload(self, root: Path, started: Any) -> Any:
-        return self.start(root, root)
-
-    @staticmethod
-    def _adapted(seed: int, folder: Path | None = None) -> Any:
-        """A model with an adapter, whose values are also written to a folder, if one is given."""
-        from peft import LoraConfig, inject_adapter_in_model
-
-        from penstock.integrations.adapters import names_in_files
-
-        model: Any = Plain()
-        torch.manual_seed(seed)
-        given = LoraConfig(r=4, target_modules=["0", "1"], init_lora_weights=False)
-        model = inject_adapter_in_model(given, model, "style").eval().requires_grad_(False)
-        if folder is not None:
-            given.save_pretrained(str(folder))
-            parameters = dict(model.named_parameters())
-            tensors = {name: parameters[fqn] for name, fqn in names_in_files(model, "style").items()}
-            save_file(tensors, folder / "adapter_model.safetensors")
-        return model

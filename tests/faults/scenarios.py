@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from tests.faults.caching import Applying, LoadingModel, Pruning, Swapping
+from tests.faults.caching import Applying, LoadingModel, Pruning
 from tests.faults.programs import Delegating, WithoutPython
 from tests.faults.running import Compiled, Loading, Planning, Running, Verifying
 from tests.faults.scenario import Scenario, exported, of_artifact
@@ -37,7 +37,6 @@ _SCENARIOS: Mapping[str, Callable[[], Scenario]] = {
     "apply": lambda: Applying(warm=False),
     "apply again": lambda: Applying(warm=True),
     "load a model": LoadingModel,
-    "swap_adapter": Swapping,
     "penstock cache clear": Pruning,
     "save for ExecuTorch": Exporting,
     "penstock-run": WithoutPython,
@@ -61,7 +60,7 @@ _SCENARIOS: Mapping[str, Callable[[], Scenario]] = {
 SLOW = frozenset(
     {
         "compiled code", "delegate, compiled code", "delegate, read", "load a model", "penstock-run, mapped",
-        "penstock-run, a new output", "save for ExecuTorch", "swap_adapter",
+        "penstock-run, a new output", "save for ExecuTorch",
     }
 )  # fmt: skip
 """Scenarios that take seconds before anything is injected, for a compiler or a library: not in the suite."""

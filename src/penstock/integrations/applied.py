@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.integrations import exported
 from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
-from penstock.integrations import exported
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
 from penstock.integrations.called.plans import Residency

@@ -70,8 +70,8 @@ class _Opened:
 class BetweenCalls:
     """Weights that are read or written between calls.
 
-    A weight is read from its file into memory of its own. A weight that was written is saved to the cache, and
-    streams from there. A weight stays in memory if something keeps a view of it.
+    A weight is read from its file into memory of its own. A weight that was written is saved to the cache,
+    and streams from there. A weight stays in memory if something keeps a view of it.
 
     Args:
         places: The places of the weights when the model was applied.
@@ -128,8 +128,8 @@ class BetweenCalls:
         if [(part.shape, part.dtype, part.stride()) for part in parts] != facts:
             del self._opened[twin]
             raise StreamError(
-                f"the parameter {self.names[twin]} streams as {list(stands_for.shape)} of {stands_for.dtype}, and "
-                "was given other memory: restore() the model first"
+                f"the parameter {self.names[twin]} streams as {list(stands_for.shape)} of "
+                f"{stands_for.dtype}, and was given other memory: restore() the model first"
             )
         self._refuse_shared(twin)
         opened.is_written = True
@@ -175,7 +175,7 @@ class BetweenCalls:
                 )
 
     def _save(self) -> None:
-        """Write weights to the cache, from where they stream then. Those that are not alone in a storage stay."""
+        """Write weights to the cache, from where they stream then, if they are alone in their storages."""
         saved = {twin: value for twin, value in self._written.items() if self._can_save(twin)}
         if not saved or self._keep is None:
             return

@@ -68,7 +68,7 @@ class CalledModule:
         kept: The files that hold the weights.
         cap: The memory for weights and calls, which components use in turns.
         entries: Methods other than `forward` that libraries call, such as `decode` or `vision.encode`.
-        keep: What writes weights to the cache that were written between calls; without it they stay in memory.
+        keep: What writes weights to the cache that were written between calls; they stay in memory without.
         options: How plans are made and run.
     """
 

@@ -157,7 +157,7 @@ class PeakMeter:
         return self.peak
 
     def restart(self) -> None:
-        """Take the memory that the process has now for granted, and forget what it took since the last look."""
+        """Take the memory that the process has now for granted, and forget what it took before."""
         _, resident, self._file = self._look()
         self._base = resident
 

@@ -217,6 +217,24 @@ def _refuse_uses(
 
         return refused
 
+    if called:  # what is loaded is written to the weights, as anything else between calls
+        undo.callback(replace_attribute(module, "_save_to_state_dict", partial(save_present, module)))
+    else:
+        _refuse_states(module, refuse, undo, trained=trained)
+    if not called or not path:
+        undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
+    undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))
+    undo.callback(replace_attribute(module, "_apply", _unless_done(module, refuse("moved or converted"))))
+    for method, done in _SAVING.items():
+        if hasattr(module, method):
+            saved = _unless_adapted(module, getattr(module, method), refuse(done), trained or called)
+            undo.callback(replace_attribute(module, method, saved))
+
+
+def _refuse_states(
+    module: nn.Module, refuse: Callable[[str], Callable[..., NoReturn]], undo: ExitStack, *, trained: bool
+) -> None:
+    """Refuse what reads or writes the state of a module, and its calls; if it is trained, only values."""
     hooks: Any = module
 
     def refuse_values(_: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
@@ -225,27 +243,14 @@ def _refuse_uses(
             if isinstance(held, AbsentTensor) and state.get(prefix + key, held) is not held:
                 refuse("written by load_state_dict()")()
 
-    if trained or called:
+    if trained:
         undo.callback(replace_attribute(module, "_save_to_state_dict", partial(save_present, module)))
-    if called:
-        pass  # what is loaded is written to the weights, as anything else between calls
-    elif trained:
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse_values).remove)
     else:
         undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
-    if not called and "forward" not in vars(module):
+    if "forward" not in vars(module):
         undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
-    if not called or not path:
-        undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
-    undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))
-    undo.callback(replace_attribute(module, "_apply", _unless_done(module, refuse("moved or converted"))))
-    for method, done in _SAVING.items():
-        if called and hasattr(module, method):
-            saved = _unless_adapted(module, getattr(module, method), refuse(done))
-            undo.callback(replace_attribute(module, method, saved))
-        elif hasattr(module, method) and not (trained and getattr(module, _ADAPTED, False)):
-            undo.callback(replace_attribute(module, method, refuse(done)))
 
 
 _REPLACED = "penstock_replaced"
@@ -253,10 +258,14 @@ _REPLACED = "penstock_replaced"
 
 
 def _unless_adapted(
-    module: nn.Module, save: Callable[..., Any], refused: Callable[..., NoReturn]
+    module: nn.Module, save: Callable[..., Any], refused: Callable[..., NoReturn], may_save: bool
 ) -> Callable[..., Any]:
     """Return what saves a module if it has adapters, which are all that is saved then."""
-    return lambda *args, **kwargs: (save if getattr(module, _ADAPTED, False) else refused)(*args, **kwargs)
+
+    def saved(*args: Any, **kwargs: Any) -> Any:
+        return (save if may_save and getattr(module, _ADAPTED, False) else refused)(*args, **kwargs)
+
+    return saved
 
 
 def copy_part(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
