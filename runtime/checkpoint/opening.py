@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.runtime.checkpoint.distributed_file import METADATA, is_distributed, read_tensors
-from penstock.runtime.checkpoint.stored_tensor import StoredTensor, from_entry
+from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor, from_entry
 from penstock.runtime.checkpoint.torch_file import is_torch_file, read_entries
 from penstock.runtime.files.pack import PAD_PREFIX
 from penstock.runtime.files.safetensors_file import (
@@ -56,6 +56,14 @@ class Checkpoint:
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]
     states: tuple[FileState, ...] = ()
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """Tell whether two tensors have the same dtype, shape and bytes."""
+        pair = self.tensors[first], self.tensors[second]
+        if pair[0].dtype != pair[1].dtype or pair[0].shape != pair[1].shape:
+            return False
+        chunks = [Reading(tensor, tensor.whole).chunks(self.files) for tensor in pair]
+        return all(bytes(one) == bytes(other) for one, other in zip(*chunks, strict=True))
 
     def check_unchanged(self, tensor: StoredTensor | None = None) -> None:
         """Raise SourceError if a file (of a tensor) was changed or replaced since it was opened.

@@ -1,22 +1,36 @@
-"""LoRA adapters that a model has when penstock is applied, others in their place, and what is refused."""
+"""Adapters of peft while a model streams: attached, switched, scaled, merged and taken away at any time."""
 
 from __future__ import annotations
 
-import json
+import copy
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from penstock.integrations import apply
-from penstock.schedule.facts.errors import PassError, SourceError, StreamError
+from penstock.runtime.loading import LoadOptions
+from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
+POISONED = LoadOptions(arena="contiguous", poison=True)
+MEMORY = {"little": ("230KB", LoadOptions()), "poisoned": ("260KB", POISONED), "all": ("4MB", LoadOptions())}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=MEMORY.values(), ids=MEMORY)
+def room(request):
+    return request.param
 
 
 def lora(**options):
@@ -24,207 +38,240 @@ def lora(**options):
     return LoraConfig(**given)
 
 
-@pytest.fixture
-def adapted():
-    """A Llama with an adapter that changes its outputs."""
-    model = models.llama()
-    plain = models.twin(model)
-    model.add_adapter(lora(), "first")
-    model = models.frozen(model)
-    assert not torch.equal(model(IDS).logits, plain(IDS).logits)
+def adapted(**options):
+    torch.manual_seed(0)
+    return models.frozen(get_peft_model(models.llama(), lora(**options)))
+
+
+def merged():
+    model = adapted()
+    model.merge_adapter()
     return model
 
 
-def test_an_adapter_is_exported_with_its_model(adapted, tmp_path):
-    reference = models.twin(adapted)
-    with apply(adapted, "340KB", cache=tmp_path):
-        assert torch.equal(adapted.generate(IDS, max_new_tokens=4), reference.generate(IDS, max_new_tokens=4))
+def added(name, **options):
+    return lambda model: model.add_adapter(lora(**options), name)
 
 
-def test_a_model_of_peft_generates_through_its_base(tmp_path):
-    model = models.frozen(get_peft_model(models.llama(), lora()))
-    reference = models.twin(model)
-    with apply(model, "340KB", cache=tmp_path) as applied:
-        got = model.generate(input_ids=IDS, max_new_tokens=4)
-        assert torch.equal(got, reference.generate(input_ids=IDS, max_new_tokens=4))
-        assert applied.components["LlamaForCausalLM"].stats.bytes_moved > 0
-        with model.disable_adapter(), pytest.raises(StreamError, match="adapters were switched"):
-            model(input_ids=IDS)
+def switched(on):
+    return lambda model: (
+        model.base_model.enable_adapter_layers() if on else model.base_model.disable_adapter_layers()
+    )
 
 
-def test_a_merged_adapter_is_a_weight_like_any_other(tmp_path):
-    model = models.frozen(get_peft_model(models.llama(), lora()).merge_and_unload())
-    reference = models.twin(model)
-    with apply(model, "340KB", example=models.nothing, cache=tmp_path):
-        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+def scaled(model):
+    for layer in model.modules():
+        if hasattr(layer, "scale_layer"):
+            layer.scale_layer(0.5)
 
 
-def test_what_changes_afterwards_is_refused_and_never_ignored(adapted, tmp_path):
-    with apply(adapted, "340KB", example=models.nothing, cache=tmp_path):
-        adapted.disable_adapters()
-        with pytest.raises(StreamError, match="adapters were switched"):
-            adapted(IDS)
-        adapted.enable_adapters()
-        adapted(IDS)
-        adapted.config.pad_token_id = 3
-        with pytest.raises(StreamError, match=r"configuration changed \(pad_token_id\)"):
-            adapted(IDS)
-        adapted.config.pad_token_id = 0
-        adapted.train()
-        with pytest.raises(StreamError, match="training mode"):
-            adapted(IDS)
-        adapted.eval()
-        adapted(IDS)
+def merge(model):
+    model.merge_adapter()
 
 
-def test_an_adapter_that_comes_later_is_refused_and_the_model_is_restored(tmp_path):
-    model = models.llama()
-    reference = models.twin(model)
-    with apply(model, "340KB", example={"input_ids": IDS}, cache=tmp_path):
-        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]), "late")
-        with pytest.raises(StreamError, match=r"q_proj is another module than at export"):
-            model(IDS)
-    assert torch.equal(models.frozen(model)(IDS).logits, reference(IDS).logits)  # it begins as nothing
+def unmerge(model):
+    model.unmerge_adapter()
 
 
-# Another adapter in the place of one.
-
-
-@pytest.fixture(scope="module")
-def swapped(tmp_path_factory):
-    """A streamed model with an adapter, what it said with it, and how often it was compiled."""
-    folder = tmp_path_factory.mktemp("cache")
-    model = models.llama()
-    model.add_adapter(lora(), "first")
-    applied = apply(models.frozen(model), "340KB", example=models.nothing, cache=folder)
-    yield model, model(IDS).logits, applied, lambda: len(list((folder / "programs").iterdir()))
-    applied.close()
-
-
-def saved(folder, **options):
-    """A model with another adapter, which is in the folder."""
-    model = models.llama()
-    torch.manual_seed(7)
-    model.add_adapter(lora(**options), "any")
-    model.save_pretrained(folder)
-    return models.frozen(model)
-
-
-def test_another_adapter_gives_its_outputs_without_another_export(swapped, tmp_path):
-    model, before, applied, compiled = swapped
-    reference, count = saved(tmp_path), compiled()
-    applied.swap_adapter(tmp_path, "first")
-    assert torch.equal(model(IDS).logits, reference(IDS).logits)
-    assert not torch.equal(model(IDS).logits, before)
-    assert compiled() == count
-    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
-
-
-REFUSED = {
-    "rank": ({"r": 8}, r"q_proj\.lora_A\.weight is \[4, 64\] in the model and \[8, 64\] in .*: another rank"),
-    "alpha": (
-        {"lora_alpha": 16},
-        r"lora_alpha \(.*\.q_proj\) of adapter 'first' is 8 in the model and 16 in",
+STEPS = {
+    "attached": (models.llama, [added("late")]),
+    "two, switched, deleted": (
+        models.llama,
+        [
+            added("a"),
+            added("b", r=2),
+            lambda model: model.set_adapter("a"),
+            lambda model: model.set_adapter(["a", "b"]),
+            lambda model: model.disable_adapters(),
+            lambda model: model.enable_adapters(),
+            lambda model: model.delete_adapter("a"),
+            lambda model: model.delete_adapter("b"),
+        ],
     ),
-    "alpha of one layer": (
-        {"alpha_pattern": {"layers.1.self_attn.v_proj": 2}},
-        r"\(.*1\.self_attn\.v_proj\)",
+    "disabled": (adapted, [switched(False), switched(True)]),
+    "scaled": (adapted, [scaled]),
+    "merged": (adapted, [merge, unmerge]),
+    "merged safely": (adapted, [lambda model: model.merge_adapter(safe_merge=True), unmerge]),
+    "merged before": (merged, [unmerge, merge]),
+    "disabled while merged": (adapted, [merge, switched(False), switched(True)]),
+    "table and head": (
+        lambda: adapted(target_modules=["q_proj", "embed_tokens", "lm_head", "down_proj"]),
+        [merge, unmerge],
     ),
-    "other scaling": (
-        {"use_rslora": True},
-        "use_rslora of adapter 'first' is False in the model and True in",
+    "table and head, later": (models.llama, [added("late", target_modules=["embed_tokens", "lm_head"])]),
+    "DoRA": (lambda: adapted(use_dora=True), [merge, unmerge]),
+    "DoRA, later": (models.llama, [added("late", use_dora=True)]),
+    "weights changed as it begins": (models.llama, [added("late", init_lora_weights="pissa")]),
+    "tokens": (lambda: adapted(trainable_token_indices=[1, 5]), [merge, unmerge]),
+    "tokens, later": (models.llama, [added("late", trainable_token_indices=[1, 5])]),
+    "a head of its own": (
+        lambda: adapted(modules_to_save=["lm_head"]),
+        [switched(False), switched(True)],
     ),
-    "fewer layers": ({"target_modules": ["q_proj"]}, r"v_proj\.lora_A\.weight in the model and not in"),
-    "more layers": ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, r"k_proj\..* and not in the model"),
-    "own weights changed": (
-        {"init_lora_weights": "pissa"},
-        "init_lora_weights of adapter 'first' is False .* pissa",
+    "a head of its own, later": (models.llama, [added("late", modules_to_save=["lm_head"])]),
+    "parameters": (
+        lambda: adapted(target_modules=[], target_parameters=["q_proj.weight"]),
+        [switched(False), switched(True), merge],
     ),
-    "another kind": ({"use_dora": True}, "lora_magnitude_vector in .* and not in the model"),
 }
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_an_adapter_that_differs_in_more_than_values_changes_nothing(options, message, swapped, tmp_path):
-    model, _, applied, _ = swapped
-    before = model(IDS).logits
-    saved(tmp_path, **options)
-    with pytest.raises(StreamError, match=rf"(?s){message}.*restore\(\) the model"):
-        applied.swap_adapter(tmp_path)
-    assert torch.equal(model(IDS).logits, before)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of peft, about what it is asked to do here
+@pytest.mark.parametrize(("make", "steps"), STEPS.values(), ids=STEPS)
+def test_it_computes_what_it_computes_in_memory(make, steps, room, tmp_path):
+    model, reference = make(), make()
+    memory, options = room
+
+    def same():
+        return torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
+
+    with apply(model, memory, cache=tmp_path, options=options):
+        assert same()
+        for step in steps:
+            for one in (model, reference):
+                torch.manual_seed(3)
+                step(one)
+            assert same()
+            assert same()
+    assert same()
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, other)
 
 
-def test_what_is_no_adapter_of_the_model_is_refused_by_name(swapped, tmp_path):
-    _, _, applied, _ = swapped
-    with pytest.raises(StreamError, match="no adapter 'second': name one of first"):
-        applied.swap_adapter(tmp_path, "second")
-    with pytest.raises(SourceError, match="holds no adapter"):
-        applied.swap_adapter(tmp_path)
-    with (
-        apply(models.llama(), "340KB", example=models.nothing, cache=tmp_path) as plain,
-        pytest.raises(StreamError, match="no adapter whose values could be replaced"),
-    ):
-        plain.swap_adapter(tmp_path)
+@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
+def test_peft_takes_its_layers_out(method, room, tmp_path):
+    model, reference = adapted(), adapted()
+    memory, options = room
+    with apply(model, memory, cache=tmp_path, options=options):
+        model(input_ids=IDS)
+        inner, plain = getattr(model, method)(), getattr(reference, method)()
+        for _ in range(3):
+            assert torch.equal(inner(IDS).logits, plain(IDS).logits)
+    assert torch.equal(inner(IDS).logits, plain(IDS).logits)
 
 
-def test_a_model_that_is_restored_keeps_the_adapter_that_it_has_now(adapted, tmp_path):
-    reference = saved(tmp_path / "other")
-    with apply(adapted, "340KB", example=models.nothing, cache=tmp_path) as applied:
-        applied.swap_adapter(tmp_path / "other")  # before anything was compiled
-    assert torch.equal(adapted(IDS).logits, reference(IDS).logits)
+def test_merged_weights_stream_from_the_cache(tmp_path):
+    model = adapted(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    with apply(model, "230KB", cache=tmp_path) as applied:
+        model.merge_adapter()
+        for _ in range(2):
+            model(input_ids=IDS)
+        (component,) = applied.components.values()
+        assert component.plan.streamed_bytes >= applied.freed_bytes // 2
+        assert component.stats.peak_bytes <= component.plan.budget
+        assert not any(
+            "q_proj" in one.module
+            for one in applied.residency["LlamaForCausalLM"]
+            if one.why == ("calls write it, or keep views of it")
+        )
 
 
-def test_a_merged_adapter_is_not_swapped(tmp_path):
-    saved(tmp_path / "other")
-    model = models.frozen(get_peft_model(models.llama(), lora()))
-    model.merge_adapter()
-    with (
-        apply(model, "340KB", example=models.nothing, cache=tmp_path) as applied,
-        pytest.raises(StreamError, match="into whose weight it is merged"),
-    ):
-        applied.swap_adapter(tmp_path / "other")
+def test_an_adapter_is_saved_while_its_model_streams(tmp_path):
+    model, reference = adapted(), adapted()
+    with apply(model, "230KB", cache=tmp_path / "cache"):
+        model(input_ids=IDS)
+        model.save_pretrained(tmp_path / "mine")
+        reference.save_pretrained(tmp_path / "other")
+    mine, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("mine", "other"))
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in other)
 
 
-class Pair:
-    """As a pipeline is: components by name."""
+def test_a_state_that_is_loaded_is_what_the_model_has(room, tmp_path):
+    torch.manual_seed(5)
+    state = {name: torch.randn_like(value) for name, value in models.llama().state_dict().items()}
+    model, reference = models.llama(), models.llama()
+    memory, options = room
+    with apply(model, memory, cache=tmp_path, options=options):
+        model(IDS)
+        for one in (model, reference):
+            one.load_state_dict(state)
+        for _ in range(2):
+            assert torch.equal(model(IDS).logits, reference(IDS).logits)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
-    def __init__(self, seed: int):
-        self.components = {"encoder": models.llama(num_hidden_layers=1), "decoder": models.llama()}
-        torch.manual_seed(seed)
-        for module in self.components.values():
-            module.add_adapter(lora(), "style")
-            models.frozen(module)
+
+def test_an_adapter_that_is_loaded_later(tmp_path):
+    other = models.llama()
+    torch.manual_seed(7)
+    other.add_adapter(lora(), "any")
+    other.save_pretrained(tmp_path / "adapter")
+    model, reference = models.llama(), models.llama()
+    with apply(model, "230KB", cache=tmp_path):
+        model(IDS)
+        for one in (model, reference):
+            one.load_adapter(str(tmp_path / "adapter"), "loaded")
+        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+        model.save_pretrained(tmp_path / "again")
+        assert torch.equal(
+            model.generate(IDS, max_new_tokens=4), models.frozen(reference).generate(IDS, max_new_tokens=4)
+        )
 
 
-def test_the_names_in_the_adapter_of_a_pipeline_begin_with_their_component(tmp_path):
-    pair, other = Pair(1), Pair(2)
-    tensors = {
-        f"{name}.{fqn.replace('.style', '')}": value
-        for name, module in other.components.items()
-        for fqn, value in module.named_parameters()
-        if "lora" in fqn
-    }
-    settings = {f"{k}.lora_alpha": 8 for k in pair.components}
-    cases = {
-        "fits": (tensors, settings),
-        "other": (tensors | {"vae.lora_A.weight": torch.ones(1)}, settings),
-        "alpha": (tensors, settings | {"encoder.lora_alpha": 4}),
-        "without": (tensors, {}),
-    }
-    for name, (held, said) in cases.items():
-        metadata = {"lora_adapter_metadata": json.dumps(said)} if said else None
-        save_file(held, tmp_path / f"{name}.safetensors", metadata)
-    with apply(pair, "1MB", cache=tmp_path) as applied:
-        for name, message in {
-            "other": r"vae\.lora_A\.weight, for which there is no adapter 'style'",
-            "alpha": "lora_alpha .* is 8 in the model and 4 in",
-            "without": "lora_alpha .* is 8 in the model and 4 in",  # then alpha is the rank
-        }.items():
-            with pytest.raises(StreamError, match=message):
-                applied.swap_adapter(tmp_path / f"{name}.safetensors")
-        applied.swap_adapter(tmp_path / "fits.safetensors")
-    for name, module in pair.components.items():
-        assert torch.equal(module(IDS).logits, other.components[name](IDS).logits)
+def test_parts_that_came_later_count_in_the_cap(tmp_path):
+    model = models.llama()
+    with apply(model, "300KB", cache=tmp_path):
+        model(IDS)
+        model.add_adapter(lora(r=512), "large")
+        with pytest.raises(BudgetError, match="give at least"):
+            model(IDS)
+        model.delete_adapter("large")
+        model(IDS)
+
+
+def test_a_weight_that_is_written_between_calls_keeps_its_values(room, tmp_path):
+    model, reference = models.llama(), models.llama()
+    memory, options = room
+    with apply(model, memory, cache=tmp_path, options=options):
+        model(IDS)
+        for one in (model, reference):
+            layer = one.model.layers[0]
+            layer.mlp.up_proj.weight.mul_(2)
+            layer.mlp.down_proj.weight.data.add_(0.25)
+            layer.self_attn.q_proj.weight.data = layer.self_attn.q_proj.weight.flip(0)
+            one.model.embed_tokens.weight[3] = 0.5
+        kept = model.lm_head.weight.data
+        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+        kept.mul_(3)
+        reference.lm_head.weight.mul_(3)
+        for _ in range(2):
+            assert torch.equal(model(IDS).logits, reference(IDS).logits)
+    assert torch.equal(model(IDS).logits, reference(IDS).logits)
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_weight_with_other_values_and_another_shape_is_refused(tmp_path):
+    model, reference = models.llama(), models.llama()
+    with apply(model, "230KB", cache=tmp_path):
+        model(IDS)
+        with pytest.raises(StreamError, match=r"q_proj\.weight streams as \[64, 64\]"):
+            model.model.layers[0].self_attn.q_proj.weight.data = torch.ones(2, 2)
+        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+
+
+def test_a_part_may_be_copied_with_its_values(tmp_path):
+    model, reference = models.llama(), models.llama()
+    with apply(model, "230KB", cache=tmp_path):
+        model(IDS)
+        layer = copy.deepcopy(model.model.layers[0])
+        model(IDS)
+    for mine, other in zip(layer.parameters(), reference.model.layers[0].parameters(), strict=True):
+        assert torch.equal(mine, other)
+    x = torch.linspace(-1, 1, 64)[None]
+    assert torch.equal(layer.mlp(x), reference.model.layers[0].mlp(x))
+    assert not any("penstock" in name for part in layer.modules() for name in vars(part))
+
+
+def test_a_model_of_peft_generates_through_its_base(tmp_path):
+    model, reference = adapted(), adapted()
+    with apply(model, "230KB", cache=tmp_path) as applied:
+        got = model.generate(input_ids=IDS, max_new_tokens=4)
+        assert torch.equal(got, reference.generate(input_ids=IDS, max_new_tokens=4))
+        assert applied.components["LlamaForCausalLM"].stats.bytes_moved > 0
+        with model.disable_adapter(), reference.disable_adapter():
+            assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
 
 
 def test_an_adapter_that_adds_virtual_tokens_is_refused_by_name(tmp_path):

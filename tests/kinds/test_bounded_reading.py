@@ -18,7 +18,6 @@ import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,12 +50,6 @@ def read_entries(folder: Path) -> object:
     return [one.reads for one in list_entries(folder)] and None
 
 
-def read_adapter(folder: Path) -> object:
-    from penstock.integrations.adapters import Adapter
-
-    return Adapter.read(folder)
-
-
 def read_onnx(folder: Path) -> object:
     from penstock.backends.onnx import StreamedModel
 
@@ -78,8 +71,6 @@ FILES: dict[str, tuple[str, Callable[[Path], object], bool]] = {
     "configuration": ("model/config.json", open_model, False),
     "pipeline": ("pipeline/model_index.json", open_model, False),
     "scheduler": ("pipeline/scheduler/scheduler_config.json", lambda f: open_model(f.parent), False),
-    "adapter": ("adapter/adapter_model.safetensors", read_adapter, False),
-    "settings": ("adapter/adapter_config.json", read_adapter, False),
     "routes": ("routes/calls.routes", lambda folder: read_routes(folder / "calls.routes"), False),
     ".pte": ("pte/model.pte", lambda folder: read_pte(folder / "model.pte"), False),
     "ONNX": ("onnx/model.onnx", read_onnx, False),
@@ -107,8 +98,6 @@ def make_files(folder: Path) -> None:
     tensor = {"weight": torch.ones(4)}
     save_file(tensor, folder / "shards" / "model.safetensors")
     save_file(tensor, folder / "model" / "model.safetensors")
-    save_file(tensor, folder / "adapter" / "adapter_model.safetensors")
-    (folder / "adapter" / "adapter_config.json").write_text("{}")
     index = {"_class_name": "DDPMPipeline", "scheduler": ["diffusers", "DDPMScheduler"], "unet": [None, None]}
     (folder / "pipeline" / "model_index.json").write_text(json.dumps(index))
     (folder / "onnx" / "payload.json").write_text("{}")
@@ -253,28 +242,6 @@ def program_of_a_pte(folder: Path) -> Callable[[], object]:
     return lambda: read_pte(folder / "model.pte")
 
 
-def tensor_of_an_adapter(folder: Path) -> Callable[[], object]:
-    """An adapter of the right names, of which one tensor has 8 GiB of nothing."""
-    from peft import LoraConfig, get_peft_model
-
-    from penstock.integrations.adapters import Adapter, other_values
-
-    config = LoraConfig(r=2, target_modules=["a"])
-    adapted: Any = get_peft_model(torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4)}), config)  # type: ignore[arg-type]
-    folder.mkdir()
-    names = [f"base_model.model.a.lora_{one}.weight" for one in "AB"]
-    header = {
-        names[0]: {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]},
-        names[1]: {"dtype": "F32", "shape": [1 << 31], "data_offsets": [32, 32 + (8 << 30)]},
-    }
-    text = json.dumps(header).encode()
-    with (folder / "adapter_model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + 32 + (8 << 30))
-    model = adapted.base_model.model
-    return lambda: other_values({"": model}, Adapter.read(folder), "default")
-
-
 def buffer_of_a_model(folder: Path) -> Callable[[], object]:
     """A model whose files have 8 GiB of nothing for a buffer of four values."""
     from transformers import ResNetConfig, ResNetModel
@@ -309,7 +276,6 @@ BOMBS: dict[str, Callable[[Path], Callable[[], object]]] = {
     "directory of a zip": directory_of_a_zip,
     "long bytes": long_bytes,
     "program of a pte": program_of_a_pte,
-    "tensor of an adapter": tensor_of_an_adapter,
     "buffer of a model": buffer_of_a_model,
     "deep method": deep_method,
 }
@@ -352,7 +318,6 @@ def test_no_form_of_a_file_takes_time_or_memory(said: dict[str, str], form: str)
         "directory of a zip": "refused: .* more than 32 MiB, which a directory of a zip never has",
         "long bytes": "refused: .* more than 256 MiB, which a pickle of a checkpoint never has",
         "program of a pte": "refused: .* a .pte without weights has 536,870,912 bytes at most",
-        "tensor of an adapter": "refused: .* is .* in the model and .*2147483648.* in",
         "buffer of a model": r"refused: .* has .*running_mean as \[2147483648\] in its files and \[4\] by",
         "deep method": "refused: .* cannot be loaded",
     }.items(),

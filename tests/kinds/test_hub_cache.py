@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
-from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -288,24 +287,6 @@ def test_a_component_that_was_loaded_alone_stays_in_its_folder_of_the_snapshot(h
     with apply(model, "1GB", cache=tmp_path / "own") as applied:
         assert {file.parent for file in applied.components["AutoencoderKL"].weights} == {snapshot / "vae"}
     assert not written(tmp_path)
-
-
-def test_adapters_in_the_hubs_cache_take_the_place_of_others(hub, tmp_path):
-    model = models.llama(**ONE)
-    config = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False)
-    model.add_adapter(config, "any")
-    model.save_pretrained(tmp_path / "saved")
-    snapshot = hub.publish("some/adapter", tmp_path / "saved")
-    blob = (snapshot / "adapter_model.safetensors").resolve()
-    expected = models.frozen(model)(IDS).logits
-    for source in (snapshot, snapshot / "adapter_model.safetensors", blob):
-        for name, value in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.zeros_(value)
-        with apply(model, "1GB", cache=tmp_path / "own") as applied:
-            assert not torch.equal(model(IDS).logits, expected)
-            applied.swap_adapter(source)
-            assert torch.equal(model(IDS).logits, expected)
 
 
 def test_a_quantised_model_of_the_hub_stays_in_its_snapshot(hub, tmp_path):

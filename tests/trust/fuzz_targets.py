@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import nn
 
 from penstock.backends.executorch.containers import Delegate, read_pte
 from penstock.backends.executorch.region import PAYLOAD
@@ -217,26 +216,6 @@ def _routes(folder: Path) -> Target:
     return Target((seed,), (mutate_line, mutate_bytes), _file(folder / "routes.jsonl", read_routes))
 
 
-def _adapter(folder: Path) -> Target:
-    """The settings of a folder with an adapter, for a model that has one."""
-    from peft import LoraConfig, get_peft_model
-
-    from penstock.integrations.adapters import Adapter, other_values
-
-    model = nn.ModuleDict({"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
-    config = LoraConfig(r=2, target_modules=["layer"], alpha_pattern={"lay.*": 3})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]
-        adapted.save_pretrained(folder / "adapter")
-    settings = folder / "adapter" / "adapter_config.json"
-
-    def use(_: Path) -> None:
-        other_values({"": adapted.base_model.model}, Adapter.read(folder / "adapter"), "default")
-
-    return Target((settings.read_bytes(),), (mutate_json, mutate_bytes), _file(settings, use))
-
-
 def _configuration(folder: Path) -> Target:
     """The configuration of a model of transformers, which is opened and built without memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -364,7 +343,6 @@ _TARGETS: dict[str, Callable[[Path], Target]] = {
     "index": _index,
     "plan": _plan,
     "routes": _routes,
-    "adapter": _adapter,
     "configuration": _configuration,
     "pipeline": _pipeline,
     "pte": _pte,

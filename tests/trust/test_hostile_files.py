@@ -17,7 +17,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import penstock
-from penstock.integrations.adapters import Adapter, _refuse_damaged_pattern
 from penstock.integrations.folders import open_pipeline
 from penstock.models.configuration import model_class
 from penstock.runtime import loading
@@ -337,31 +336,7 @@ def test_a_damaged_zip_is_refused(tmp_path, data):
         open_checkpoint(path)
 
 
-# Adapters and configurations.
-
-
-@pytest.mark.parametrize(
-    ("pattern", "fits"),
-    [
-        (r"^model\.layers\.(0|1|17)\.self_attn\.q_proj", True),
-        (r"layers\.\d+\.mlp.*down", True),
-        ("model.layers.0.q_proj", True),
-        ("(a+)+$", False),
-        ("(a|a)*b", False),
-        ("(.*){20}x", False),
-        (".*.*.*.*.*x", False),
-        ("(" * 5000, False),
-        ("[", False),
-        ("a" * 3000, False),
-    ],
-)
-def test_patterns_of_adapters_take_no_time(tmp_path, pattern, fits):
-    given = Adapter(tmp_path, {}, {"alpha_pattern": {pattern: 1}})
-    if fits:
-        _refuse_damaged_pattern(given)
-    else:
-        with pytest.raises(penstock.SourceError, match="alpha_pattern in the settings of"):
-            _refuse_damaged_pattern(given)
+# Configurations.
 
 
 @pytest.mark.parametrize(

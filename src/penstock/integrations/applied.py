@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from time import monotonic
 from types import TracebackType
@@ -31,7 +32,6 @@ from penstock.integrations.libraries import (
     components_of,
     entries_of,
     owner_of,
-    read_between_calls,
 )
 from penstock.integrations.own_files import keep_weights
 from penstock.integrations.progress import seconds_since
@@ -133,8 +133,8 @@ class Applied:
                 kept,
                 self.cap,
                 entries=entries,
+                keep=partial(store, cache=self.cache, made_for=owner_of(name, module)),
                 options=self._options,
-                read_between=read_between_calls(module),
             )
             self._hollow[name] = hollow
             on_error.pop_all()
@@ -167,6 +167,7 @@ class Applied:
                     "the model was never in memory: load it with its library where it should be"
                 )
             for component in self.components.values():
+                component.save_written()
                 component.refuse_lost()
             self.idle()
             fills = [hollow.filling(self.components[name].kept) for name, hollow in self._hollow.items()]

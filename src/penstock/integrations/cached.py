@@ -14,18 +14,17 @@ from torch import nn
 
 from penstock._version import __version__
 from penstock.integrations.adapters import refuse_transposed
-from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.integrations.emptied.absent import AbsentTensor, is_plain_subclass
 from penstock.integrations.emptied.hollow import plain_parts
 from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.files.pack import PackedTensor, PackEntry, tensor_chunks, write_packed
 from penstock.runtime.files.safetensors_file import read_header, reading
-from penstock.runtime.files.stamp import hash_storage, stamp_file
 from penstock.runtime.files.tensor_file import open_tensors
 from penstock.runtime.program import Program
 from penstock.runtime.system.atomic import write_artifact
-from penstock.schedule.facts.errors import PassError, SourceError
+from penstock.schedule.facts.errors import PassError
 from penstock.schedule.payload.codec import VERSIONS
 
 _log = logging.getLogger(__name__)
@@ -42,11 +41,12 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     }
     found = plain_parts(module.named_parameters())
     found |= plain_parts((name, value) for name, value in module.named_buffers() if name not in lost)
-    for name, value in found.items():
+    for name, given in found.items():
+        value = found[name] = given.as_subclass(torch.Tensor) if is_plain_subclass(given) else given
         if isinstance(value, AbsentTensor):
             raise PassError(
-                "this module, or a part of it, streams already: restore() it first where apply was called; "
-                "what load returned is to be used as it is"
+                f"this module, a part of it, or another model that shares {name} with it streams already: "
+                "restore() that first where apply was called; what load returned is to be used as it is"
             )
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise PassError(
@@ -182,28 +182,3 @@ def with_phases(program: Program, phases: Mapping[str, int]) -> Program:
             s = weight.parts[0].storage
             storages[s] = replace(storages[s], phase=phases[weight.fqn])
     return Program(program.path, replace(program.payload, storages=tuple(storages)), trust=program.trust)
-
-
-def with_other_file(program: Program, old: Path, kept: KeptWeights) -> Program | None:
-    """A program that reads the file of `kept` where `program` reads `old`; plans stay valid.
-
-    None where the compiler has copied a weight of that file into its code. Raises SourceError where the file
-    does not hold what was kept.
-    """
-    payload, (new,) = program.payload, kept.files
-    number = [file.path for file in payload.files].index(str(old.absolute()))
-    files = list(payload.files)
-    files[number] = stamp_file(new, recorded_path=str(new.absolute()))
-    storages = list(payload.storages)
-    for s, storage in enumerate(payload.storages):
-        if any(extent.file == number for extent in storage.extents):
-            if storage.kind == "inlined":
-                return None
-            storages[s] = found = replace(storage, sha256=hash_storage(storage, files, program.path))
-            if found.sha256 not in kept.digests.values():
-                raise SourceError(f"{new} has other bytes than were written to it: try again")
-    payload_now = replace(payload, files=tuple(files), storages=tuple(storages))
-    changed = Program(program.path, payload_now, trust=program.trust)
-    if payload.lowering == "eager":
-        changed.lowered = replace(program.lowered, payload=changed.payload)
-    return changed

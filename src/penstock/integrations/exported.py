@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
+from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import method_of
@@ -242,28 +241,6 @@ class Applied:
     def _plan(self) -> None:
         for component in self.components.values():
             component.prepare()
-
-    def swap_adapter(self, source: str | PathLike[str], name: str | None = None) -> None:
-        """Give an adapter the values of another one, from a folder or a file, without a new export.
-
-        `name` may be left out where there is one adapter only. After `restore` the model keeps the new
-        values. Raises StreamError where the other adapter has other layers, ranks, scaling or settings, and
-        SourceError for what cannot be read; no component has changed then.
-        """
-        self._refuse_restored()
-        if self.trains:
-            raise StreamError("adapters that are trained are in memory: load_adapter() of peft replaces them")
-        chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
-        modules = by_prefix(self._modules, given, alone=isinstance(self.target, nn.Module))
-        values = other_values(modules, given, chosen)
-        made_for = f"adapter {chosen} of {source}"
-        stored = {prefix: store(tensors, self._where.cache, made_for) for prefix, tensors in values.items()}
-        components = zip(self.components.values(), modules, strict=True)
-        with self.cap.lock:
-            self._refuse_lost()
-            swaps = [one.swapping(stored[prefix]) for one, prefix in components if prefix in stored]
-            for swap in swaps:
-                swap()
 
     def close(self) -> None:
         """Stop the readers and free the arena's memory; the next call loads again."""

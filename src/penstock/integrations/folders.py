@@ -70,6 +70,7 @@ class Stored:
         """
         deferred = deferred_init(self.build)
         names = self.names(deferred.module)
+        _untie(deferred.module, self.checkpoint, names)
         self._check(deferred.module, names)
         _fill_buffers(deferred, self.files, names)
         return deferred.module.eval(), names
@@ -109,6 +110,19 @@ class Stored:
         """The files of the module's weights, and what is converted of them into the cache."""
         made_for = owner_of(self.name, module)
         return keep_converted(module, self.checkpoint, names, cache, made_for)
+
+
+def _untie(module: nn.Module, checkpoint: Checkpoint, names: Mapping[str, tuple[str, ...]]) -> None:
+    """Take apart what a configuration ties and the files have with different values, as libraries do."""
+    first: dict[int, str] = {}
+    for path, child in module.named_modules():
+        for key, value in child._parameters.items():
+            name, *others = names.get(fqn := join(path, key), (fqn,))
+            if value is None or has_parts(value) or others or name not in checkpoint.tensors:
+                continue
+            other = first.setdefault(id(value), name)
+            if other != name and not checkpoint.are_equal(other, name):
+                child._parameters[key] = nn.Parameter(torch.empty_like(value), value.requires_grad)
 
 
 def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTensor) -> None:

@@ -13,6 +13,8 @@ from penstock.passes.weights.values import storage_bytes
 from penstock.runtime.cache import Hold
 from penstock.runtime.checkpoint.binding import Names
 from penstock.runtime.files.pack import tensor_chunks
+from penstock.runtime.files.safetensors_file import reading
+from penstock.schedule.facts.errors import SourceError
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,16 @@ def bytes_of(value: torch.Tensor) -> torch.Tensor:
 def names_of(kept: Iterable[KeptWeights]) -> dict[str, Names]:
     """What files call weights otherwise, of several."""
     return {fqn: names for one in kept for fqn, names in one.names.items()}
+
+
+def refuse_lost(name: str, kept: Iterable[KeptWeights]) -> None:
+    """Raise SourceError where a weight file of the model `name` is missing."""
+    for file in (file for one in kept for file in one.files):
+        with reading(file):
+            there = file.is_file()
+        if not there:
+            raise SourceError(
+                f"{file} is gone, and it held the weights of {name}, which are not in memory: "
+                "put the file back; where that cannot be, restore() is impossible too, so load the model "
+                "again, from files that are there"
+            )

@@ -316,14 +316,6 @@ def entries_of(module: nn.Module) -> list[str]:
     return list(dict.fromkeys([*entries, *_embedding_of(module), *_features_of(module)]))
 
 
-def read_between_calls(module: nn.Module) -> frozenset[str]:
-    """Parameters that a model with a `generate` of its own may read between calls of its parts."""
-    owner = next((one for one in type(module).__mro__ if "generate" in vars(one)), None)
-    if owner is None or owner.__name__ == "GenerationMixin":
-        return frozenset()
-    return frozenset(name for name, _ in module.named_parameters(recurse=False))
-
-
 def _embedding_of(module: nn.Module) -> list[str]:
     """The `forward` of the embedding of tokens, which users and other models call to make `inputs_embeds`."""
     get_embedding: Any = getattr(module, "get_input_embeddings", lambda: None)

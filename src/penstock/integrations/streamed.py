@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.integrations.cached import artifact_key, place_of, same_layout, with_other_file, with_phases
+from penstock.integrations.cached import artifact_key, place_of, with_phases
 from penstock.integrations.calls.exported import ExportedCall, export_call
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import Call, named, refuse_grad
@@ -301,24 +301,6 @@ class Component:
                     "the file back; where that cannot be, restore() is impossible too, so load the model "
                     "again, from files that are there"
                 )
-
-    def swapping(self, kept: KeptWeights) -> Callable[[], None]:
-        """Prepare to read other weights instead of those of the same layout; returns what makes the change.
-
-        All that can fail is done before it returns. The caller holds the lock of the cap until the change is
-        made.
-        """
-        self.unload()
-        (new,) = kept.files
-        number = next(k for k, one in enumerate(self.kept) if same_layout(one.files[0], new))
-        (old,) = self.kept[number].files
-        program = None if self._program is None else with_other_file(self._program, old, kept)
-
-        def swap() -> None:
-            self.kept[number] = kept
-            self._program, self._plan = program, self._plan if program else None
-
-        return swap
 
     def _loaded(self, beside: int, saved: int) -> StreamedModule:
         """The loaded module, whose plan leaves `beside` bytes for the call, and others `saved`.

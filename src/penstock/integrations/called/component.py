@@ -17,17 +17,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.integrations.adapters import adapted_layers, unmerge_disabled
+from penstock.integrations.called.between_calls import Answer, BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
+from penstock.integrations.called.forwards import Forwards, Wrapped
 from penstock.integrations.called.kinds import kind_of
 from penstock.integrations.called.measuring import ROOM, CallSizes, LiveBytes, PeakMeter, call_bytes
 from penstock.integrations.called.own_memory import OwnMemory
@@ -40,14 +42,13 @@ from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.calls.kinds import refuse_grad
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
-from penstock.integrations.kept import KeptWeights, digest_of
+from penstock.integrations.kept import KeptWeights, digest_of, refuse_lost
 from penstock.integrations.progress import seconds_since
 from penstock.passes.weights.subclasses import plain_tensors
-from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
-from penstock.schedule.facts.errors import BudgetError, SourceError, StreamError
+from penstock.schedule.facts.errors import BudgetError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.plan import Plan
 
@@ -67,8 +68,8 @@ class CalledModule:
         kept: The files that hold the weights.
         cap: The memory for weights and calls, which components use in turns.
         entries: Methods other than `forward` that libraries call, such as `decode` or `vision.encode`.
+        keep: What writes weights to the cache that were written between calls; they stay in memory without.
         options: How plans are made and run.
-        read_between: Parameters that may be read between calls; a read brings them from their file.
     """
 
     _watches = True  # weights of which operators read single units
@@ -82,30 +83,38 @@ class CalledModule:
         cap: Cap,
         *,
         entries: Sequence[str] = (),
+        keep: Keep | None = None,
         options: LoadOptions | None = None,
-        read_between: Collection[str] = (),
     ) -> None:
-        self.name, self.module, self.kept = name, module, kept
+        self.name, self.module, self.kept = name, module, list(kept)
         self.plan: Plan | None = None
         self.orders: list[Order] = []
         self._cap = cap
         self._options = options or LoadOptions()
-        self._read_between = frozenset(read_between)
         self._process = os.getpid()
         self._state = threading.Lock()  # held while a step begins
         self._kinds: dict[object, int] = {}
         self._sizes = CallSizes()
-        self._own = OwnMemory(facts)
         self._pass: Pass | None = None
         self._passes = 0
         self._room = 0  # bytes that the present plan leaves for calls
         self._active = True
-        self._modules = dict(module.named_modules())
-        self._places = Places(module, facts.parts)
-        for twin, value in self._places.twins.items():
-            for part, plain in plain_tensors(self._places.names[twin], value).items():
-                answer_with(plain, _Answer(self, twin, part))
-        self._steps = StepWeights(module, facts, self._places)
+        self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins
+        places = Places(module, facts.parts)
+        for twin, value in places.twins.items():
+            for part, plain in plain_tensors(places.names[twin], value).items():
+                answer_with(plain, Answer(self, twin, part.removeprefix(places.names[twin])))
+        self._between = BetweenCalls(places, facts, self.kept, keep, self._make_room)
+        self._forwards = Forwards(module, entries, self._called)
+        self._build(places)
+        self._own_bytes = self._places.bytes_of_others()
+        self._end_overrides = weakref.finalize(self, leave_twins_out())
+
+    def _build(self, places: Places) -> None:
+        """Find out who reads what. Calls are observed anew."""
+        facts = self._between.facts.renamed(places.twins, self._between.names, places.all_names())
+        self._places, self._own = places, OwnMemory(facts)
+        self._steps = StepWeights(self.module, facts, places)
         self._memory = PlanMemory(self._steps)
         host = Host(
             lambda: self._pass,
@@ -113,17 +122,44 @@ class CalledModule:
             self._steps.is_read_by,
             lambda twin: self._own_steps.stay(self._pass, twin),
         )
-        self._units = UnitReads(module, facts, self._own, host, watches=self._watches)
+        self._units = UnitReads(self.module, facts, self._own, host, watches=self._watches)
         self._own_steps = OwnSteps(
-            name, self._steps, self._own, units=self._units, memory=self._memory, cap=cap
+            self.name, self._steps, self._own, units=self._units, memory=self._memory, cap=self._cap
         )
         self._steps.find()
-        self._undo: list[Callable[[], object]] = [weakref.finalize(self, leave_twins_out())]
-        for path, one in self._modules.items():
-            self._wrap(path, one, "forward")
-        for entry in entries:
-            path, _, method = entry.rpartition(".")
-            self._wrap(path, self._modules[path], method)
+        self._units.rest()
+        self._adapted = adapted_layers(self.module)
+        self.orders.clear()
+        self._kinds.clear()
+
+    def _update(self) -> None:
+        """Take up what has changed since the last call: parts that came or went, and weights written."""
+        viewed = self._between.finish()
+        if not (self._forwards.have_changed or viewed or self._between.has_changed):
+            return
+        self.unload()
+        staying = {**self._memory.staying, **viewed}
+        self._memory.staying = {}
+        self._places.settle({}, (staying,))
+        self._units.rest()
+        self._forwards.find()
+        self._between.has_changed = False
+        self._build(Places(self.module, (), self._between.twins, staying))
+        self._memory.staying = staying
+        for twin in staying.keys() & self._places.names.keys():
+            self._steps.learned.resident |= self._steps.storages_of(twin)
+        self._steps.find()
+        self._memory.settle()
+        added = max(0, self._places.bytes_of_others() - self._own_bytes)
+        self._cap.reserved += added - self._added
+        self._added = added
+
+    def _make_room(self, nbytes: int) -> None:
+        """Give the memory of the plan back if `nbytes` beside it are more than the cap."""
+        with self._cap.lock:
+            self._cap.turn(self)
+            if self.plan is not None and self.plan.budget + nbytes > self._cap.room:
+                self.unload()
 
     def __repr__(self) -> str:
         plan = self.plan.residency if self.residency and self.plan else "no plan yet"
@@ -166,11 +202,12 @@ class CalledModule:
         """
         self.unload()
         self._active = False
+        self._cap.reserved -= self._added
         staying, self._memory.staying = self._memory.staying, {}
         self._places.settle({}, (staying,))
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._units.rest()
+        self._forwards.let_go()
+        self._end_overrides()
         for one in self.kept:
             if one.hold is not None:
                 one.hold.close()
@@ -178,21 +215,18 @@ class CalledModule:
         def write() -> None:
             with torch.no_grad():
                 for twin, value in staying.items():
-                    self._places.twins[twin].copy_(value)
+                    self._between.twins[twin].copy_(value)
 
         return write
 
+    def save_written(self) -> None:
+        """Save weights that were written since the last call, before their files are read again."""
+        with self._cap.lock:
+            self._update()
+
     def refuse_lost(self) -> None:
         """Raise SourceError where a weight file is missing, before anything is given up for it."""
-        for file in self.weights:
-            with reading(file):
-                there = file.is_file()
-            if not there:
-                raise SourceError(
-                    f"{file} is gone, and it held the weights of {self.name}, which are not in memory: "
-                    "put the file back; where that cannot be, restore() is impossible too, so load the model "
-                    "again, from files that are there"
-                )
+        refuse_lost(self.name, self.kept)
 
     # Who reads what.
 
@@ -218,52 +252,38 @@ class CalledModule:
 
     # Calls.
 
-    def _wrap(self, path: str, module: nn.Module, method: str) -> None:
-        before = module.__dict__.get(method)
-        own = getattr(module, method)
-        is_forward = method == "forward"
-        entry = path if is_forward else f"{path}.{method}".removeprefix(".")
-
-        @functools.wraps(own)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if not self._active:
-                return own(*args, **kwargs)
-            current = self._pass
-            if current is None or (entry == current.entry and threading.get_ident() != current.thread):
-                return self._call(entry, called, args, kwargs)
-            current.running.append(path)
-            try:
-                step = self._steps.steps.get(path) if is_forward else None
-                return (
-                    own(*args, **kwargs) if step is None else self._run_step(current, step, own, args, kwargs)
-                )
-            finally:
-                current.running.remove(path)
-
-        module.__dict__[method] = called
-
-        def undo() -> None:
-            if module.__dict__.get(method) is called:
-                del module.__dict__[method]
-                if before is not None:
-                    module.__dict__[method] = before
-
-        self._undo.append(undo)
+    def _called(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the method of a module, as a call of its own or within the pass that runs."""
+        own, path = wrapped.own, wrapped.path
+        if not self._active:
+            return own(*args, **kwargs)
+        current = self._pass
+        if current is None or (wrapped.entry == current.entry and threading.get_ident() != current.thread):
+            return self._call(wrapped, args, kwargs)
+        current.running.append(path)
+        try:
+            step = self._steps.steps.get(path) if wrapped.is_forward else None
+            return own(*args, **kwargs) if step is None else self._run_step(current, step, own, args, kwargs)
+        finally:
+            current.running.remove(path)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _call(
-        self, entry: str, called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _call(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make an outermost call."""
         self._refuse_forked()
         with self._cap.lock:
             if not self._active:  # restored while this call waited for its turn
-                return called(*args, **kwargs)
+                return wrapped.called(*args, **kwargs)
             refuse_grad((args, kwargs))
             self._memory.refuse_viewed()
+            self._update()
+            if unmerge_disabled(self._adapted):
+                self._update()
+            entry, called = wrapped.entry, wrapped.called
             nbytes, kind = call_bytes((args, kwargs)), kind_of(entry, args, kwargs)
             with self._cap.calling(self) as alone, one_pass(), torch.no_grad():
                 current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
+                self._units.awake()
                 try:
                     own = functools.partial(called, *args, **kwargs)
                     output = self._run(
@@ -271,6 +291,8 @@ class CalledModule:
                     )
                 finally:
                     self._pass = None
+                    self._memory.leave()
+                    self._units.rest()
                     if self._units.spoiled:
                         self.unload()
             self._passes += 1
@@ -302,6 +324,7 @@ class CalledModule:
         if current.order is None:
             return self._observed(current, run, nbytes)
         weights = self._memory.weights or self._open()
+        self._memory.enter()
         weights.wait()
         current.mark = time.perf_counter_ns()
         if self._sizes.is_known(nbytes):
@@ -321,11 +344,10 @@ class CalledModule:
         with LiveBytes() as live:
             output = run()
         peak = current.meter.look()
-        loaded = max(
-            0, current.meter.now - live.now
-        )  # code, as of modules that are imported when first called
+        loaded = max(0, current.meter.now - live.now)  # code, of modules that are imported in this call
         beside = nbytes + max(live.peak, peak - loaded - self._cap.kernels)
-        self._sizes.measured.append((nbytes, beside))
+        if not current.has_compiled:
+            self._sizes.measured.append((nbytes, beside))
         _log.info(
             "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights",
             self.name,
@@ -344,24 +366,17 @@ class CalledModule:
             return
         if current.reads.whole:
             self.unload()
-        paths, planned = tuple(one.path for one in current.steps), self._memory.orders
-        for graph, order in enumerate(self.orders):
-            known = order if current.order is None or planned is None else planned.seen[graph]
-            if (known.entry, known.paths) == (current.entry, paths) and current.reads.is_like(
-                known, current.steps
-            ):
-                self._kinds[kind] = graph
-                return
+        planned = self._memory.orders.seen if current.order is not None and self._memory.orders else None
+        known = current.number_among(planned or self.orders)
+        if known is not None:
+            self._kinds[kind] = known
+            return
         own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
         if len(own) == _MOST_ORDERS:
             self._kinds[kind] = own[-1]
             return
-        tail = time.perf_counter_ns() - current.mark
         self._kinds[kind] = len(self.orders)
-        times = tuple(one.time for one in current.steps)
-        reads = tuple(one.as_read() for one in current.steps)
-        owners = tuple(one.owner for one in current.steps)
-        self.orders.append(Order(current.entry, paths, times, tail, reads, owners))
+        self.orders.append(current.as_order())
         self._units.settle(self.orders)
         self.unload()
 
@@ -452,17 +467,34 @@ class CalledModule:
 
     # Reads and writes that a plan does not foresee.
 
-    def _answer(self, twin: int, name: str) -> torch.Tensor | None:
-        """Return what a twin, or a part of it, stands for; None outside of calls, which is refused.
+    def share(self, twin: int, suffix: str, value: torch.Tensor) -> None:
+        """Note that something has a view of what `answer` has returned."""
+        current = self._pass
+        if current is None:
+            self._between.share(twin)
+        elif not any(value is one for one in current.values.values()):
+            name = self._between.names[twin] + suffix
+            current.copies.append((name, value, digest_of(value.detach().contiguous())))
+
+    def write(self, twin: int) -> bool:
+        """Note that something has written to what `answer` has returned; returns False within a call."""
+        if self._pass is None:
+            self._between.write(twin)
+        return self._pass is None
+
+    def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
+        """Return what a twin, or a part of it, stands for; None once the module is restored.
 
         In a step of its own, the weight is there already. Otherwise it is read from its file, and the module
         that asks reads it in its step from the next call on, if it may be a step.
         """
-        current, fqn = self._pass, self._places.names[twin]
-        if current is None:
-            if fqn not in self._read_between:
-                return None
-            return plain_tensors(fqn, self._own_steps.weight(twin, {}))[name]
+        current = self._pass
+        if not self._active:
+            return None
+        if current is None or twin not in self._places.names:
+            return plain_tensors("", self._between.value(twin))[suffix]
+        fqn = self._places.names[twin]
+        name = fqn + suffix
         for values in (self._memory.staying, self._memory.present, current.values):
             if twin in values:
                 return plain_tensors(fqn, values[twin])[name]
@@ -471,7 +503,7 @@ class CalledModule:
         stays = self._steps.storages_of(twin) <= self._steps.readers.resident
         if reader not in reads and not stays:
             reads.add(reader)
-            may_be_step = reader in self._modules and can_read(reader, self._steps.steps)
+            may_be_step = reader in self._forwards.modules and can_read(reader, self._steps.steps)
             current.learned = (
                 current.learned or may_be_step or self._units.watch(fqn, self._places.twins[twin])
             )
@@ -491,20 +523,3 @@ class CalledModule:
         if self._memory.is_viewed:
             self.unload()
             self._memory.refuse_viewed()
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What operators of a call take in place of a twin, or of a part of one."""
-
-    module: CalledModule
-    twin: int
-    name: str
-
-    def value(self) -> torch.Tensor | None:
-        return self.module._answer(self.twin, self.name)
-
-    def keep(self, value: torch.Tensor) -> None:
-        current = self.module._pass
-        if current is not None and not any(value is one for one in current.values.values()):
-            current.copies.append((self.name, value, digest_of(value.detach().contiguous())))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from penstock.integrations.emptied.absent import has_memory
 
@@ -81,6 +86,21 @@ def call_bytes(arguments: object) -> int:
             left += vars(value).values()
         seen.add(id(value))
     return total
+
+
+def run_uncounted(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a compiled function without `LiveBytes`, as the compiler does nothing while a mode is on."""
+    modes = _get_current_dispatch_mode_stack()
+    if modes and all(isinstance(mode, LiveBytes) for mode in modes):
+        with _disable_current_modes():
+            return own(*args, **kwargs)
+    return own(*args, **kwargs)
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs the compiler has compiled so far."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -159,6 +179,11 @@ class PeakMeter:
         self.now = max(0, resident - before)
         self.peak = max(self.peak, (peak if self._can_reset else resident) - before, self.now)
         return self.peak
+
+    def restart(self) -> None:
+        """Take the memory that the process has now for granted, and forget what it took before."""
+        _, resident, self._file = self._look()
+        self._base = resident
 
     def _look(self) -> tuple[int, int, int]:
         """Return the peak, the resident size and the bytes of it that files hold; and reset the peak."""

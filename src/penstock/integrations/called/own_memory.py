@@ -12,6 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.integrations.called.facts import NO_FOLDER, ModuleFacts
+from penstock.integrations.emptied.absent import CLASS
 from penstock.passes.weights.subclasses import each_part, has_parts, plain_tensors
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.files.rates import READERS
@@ -35,6 +36,8 @@ def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]
     if has_parts(value):
         parts = iter([tensor_of(name) for name in plain_tensors(fqn, value)])
         made = each_part(value, lambda _: next(parts))
+    elif CLASS in vars(value):
+        made = torch.Tensor._make_subclass(vars(value)[CLASS], tensor_of(fqn), value.requires_grad)
     elif isinstance(value, nn.Parameter):
         made = nn.Parameter(tensor_of(fqn), requires_grad=value.requires_grad)
     else:

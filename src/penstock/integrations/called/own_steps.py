@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import StepTime
-from penstock.integrations.called.measuring import ROOM
+from penstock.integrations.called.measuring import ROOM, compiled_graphs
 from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import Step, Watched
@@ -79,6 +79,7 @@ class OwnSteps:
         for _, one in watched:
             one.start()
         current.own_bytes += nbytes
+        graphs = compiled_graphs()
         inner = current.inner_ns
         ready = time.perf_counter_ns()
         try:
@@ -86,8 +87,11 @@ class OwnSteps:
         finally:
             ended = time.perf_counter_ns()
             used = [(twin, one) for twin, one in watched if one.is_viewed or one.is_written]
-            if current.meter is not None:
+            if current.meter is not None and compiled_graphs() == graphs:
                 current.meter.look(current.own_bytes)
+            elif current.meter is not None:  # the compiler's own memory is none of later calls
+                current.has_compiled = True
+                current.meter.restart()
             current.own_bytes -= nbytes
             current.open, current.values = before
             step.empty(filled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -36,11 +36,31 @@ class Pass:
     meter: PeakMeter | None = None
     learned: bool = False
     astray: bool = False  # steps came in another order than the expected one
+    has_compiled: bool = False
 
     @property
     def path(self) -> str:
         """The path of the module that runs."""
         return self.running[-1] if self.running else self.entry
+
+    def number_among(self, orders: Sequence[Order]) -> int | None:
+        """Return the number of the order in which this ran, or None."""
+        paths = tuple(one.path for one in self.steps)
+        for number, one in enumerate(orders):
+            if (one.entry, one.paths) == (self.entry, paths) and self.reads.is_like(one, self.steps):
+                return number
+        return None
+
+    def as_order(self) -> Order:
+        """Return the order in which this ran, with its times."""
+        return Order(
+            self.entry,
+            tuple(one.path for one in self.steps),
+            tuple(one.time for one in self.steps),
+            time.perf_counter_ns() - self.mark,
+            tuple(one.as_read() for one in self.steps),
+            tuple(one.owner for one in self.steps),
+        )
 
 
 def positions_of(order: Order) -> dict[str, list[int]]:

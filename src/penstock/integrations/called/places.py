@@ -82,17 +82,46 @@ class Step:
 class Places:
     """All places of a module whose weights have `parts`, which are the names of plain tensors in files.
 
+    Args:
+        module: The module.
+        twins: The twins to find, by id; None if all weights of the module are.
+        staying: Values that stand in places instead of their twins.
+
     Attributes:
         twins: The twins, by id.
         names: Their names, by id; a tied weight has the first of its names.
     """
 
-    def __init__(self, module: nn.Module, parts: Container[str]) -> None:
-        self._modules = dict(module.named_modules())
-        places = [Place(*one) for one in registered_weights(module)]
-        self.all = [p for p in places if all(name in parts for name in plain_tensors(p.fqn, p.twin))]
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Container[str] = (),
+        twins: Values | None = None,
+        staying: Values | None = None,
+    ) -> None:
+        self._module, self._modules = module, dict(module.named_modules())
+        standing = {id(value): twin for twin, value in (staying or {}).items()}
+        self.all: list[Place] = []
+        for path, entries, key, value in registered_weights(module):
+            twin, place = standing.get(id(value), id(value)), Place(path, entries, key, value)
+            if twins is None:
+                if all(name in parts for name in plain_tensors(place.fqn, value)):
+                    self.all.append(place)
+            elif twin in twins:
+                self.all.append(Place(path, entries, key, twins[twin]))
+        self._flat = [one for one in self._modules.values() if "_flat_weights" in vars(one)]
         self.twins = {id(place.twin): place.twin for place in self.all}
         self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
+
+    def all_names(self) -> list[tuple[str, int]]:
+        """Return every name of every twin."""
+        return [(place.fqn, id(place.twin)) for place in self.all]
+
+    def bytes_of_others(self) -> int:
+        """Return the bytes of parameters and buffers in memory that are no twins."""
+        held = [*self._module.parameters(), *self._module.buffers()]
+        plain = {id(part): part for one in held for part in plain_tensors("", one).values()}
+        return sum(one.nbytes for one in plain.values() if not isinstance(one, AbsentTensor))
 
     def step(self, path: str, fqns: Iterable[str], foreign: Iterable[str]) -> Step:
         """Return the step of the module at `path`: it reads weights `fqns`; other modules own `foreign`."""
@@ -111,9 +140,12 @@ class Places:
             ours = (place.twin, *(values.get(twin) for values in known))
             if there is not None and any(there is one for one in ours):
                 place.entries[place.key] = standing.get(twin, place.twin)
-        for module in self._modules.values():
-            if "_flat_weights" in vars(module):
-                refresh_flat(module)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the lists of weights of torch's recurrent modules up to date."""
+        for module in self._flat:
+            refresh_flat(module)
 
 
 def refresh_flat(module: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from penstock.integrations.called.facts import NO_FOLDER
 from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass, positions_of
-from penstock.integrations.called.places import Step, Values, Watched
+from penstock.integrations.called.places import Place, Step, Values, Watched
 from penstock.integrations.called.plans import PlannedOrders
 from penstock.integrations.called.readers import StepWeights
 from penstock.integrations.kept import digest_of
@@ -44,6 +44,7 @@ class PlanMemory:
         self._watched: list[tuple[int, Watched]] = []
         self._positions: list[dict[str, list[int]]] = []
         self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # memory that has gone
+        self._standing: list[tuple[Place, torch.Tensor]] = []
 
     def load(self, orders: PlannedOrders, options: LoadOptions, beside: int) -> LoadedWeights:
         """Load a plan; calls take `beside` bytes beside its weights."""
@@ -66,7 +67,11 @@ class PlanMemory:
         self.present = {
             twin: value for twin, value in self._values.items() if steps.storages_of(twin) <= outside
         }
-        self.settle()
+        self._standing = [
+            (place, self.present[id(place.twin)])
+            for place in steps.places.all
+            if id(place.twin) in self.present
+        ]
         self._watched = [
             (twin, Watched(value)) for twin, value in self._values.items() if twin not in self.present
         ]
@@ -86,8 +91,8 @@ class PlanMemory:
         weights, self.weights = self.weights, None
         if weights is None:
             return
-        self.present = {}
-        self.settle()
+        self.leave()
+        self.present, self._standing = {}, []
         viewed = [
             (self._steps.places.names[twin], watched.memory())
             for twin, watched in self._watched
@@ -108,8 +113,25 @@ class PlanMemory:
             weakref.finalize(memory, weights.close)
 
     def settle(self) -> None:
-        """Put in all places the weights that are in memory throughout, and twins in the others."""
-        self._steps.places.settle({**self.present, **self.staying}, (self.staying, self._values))
+        """Put weights with memory of their own in their places, and twins in the others."""
+        self._steps.places.settle(self.staying, (self.staying, self._values))
+
+    def enter(self) -> None:
+        """Put the weights that the plan has in memory throughout in their places, while a call runs.
+
+        Between calls twins stand there: what is written to a weight then has to be kept when the plan goes.
+        """
+        for place, value in self._standing:
+            if place.entries.get(place.key) is place.twin:
+                place.entries[place.key] = value
+        self._steps.places.refresh()
+
+    def leave(self) -> None:
+        """Put the twins back."""
+        for place, value in self._standing:
+            if place.entries.get(place.key) is value:
+                place.entries[place.key] = place.twin
+        self._steps.places.refresh()
 
     def fill_of(self, order: int, path: str) -> Values:
         """Return the values that the step of a module puts in places."""

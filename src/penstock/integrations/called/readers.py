@@ -17,6 +17,9 @@ _HOLD_FOR_PARENT = (nn.ParameterList, nn.ParameterDict)
 _READ_THEIR_PARTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Layers of torch.nn whose forward reads the weights of the modules inside, without calling them."""
 
+COMPILED = "_compiled_call_impl"
+"""What a call of a module runs once its `compile()` was called."""
+
 _SMALL_SHARE, _SMALL_BYTES = 0.01, 4096
 """Weights of a module with readers inside stay in memory up to this share of all weights, or these bytes.
 
@@ -144,6 +147,11 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
     )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether the user has compiled a module: its parts then run in one piece of code."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
 def _reader_of(path: str, modules: Mapping[str, nn.Module]) -> str:
     """Return the path of the module whose step reads the parameters that are registered at `path`."""
     while path and isinstance(modules[path], _HOLD_FOR_PARENT):
@@ -151,7 +159,7 @@ def _reader_of(path: str, modules: Mapping[str, nn.Module]) -> str:
     reader = path
     while path:
         path = path.rpartition(".")[0]
-        if isinstance(modules[path], _READ_THEIR_PARTS):
+        if isinstance(modules[path], _READ_THEIR_PARTS) or is_compiled(modules[path]):
             reader = path
     return reader
 
@@ -167,7 +175,8 @@ def sibling_lists(module: nn.Module) -> dict[str, tuple[str, ...]]:
     for path, one in module.named_modules():
         if isinstance(one, nn.ModuleList | nn.ModuleDict) and len(one) > 1:
             structures = {structure_of(child) for child in one.children()}
-            if len(structures) == 1 and next(iter(structures))[1]:
+            compiled = any(map(is_compiled, one.modules()))
+            if len(structures) == 1 and not compiled and next(iter(structures))[1]:
                 found[path] = tuple(one._modules)
     return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -26,10 +27,21 @@ _FACTS = frozenset(
 )
 """Attributes and methods of a tensor that do not need its values."""
 
+_PLAIN = ("diffusers.quantizers.gguf.utils.GGUFParameter",)
+"""Classes of tensors with memory of their own, whose attributes say what its bytes mean."""
+
 _SETTABLE = ("requires_grad", "grad")
 
 _SAYS, _STORAGE, _ANSWER = "penstock_says", "penstock_storage", "penstock_answer"
 """Attributes of an absent tensor: the sentence of its errors, its empty storage, and its `Answer`."""
+
+CLASS = "penstock_class"
+"""The attribute of an absent tensor that has its former class, if that is one of a library."""
+
+
+def is_plain_subclass(value: torch.Tensor) -> bool:
+    """Tell whether a tensor is of a class of a library that is plain memory with attributes."""
+    return f"{type(value).__module__}.{type(value).__qualname__}" in _PLAIN
 
 
 class Answer(Protocol):
@@ -40,6 +52,9 @@ class Answer(Protocol):
 
     def keep(self, value: torch.Tensor) -> None:
         """Note that a result of an operator shares the memory of `value`, which this has returned."""
+
+    def write(self, value: torch.Tensor) -> bool:
+        """Note that an operator has written to `value`; returns False where that is refused."""
 
 
 class AbsentTensor(torch.Tensor):
@@ -71,8 +86,16 @@ class AbsentTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> NoReturn:
+    ) -> Any:
+        if _sets_itself(func, args):
+            return args[0]
         _refuse_values(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(_answer_of(self)[1], memo)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StreamError(vars(self)[_SAYS])
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "parameter" if isinstance(self, nn.Parameter) else "tensor"
@@ -104,8 +127,9 @@ def make_absent(
         storage_size=0,
         requires_grad=value.requires_grad,
     )
+    own = {CLASS: type(value)} if is_plain_subclass(value) else {}
     _exchange(value, kept)
-    said = {_SAYS: f"the parameter {name} is not in memory: {sentence}", _STORAGE: empty}
+    said = {**own, _SAYS: f"the parameter {name} is not in memory: {sentence}", _STORAGE: empty}
     value.__dict__.update(said)
     kept.data = torch.empty(0, dtype=kept.dtype, device=kept.device)
 
@@ -131,29 +155,56 @@ def answer_with(value: torch.Tensor, answer: Answer) -> None:
     value.__dict__[_ANSWER] = answer
 
 
+def _answer_of(absent: AbsentTensor) -> tuple[Answer, torch.Tensor]:
+    """Return what answers for an absent tensor, and its value. Raises StreamError if nothing does."""
+    answer: Answer | None = vars(absent).get(_ANSWER)
+    value = answer.value() if answer else None
+    if answer is None or value is None:
+        raise StreamError(vars(absent)[_SAYS])
+    return answer, value
+
+
 def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a function with answers in place of absent tensors. Raises StreamError if one has no answer."""
+    if _sets_itself(func, args):
+        return args[0]
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    answered: list[tuple[AbsentTensor, Answer, torch.Tensor, int]] = []
+    answered: dict[int, tuple[AbsentTensor, Answer, torch.Tensor, tuple[int, int]]] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, AbsentTensor):
-            answer: Answer | None = vars(leaf).get(_ANSWER)
-            value = answer.value() if answer else None
-            if answer is None or value is None:
-                raise StreamError(vars(leaf)[_SAYS])
-            leaves[index] = value
-            answered.append((leaf, answer, value, value._version))
+            if id(leaf) not in answered:
+                answer, value = _answer_of(leaf)
+                answered[id(leaf)] = leaf, answer, value, _state(value)
+            leaves[index] = answered[id(leaf)][2]
     if not answered:  # an argument that no pytree shows
         _refuse_values(args, kwargs)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     result = func(*args, **kwargs)
+    _note_uses(func, result, answered.values())
+    return next((leaf for leaf, _, value, _ in answered.values() if result is value), result)
+
+
+def _note_uses(
+    func: Any, result: Any, answered: Iterable[tuple[AbsentTensor, Answer, torch.Tensor, tuple[int, int]]]
+) -> None:
+    """Tell answers what a function has written, and of what it returns views."""
     memories = {one.untyped_storage()._cdata for one in pytree.tree_leaves(result) if has_memory(one)}
-    for leaf, answer, value, version in answered:
-        if value._version != version:
-            raise StreamError(f"{vars(leaf)[_SAYS]}, and {func.__name__} would write to it")
-        if value.untyped_storage()._cdata in memories:
+    for leaf, answer, value, before in answered:
+        if _state(value) != before or func.__name__ == "__set__":
+            if not answer.write(value):
+                raise StreamError(f"{vars(leaf)[_SAYS]}, and {func.__name__} would write to it")
+        elif value.untyped_storage()._cdata in memories:
             answer.keep(value)
-    return result
+
+
+def _sets_itself(func: Any, args: Sequence[Any]) -> bool:
+    """Tell whether a tensor is set to the memory that it has, as parametrizations do."""
+    return func.__name__.partition(".")[0] == "set_" and len(args) == 2 and args[0] is args[1]
+
+
+def _state(value: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written to, or is given other memory."""
+    return value._version, value.untyped_storage()._cdata
 
 
 def has_memory(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -217,6 +218,24 @@ def _refuse_uses(
 
         return refused
 
+    if called:  # what is loaded is written to the weights, as anything else between calls
+        undo.callback(replace_attribute(module, "_save_to_state_dict", partial(save_present, module)))
+    else:
+        _refuse_states(module, refuse, undo, trained=trained)
+    if not called or not path:
+        undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
+    undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))
+    undo.callback(replace_attribute(module, "_apply", _unless_done(module, refuse("moved or converted"))))
+    for method, done in _SAVING.items():
+        if hasattr(module, method):
+            saved = _unless_adapted(module, getattr(module, method), refuse(done), trained or called)
+            undo.callback(replace_attribute(module, method, saved))
+
+
+def _refuse_states(
+    module: nn.Module, refuse: Callable[[str], Callable[..., NoReturn]], undo: ExitStack, *, trained: bool
+) -> None:
+    """Refuse what reads or writes the state of a module, and its calls; if it is trained, only values."""
     hooks: Any = module
 
     def refuse_values(_: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
@@ -231,14 +250,36 @@ def _refuse_uses(
     else:
         undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
-    if not called and "forward" not in vars(module):
+    if "forward" not in vars(module):
         undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
-    undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
-    undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))
-    undo.callback(replace_attribute(module, "_apply", _unless_done(module, refuse("moved or converted"))))
-    for method, done in _SAVING.items():
-        if hasattr(module, method) and not (trained and getattr(module, _ADAPTED, False)):
-            undo.callback(replace_attribute(module, method, refuse(done)))
+
+
+_REPLACED = "penstock_replaced"
+"""The attribute of a module that has what stood in place of its replaced attributes, by name."""
+
+
+def _unless_adapted(
+    module: nn.Module, save: Callable[..., Any], refused: Callable[..., NoReturn], may_save: bool
+) -> Callable[..., Any]:
+    """Return what saves a module if it has adapters, which are all that is saved then."""
+
+    def saved(*args: Any, **kwargs: Any) -> Any:
+        return (save if may_save and getattr(module, _ADAPTED, False) else refused)(*args, **kwargs)
+
+    return saved
+
+
+def copy_part(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of a part of a model whose weights stream, with its weights in memory."""
+    made = module.__class__.__new__(module.__class__)
+    memo[id(module)] = made
+    state = {**vars(module), **vars(module)[_REPLACED]}
+    state = {name: value for name, value in state.items() if value is not _MISSING and name != _REPLACED}
+    made.__dict__.update(copy.deepcopy(state, memo))
+    return made
+
+
+_MISSING = object()
 
 
 def save_present(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -271,12 +312,19 @@ def _is_kept(value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tenso
 
 def replace_attribute(module: nn.Module, name: str, value: object) -> Callable[[], None]:
     """Set an attribute of the instance; returns a function that undoes it."""
-    had, before = name in vars(module), vars(module).get(name)
+    before = vars(module).get(name, _MISSING)
+    replaced = module.__dict__.setdefault(_REPLACED, {})
+    replaced.setdefault(name, before)
     module.__dict__[name] = value
 
     def undo() -> None:
-        module.__dict__.pop(name, None)
-        if had:
-            module.__dict__[name] = before
+        if replaced.get(name) is before:
+            del replaced[name]
+        if not replaced:
+            module.__dict__.pop(_REPLACED, None)
+        if vars(module).get(name) is value:
+            del module.__dict__[name]
+            if before is not _MISSING:
+                module.__dict__[name] = before
 
     return undo

@@ -22,13 +22,12 @@ import torch
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import Order, StepTime
+from penstock.integrations.called.forwards import Wrapped
 from penstock.integrations.called.kinds import kind_of
 from penstock.integrations.called.measuring import CallSizes, LiveBytes, PeakMeter, call_bytes
 from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass
-from penstock.integrations.called.places import Step
-from penstock.integrations.emptied.absent import AbsentTensor
-from penstock.integrations.emptied.hollow import replace_attribute
+from penstock.integrations.called.places import Places, Step
 from penstock.integrations.training.packing import PackedWeight, packing
 from penstock.integrations.training.steps import Steps
 from penstock.integrations.training.trained import TrainedParameters
@@ -111,9 +110,11 @@ class TrainedModule(CalledModule):
         self._keeps = 0.0  # bytes that a forward keeps for its backward, for each byte of its arguments
         super().__init__(*args, **options)
         self._log = Steps(self.name)
+
+    def _build(self, places: Places) -> None:
+        super()._build(places)
         self._steps.learned.vectors_stay = True
         self._steps.find()
-        self._have_embeddings_saved()
 
     def unload(self) -> None:
         """Give the memory of weights back. The next call, or the rest of a backward, loads again."""
@@ -123,10 +124,8 @@ class TrainedModule(CalledModule):
     # Forwards.
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _call(
-        self, entry: str, called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        run = functools.partial(called, *args, **kwargs)
+    def _call(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        run, entry = functools.partial(wrapped.called, *args, **kwargs), wrapped.entry
         self._refuse_forked()
         with self._cap.lock:
             if self._active and torch._C._current_graph_task_id() != -1:
@@ -136,9 +135,10 @@ class TrainedModule(CalledModule):
                 raise StreamError(f"a backward of the {self.name} runs in another thread: wait for its end")
             self._drop()
             if not self._active or not torch.is_grad_enabled():
-                return super()._call(entry, called, args, kwargs)
+                return super()._call(wrapped, args, kwargs)
             self._trained.refuse_others()
             self._memory.refuse_viewed()
+            self._update()
             nbytes, kind = call_bytes((args, kwargs)), (kind_of(entry, args, kwargs), self.module.training)
             with self._cap.calling(self) as alone:
                 order = None if alone else self._order_with_gradients(entry, kind, nbytes)
@@ -404,24 +404,6 @@ class TrainedModule(CalledModule):
                     opened.streamer = current.weights.streamer
                     opened.streamer.acquire(current.order, number)
                 return
-
-    def _have_embeddings_saved(self) -> None:
-        """Let the state of tables and heads that have an adapter be read from files: peft saves them too."""
-        for get in ("get_input_embeddings", "get_output_embeddings"):
-            try:
-                layer = getattr(getattr(self.module, get, lambda: None)(), "base_layer", None)
-            except NotImplementedError:  # a model without them
-                continue
-            if layer is not None:
-                saves = layer._save_to_state_dict
-
-                def read(state: dict[str, Any], prefix: str, keep: bool, saves: Any = saves) -> None:
-                    saves(state, prefix, keep)
-                    for name, value in state.items():
-                        if name.startswith(prefix) and isinstance(value, AbsentTensor):
-                            state[name] = self._own_steps.weight(id(value), {})
-
-                self._undo.append(replace_attribute(layer, "_save_to_state_dict", read))
 
 
 def _entry_with_gradients(entry: str) -> str:

@@ -28,6 +28,7 @@ from penstock.integrations.called.by_units.siblings import Siblings
 from penstock.integrations.called.by_units.watched import (
     Form,
     Root,
+    WatchedParameter,
     WatchedTensor,
     bytes_of_view,
     form_of,
@@ -39,6 +40,8 @@ from penstock.integrations.called.by_units.watched import (
 )
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.own_memory import OwnMemory
+from penstock.integrations.called.readers import is_compiled
+from penstock.integrations.emptied.absent import CLASS
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.tiles import LEAST as TILED
 from penstock.passes.sparse.tiles import LINEAR
@@ -89,10 +92,13 @@ class UnitReads:
         self.siblings = Siblings(module, facts, self._uses, lambda s: s in self.roots)
         if not watches:
             self.siblings.lists.clear()
+        compiled = tuple(path for path, one in module.named_modules() if is_compiled(one))
         for path, one in module.named_modules():
             for key, value in one._parameters.items():
                 name = f"{path}.{key}" if path else key
-                if value is not None and name in facts.parts and self._may_have_units(one, facts.parts[name]):
+                if value is None or name not in facts.parts or CLASS in vars(value):
+                    continue
+                if not path.startswith(compiled) and self._may_have_units(one, facts.parts[name]):
                     self.watch(name, value)
 
     def _may_have_units(self, owner: nn.Module, part: Part) -> bool:
@@ -117,9 +123,21 @@ class UnitReads:
         root.watch(twin)
         return True
 
+    def awake(self) -> None:
+        """Have watched twins serve a call by units."""
+        for _, twins in self._twins.values():
+            for twin, kind in twins:
+                twin.__class__ = WatchedParameter if issubclass(kind, nn.Parameter) else WatchedTensor
+
+    def rest(self) -> None:
+        """Have watched twins be absent like all others, between calls."""
+        for _, twins in self._twins.values():
+            for twin, kind in twins:
+                twin.__class__ = kind
+
     def _let_go(self, storage: int) -> None:
         del self.roots[storage]
-        for twin, kind in self._twins[storage][1]:
+        for twin, kind in self._twins.pop(storage)[1]:
             twin.__class__ = kind
 
     def stack(self, paths: Sequence[str], places: Mapping[str, torch.Tensor]) -> tuple[ModuleFacts, set[int]]:

@@ -1,0 +1,225 @@
+"""Reads and writes of weights between calls, as merging an adapter makes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from penstock.integrations.called.facts import ModuleFacts
+from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
+from penstock.integrations.called.places import Places, Watched
+from penstock.integrations.kept import KeptWeights, digest_of
+from penstock.passes.weights.subclasses import plain_tensors
+from penstock.runtime.checkpoint.binding import Rules, find_values
+from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.files.stamp import stamp_file
+from penstock.schedule.facts.catalog import part_nbytes
+from penstock.schedule.facts.errors import SourceError, StreamError
+from penstock.schedule.facts.model import ALIGNMENT
+
+_log = logging.getLogger(__name__)
+
+_WAITING = 64 << 20
+"""Written weights of these bytes are saved at once, so that merging a whole model takes little memory."""
+
+Keep = Callable[[Mapping[str, torch.Tensor]], KeptWeights]
+"""Writes tensors to a file that is then kept."""
+
+
+class _Module(Protocol):
+    def answer(self, twin: int, suffix: str) -> torch.Tensor | None: ...
+
+    def share(self, twin: int, suffix: str, value: torch.Tensor) -> None: ...
+
+    def write(self, twin: int) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What operators take in place of a twin, or of a part of one, whose name ends with `suffix`."""
+
+    module: _Module
+    twin: int
+    suffix: str
+
+    def value(self) -> torch.Tensor | None:
+        return self.module.answer(self.twin, self.suffix)
+
+    def keep(self, value: torch.Tensor) -> None:
+        self.module.share(self.twin, self.suffix, value)
+
+    def write(self, value: torch.Tensor) -> bool:
+        return self.module.write(self.twin)
+
+
+@dataclass(eq=False)
+class _Opened:
+    """A weight that something has read between calls. `digests` are those of its parts when views of it were
+    handed out, None if none were; `is_written` says that it was written to.
+    """
+
+    watched: Watched
+    digests: tuple[str, ...] | None = None
+    is_written: bool = False
+
+
+class BetweenCalls:
+    """Weights that are read or written between calls.
+
+    A weight is read from its file into memory of its own. A weight that was written is saved to the cache,
+    and streams from there. A weight stays in memory if something keeps a view of it.
+
+    Args:
+        places: The places of the weights when the model was applied.
+        facts: The facts of the module.
+        kept: The files that hold the weights; files that are written are added.
+        keep: What writes weights to the cache; None where they stay in memory.
+        make_room: What is told of bytes before they are read.
+
+    Attributes:
+        facts: The facts of the module, under the names of then, with weights where they are now.
+        twins: The twins, by id.
+        names: Their names of then, by id.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        facts: ModuleFacts,
+        kept: list[KeptWeights],
+        keep: Keep | None,
+        make_room: Callable[[int], None],
+    ) -> None:
+        self.facts, self.twins, self.names = facts, places.twins, places.names
+        self.has_changed = False
+        self._kept, self._keep, self._make_room = kept, keep, make_room
+        self._own = OwnMemory(facts)
+        self._opened: dict[int, _Opened] = {}
+        self._written: dict[int, torch.Tensor] = {}
+
+    def value(self, twin: int) -> torch.Tensor:
+        """Return a weight with its values."""
+        self._close_unused(but=twin)
+        if twin not in self._opened:
+            if twin not in self._written:
+                self._make_room(sum(part.nbytes for part in self._parts(twin).values()))
+            is_written = twin in self._written
+            # No variable may refer to the value: references to it are counted.
+            self._opened[twin] = _Opened(Watched(self._written.pop(twin) if is_written else self._read(twin)))
+            self._opened[twin].is_written = is_written
+            self._opened[twin].watched.start()
+        return self._opened[twin].watched.value
+
+    def share(self, twin: int) -> None:
+        """Note that something has a view of the value of a weight."""
+        opened = self._opened[twin]
+        if opened.digests is None:
+            opened.digests = _digests(opened.watched.value)
+
+    def write(self, twin: int) -> None:
+        """Note that the value of a weight was written to. Raises StreamError where that cannot count."""
+        opened, stands_for = self._opened[twin], self.twins[twin]
+        facts = [(part.shape, part.dtype, part.stride()) for part in self._parts(twin).values()]
+        parts = plain_tensors("", opened.watched.value).values()
+        if [(part.shape, part.dtype, part.stride()) for part in parts] != facts:
+            del self._opened[twin]
+            raise StreamError(
+                f"the parameter {self.names[twin]} streams as {list(stands_for.shape)} of "
+                f"{stands_for.dtype}, and was given other memory: restore() the model first"
+            )
+        self._refuse_shared(twin)
+        opened.is_written = True
+
+    def finish(self) -> dict[int, torch.Tensor]:
+        """Save what was written; returns weights that stay in memory, as something keeps views of them."""
+        self._close_unused()
+        self._save()
+        staying = {twin: one.watched.value for twin, one in self._opened.items()} | self._written
+        self._opened.clear()
+        self._written.clear()
+        self._own.close()
+        return staying
+
+    def _read(self, twin: int) -> torch.Tensor:
+        memory: dict[int, torch.Tensor] = {}
+        with plain_tensors_only():
+            return like(self.twins[twin], self.names[twin], lambda name: self._own.tensor(name, memory))
+
+    def _parts(self, twin: int) -> dict[str, torch.Tensor]:
+        return plain_tensors(self.names[twin], self.twins[twin])
+
+    def _close_unused(self, but: int | None = None) -> None:
+        """Give back the memory of weights to which nothing refers any more."""
+        for twin, opened in list(self._opened.items()):
+            if twin == but or opened.watched.is_viewed:
+                continue
+            del self._opened[twin]
+            value = opened.watched.value
+            if opened.is_written or (opened.digests is not None and _digests(value) != opened.digests):
+                self._refuse_shared(twin)
+                self._written[twin] = value
+        if sum(value.nbytes for value in self._written.values()) >= _WAITING:
+            self._save()
+
+    def _refuse_shared(self, twin: int) -> None:
+        storages = {self.facts.parts[name].storage for name in self._parts(twin)}
+        for other, name in self.names.items():
+            if other != twin and any(self.facts.parts[one].storage in storages for one in self._parts(other)):
+                raise StreamError(
+                    f"the parameter {self.names[twin]} shares its memory with {name}, and was written to: "
+                    "restore() the model first"
+                )
+
+    def _save(self) -> None:
+        """Write weights to the cache, from where they stream then, if they are alone in their storages."""
+        saved = {twin: value for twin, value in self._written.items() if self._can_save(twin)}
+        if not saved or self._keep is None:
+            return
+        names: dict[str, str] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for twin, value in saved.items():
+            for name, part in plain_tensors(self.names[twin], value.detach()).items():
+                names[name] = f"{name} (written {len(self._kept)})"
+                tensors[names[name]] = part.detach().contiguous()
+        try:
+            kept = self._keep(tensors)
+        except SourceError as error:
+            _log.warning("weights that were written stay in memory, as they cannot be saved: %s", error)
+            return
+        self._kept.append(
+            replace(kept, names=names, digests={name: kept.digests[own] for name, own in names.items()})
+        )
+        self._place(names, kept, {name: one.data_ptr() % ALIGNMENT for name, one in tensors.items()})
+        for twin in saved:
+            del self._written[twin]
+
+    def _can_save(self, twin: int) -> bool:
+        parts = [self.facts.parts[name] for name in self._parts(twin)]
+        return all(
+            part.offset == 0 and part_nbytes(part) == self.facts.storages[part.storage].nbytes
+            for part in parts
+        )
+
+    def _place(self, names: Mapping[str, str], kept: KeptWeights, phases: Mapping[str, int]) -> None:
+        """Have the facts name the file in which weights are now."""
+        weights = [one for one in self.facts.weights if one.fqn in names]
+        found = find_values(weights, open_checkpoint(kept.files), Rules(names))
+        storages, first = list(self.facts.storages), len(self.facts.files)
+        placed = found.placed(storages)
+        for weight in weights:
+            s = weight.parts[0].storage
+            extents = tuple(replace(one, file=one.file + first) for one in placed[s].extents)
+            storages[s] = replace(storages[s], extents=extents, phase=phases[names[weight.fqn]])
+        files = tuple(stamp_file(path, recorded_path=str(path.absolute())) for path in found.files)
+        self.facts = replace(self.facts, files=(*self.facts.files, *files), storages=tuple(storages))
+        self._own.close()
+        self._own.facts = self.facts
+        self.has_changed = True
+
+
+def _digests(value: torch.Tensor) -> tuple[str, ...]:
+    return tuple(digest_of(part.detach().contiguous()) for part in plain_tensors("", value).values())
