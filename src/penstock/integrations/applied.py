@@ -216,6 +216,10 @@ def apply(
             restored.
         memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, or a number.
         cache: The folder for weights that no file of the model holds. Default: `~/.cache/penstock`.
+        train: Calls with grad mode on give the parameters of a model that require grad now the gradients of
+            the model in memory, bit for bit. These parameters stay in memory, and the model in its mode.
+            `memory` counts them four times, with their gradients and two moments of AdamW, and what a forward
+            saves for its backward. Gradients of gradients are refused.
         options: How weights are loaded, for measurements and debugging.
 
     Returns:
@@ -286,6 +290,10 @@ def load(
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
         cache: As for `apply`.
+        train: As for `apply`; `adapter` says what is trained.
+        adapter: A configuration of peft, the folder of a saved adapter, or a function of the model such as
+            `lambda model: get_peft_model(model, config)`, whose result is returned. Its first values are
+            drawn from torch's generator as it is.
         options: As for `apply`.
 
     Raises:

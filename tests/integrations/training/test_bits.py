@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from penstock.integrations import apply
 from penstock.runtime.loading import LoadOptions
 from tests.hunt import sampled
+from tests.integrations import expert_models
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient.checkpointing.*")
@@ -124,6 +126,25 @@ def test_a_weight_stays_while_its_node_has_a_layer_computed_again(share, plans, 
                 one(x).backward()
                 found.append([value.grad for value in one.parameters() if value.requires_grad])
             assert equal(*found)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_an_adapter_beside_experts_learns_as_in_memory(implementation, plans, cache):
+    plans["now"] = 0.0
+    batches = [{"input_ids": batch(n)["input_ids"] % 64} for n in (8, 8, 8)]
+    batches = [one | {"labels": one["input_ids"]} for one in batches]
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    reference, model = (
+        expert_models.olmoe(torch.bfloat16, experts_implementation=implementation).requires_grad_(False)
+        for _ in range(2)
+    )
+    for one in (reference, model):
+        torch.manual_seed(1)
+        one.add_adapter(config)
+        one.train()
+    expected = steps(reference, batches)
+    with apply(model, MEMORY, train=True, cache=cache, options=POISONED):
+        assert equal(steps(model, batches), expected)
 
 
 def test_packed_sequences_are_seen_where_there_is_no_mask(cache):

@@ -1,4 +1,4 @@
-"""transformers.Trainer and TRL's SFTTrainer as they are, on a model that streams."""
+"""Trainers of transformers and TRL as they are, on a model that streams."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from penstock.integrations import apply
 from tests.integrations.training.adapted import MEMORY, adapted, equal, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*`:FutureWarning"),
 ]
 
 
@@ -77,6 +78,47 @@ def logged(made):
         {k: v for k, v in one.items() if k in ("loss", "grad_norm", "eval_loss")}
         for one in made.state.log_history
     ]
+
+
+def preferring(model, folder):
+    """TRL's trainer of preferences, whose reference is the model without its adapter."""
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{k}": k for k in range(3, 128)}
+    vocabulary = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    generator = torch.Generator().manual_seed(1)
+
+    def text(length):
+        return " ".join(f"w{k}" for k in torch.randint(3, 128, (length,), generator=generator).tolist())
+
+    data = [{"prompt": text(5), "chosen": text(7), "rejected": text(6)} for _ in range(8)]
+    arguments = DPOConfig(
+        str(folder),
+        bf16=False,
+        per_device_train_batch_size=2,
+        max_steps=3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return DPOTrainer(
+        model, args=arguments, processing_class=tokenizer, train_dataset=Dataset.from_list(data)
+    )
+
+
+def test_the_trainer_of_preferences_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
+    reference = preferring(adapted(layers=1), tmp_path / "memory")
+    reference.train()
+    model = adapted(layers=1)
+    with apply(model.get_base_model().model, MEMORY, train=True, cache=cache):
+        made = preferring(model, tmp_path / "streamed")
+        made.train()
+        assert equal([*trained(model).values()], [*trained(reference.model).values()])
+        assert logged(made) == logged(reference)
 
 
 def test_the_trainer_of_trl_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):

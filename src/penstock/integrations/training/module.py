@@ -70,10 +70,10 @@ class _TrainingPass(Pass):
     Attributes:
         kind: The kind of the call.
         nbytes: Bytes of its arguments.
-        kept: Bytes that its forward keeps for the backward.
+        kept_bytes: Bytes that its forward keeps for the backward.
         weights: The loaded plan, whose streamer runs this pass.
         outside: The storages that this plan has in memory throughout.
-        live: What measures an observed pass.
+        live_bytes: What measures an observed pass.
         opened: The step of the backward that is open.
         in_backward: The backward has begun.
         is_whole: The pass began with a forward.
@@ -81,10 +81,10 @@ class _TrainingPass(Pass):
 
     kind: object = None
     nbytes: int = 0
-    kept: int = 0
+    kept_bytes: int = 0
     weights: LoadedWeights | None = None
     outside: frozenset[int] = frozenset()
-    live: LiveBytes | None = None
+    live_bytes: LiveBytes | None = None
     opened: _Opened | None = None
     in_backward: bool = False
     is_whole: bool = True
@@ -103,7 +103,7 @@ class TrainedModule(CalledModule):
 
     def __init__(self, *args: Any, trained: TrainedParameters, **options: Any) -> None:
         self._trained = trained
-        self._live: _TrainingPass | None = None
+        self._present: _TrainingPass | None = None
         self._last: Order | None = None
         self._outstanding: weakref.WeakSet[_TrainingPass] = weakref.WeakSet()
         self._own_sizes = CallSizes()  # of calls with gradients
@@ -130,8 +130,8 @@ class TrainedModule(CalledModule):
         with self._cap.lock:
             if self._active and torch._C._current_graph_task_id() != -1:
                 return self._run_again(run)
-            live = self._live
-            if live is not None and live.in_backward and live.thread != threading.get_ident():
+            present = self._present
+            if present is not None and present.in_backward and present.thread != threading.get_ident():
                 raise StreamError(f"a backward of the {self.name} runs in another thread: wait for its end")
             self._drop()
             if not self._active or not torch.is_grad_enabled():
@@ -152,7 +152,7 @@ class TrainedModule(CalledModule):
                 finally:
                     self._pass = None
             self._passes += 1
-            self._live = current
+            self._present = current
             self._outstanding.add(current)
             self._check_uses(current)
             return self._own_steps.with_weights(output)
@@ -161,40 +161,40 @@ class TrainedModule(CalledModule):
         """Return the order that a call with gradients probably has; None where it is observed."""
         evaluation, self._sizes = self._sizes, self._own_sizes
         try:
-            if self._kept + self._own_sizes.beside > self._room:
+            if self._kept_bytes + self._own_sizes.beside > self._room:
                 self.unload()
             return self._order_of(_entry_with_gradients(entry), kind, nbytes)
         finally:
             self._sizes = evaluation
 
     @property
-    def _kept(self) -> int:
+    def _kept_bytes(self) -> int:
         """Bytes that forwards keep whose backward has not come."""
-        return sum(one.kept for one in self._outstanding)
+        return sum(forward.kept_bytes for forward in self._outstanding)
 
     def _forward(self, current: _TrainingPass, run: Callable[[], Any]) -> Any:
         if current.order is None:
             self.refuse_lost()
             self.unload()
-            current.meter, current.live = PeakMeter(), LiveBytes()
-            with current.live:
+            current.meter, current.live_bytes = PeakMeter(), LiveBytes()
+            with current.live_bytes:
                 output = run()
-            current.kept = current.live.now
-            self._keeps = max(self._keeps, current.kept / max(1, current.nbytes))
+            current.kept_bytes = current.live_bytes.now
+            self._keeps = max(self._keeps, current.kept_bytes / max(1, current.nbytes))
             return output
         self._begin(current)
-        current.kept = int(self._keeps * current.nbytes)
+        current.kept_bytes = int(self._keeps * current.nbytes)
         if self._own_sizes.is_known(current.nbytes):
             return run()
-        with LiveBytes() as live:
+        with LiveBytes() as live_bytes:
             output = run()
-        current.kept = live.now
-        self._own_sizes.measured.append((current.nbytes, current.nbytes + live.peak))
+        current.kept_bytes = live_bytes.now
+        self._own_sizes.measured.append((current.nbytes, current.nbytes + live_bytes.peak))
         return output
 
     def _open(self) -> LoadedWeights:
         evaluation, self._sizes = self._sizes, CallSizes()
-        largest = self._own_sizes.beside + self._kept
+        largest = self._own_sizes.beside + self._kept_bytes
         self._sizes.measured = [*evaluation.measured, (0, largest)]
         try:
             return super()._open()
@@ -215,9 +215,9 @@ class TrainedModule(CalledModule):
             with packing(current, current.values, self._places.names, self._unpack):
                 return own(*args, **kwargs)
 
-        if isinstance(current, _TrainingPass) and current.live is not None:
+        if isinstance(current, _TrainingPass) and current.live_bytes is not None:
             nbytes = sum(self.facts.storages[s].nbytes for s in self._steps.readers.storages[step.path])
-            beside = current.live.now + self._kept
+            beside = current.live_bytes.now + self._kept_bytes
             if nbytes + beside > self._cap.room:
                 raise self._own_steps.too_little(nbytes, beside, step.path)
         return super()._run_step(current, step, with_hooks, args, kwargs)
@@ -247,7 +247,7 @@ class TrainedModule(CalledModule):
 
     def _drop(self) -> None:
         """End the present pass, whose backward has not come or has failed."""
-        current, self._live = self._live, None
+        current, self._present = self._present, None
         if current is not None:
             self._end(current, as_planned=False)
             self._measure(current)
@@ -257,7 +257,7 @@ class TrainedModule(CalledModule):
     def _finish(self) -> None:
         """End the present pass at the end of its backward."""
         with self._cap.lock:
-            current, self._live = self._live, None
+            current, self._present = self._present, None
             if current is None:
                 return
             self._end(current, as_planned=True)
@@ -269,24 +269,24 @@ class TrainedModule(CalledModule):
 
     def _measure(self, current: _TrainingPass) -> None:
         """Remember what an observed pass has taken beside weights."""
-        if current.live is not None and current.meter is not None:
-            peak = max(current.live.peak, current.meter.look() - self._cap.kernels)
+        if current.live_bytes is not None and current.meter is not None:
+            peak = max(current.live_bytes.peak, current.meter.look() - self._cap.kernels)
             self._own_sizes.measured.append((current.nbytes, current.nbytes + peak))
-            current.live = current.meter = None
+            current.live_bytes = current.meter = None
 
     def _note(self, current: Pass, kind: object) -> None:
         if isinstance(current, _TrainingPass):
             current.entry = _entry_with_gradients(current.entry)
-            known, before = self._steps.learned.backward, len(self._steps.learned.backward)
+            backward, before = self._steps.learned.backward, len(self._steps.learned.backward)
             for seen in current.steps:
-                if seen.path.startswith(_BACKWARD) and seen.path not in known:
+                if seen.path.startswith(_BACKWARD) and seen.path not in backward:
                     parts = [self.facts.parts[name] for name in seen.path[len(_BACKWARD) :].split(", ")]
-                    known[seen.path] = tuple(sorted({part.storage for part in parts}))
-            if len(known) > before:
+                    backward[seen.path] = tuple(sorted({part.storage for part in parts}))
+            if len(backward) > before:
                 self._steps.find()
         super()._note(current, kind)
         graph = self._kinds.get(kind)
-        if isinstance(current, _TrainingPass) and graph is not None:
+        if isinstance(current, _TrainingPass) and current.in_backward and graph is not None:
             self._last = self.orders[graph]
 
     # Backwards.
@@ -296,7 +296,7 @@ class TrainedModule(CalledModule):
         if not self._active:
             raise StreamError(f"the {self.name} was restored between forward and backward: call it again")
         self._cap.turn(self)
-        current = self._live
+        current = self._present
         if current is None:
             graph = next((k for k, order in enumerate(self.orders) if order is self._last), None)
             current = _TrainingPass("", graph, is_whole=False)
@@ -304,7 +304,7 @@ class TrainedModule(CalledModule):
                 self.unload()
             else:
                 self._begin(current)
-            self._live = current
+            self._present = current
         if not current.in_backward:
             current.in_backward, current.thread = True, threading.get_ident()
             engine: Any = torch.autograd.Variable._execution_engine
@@ -321,7 +321,7 @@ class TrainedModule(CalledModule):
         if current.opened is not None:  # the node has a weight already: steps use memory of their own
             current.open = current.open or next(iter(self._steps.steps.values()))
         try:
-            with current.live or nullcontext():
+            with current.live_bytes or nullcontext():
                 return run()
         finally:
             self._pass, current.open = before
@@ -384,9 +384,16 @@ class TrainedModule(CalledModule):
                     self._acquire(current, opened, streaming)
                 if streaming <= opened.storages:
                     return weights.tensors.__getitem__
+                if opened.number < 0:
+                    self._leave_plan(current)
             return functools.partial(self._own.tensor, memory=opened.memory)
         finally:
             opened.ready = time.perf_counter_ns()
+
+    def _leave_plan(self, current: _TrainingPass) -> None:
+        """Go on without the plan, which lacks a step: there is room for one step at a time then."""
+        current.weights = current.order = None
+        super().unload()
 
     def _acquire(self, current: _TrainingPass, opened: _Opened, storages: set[int]) -> None:
         """Have the next step of a backward that reads storages in the arena, if there is one."""
@@ -412,5 +419,5 @@ def _entry_with_gradients(entry: str) -> str:
 
 def _with_names(path: str, names: Mapping[str, object]) -> str:
     """Return the name of a step of a backward that reads more weights."""
-    known = [one for one in path.removeprefix(_BACKWARD).split(", ") if one]
-    return _BACKWARD + ", ".join(sorted({*known, *names}))
+    before = path.removeprefix(_BACKWARD)
+    return _BACKWARD + ", ".join(sorted({*filter(None, before.split(", ")), *names}))
