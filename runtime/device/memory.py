@@ -131,6 +131,8 @@ class DeviceWeights:
             # No step reads this weight: a placeholder of its shape, whose memory is never touched, will do.
             dtype = getattr(torch, part.dtype)
             where = "cpu" if part.storage in self._on_host else self.arena.device
+            if self._own_storages and 0 not in part.shape:  # it may be large, and a device gives all of it
+                return torch.empty(1, dtype=dtype, device=where).expand(part.shape)
             return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=where)
         memory, start, stop = found
         if not self._own_storages:

@@ -35,6 +35,7 @@ from penstock.integrations.libraries import (
 from penstock.integrations.own_files import keep_weights
 from penstock.integrations.progress import seconds_since
 from penstock.runtime.cache import Cache
+from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.system.own_memory import give_back_unused
 from penstock.schedule.facts.errors import PassError, PenstockError, StreamError
@@ -68,7 +69,7 @@ class Applied:
         self._trained: list[nn.Module] = []
 
     def __repr__(self) -> str:
-        state = f"streamed within {format_budget(self.cap.nbytes)}"
+        state = f"streamed within {format_budget(self.cap.nbytes)} on {self._options.device}"
         return f"Applied({type(self.target).__name__}, {state if self._hollow else 'restored'})"
 
     @property
@@ -104,11 +105,12 @@ class Applied:
 
     def add(self, name: str, module: nn.Module, kept: Sequence[KeptWeights]) -> None:
         """Let the weights of a module stream, which `kept` holds in files, and free their memory."""
-        facts = make_facts(module, kept)
+        device = self._options.device
+        facts = make_facts(module, kept, aligned=device != "cpu")
         entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
         sentence = _RESTORE if self._restores else _LOAD
         with uninterrupted():
-            self._hollow[name] = Hollow(module, sentence, torch.device("cpu"), called=True)
+            self._hollow[name] = Hollow(module, sentence, target_device(device), called=True)
             self.components[name] = CalledModule(
                 name, module, facts, kept, self.cap, entries=entries, options=self._options
             )
@@ -176,7 +178,11 @@ def apply(
     Args:
         model: A module, a model of transformers, or a pipeline of diffusers. It is in eval mode until it is
             restored.
-        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, or a number.
+        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, or a number. On a GPU
+            these are bytes of the GPU.
+        device: Where the model computes: `"cpu"`, `"cuda"`, `"cuda:1"`, another accelerator of torch's, or a
+            simulated one (`"sim:rtx4090"`). Its parameters and buffers are on that device until it is
+            restored.
         cache: The folder for weights that no file of the model holds. Default: `~/.cache/penstock`.
         options: How weights are loaded, for measurements and debugging.
 
@@ -186,12 +192,13 @@ def apply(
     Raises:
         PassError: The model cannot stream as it is; the message says why. It is as it was then.
     """
-    if train or device != "cpu":  # TODO(switch): called/ does not do these yet
+    if train:  # TODO(switch): called/ does not train yet
         return exported.apply(model, memory, device=device, example=example, cache=cache, train=train)
     begun, nbytes, parts = monotonic(), parse_size(memory, name="memory"), components_of(model)
     for name, module in parts.items():
         _refuse_moved(module, name)
-    applied = Applied(model, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=True)
+    cap, how = _on(device, nbytes, options)
+    applied = Applied(model, cap, Cache.at(cache), how, restores=True)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
@@ -233,6 +240,7 @@ def load(
     Args:
         source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
         memory: As for `apply`.
+        device: As for `apply`.
         variant: The variant of the weights (`"fp16"`), for components that have it.
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
@@ -243,7 +251,7 @@ def load(
         SourceError: The folder holds no model.
         PassError: As for `apply`.
     """
-    if train or device != "cpu":  # TODO(switch): called/ does not do these yet
+    if train:  # TODO(switch): called/ does not train yet
         return exported.load(
             source,
             memory,
@@ -257,7 +265,8 @@ def load(
         )
     folder, nbytes = local_folder(source), parse_size(memory, name="memory")
     found = open_folder(folder, variant, asked_dtype(dtype), train=False)
-    applied = Applied(None, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=False)
+    cap, how = _on(device, nbytes, options)
+    applied = Applied(None, cap, Cache.at(cache), how, restores=False)
 
     def stream(stored: Stored) -> nn.Module:
         module, names = stored.make()
@@ -272,6 +281,12 @@ def load(
         add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.target.penstock_applied = applied
     return closing(applied.target)
+
+
+def _on(device: str, nbytes: int, options: LoadOptions | None) -> tuple[Cap, LoadOptions]:
+    """Return the cap and the options of a device. Raises StreamError for a device that is not here."""
+    target_device(device)
+    return Cap(nbytes, counts_own=device == "cpu"), replace(options or LoadOptions(), device=device)
 
 
 def _refuse_moved(module: nn.Module, name: str) -> None:

@@ -62,7 +62,9 @@ class Cap:
 
     @property
     def kernels(self) -> int:
-        """Bytes beside the cap that kernels may take for memory of their own."""
+        """Bytes beside the cap that kernels may take for memory of their own; on a GPU all is measured."""
+        if not self._counts_own:
+            return 0
         return _KERNELS[0] + self.nbytes // _KERNELS[1]
 
     @property

@@ -29,7 +29,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.kinds import kind_of
-from penstock.integrations.called.measuring import ROOM, CallSizes, LiveBytes, PeakMeter, call_bytes
+from penstock.integrations.called.measuring import ROOM, CallSizes, call_bytes, meters_of
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, uncached_autocast
@@ -43,6 +43,7 @@ from penstock.integrations.emptied.absent import answer_with
 from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.integrations.progress import seconds_since
 from penstock.passes.weights.subclasses import plain_tensors
+from penstock.runtime.device.opening import target_device
 from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
@@ -90,7 +91,8 @@ class CalledModule:
         self._state = threading.Lock()  # held while a step begins
         self._kinds: dict[object, int] = {}
         self._sizes = CallSizes()
-        self._own = OwnMemory(facts)
+        self._device = target_device(self._options.device)
+        self._own = OwnMemory(facts, self._device)
         self._pass: Pass | None = None
         self._passes = 0
         self._room = 0  # bytes that the present plan leaves for calls
@@ -108,7 +110,7 @@ class CalledModule:
             self._steps.is_read_by,
             lambda twin: self._own_steps.stay(self._pass, twin),
         )
-        self._units = UnitReads(module, facts, self._own, host)
+        self._units = UnitReads(module, facts, self._own, host, by_units=self._options.device == "cpu")
         self._own_steps = OwnSteps(
             name, self._steps, self._own, units=self._units, memory=self._memory, cap=cap
         )
@@ -253,7 +255,7 @@ class CalledModule:
                 return called(*args, **kwargs)
             refuse_grad((args, kwargs))
             self._memory.refuse_viewed()
-            nbytes, kind = call_bytes((args, kwargs)), kind_of(entry, args, kwargs)
+            nbytes, kind = call_bytes((args, kwargs), self._device), kind_of(entry, args, kwargs)
             with self._cap.calling(self) as alone, uncached_autocast(), torch.no_grad():
                 current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
                 try:
@@ -294,10 +296,12 @@ class CalledModule:
         current.mark = time.perf_counter_ns()
         if self._sizes.is_known(nbytes):
             return weights.run(current.order, None, run)
-        with LiveBytes() as live:
+        live, meter = meters_of(self._options.device, beside_arena=True)
+        with live:
             output = weights.run(current.order, None, run)
-        self._sizes.measured.append((nbytes, nbytes + live.peak))
-        if ROOM * (nbytes + live.peak) > self._room:
+        beside = nbytes + max(live.peak, meter.look())
+        self._sizes.measured.append((nbytes, beside))
+        if ROOM * beside > self._room:
             self.unload()
         return output
 
@@ -305,8 +309,8 @@ class CalledModule:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self.refuse_lost()
         self.unload()
-        begun, current.meter = time.monotonic(), PeakMeter()
-        with LiveBytes() as live:
+        begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
+        with live:
             output = run()
         beside = nbytes + max(live.peak, current.meter.look() - self._cap.kernels)
         self._sizes.measured.append((nbytes, beside))
@@ -409,17 +413,19 @@ class CalledModule:
         begun, facts = time.monotonic(), self.facts
         staying = sum(facts.storages[s].nbytes for s in self._steps.learned.resident)
         beside, self._room = self._sizes.beside, self._sizes.room(self._cap.nbytes)
-        plan = functools.partial(plan_orders, self.orders, self._options.arena, self._steps, self._units)
+        plan = functools.partial(
+            plan_orders, self.orders, self._options, self._steps, self._units, beside=beside
+        )
         with self._cap.working():
             room = self._cap.room
             budget = max(1, min(facts.nbytes, room - self._room) - staying)
             try:
-                planned = plan(budget)
+                planned = plan(budget=budget)
             except BudgetError as error:
                 floor = error.floor_bytes or 0
                 if floor + staying + beside > room:
                     raise self._own_steps.too_little(floor + staying, beside) from error
-                planned = plan(floor)
+                planned = plan(budget=floor)
                 self._room = room - floor - staying
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, beside)

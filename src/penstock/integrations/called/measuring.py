@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.integrations.emptied.absent import has_memory
+from penstock.runtime.device.opening import target_device
 
 _STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
 _RESET_PEAK = "5"
@@ -62,15 +63,15 @@ class CallSizes:
         return larger <= _ALIKE or self.beside * larger**2 <= room
 
 
-def call_bytes(arguments: object) -> int:
-    """Return the bytes of all tensors in the arguments of a call, in caches and other objects too."""
+def call_bytes(arguments: object, device: torch.device) -> int:
+    """Return the bytes on a device of all tensors in the arguments of a call, in caches and objects too."""
     seen: set[int] = set()
     total = 0
     left = [arguments]
     while left:
         value = left.pop()
         if isinstance(value, torch.Tensor):
-            total += 0 if id(value) in seen else value.nbytes
+            total += value.nbytes if id(value) not in seen and value.device == device else 0
         elif isinstance(value, dict):
             left += value.values()
         elif isinstance(value, list | tuple):
@@ -82,11 +83,12 @@ def call_bytes(arguments: object) -> int:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of what operators make while this mode is on, as long as something refers to it."""
+    """Counts the bytes that operators make on a device in this mode, as long as something refers to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
+        self._device = device
         self._now = 0
         self._known: set[int] = set()
 
@@ -96,7 +98,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         given = {id(one.untyped_storage()) for one in pytree.tree_leaves((args, kwargs)) if has_memory(one)}
         for one in pytree.tree_leaves(result):
-            if has_memory(one):
+            if has_memory(one) and one.device == self._device:
                 memory = one.untyped_storage()
                 if id(memory) not in given and id(memory) not in self._known:
                     self._known.add(id(memory))
@@ -108,6 +110,72 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, memory: int, nbytes: int) -> None:
         self._known.discard(memory)
         self._now -= nbytes
+
+
+class Meter(Protocol):
+    """Measures the most memory that a call takes beyond what there was before it."""
+
+    @property
+    def peak(self) -> int:
+        """The highest peak of all looks."""
+
+    def look(self, own: int = 0) -> int:
+        """Return the highest peak of all looks; `own` bytes of memory are left out of the present look."""
+
+    def restart(self) -> None:
+        """Forget the peak since the last look, which had memory that has been given back since."""
+
+
+def meters_of(device: str, *, beside_arena: bool = False) -> tuple[LiveBytes, Meter]:
+    """Return what counts the tensors of a call on a device, and a meter that sees kernels' own memory too.
+
+    Kernels of a simulated device have none. On a CPU, what they take cannot be told from memory that an arena
+    is given while the call runs (`beside_arena`). There the meter returns what the tensors take.
+    """
+    target = target_device(device)
+    live = LiveBytes(target)
+    if target.type != "cpu":
+        return live, AllocatorMeter(target)
+    return live, PeakMeter() if device == "cpu" and not beside_arena else LiveMeter(live)
+
+
+class LiveMeter:
+    """Measures what operators make."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+
+    @property
+    def peak(self) -> int:
+        return self._live.peak
+
+    def look(self, own: int = 0) -> int:
+        return self.peak
+
+    def restart(self) -> None:
+        pass
+
+
+class AllocatorMeter:
+    """Measures what torch's allocator gives out on an accelerator: tensors, and workspace of kernels.
+
+    It resets the allocator's peak at each look.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak = 0
+        self._device = device
+        self._base = torch.accelerator.memory_allocated(device)
+        self.restart()
+
+    def look(self, own: int = 0) -> int:
+        taken = torch.accelerator.max_memory_allocated(self._device) - self._base - own
+        self.peak = max(self.peak, taken)
+        self.restart()
+        return self.peak
+
+    def restart(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
 
 
 class PeakMeter:
@@ -125,7 +193,6 @@ class PeakMeter:
         self._base = resident
 
     def look(self, own: int = 0) -> int:
-        """Return the highest peak of all looks; `own` bytes of memory are left out of the present look."""
         peak, resident, file = self._look()
         taken = (
             max(peak if self._can_reset else resident, resident)
@@ -135,6 +202,9 @@ class PeakMeter:
         )
         self.peak = max(self.peak, taken)
         return self.peak
+
+    def restart(self) -> None:
+        self._look()
 
     def _look(self) -> tuple[int, int, int]:
         """Return the peak, the resident size and the bytes of it that files hold; and reset the peak."""

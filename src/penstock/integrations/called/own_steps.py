@@ -75,8 +75,7 @@ class OwnSteps:
         filled = step.fill(values)
         before = current.open, current.values
         current.open, current.values = before[0] or step, {**before[1], **values}
-        for _, one in watched:
-            one.start()
+        _start(watched)
         current.own_bytes += nbytes
         inner = current.inner_ns
         ready = time.perf_counter_ns()
@@ -94,6 +93,10 @@ class OwnSteps:
                 lead = max(0, begun - current.mark)
                 seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
             self._keep(current, step, used)
+            if current.meter is not None:
+                for weights in (memory, values, watched, used, filled):
+                    weights.clear()
+                current.meter.restart()
             current.mark = time.perf_counter_ns()
 
     def _keep(self, current: Pass, step: Step, used: Sequence[tuple[int, Watched]]) -> None:
@@ -142,3 +145,8 @@ class OwnSteps:
             f"{format_size(least, up=True)}, or call it with smaller inputs",
             floor_bytes=least,
         )
+
+
+def _start(watched: Sequence[tuple[int, Watched]]) -> None:
+    for _, weight in watched:
+        weight.start()
