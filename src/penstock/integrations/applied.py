@@ -19,6 +19,7 @@ from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations import exported
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
+from penstock.integrations.called.measuring import buffer_bytes
 from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.hollow import Hollow
@@ -111,6 +112,8 @@ class Applied:
         sentence = _RESTORE if self._restores else _LOAD
         with uninterrupted():
             self._hollow[name] = Hollow(module, sentence, target_device(device), called=True)
+            if device != "cpu":  # which had these bytes already
+                self.cap.reserved += buffer_bytes(module)
             self.components[name] = CalledModule(
                 name, module, facts, kept, self.cap, entries=entries, options=self._options
             )

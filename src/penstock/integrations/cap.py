@@ -51,7 +51,7 @@ class Cap:
         self.nbytes = nbytes
         self.lock = threading.RLock()
         self.rehearsing = False
-        self.reserved = 0  # bytes of parameters that are trained, and of what comes with them
+        self.reserved = 0  # bytes of trained parameters and what comes with them, and of buffers on a device
         self._counts_own = counts_own
         self._left = 0
         self._working = False

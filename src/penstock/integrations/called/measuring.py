@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.integrations.emptied.absent import has_memory
+from penstock.integrations.emptied.absent import AbsentTensor, has_memory
 from penstock.runtime.device.opening import target_device
+from penstock.runtime.system.memory import round_up
 
 _STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
 _RESET_PEAK = "5"
@@ -23,6 +24,9 @@ ROOM = 1.25
 
 _ALIKE = 1.1
 """Calls whose arguments are larger than any before by at most this factor are not measured."""
+
+_ALLOCATED = 512
+"""Allocators of accelerators give out multiples of these bytes."""
 
 _SLACK = 16 << 20, 8
 """A plan leaves at least this for calls that grow, or this part of the cap if that is less."""
@@ -80,6 +84,12 @@ def call_bytes(arguments: object, device: torch.device) -> int:
             left += vars(value).values()
         seen.add(id(value))
     return total
+
+
+def buffer_bytes(module: nn.Module) -> int:
+    """Return the bytes of buffers that stay in a device's memory, as its allocator rounds them."""
+    sizes = (one.nbytes for one in module.buffers() if not isinstance(one, AbsentTensor))
+    return sum(round_up(nbytes, _ALLOCATED) for nbytes in sizes)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
