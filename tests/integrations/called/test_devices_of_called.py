@@ -103,20 +103,27 @@ def test_results_are_those_of_the_module_at_the_floor_in_the_middle_and_with_all
     """Bytes that have left memory are overwritten on every simulated device."""
     kind, run = CASES[name]
     reference = made(kind)
-    expected = run(reference)
-    memory = [1 << 10, nbytes(reference) * 2 // 3, 2 * nbytes(reference) + (1 << 20)]
-    while memory:
+    expected, state = run(reference), reference.state_dict().values()
+
+    def runs(memory):
         model = made(kind)
         before = dict(model.named_parameters())
+        least = memory
         try:
-            with apply(model, memory[0], device="sim:t4", cache=tmp_path):
+            with apply(model, memory, device="sim:t4", cache=tmp_path):
                 assert same(run(model), expected)
-            memory.pop(0)
-            assert same(model.state_dict().values(), reference.state_dict().values())
+            assert same(model.state_dict().values(), state)
         except BudgetError as error:
-            assert error.floor_bytes > memory[0]
-            memory[0] = error.floor_bytes
+            least = error.floor_bytes
         assert all(one is before[fqn] for fqn, one in model.named_parameters())
+        return least
+
+    memory, least = 0, nbytes(reference) // 16
+    while memory < least:
+        memory, least = least, runs(least)
+    assert memory == least
+    for memory in (nbytes(reference) * 2 // 3 + (1 << 16), 2 * nbytes(reference) + (1 << 20)):
+        assert runs(memory) == memory
 
 
 def test_weights_move_as_planned_within_the_memory_that_is_left_beside_calls(tmp_path):
