@@ -45,9 +45,10 @@ def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_componen
 
 def test_a_simulated_gpu_draws_the_same_picture_and_says_how_long_it_takes(drawn, cache):
     _, folder, expected = drawn
-    made = load(folder, "5MB", cache=cache, example=models.nothing, device="sim:rtx4090")
+    made = load(folder, "5MB", cache=cache, device="sim:rtx4090")
     made.set_progress_bar_config(disable=True)
-    assert torch.equal(models.picture(made), expected)
+    for _ in range(2):
+        assert torch.equal(models.picture(made), expected)
     stats = made.penstock_applied.components["vae"].stats
     assert stats.simulated_seconds > 0
     assert stats.peak_bytes <= stats.budget

@@ -267,8 +267,8 @@ def load(
             adapter=adapter,
         )
     folder, nbytes = local_folder(source), parse_size(memory, name="memory")
-    found = open_folder(folder, variant, asked_dtype(dtype), train=False)
     cap, how = _on(device, nbytes, options)
+    found = open_folder(folder, variant, asked_dtype(dtype), train=False)
     applied = Applied(None, cap, Cache.at(cache), how, restores=False)
 
     def stream(stored: Stored) -> nn.Module:

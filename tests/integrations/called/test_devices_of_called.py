@@ -50,6 +50,27 @@ class Tied(nn.Module):
         return self.head(self.blocks(self.table(x))) + self.table.weight.sum()
 
 
+class Strided(nn.Module):
+    """Its layers read their weights from where these begin, by their offset in memory."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(odd_modules.WIDTH, odd_modules.WIDTH) / 8)
+
+        def forward(self, x):
+            return x @ self.weight.as_strided(self.weight.shape, (1, odd_modules.WIDTH), 0)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def bart():
     from transformers import BartConfig, BartForConditionalGeneration
 
@@ -73,6 +94,7 @@ CASES = {
     "unet": (Convolving, lambda model: [model(torch.ones(n, 8, 16, 16)) for n in (1, 1, 2, 1)]),
     "lstm": (Recurrent, lambda model: [model(odd_modules.inputs(n)) for n in (1, 1, 2, 1)]),
     "tied": (Tied, lambda model: [model(tokens(1, n, most=500)) for n in (4, 4, 9, 4)]),
+    "strided": (Strided, lambda model: [model(odd_modules.inputs(n)) for n in (1, 1, 2, 1)]),
     "experts": (Experts, lambda model: [model(odd_modules.inputs(n)) for n in (1, 1, 2, 1)]),
     "viewed": (KeepsView, lambda model: [model(odd_modules.inputs(n)) for n in (1, 1, 2, 1)]),
     "written": (Writes, lambda model: [model(odd_modules.inputs(n)) for n in (1, 1, 2, 1)]),
@@ -160,6 +182,23 @@ def test_a_table_is_read_whole_as_no_device_waits_for_rows(tmp_path):
         pytest.raises(BudgetError, match="table reads"),
     ):
         applied.target(ids)
+
+
+def test_quantised_weights_stream_in_their_parts(tmp_path):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    def quantised():
+        model = made(lambda: nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))))
+        quantize_(model, Int8WeightOnlyConfig())
+        return model
+
+    model, reference, x = quantised(), quantised(), torch.randn(3, 128)
+    with apply(model, "140KB", device="sim:t4", cache=tmp_path) as applied:
+        for _ in range(3):
+            assert torch.equal(model(x), reference(x))
+        (component,) = applied.components.values()
+        assert component.stats.bytes_moved > 0
+    assert torch.equal(model(x), reference(x))
 
 
 def test_a_new_order_misses_and_is_planned_then(tmp_path):

@@ -39,7 +39,10 @@ def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]
         made = nn.Parameter(tensor_of(fqn), requires_grad=value.requires_grad)
     else:
         made = tensor_of(fqn)
-    made.__dict__.update({name: one for name, one in vars(value).items() if not name.startswith("penstock_")})
+    own = vars(made)  # of a quantised weight, these are its parts
+    for name, attribute in vars(value).items():
+        if not name.startswith("penstock_") and name not in own:
+            own[name] = attribute
     return made
 
 
