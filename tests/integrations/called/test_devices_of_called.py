@@ -63,7 +63,7 @@ class Strided(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(self.Layer() for _ in range(5))
+        self.layers = nn.ModuleList(self.Layer() for _ in range(20))
 
     def forward(self, x):
         for layer in self.layers:
