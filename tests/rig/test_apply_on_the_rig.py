@@ -117,6 +117,7 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.full((40, WIDTH), 0.5))
         self.head = nn.Linear(WIDTH, 300, bias=False)
         self.head.weight = self.table.weight
+        self.spare = nn.Linear(WIDTH, 300)  # which no call reads
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.part(self.table(ids))[0] * self.scale[0])
