@@ -350,9 +350,7 @@ def load_on_accelerator(folder: Path, payload: Payload, plan: Plan, device: str)
     return _load_on_device(folder, payload, plan, open_device(device, plan), poison=False)
 
 
-def _open_device(
-    payload: Payload, plan: Plan, options: LoadOptions, beside: int, activations: int
-) -> Device:
+def _open_device(payload: Payload, plan: Plan, options: LoadOptions, beside: int, activations: int) -> Device:
     check_host(plan, options.device, beside)
     floor = partial(least_budget, payload, options.device)
     check_room(plan, payload, floor, device=options.device, beside=beside)

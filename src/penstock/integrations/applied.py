@@ -197,11 +197,10 @@ def apply(
     """
     if train:  # TODO(switch): called/ does not train yet
         return exported.apply(model, memory, device=device, example=example, cache=cache, train=train)
-    begun, nbytes, parts = monotonic(), parse_size(memory, name="memory"), components_of(model)
+    begun, parts = monotonic(), components_of(model)
     for name, module in parts.items():
         _refuse_moved(module, name)
-    cap, how = _on(device, nbytes, options)
-    applied = Applied(model, cap, Cache.at(cache), how, restores=True)
+    applied = _applied_to(model, memory, device, cache, options, restores=True)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
@@ -242,13 +241,10 @@ def load(
 
     Args:
         source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
-        memory: As for `apply`.
-        device: As for `apply`.
+        memory, device, cache, options: As for `apply`.
         variant: The variant of the weights (`"fp16"`), for components that have it.
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
-        cache: As for `apply`.
-        options: As for `apply`.
 
     Raises:
         SourceError: The folder holds no model.
@@ -266,10 +262,9 @@ def load(
             train=train,
             adapter=adapter,
         )
-    folder, nbytes = local_folder(source), parse_size(memory, name="memory")
-    cap, how = _on(device, nbytes, options)
+    applied = _applied_to(None, memory, device, cache, options, restores=False)
+    folder = local_folder(source)
     found = open_folder(folder, variant, asked_dtype(dtype), train=False)
-    applied = Applied(None, cap, Cache.at(cache), how, restores=False)
 
     def stream(stored: Stored) -> nn.Module:
         module, names = stored.make()
@@ -286,10 +281,20 @@ def load(
     return closing(applied.target)
 
 
-def _on(device: str, nbytes: int, options: LoadOptions | None) -> tuple[Cap, LoadOptions]:
-    """Return the cap and the options of a device. Raises StreamError for a device that is not here."""
+def _applied_to(
+    target: Any,
+    memory: int | str,
+    device: str,
+    cache: str | PathLike[str] | None,
+    options: LoadOptions | None,
+    *,
+    restores: bool,
+) -> Applied:
+    """Return what components are added to. Raises StreamError for a device that is not here."""
     target_device(device)
-    return Cap(nbytes, counts_own=device == "cpu"), replace(options or LoadOptions(), device=device)
+    cap = Cap(parse_size(memory, name="memory"), counts_own=device == "cpu")
+    how = replace(options or LoadOptions(), device=device)
+    return Applied(target, cap, Cache.at(cache), how, restores=restores)
 
 
 def _refuse_moved(module: nn.Module, name: str) -> None:

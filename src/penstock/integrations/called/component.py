@@ -29,7 +29,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.kinds import kind_of
-from penstock.integrations.called.measuring import ROOM, CallSizes, call_bytes, meters_of
+from penstock.integrations.called.measuring import ROOM, ArgumentBytes, CallSizes, call_bytes, meters_of
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, uncached_autocast
@@ -255,13 +255,15 @@ class CalledModule:
                 return called(*args, **kwargs)
             refuse_grad((args, kwargs))
             self._memory.refuse_viewed()
-            nbytes, kind = call_bytes((args, kwargs), self._device), kind_of(entry, args, kwargs)
+            given, kind = call_bytes((args, kwargs), self._device), kind_of(entry, args, kwargs)
             with self._cap.calling(self) as alone, uncached_autocast(), torch.no_grad():
-                current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
+                current = self._pass = Pass(
+                    entry, None if alone else self._order_of(entry, kind, given.nbytes)
+                )
                 try:
                     own = functools.partial(called, *args, **kwargs)
                     output = self._run(
-                        current, functools.partial(self._units.run_to_end, current, own), nbytes
+                        current, functools.partial(self._units.run_to_end, current, own), given
                     )
                 finally:
                     self._pass = None
@@ -288,32 +290,32 @@ class CalledModule:
             self._room = self._sizes.room(self._cap.nbytes)
         return order if self._sizes.has_room(nbytes, self._room) else None
 
-    def _run(self, current: Pass, run: Callable[[], Any], nbytes: int) -> Any:
+    def _run(self, current: Pass, run: Callable[[], Any], given: ArgumentBytes) -> Any:
         if current.order is None:
-            return self._observed(current, run, nbytes)
+            return self._observed(current, run, given)
         weights = self._memory.weights or self._open()
         weights.wait()
         current.mark = time.perf_counter_ns()
-        if self._sizes.is_known(nbytes):
+        if self._sizes.is_known(given.nbytes):
             return weights.run(current.order, None, run)
         live, meter = meters_of(self._options.device, beside_arena=True)
         with live:
             output = weights.run(current.order, None, run)
-        beside = nbytes + max(live.peak, meter.look())
-        self._sizes.measured.append((nbytes, beside))
+        beside = given.allocated + max(live.peak, meter.look())
+        self._sizes.measured.append((given.nbytes, beside))
         if ROOM * beside > self._room:
             self.unload()
         return output
 
-    def _observed(self, current: Pass, run: Callable[[], Any], nbytes: int) -> Any:
+    def _observed(self, current: Pass, run: Callable[[], Any], given: ArgumentBytes) -> Any:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self.refuse_lost()
         self.unload()
         begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
         with live:
             output = run()
-        beside = nbytes + max(live.peak, current.meter.look() - self._cap.kernels)
-        self._sizes.measured.append((nbytes, beside))
+        beside = given.allocated + max(live.peak, current.meter.look() - self._cap.kernels)
+        self._sizes.measured.append((given.nbytes, beside))
         _log.info(
             "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights",
             self.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -67,15 +67,25 @@ class CallSizes:
         return larger <= _ALIKE or self.beside * larger**2 <= room
 
 
-def call_bytes(arguments: object, device: torch.device) -> int:
+class ArgumentBytes(NamedTuple):
+    """The bytes of a call's arguments on a device, and those that its allocator has given them."""
+
+    nbytes: int
+    allocated: int
+
+
+def call_bytes(arguments: object, device: torch.device) -> ArgumentBytes:
     """Return the bytes on a device of all tensors in the arguments of a call, in caches and objects too."""
+    granule = 1 if device.type == "cpu" else _ALLOCATED
     seen: set[int] = set()
-    total = 0
+    total = allocated = 0
     left = [arguments]
     while left:
         value = left.pop()
         if isinstance(value, torch.Tensor):
-            total += value.nbytes if id(value) not in seen and value.device == device else 0
+            if id(value) not in seen and value.device == device:
+                total += value.nbytes
+                allocated += round_up(value.nbytes, granule)
         elif isinstance(value, dict):
             left += value.values()
         elif isinstance(value, list | tuple):
@@ -83,7 +93,7 @@ def call_bytes(arguments: object, device: torch.device) -> int:
         elif id(value) not in seen and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
             left += vars(value).values()
         seen.add(id(value))
-    return total
+    return ArgumentBytes(total, allocated)
 
 
 def buffer_bytes(module: nn.Module) -> int:
