@@ -100,7 +100,15 @@ def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest, besi
     `find_plan`. For a simulated device, which takes memory of the same host, only what the host holds is
     decided anew: planning all of it took 88 MiB for 48 layers, where it is memory that is short.
     """
-    plan = find_plan(folder, payload, request)
+    return _within_host(find_plan(folder, payload, request), folder, payload, request, beside)
+
+
+def decide_to_load(folder: Path, payload: Payload, request: PlanRequest, beside: int) -> Plan:
+    """Make the plan to load for a request, as `find_plan_to_load` does; nothing is remembered."""
+    return _within_host(decide(folder, payload, request), folder, payload, request, beside)
+
+
+def _within_host(plan: Plan, folder: Path, payload: Payload, request: PlanRequest, beside: int) -> Plan:
     limit = host_limit(request.device, request.budget, beside)
     if device_kind(request.device) == "cpu" or fits_host(plan, limit) or (limit or 0) < LEAST_HOST_BYTES:
         return plan  # without room for the least, loading refuses it

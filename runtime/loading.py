@@ -123,7 +123,7 @@ def load_module(
         else program.lowered
     )
     if device is None and device_kind(options.device) != "cpu":
-        device = _open_device(program, plan, options)
+        device = _open_device(payload, plan, options, program.beside_bytes, program.activation_bytes)
     if device is None:
         weights = load_weights(program.path, payload, plan, options, program.beside_bytes)
     else:
@@ -199,10 +199,14 @@ def _training_module(
 def load_weights(
     folder: Path, payload: Payload, plan: Plan, options: LoadOptions, beside: int = 0
 ) -> LoadedWeights:
-    """Returns the weights of a verified plan on a CPU, with readers at work; an error closes all again.
+    """Returns the weights of a verified plan, with readers at work; an error closes all again.
 
-    Raises BudgetError without room for them and for the `beside` bytes that calls take.
+    On other devices than a CPU, each weight has a storage of its own. Raises BudgetError without room for the
+    weights and for the `beside` bytes that calls take.
     """
+    if device_kind(options.device) != "cpu":
+        device = _open_device(payload, plan, options, beside, beside)
+        return _load_on_device(folder, payload, plan, device, poison=options.poison, own_storages=True)
     if options.readers < 1:
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
     private = check_room(plan, payload, partial(least_budget, payload, "cpu"), beside=beside)
@@ -346,14 +350,13 @@ def load_on_accelerator(folder: Path, payload: Payload, plan: Plan, device: str)
     return _load_on_device(folder, payload, plan, open_device(device, plan), poison=False)
 
 
-def _open_device(program: Program, plan: Plan, options: LoadOptions) -> Device:
-    payload, beside = program.payload, program.beside_bytes
+def _open_device(payload: Payload, plan: Plan, options: LoadOptions, beside: int, activations: int) -> Device:
     check_host(plan, options.device, beside)
     floor = partial(least_budget, payload, options.device)
     check_room(plan, payload, floor, device=options.device, beside=beside)
     device = open_device(options.device, plan, page_lock=options.page_lock)
     if isinstance(device, SimDevice):
-        device.reserve(program.activation_bytes, "activations")
+        device.reserve(activations, "activations")
     return device
 
 

@@ -131,6 +131,10 @@ class DeviceWeights:
             # No step reads this weight: a placeholder of its shape, whose memory is never touched, will do.
             dtype = getattr(torch, part.dtype)
             where = "cpu" if part.storage in self._on_host else self.arena.device
+            if self._own_storages and self.arena.numel() and 0 not in part.shape:
+                # A device would give the memory that is never touched: it is one value of the arena instead.
+                nowhere, strides = torch.empty(0, dtype=dtype, device=where), (0,) * len(part.shape)
+                return nowhere.set_(self.arena.untyped_storage(), 0, part.shape, strides)
             return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=where)
         memory, start, stop = found
         if not self._own_storages:

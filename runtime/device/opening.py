@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.runtime.device.accelerator import AcceleratorDevice
+from penstock.runtime.device.accelerator import AcceleratorDevice, find_accelerator
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.protocol import Device
 from penstock.runtime.sim.device import SimDevice
@@ -48,6 +48,15 @@ def hardware_of(name: str) -> Hardware | None:
     """Returns the preset in a simulated device's name. Raises PlanError, with the nearest, for no preset."""
     kind, _, detail = name.partition(":")
     return find_hardware(detail) if kind == "sim" and detail else None
+
+
+def target_device(name: str) -> torch.device:
+    """Return the device of the tensors of a device's name; those of a simulated device are on the CPU.
+
+    Raises StreamError for an accelerator that is not here, PlanError for an unknown preset.
+    """
+    hardware_of(name)
+    return find_accelerator(name) if device_kind(name) == ACCELERATOR else torch.device("cpu")
 
 
 def open_accelerator(name: str, *, page_lock: bool = True) -> AcceleratorDevice:

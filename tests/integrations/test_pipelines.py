@@ -45,7 +45,8 @@ def test_a_simulated_gpu_draws_the_same_picture_and_says_how_long_it_takes(drawn
     _, folder, expected = drawn
     made = load(folder, "5MB", cache=cache, device="sim:rtx4090")
     made.set_progress_bar_config(disable=True)
-    assert torch.equal(models.picture(made), expected)
+    for _ in range(2):
+        assert torch.equal(models.picture(made), expected)
     stats = made.penstock_applied.components["vae"].stats
     assert stats.simulated_seconds > 0
     assert stats.peak_bytes <= stats.budget

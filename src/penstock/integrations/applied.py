@@ -20,6 +20,7 @@ from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
+from penstock.integrations.called.measuring import buffer_bytes
 from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.hollow import Hollow
@@ -40,6 +41,7 @@ from penstock.integrations.training.module import TrainedModule
 from penstock.integrations.training.trained import TrainedParameters
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.cache import Cache
+from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.system.own_memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
@@ -73,7 +75,7 @@ class Applied:
         self._trained: list[nn.Module] = []
 
     def __repr__(self) -> str:
-        state = f"streamed within {format_budget(self.cap.nbytes)}"
+        state = f"streamed within {format_budget(self.cap.nbytes)} on {self._options.device}"
         return f"Applied({type(self.target).__name__}, {state if self._hollow else 'restored'})"
 
     @property
@@ -119,13 +121,16 @@ class Applied:
         Parameters that are `trained` stay in memory.
         """
         own = trained.parameters if trained else ()
-        facts = make_facts(module, kept, own)
+        device = self._options.device
+        facts = make_facts(module, kept, own, aligned=device != "cpu")
         entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
         sentence = _RESTORE if self._restores else _LOAD
         make = functools.partial(TrainedModule, trained=trained) if trained else CalledModule
         with uninterrupted(), ExitStack() as on_error:
-            hollow = Hollow(module, sentence, torch.device("cpu"), own, called=True)
+            hollow = Hollow(module, sentence, target_device(device), own, called=True)
             on_error.callback(lambda given: hollow.filling(given)(), kept)
+            if device != "cpu":  # which had these bytes already
+                self.cap.reserved += buffer_bytes(module)
             self.components[name] = make(
                 name,
                 module,
@@ -214,7 +219,11 @@ def apply(
     Args:
         model: A module, a model of transformers, or a pipeline of diffusers. It is in eval mode until it is
             restored.
-        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, or a number.
+        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, or a number. On a GPU
+            these are bytes of the GPU.
+        device: Where the model computes: `"cpu"`, `"cuda"`, `"cuda:1"`, another accelerator of torch's, or a
+            simulated one (`"sim:rtx4090"`). Its parameters and buffers are on that device until it is
+            restored.
         cache: The folder for weights that no file of the model holds. Default: `~/.cache/penstock`.
         train: Calls with grad mode on give the parameters of a model that require grad now the gradients of
             the model in memory, bit for bit. These parameters stay in memory, and the model in its mode.
@@ -228,17 +237,14 @@ def apply(
     Raises:
         PassError: The model cannot stream as it is; the message says why. It is as it was then.
     """
-    if device != "cpu":  # TODO(switch): called/ does not do these yet
-        from penstock.integrations import exported
-
-        return exported.apply(model, memory, device=device, example=example, cache=cache, train=train)
-    begun, nbytes, parts = monotonic(), parse_size(memory, name="memory"), components_of(model)
     if train and not isinstance(model, nn.Module):
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
+    begun, parts = monotonic(), components_of(model)
     for name, module in parts.items():
         refuse_scripted(module, name)
         _refuse_moved(module, name)
-    applied = Applied(model, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=True)
+    applied = _applied_to(model, memory, device, cache, options, restores=True)
+    _refuse_trained_elsewhere(device, train=train)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
@@ -285,7 +291,7 @@ def load(
 
     Args:
         source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
-        memory: As for `apply`.
+        memory, device, cache, options: As for `apply`.
         variant: The variant of the weights (`"fp16"`), for components that have it.
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
@@ -300,24 +306,11 @@ def load(
         SourceError: The folder holds no model.
         PassError: As for `apply`.
     """
-    if device != "cpu":  # TODO(switch): called/ does not do these yet
-        from penstock.integrations import exported
-
-        return exported.load(
-            source,
-            memory,
-            device=device,
-            example=example,
-            variant=variant,
-            dtype=dtype,
-            cache=cache,
-            train=train,
-            adapter=adapter,
-        )
     adapting = Adapting.asked(adapter, train=train)
-    folder, nbytes = local_folder(source), parse_size(memory, name="memory")
+    applied = _applied_to(None, memory, device, cache, options, restores=False)
+    _refuse_trained_elsewhere(device, train=train)
+    folder = local_folder(source)
     found = open_folder(folder, variant, asked_dtype(dtype), train=train)
-    applied = Applied(None, Cap(nbytes), Cache.at(cache), options or LoadOptions(), restores=False)
 
     def stream(stored: Stored) -> Any:
         module, names = stored.make()
@@ -340,6 +333,28 @@ def load(
         add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.target.penstock_applied = applied
     return closing(applied.target)
+
+
+def _applied_to(
+    target: Any,
+    memory: int | str,
+    device: str,
+    cache: str | PathLike[str] | None,
+    options: LoadOptions | None,
+    *,
+    restores: bool,
+) -> Applied:
+    """Return what components are added to. Raises StreamError for a device that is not here."""
+    target_device(device)
+    cap = Cap(parse_size(memory, name="memory"), counts_own=device == "cpu")
+    how = replace(options or LoadOptions(), device=device)
+    return Applied(target, cap, Cache.at(cache), how, restores=restores)
+
+
+def _refuse_trained_elsewhere(device: str, *, train: bool) -> None:
+    """Raise PassError for training on another device than the CPU."""
+    if train and device != "cpu":
+        raise PassError(f"train=True computes on a CPU: leave device={device!r} out")
 
 
 def _refuse_moved(module: nn.Module, name: str) -> None:

@@ -51,7 +51,7 @@ class Cap:
         self.nbytes = nbytes
         self.lock = threading.RLock()
         self.rehearsing = False
-        self.reserved = 0  # bytes of parameters that are trained, and of what comes with them
+        self.reserved = 0  # bytes of trained parameters and what comes with them, and of buffers on a device
         self._counts_own = counts_own
         self._left = 0
         self._working = False
@@ -62,7 +62,9 @@ class Cap:
 
     @property
     def kernels(self) -> int:
-        """Bytes beside the cap that kernels may take for memory of their own."""
+        """Bytes beside the cap that kernels may take for memory of their own; on a GPU all is measured."""
+        if not self._counts_own:
+            return 0
         return _KERNELS[0] + self.nbytes // _KERNELS[1]
 
     @property

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 
-from penstock.integrations.called.facts import ModuleFacts
 from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.places import Places, Watched
 from penstock.integrations.kept import KeptWeights, digest_of
@@ -75,7 +74,7 @@ class BetweenCalls:
 
     Args:
         places: The places of the weights when the model was applied.
-        facts: The facts of the module.
+        own: What reads weights from the files, with the facts of the module.
         kept: The files that hold the weights; files that are written are added.
         keep: What writes weights to the cache; None where they stay in memory.
         make_room: What is told of bytes before they are read.
@@ -89,15 +88,15 @@ class BetweenCalls:
     def __init__(
         self,
         places: Places,
-        facts: ModuleFacts,
+        own: OwnMemory,
         kept: list[KeptWeights],
         keep: Keep | None,
         make_room: Callable[[int], None],
     ) -> None:
-        self.facts, self.twins, self.names = facts, places.twins, places.names
+        self.facts, self.twins, self.names = own.facts, places.twins, places.names
         self.has_changed = False
         self._kept, self._keep, self._make_room = kept, keep, make_room
-        self._own = OwnMemory(facts)
+        self._own = own
         self._opened: dict[int, _Opened] = {}
         self._written: dict[int, torch.Tensor] = {}
 

@@ -31,7 +31,7 @@ from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.forwards import Forwards, Wrapped
 from penstock.integrations.called.kinds import kind_of
-from penstock.integrations.called.measuring import ROOM, CallSizes, LiveBytes, PeakMeter, call_bytes
+from penstock.integrations.called.measuring import ROOM, ArgumentBytes, CallSizes, call_bytes, meters_of
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, one_pass
@@ -45,6 +45,7 @@ from penstock.integrations.emptied.absent import answer_with
 from penstock.integrations.kept import KeptWeights, digest_of, refuse_lost
 from penstock.integrations.progress import seconds_since
 from penstock.passes.weights.subclasses import plain_tensors
+from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
@@ -95,6 +96,7 @@ class CalledModule:
         self._state = threading.Lock()  # held while a step begins
         self._kinds: dict[object, int] = {}
         self._sizes = CallSizes()
+        self._device = target_device(self._options.device)
         self._pass: Pass | None = None
         self._passes = 0
         self._room = 0  # bytes that the present plan leaves for calls
@@ -104,7 +106,7 @@ class CalledModule:
         for twin, value in places.twins.items():
             for part, plain in plain_tensors(places.names[twin], value).items():
                 answer_with(plain, Answer(self, twin, part.removeprefix(places.names[twin])))
-        self._between = BetweenCalls(places, facts, self.kept, keep, self._make_room)
+        self._between = BetweenCalls(places, OwnMemory(facts, self._device), self.kept, keep, self._make_room)
         self._forwards = Forwards(module, entries, self._called)
         self._build(places)
         self._own_bytes = self._places.bytes_of_others()
@@ -113,7 +115,7 @@ class CalledModule:
     def _build(self, places: Places) -> None:
         """Find out who reads what. Calls are observed anew."""
         facts = self._between.facts.renamed(places.twins, self._between.names, places.all_names())
-        self._places, self._own = places, OwnMemory(facts)
+        self._places, self._own = places, OwnMemory(facts, self._device)
         self._steps = StepWeights(self.module, facts, places)
         self._memory = PlanMemory(self._steps)
         host = Host(
@@ -122,7 +124,8 @@ class CalledModule:
             self._steps.is_read_by,
             lambda twin: self._own_steps.stay(self._pass, twin),
         )
-        self._units = UnitReads(self.module, facts, self._own, host, watches=self._watches)
+        by_units = self._watches and self._options.device == "cpu"
+        self._units = UnitReads(self.module, facts, self._own, host, by_units=by_units)
         self._own_steps = OwnSteps(
             self.name, self._steps, self._own, units=self._units, memory=self._memory, cap=self._cap
         )
@@ -280,14 +283,15 @@ class CalledModule:
             if unmerge_disabled(self._adapted):
                 self._update()
             entry, called = wrapped.entry, wrapped.called
-            nbytes, kind = call_bytes((args, kwargs)), kind_of(entry, args, kwargs)
+            given, kind = call_bytes((args, kwargs), self._device), kind_of(entry, args, kwargs)
             with self._cap.calling(self) as alone, one_pass(), torch.no_grad():
-                current = self._pass = Pass(entry, None if alone else self._order_of(entry, kind, nbytes))
+                order = None if alone else self._order_of(entry, kind, given.nbytes)
+                current = self._pass = Pass(entry, order)
                 self._units.awake()
                 try:
                     own = functools.partial(called, *args, **kwargs)
                     output = self._run(
-                        current, functools.partial(self._units.run_to_end, current, own), nbytes
+                        current, functools.partial(self._units.run_to_end, current, own), given
                     )
                 finally:
                     self._pass = None
@@ -320,34 +324,36 @@ class CalledModule:
             self._room = self._sizes.room(self._cap.nbytes)
         return order if self._sizes.has_room(nbytes, self._room) else None
 
-    def _run(self, current: Pass, run: Callable[[], Any], nbytes: int) -> Any:
+    def _run(self, current: Pass, run: Callable[[], Any], given: ArgumentBytes) -> Any:
         if current.order is None:
-            return self._observed(current, run, nbytes)
+            return self._observed(current, run, given)
         weights = self._memory.weights or self._open()
         self._memory.enter()
         weights.wait()
         current.mark = time.perf_counter_ns()
-        if self._sizes.is_known(nbytes):
+        if self._sizes.is_known(given.nbytes):
             return weights.run(current.order, None, run)
-        with LiveBytes() as live:
+        live, meter = meters_of(self._options.device, beside_arena=True)
+        with live:
             output = weights.run(current.order, None, run)
-        self._sizes.measured.append((nbytes, nbytes + live.peak))
-        if ROOM * (nbytes + live.peak) > self._room:
+        beside = given.allocated + max(live.peak, meter.look())
+        self._sizes.measured.append((given.nbytes, beside))
+        if ROOM * beside > self._room:
             self.unload()
         return output
 
-    def _observed(self, current: Pass, run: Callable[[], Any], nbytes: int) -> Any:
+    def _observed(self, current: Pass, run: Callable[[], Any], given: ArgumentBytes) -> Any:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self.refuse_lost()
         self.unload()
-        begun, current.meter = time.monotonic(), PeakMeter()
-        with LiveBytes() as live:
+        begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
+        with live:
             output = run()
         peak = current.meter.look()
         loaded = max(0, current.meter.now - live.now)  # code, of modules that are imported in this call
-        beside = nbytes + max(live.peak, peak - loaded - self._cap.kernels)
+        beside = given.allocated + max(live.peak, peak - loaded - self._cap.kernels)
         if not current.has_compiled:
-            self._sizes.measured.append((nbytes, beside))
+            self._sizes.measured.append((given.nbytes, beside))
         _log.info(
             "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights",
             self.name,
@@ -440,17 +446,19 @@ class CalledModule:
         begun, facts = time.monotonic(), self.facts
         staying = sum(facts.storages[s].nbytes for s in self._steps.learned.resident)
         beside, self._room = self._sizes.beside, self._sizes.room(self._cap.nbytes)
-        plan = functools.partial(plan_orders, self.orders, self._options.arena, self._steps, self._units)
+        plan = functools.partial(
+            plan_orders, self.orders, self._options, self._steps, self._units, beside=beside
+        )
         with self._cap.working():
             room = self._cap.room
             budget = max(1, min(facts.nbytes, room - self._room) - staying)
             try:
-                planned = plan(budget)
+                planned = plan(budget=budget)
             except BudgetError as error:
                 floor = error.floor_bytes or 0
                 if floor + staying + beside > room:
                     raise self._own_steps.too_little(floor + staying, beside) from error
-                planned = plan(floor)
+                planned = plan(budget=floor)
                 self._room = room - floor - staying
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, beside)

@@ -237,11 +237,16 @@ def joined(path: str, key: str) -> str:
 
 
 def make_facts(
-    module: nn.Module, kept: Sequence[KeptWeights], trained: Sequence[nn.Parameter] = ()
+    module: nn.Module,
+    kept: Sequence[KeptWeights],
+    trained: Sequence[nn.Parameter] = (),
+    *,
+    aligned: bool = False,
 ) -> ModuleFacts:
     """Return the facts of a module whose weights `kept` holds in files, without those that are trained.
 
-    The parameters may be on the meta device. Raises SourceError for a parameter that no file holds.
+    The parameters may be on the meta device. With `aligned`, no weight has a phase. Raises SourceError for a
+    parameter that no file holds.
     """
     index: dict[int, int] = {}
     storages: list[Storage] = []
@@ -278,6 +283,8 @@ def make_facts(
         if weight.fqn in phases:
             s = weight.parts[0].storage
             placed[s] = replace(placed[s], phase=phases[weight.fqn])
+    if aligned:
+        placed = [replace(storage, phase=0) for storage in placed]
     files = tuple(stamp_file(path, recorded_path=str(path.absolute())) for path in found.files)
     return ModuleFacts(files, tuple(placed), tuple(weights.values()))
 

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from penstock.integrations.emptied.absent import has_memory
+from penstock.integrations.emptied.absent import AbsentTensor, has_memory
+from penstock.runtime.device.opening import target_device
+from penstock.runtime.system.memory import round_up
 
 _STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
 _RESET_PEAK = "5"
@@ -29,6 +31,9 @@ ROOM = 1.25
 
 _ALIKE = 1.1
 """Calls whose arguments are larger than any before by at most this factor are not measured."""
+
+_ALLOCATED = 512
+"""Allocators of accelerators give out multiples of these bytes."""
 
 _SLACK = 16 << 20, 8
 """A plan leaves at least this for calls that grow, or this part of the cap if that is less."""
@@ -69,15 +74,25 @@ class CallSizes:
         return larger <= _ALIKE or self.beside * larger**2 <= room
 
 
-def call_bytes(arguments: object) -> int:
-    """Return the bytes of all tensors in the arguments of a call, in caches and other objects too."""
+class ArgumentBytes(NamedTuple):
+    """The bytes of a call's arguments on a device, and those that its allocator has given them."""
+
+    nbytes: int
+    allocated: int
+
+
+def call_bytes(arguments: object, device: torch.device) -> ArgumentBytes:
+    """Return the bytes on a device of all tensors in the arguments of a call, in caches and objects too."""
+    granule = 1 if device.type == "cpu" else _ALLOCATED
     seen: set[int] = set()
-    total = 0
+    total = allocated = 0
     left = [arguments]
     while left:
         value = left.pop()
         if isinstance(value, torch.Tensor):
-            total += 0 if id(value) in seen else value.nbytes
+            if id(value) not in seen and value.device == device:
+                total += value.nbytes
+                allocated += round_up(value.nbytes, granule)
         elif isinstance(value, dict):
             left += value.values()
         elif isinstance(value, list | tuple):
@@ -85,7 +100,13 @@ def call_bytes(arguments: object) -> int:
         elif id(value) not in seen and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
             left += vars(value).values()
         seen.add(id(value))
-    return total
+    return ArgumentBytes(total, allocated)
+
+
+def buffer_bytes(module: nn.Module) -> int:
+    """Return the bytes of buffers that stay in a device's memory, as its allocator rounds them."""
+    sizes = (one.nbytes for one in module.buffers() if not isinstance(one, AbsentTensor))
+    return sum(round_up(nbytes, _ALLOCATED) for nbytes in sizes)
 
 
 def run_uncounted(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,11 +125,12 @@ def compiled_graphs() -> int:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of what operators make while this mode is on, as long as something refers to it."""
+    """Counts the bytes that operators make on a device in this mode, as long as something refers to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self.now = 0
+        self._device = device
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -117,7 +139,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         given = {id(one.untyped_storage()) for one in pytree.tree_leaves((args, kwargs)) if has_memory(one)}
         for one in pytree.tree_leaves(result):
-            if has_memory(one):
+            if has_memory(one) and one.device == self._device:
                 memory = one.untyped_storage()
                 if id(memory) not in given and id(memory) not in self._known:
                     self._known.add(id(memory))
@@ -152,6 +174,90 @@ class Running:
 RUNNING = Running()
 
 
+class Meter(Protocol):
+    """Measures the most memory that a call takes beyond what there was before it."""
+
+    @property
+    def peak(self) -> int:
+        """The highest peak of all looks."""
+
+    @property
+    def now(self) -> int:
+        """What was taken at the last look."""
+
+    def look(self, own: int = 0) -> int:
+        """Return the highest peak of all looks; `own` bytes of memory are left out of the present look."""
+
+    def restart(self) -> None:
+        """Forget the peak since the last look, which had memory that has been given back since."""
+
+    def forget(self) -> None:
+        """Take all that there is now for granted."""
+
+
+def meters_of(device: str, *, beside_arena: bool = False) -> tuple[LiveBytes, Meter]:
+    """Return what counts the tensors of a call on a device, and a meter that sees kernels' own memory too.
+
+    Kernels of a simulated device have none. On a CPU, what they take cannot be told from memory that an arena
+    is given while the call runs (`beside_arena`). There the meter returns what the tensors take.
+    """
+    target = target_device(device)
+    live = LiveBytes(target)
+    if target.type != "cpu":
+        return live, AllocatorMeter(target)
+    return live, PeakMeter() if device == "cpu" and not beside_arena else LiveMeter(live)
+
+
+class LiveMeter:
+    """Measures what operators make."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+
+    @property
+    def peak(self) -> int:
+        return self._live.peak
+
+    @property
+    def now(self) -> int:
+        return self._live.now
+
+    def look(self, own: int = 0) -> int:
+        return self.peak
+
+    def restart(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+class AllocatorMeter:
+    """Measures what torch's allocator gives out on an accelerator: tensors, and workspace of kernels.
+
+    It resets the allocator's peak at each look.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak = self.now = 0
+        self._device = device
+        self._base = torch.accelerator.memory_allocated(device)
+        self.restart()
+
+    def look(self, own: int = 0) -> int:
+        taken = torch.accelerator.max_memory_allocated(self._device) - self._base - own
+        self.peak = max(self.peak, taken)
+        self.restart()
+        return self.peak
+
+    def restart(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def forget(self) -> None:
+        self._base = torch.accelerator.memory_allocated(self._device)
+        self.restart()
+
+
 class PeakMeter:
     """Measures the most memory that this process takes beyond what it has now, kernels' own memory included.
 
@@ -169,7 +275,6 @@ class PeakMeter:
         self._base = resident
 
     def look(self, own: int = 0) -> int:
-        """Return the highest peak of all looks; `own` bytes of memory are left out of the present look."""
         peak, resident, file = self._look()
         self._alone = self._alone and RUNNING.begun == self._begun
         if not self._alone:
@@ -181,9 +286,10 @@ class PeakMeter:
         return self.peak
 
     def restart(self) -> None:
-        """Take the memory that the process has now for granted, and forget what it took before."""
-        _, resident, self._file = self._look()
-        self._base = resident
+        self._look()
+
+    def forget(self) -> None:
+        _, self._base, self._file = self._look()
 
     def _look(self) -> tuple[int, int, int]:
         """Return the peak, the resident size and the bytes of it that files hold; and reset the peak."""

@@ -76,8 +76,7 @@ class OwnSteps:
         filled = step.fill(values)
         before = current.open, current.values
         current.open, current.values = before[0] or step, {**before[1], **values}
-        for _, one in watched:
-            one.start()
+        _start(watched)
         current.own_bytes += nbytes
         graphs = compiled_graphs()
         inner = current.inner_ns
@@ -91,7 +90,7 @@ class OwnSteps:
                 current.meter.look(current.own_bytes)
             elif current.meter is not None:  # the compiler's own memory is none of later calls
                 current.has_compiled = True
-                current.meter.restart()
+                current.meter.forget()
             current.own_bytes -= nbytes
             current.open, current.values = before
             step.empty(filled)
@@ -99,6 +98,10 @@ class OwnSteps:
                 lead = max(0, begun - current.mark)
                 seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
             self._keep(current, step, used)
+            if current.meter is not None:
+                for weights in (memory, values, watched, used, filled):
+                    weights.clear()
+                current.meter.restart()
             current.mark = time.perf_counter_ns()
 
     def _keep(self, current: Pass, step: Step, used: Sequence[tuple[int, Watched]]) -> None:
@@ -147,3 +150,8 @@ class OwnSteps:
             f"{format_size(least, up=True)}, or call it with smaller inputs",
             floor_bytes=least,
         )
+
+
+def _start(watched: Sequence[tuple[int, Watched]]) -> None:
+    for _, weight in watched:
+        weight.start()

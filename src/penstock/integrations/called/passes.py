@@ -12,7 +12,7 @@ import torch
 
 from penstock.integrations.called.by_units.reads import PassReads, Seen
 from penstock.integrations.called.facts import Order
-from penstock.integrations.called.measuring import RUNNING, PeakMeter
+from penstock.integrations.called.measuring import RUNNING, Meter
 from penstock.integrations.called.places import Step, Values
 
 
@@ -33,7 +33,7 @@ class Pass:
     inner_ns: int = 0  # of reads by units
     own_bytes: int = 0  # of weights in memory of their own
     copies: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
-    meter: PeakMeter | None = None
+    meter: Meter | None = None
     learned: bool = False
     astray: bool = False  # steps came in another order than the expected one
     has_compiled: bool = False

@@ -103,11 +103,11 @@ class PlanMemory:
 
     def _release(self, weights: LoadedWeights, viewed: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
         """Give the memory of a plan back: at once, or when the last view of it is gone."""
+        # Tensors would keep the memory of a device alive, and that for which the finalizer waits.
+        weights.tensors.clear()
         if not viewed:
             weights.close()
             return
-        # The finalizer refers to `weights`: tensors in it would keep the memory alive that it waits for.
-        weights.tensors.clear()
         for name, memory in viewed:
             self._viewed.append((name, weakref.ref(memory)))
             weakref.finalize(memory, weights.close)

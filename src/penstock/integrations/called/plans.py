@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import NO_FOLDER, Order
 from penstock.integrations.called.readers import StepWeights
-from penstock.runtime.choice import PlanRequest, decide
+from penstock.runtime.choice import PlanRequest, decide_to_load
+from penstock.runtime.loading import LoadOptions
 from penstock.schedule.facts.model import SparseRead
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
@@ -53,9 +54,15 @@ class PlannedOrders:
 
 
 def plan_orders(
-    orders: Sequence[Order], arena: str | None, steps: StepWeights, units: UnitReads, budget: int
+    orders: Sequence[Order],
+    options: LoadOptions,
+    steps: StepWeights,
+    units: UnitReads,
+    *,
+    budget: int,
+    beside: int,
 ) -> PlannedOrders:
-    """Plan all orders within a budget.
+    """Plan all orders within a budget; calls take `beside` bytes beside it.
 
     If the plan cannot read some storages by units, the steps of modules read these whole in the next try.
     """
@@ -63,7 +70,7 @@ def plan_orders(
     if budget >= steps.facts.nbytes:
         merged |= {(g, *one) for g, order in enumerate(orders) for one in order.by_units()}
     while True:
-        planned = _plan_merged(orders, steps, units, merged, arena=arena, budget=budget)
+        planned = _plan_merged(orders, steps, units, merged, options=options, budget=budget, beside=beside)
         plan = planned.plan
         unserved = {
             (graph, order.owners[k], read.storage)
@@ -86,8 +93,9 @@ def _plan_merged(
     units: UnitReads,
     merged: set[tuple[int, str, int]],
     *,
-    arena: str | None,
+    options: LoadOptions,
     budget: int,
+    beside: int,
 ) -> PlannedOrders:
     """Plan all orders; the steps of modules read whole what `merged` has: order, path and storage."""
     readers, small = steps.readers, steps.learned.small
@@ -113,8 +121,16 @@ def _plan_merged(
         left_out.append({path: storages for path, storages in out.items() if storages})
     payload = steps.facts.payload(traced, reads, readers.resident | small)
     by_units = any(order.by_units() for order in traced)
-    request = PlanRequest(budget, arena=arena, by_units=by_units, traces=payload.traces)
-    return PlannedOrders(payload, decide(NO_FOLDER, payload, request), traced, seen, left_out)
+    request = PlanRequest(
+        budget,
+        device=options.device,
+        arena=options.arena,
+        by_units=by_units,
+        # Kernels of other devices run long after the host has called them: their times are modelled.
+        traces=payload.traces if options.device == "cpu" else (),
+    )
+    plan = decide_to_load(NO_FOLDER, payload, request, beside)
+    return PlannedOrders(payload, plan, traced, seen, left_out)
 
 
 def _has_reads(reads: Mapping[str, tuple[int, ...]], path: str, read: SparseRead | int | None) -> bool:

@@ -139,7 +139,8 @@ class TrainedModule(CalledModule):
             self._trained.refuse_others()
             self._memory.refuse_viewed()
             self._update()
-            nbytes, kind = call_bytes((args, kwargs)), (kind_of(entry, args, kwargs), self.module.training)
+            nbytes = call_bytes((args, kwargs), self._device).nbytes
+            kind = (kind_of(entry, args, kwargs), self.module.training)
             with self._cap.calling(self) as alone:
                 order = None if alone else self._order_with_gradients(entry, kind, nbytes)
                 current = _TrainingPass(entry, order, kind=kind, nbytes=nbytes)
@@ -176,7 +177,7 @@ class TrainedModule(CalledModule):
         if current.order is None:
             self.refuse_lost()
             self.unload()
-            current.meter, current.live_bytes = PeakMeter(), LiveBytes()
+            current.meter, current.live_bytes = PeakMeter(), LiveBytes(self._device)
             with current.live_bytes:
                 output = run()
             current.kept_bytes = current.live_bytes.now
@@ -186,7 +187,7 @@ class TrainedModule(CalledModule):
         current.kept_bytes = int(self._keeps * current.nbytes)
         if self._own_sizes.is_known(current.nbytes):
             return run()
-        with LiveBytes() as live_bytes:
+        with LiveBytes(self._device) as live_bytes:
             output = run()
         current.kept_bytes = live_bytes.now
         self._own_sizes.measured.append((current.nbytes, current.nbytes + live_bytes.peak))

@@ -66,7 +66,8 @@ class UnitReads:
     """The operators that read watched weights: single units, or a whole weight outside of modules' steps.
 
     Tables, stacks and large heads are watched from the start. Only what is read by units stays watched, as
-    code that asks for functions of a tensor's own would take other branches.
+    code that asks for functions of a tensor's own would take other branches. Without `by_units`, none is
+    watched: devices with memory of their own cannot wait for units in the middle of a pass.
 
     Attributes:
         roots: The storages that are watched.
@@ -74,7 +75,7 @@ class UnitReads:
     """
 
     def __init__(
-        self, module: nn.Module, facts: ModuleFacts, own: OwnMemory, host: Host, *, watches: bool = True
+        self, module: nn.Module, facts: ModuleFacts, own: OwnMemory, host: Host, *, by_units: bool
     ) -> None:
         self.roots: dict[int, Root] = {}
         self.whole: set[tuple[str, int]] = set()
@@ -86,11 +87,11 @@ class UnitReads:
         self._stayed: dict[int, int] = {}
         self._planned: Planned | None = None
         self._lock = threading.RLock()
-        self._watches = watches
         named = [name for name, _ in module.named_parameters() if name in facts.parts]
         self._uses = Counter(facts.parts[name].storage for name in named)
         self.siblings = Siblings(module, facts, self._uses, lambda s: s in self.roots)
-        if not watches:
+        self._by_units = by_units
+        if not by_units:
             self.siblings.lists.clear()
         compiled = tuple(path for path, one in module.named_modules() if is_compiled(one))
         for path, one in module.named_modules():
@@ -111,7 +112,7 @@ class UnitReads:
 
     def watch(self, fqn: str, twin: torch.Tensor) -> bool:
         """Watch a weight from now on; returns whether that is possible, and new."""
-        part = self.facts.parts.get(fqn) if self._watches else None
+        part = self.facts.parts.get(fqn) if self._by_units else None
         if part is None or part.storage in self.roots or self._uses[part.storage] != 1:
             return False
         storage = self.facts.storages[part.storage]
