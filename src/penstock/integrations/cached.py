@@ -45,7 +45,7 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         value = found[name] = given.as_subclass(torch.Tensor) if is_plain_subclass(given) else given
         if isinstance(value, AbsentTensor):
             raise PassError(
-                f"this module, or a part of it, or another model that shares {name} with it, streams already: "
+                f"this module, or a part of it, or another model that shares {name}, streams already: "
                 "restore() that first where apply was called; what load returned is to be used as it is"
             )
         if type(value) not in (torch.Tensor, nn.Parameter):

@@ -209,7 +209,11 @@ class CalledModule:
         def write() -> None:
             with torch.no_grad():
                 for twin, value in staying.items():
-                    self._between.twins[twin].copy_(value)
+                    restored = self._between.twins[twin]
+                    if value.stride() == restored.stride():
+                        restored.copy_(value)
+                    else:
+                        restored.data = value.data
 
         return write
 

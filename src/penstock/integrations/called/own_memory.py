@@ -42,7 +42,14 @@ def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]
         made = nn.Parameter(tensor_of(fqn), requires_grad=value.requires_grad)
     else:
         made = tensor_of(fqn)
-    made.__dict__.update({name: one for name, one in vars(value).items() if not name.startswith("penstock_")})
+    parts_of_it = value.__tensor_flatten__()[0] if has_parts(value) else ()  # type: ignore[attr-defined]
+    made.__dict__.update(
+        {
+            name: one
+            for name, one in vars(value).items()
+            if not name.startswith("penstock_") and name not in parts_of_it
+        }
+    )
     return made
 
 
