@@ -66,7 +66,7 @@ def check_streamed(model: nn.Module, cache) -> None:
 
 def called_at_the_floor(applied, call) -> None:
     """Give an applied model the memory that its errors name, until it runs twice."""
-    for _ in range(8):
+    for _ in range(24):
         try:
             call()
             call()
@@ -197,6 +197,7 @@ def test_a_quantised_model_generates_what_it_generates_in_memory(saved, tmp_path
         "output_logits": True,
     }
     with apply(model, "130KB", cache=tmp_path) as applied:
+        called_at_the_floor(applied, lambda: model.generate(IDS, **options))
         got, want = model.generate(IDS, **options), reference.generate(IDS, **options)
         assert torch.equal(got.sequences, want.sequences)
         assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
@@ -211,6 +212,7 @@ def test_a_folder_of_quantised_weights_is_never_in_memory(saved, tmp_path):
         reference.model.layers[0].mlp.up_proj.weight
     )
     assert all(value.untyped_storage().nbytes() == 0 for value in parts_of(model).values())
+    called_at_the_floor(model.penstock_applied, lambda: model(IDS))
     assert torch.equal(model(IDS).logits, reference(IDS).logits)
     assert model.penstock_applied.components["LlamaForCausalLM"].stats.bytes_moved > 0
     model.penstock_applied.close()

@@ -17,7 +17,7 @@ from penstock.integrations.kept import KeptWeights, names_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.sparse.tiles import with_common_units
 from penstock.passes.weights.subclasses import plain_tensors
-from penstock.runtime.checkpoint.binding import Rules, find_values
+from penstock.runtime.checkpoint.binding import Names, Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.stamp import stamp_file
 from penstock.runtime.system.memory import round_up
@@ -244,9 +244,12 @@ def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
     index: dict[int, int] = {}
     storages: list[Storage] = []
     weights: dict[str, Weight] = {}
+    in_torchao: dict[str, str] = {}  # the names that torchao gives to the parts of weights in files
     for path, _, key, value in registered_weights(module):
         fqn = joined(path, key)
         for name, plain in plain_tensors(fqn, value).items():
+            if name != fqn:
+                in_torchao[name] = joined(path, f"_{key}_{name[len(fqn) + 1 :]}")
             memory = plain.untyped_storage()
             if memory._cdata not in index:
                 index[memory._cdata] = len(storages)
@@ -260,12 +263,13 @@ def make_facts(module: nn.Module, kept: Sequence[KeptWeights]) -> ModuleFacts:
                 int(plain.storage_offset()) * plain.itemsize,
             )
             weights[name] = Weight(name, "parameter", "cpu", (part,))
-    names = names_of(kept)
-    found = find_values(
-        list(weights.values()),
-        open_checkpoint([file for one in kept for file in one.files]),
-        Rules(lambda fqn: names.get(fqn, fqn)),
-    )
+    names, checkpoint = names_of(kept), open_checkpoint([file for one in kept for file in one.files])
+
+    def name_of(fqn: str) -> Names:
+        own = in_torchao.get(fqn, fqn)
+        return names.get(fqn, own if fqn not in checkpoint.tensors and own in checkpoint.tensors else fqn)
+
+    found = find_values(list(weights.values()), checkpoint, Rules(name_of))
     phases = {fqn: phase for one in kept for fqn, phase in one.phases.items()}
     placed = [_at_phase_of_file(storage) for storage in found.placed(storages)]
     for weight in weights.values():
