@@ -282,3 +282,41 @@ def test_an_adapter_that_adds_virtual_tokens_is_refused_by_name(tmp_path):
     )
     with pytest.raises(PassError, match="of the kind PROMPT_TUNING, which adds virtual tokens"):
         apply(model, "1MB", cache=tmp_path)
+
+
+def unet():
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    model = UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        norm_num_groups=8,
+        attention_head_dim=8,
+    )
+    return models.frozen(model)
+
+
+def test_diffusers_fuses_and_switches_adapters(tmp_path):
+    model, reference = unet(), unet()
+    given = torch.randn(1, 4, 8, 8), 5, torch.randn(1, 5, 32)
+    with apply(model, "2MB", cache=tmp_path):
+        for step in (
+            lambda one: one.add_adapter(lora(target_modules=["to_q", "to_v", "conv1"]), "style"),
+            lambda one: one.fuse_lora(),
+            lambda one: one.unfuse_lora(),
+            lambda one: one.set_adapters("style", 0.5),
+            lambda one: one.disable_lora(),
+            lambda one: one.enable_lora(),
+            lambda one: one.delete_adapters("style"),
+        ):
+            for one in (model, reference):
+                torch.manual_seed(3)
+                step(one)
+            for _ in range(2):
+                assert torch.equal(model(*given).sample, reference(*given).sample)
+    assert torch.equal(model(*given).sample, reference(*given).sample)

@@ -35,7 +35,7 @@ from penstock.integrations.called.measuring import ROOM, ArgumentBytes, CallSize
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, one_pass
-from penstock.integrations.called.places import Places, Step, leave_twins_out
+from penstock.integrations.called.places import Places, Step, leave_twins_out, write_back
 from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.plans import Residency, plan_orders, residency_of
 from penstock.integrations.called.readers import StepWeights, can_read
@@ -198,11 +198,7 @@ class CalledModule:
         self._own.close()
 
     def let_go(self) -> Callable[[], None]:
-        """Give every module its own forward and its twins again, and let what is in the cache be removed.
-
-        Returns what gives parameters that calls have written their present values, once they have memory
-        again.
-        """
+        """Give every module its own forward and its twins again; returns what gives these written values."""
         self.unload()
         self._active = False
         self._cap.reserved -= self._added
@@ -215,12 +211,7 @@ class CalledModule:
             if one.hold is not None:
                 one.hold.close()
 
-        def write() -> None:
-            with torch.no_grad():
-                for twin, value in staying.items():
-                    self._between.twins[twin].copy_(value)
-
-        return write
+        return functools.partial(write_back, staying, self._between.twins)
 
     def save_written(self) -> None:
         """Save weights that were written since the last call, before their files are read again."""
@@ -496,10 +487,9 @@ class CalledModule:
         In a step of its own, the weight is there already. Otherwise it is read from its file, and the module
         that asks reads it in its step from the next call on, if it may be a step.
         """
-        current = self._pass
         if not self._active:
             return None
-        if current is None or twin not in self._places.names:
+        if (current := self._pass) is None or twin not in self._places.names:
             return plain_tensors("", self._between.value(twin))[suffix]
         fqn = self._places.names[twin]
         name = fqn + suffix
@@ -519,14 +509,11 @@ class CalledModule:
 
     def _check_uses(self, current: Pass) -> None:
         """Raise StreamError if the pass wrote a weight that leaves memory, or keeps a view of it."""
-        fqn = self._memory.written_copy(current)
-        if fqn is not None:
-            raise StreamError(f"the call writes {fqn}, which is not in memory: restore() the model first")
-        fqn = self._memory.written()
-        if fqn is not None:
+        written = self._memory.written() or self._memory.written_copy(current)
+        if written is not None:
             self.unload()
             raise StreamError(
-                f"the call writes {fqn}, which is not in memory between calls: restore() the model first"
+                f"the call writes {written}, which is not in memory between calls: restore() the model first"
             )
         if self._memory.is_viewed:
             self.unload()

@@ -1,0 +1,81 @@
+"""Layers that the user has compiled: each is one step, with the bits of the compiled layer in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.integrations import apply
+from penstock.runtime.loading import LoadOptions
+from tests.integrations import models
+
+IDS = torch.tensor([[5, 17, 99, 23, 42]])
+MEMORY = {
+    "little": ("230KB", LoadOptions()),
+    "poisoned": ("260KB", LoadOptions(arena="contiguous", poison=True)),
+    "all": ("4MB", LoadOptions()),
+}
+
+
+@pytest.fixture(autouse=True)
+def reset_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compile_layers(model, backend):
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+
+
+def check_equal(model, reference):
+    for ids in (IDS, IDS, IDS[:, :3], IDS):
+        assert torch.equal(model(ids).logits, reference(ids).logits)
+
+
+@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+def test_layers_that_were_compiled_before(memory, tmp_path):
+    model, reference = models.llama(), models.llama()
+    for one in (model, reference):
+        compile_layers(one, "eager")
+    with apply(model, memory[0], cache=tmp_path, options=memory[1]) as applied:
+        check_equal(model, reference)
+        (component,) = applied.components.values()
+        assert component.orders[0].paths[1:3] == ("model.layers.0", "model.layers.1")
+    check_equal(model, reference)
+
+
+def test_layers_that_are_compiled_while_they_stream(tmp_path):
+    model, reference = models.llama(), models.llama()
+    with apply(model, "230KB", cache=tmp_path):
+        check_equal(model, reference)
+        for one in (model, reference):
+            compile_layers(one, "eager")
+        check_equal(model, reference)
+    check_equal(model, reference)
+
+
+def test_a_layer_that_a_compiled_one_stands_for(tmp_path):
+    model, reference = models.llama(), models.llama()
+    for one in (model, reference):
+        one.model.layers[1].mlp = torch.compile(one.model.layers[1].mlp, backend="eager")
+    with apply(model, "230KB", cache=tmp_path):
+        check_equal(model, reference)
+    check_equal(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+def test_code_of_inductor_has_its_bits(tmp_path):
+    model, reference = models.llama(), models.llama()
+    for one in (model, reference):
+        compile_layers(one, "inductor")
+    with apply(model, "230KB", cache=tmp_path):
+        check_equal(model, reference)
+
+
+def test_a_model_that_is_compiled_while_it_streams(tmp_path):
+    model, reference = models.llama(), models.llama()
+    with apply(model, "230KB", cache=tmp_path):
+        compiled = torch.compile(model, backend="eager")
+        check_equal(compiled, reference)
