@@ -127,15 +127,14 @@ def load_module(
     if device is None:
         weights = load_weights(program.path, payload, plan, options, program.beside_bytes)
     else:
-        eagerly = not isinstance(code, compiled.LoadedPackage)
         weights = _load_on_device(
             program.path,
             payload,
             plan,
             device,
             poison=options.poison,
-            on_host=_kept_on_host(code, device) if eagerly else (),
-            own_storages=eagerly and _counts_in_storages(code),
+            on_host=() if isinstance(code, compiled.LoadedPackage) else _kept_on_host(code, device),
+            own_storages=not isinstance(code, compiled.LoadedPackage) and _counts_in_storages(code),
         )
         weights.out_of_memory = partial(
             _outgrown,

@@ -142,7 +142,7 @@ class DeviceWeights:
         storage = torch._C._construct_storage_from_data_pointer(
             memory.data_ptr() + start, memory.device, stop - start
         )
-        storage.memory_behind = memory  # which then lives for as long as the storage
+        vars(storage)["memory"] = memory  # which then lives for as long as the storage
         return tensor_in(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage), part)
 
     def _staying(self) -> Iterator[Load]:

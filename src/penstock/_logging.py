@@ -1,7 +1,7 @@
 """Sets up logging. Nothing is printed unless PENSTOCK_LOG or the program that uses penstock asks for it.
 
 Each module logs to a logger of its own name, for example `penstock.runtime.artifact` or
-`penstock.integrations.streamed`, so that each room of the code has a logger.
+`penstock.integrations.applied`, so that each room of the code has a logger.
 """
 
 from __future__ import annotations

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from penstock._version import __version__
 from penstock.integrations.adapters import refuse_transposed
 from penstock.integrations.emptied.absent import AbsentTensor, is_plain_subclass
 from penstock.integrations.emptied.hollow import plain_parts
@@ -20,12 +18,9 @@ from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.files.pack import PackedTensor, PackEntry, tensor_chunks, write_packed
-from penstock.runtime.files.safetensors_file import read_header, reading
 from penstock.runtime.files.tensor_file import open_tensors
-from penstock.runtime.program import Program
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PassError
-from penstock.schedule.payload.codec import VERSIONS
 
 _log = logging.getLogger(__name__)
 
@@ -150,35 +145,3 @@ def place_of(
     there = list(takewhile(Path.is_dir, map(place, count())))
     found = next(filter(is_seen, there), None) or next(filter(is_current, there), None)
     return found or place(len(there))
-
-
-def artifact_key(contents: Sequence[str], weights: Sequence[Path], settings: str) -> str:
-    """A name for programs of these contents over weight files as they are now, under these versions.
-
-    It leaves out their ctimes, which change without a write too (`place_of`). Raises SourceError for a file
-    that the system does not look at.
-    """
-    stamps = []
-    for path in weights:
-        with reading(path):
-            state = path.stat()
-        stamps.append((state.st_size, state.st_mtime_ns, state.st_ino))
-    versions = f"{settings} {torch.__version__} {__version__} payload {VERSIONS[-1]}"
-    return hashlib.sha256(f"{versions} {weights} {stamps} {contents}".encode()).hexdigest()[:32]
-
-
-def same_layout(first: Path, second: Path) -> bool:
-    """Whether two files hold tensors of the same names, dtypes and shapes in the same places."""
-    return read_header(first).raw == read_header(second).raw
-
-
-def with_phases(program: Program, phases: Mapping[str, int]) -> Program:
-    """A program with other phases for some weights, by FQN."""
-    if not phases:
-        return program
-    storages = list(program.payload.storages)
-    for weight in program.payload.tensors:
-        if weight.fqn in phases:
-            s = weight.parts[0].storage
-            storages[s] = replace(storages[s], phase=phases[weight.fqn])
-    return Program(program.path, replace(program.payload, storages=tuple(storages)), trust=program.trust)

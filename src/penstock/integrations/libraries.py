@@ -1,12 +1,9 @@
-"""What penstock knows of transformers and diffusers: their flags, masks, components and methods."""
+"""What penstock knows of transformers and diffusers: their components and methods."""
 
 from __future__ import annotations
 
-import sys
-import threading
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -14,209 +11,17 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import nn
 
-from penstock.integrations.calls.assumptions import AskedMask, Assumptions
-from penstock.integrations.emptied.watch import REMOVE_GLOBAL_HOOK, global_hook, name_of
-from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.files.safetensors_file import reading
 from penstock.schedule.bounded_file import open_bounded
 from penstock.schedule.facts.errors import PassError
 
-_MASKS = "transformers.masking_utils"
-_DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
-
-_PACKED = "find_packed_sequence_indices"
-"""What finds sequences behind one another in a row, where there is neither a mask nor a cache."""
-
-_UNDER_VMAP = "_vmap_expansion_sdpa"
-"""What transformers makes masks with where a model gives functions of its own."""
-
 _CALLED = ("encode", "decode", "post_process_latents")
 """Methods besides `forward` that pipelines of diffusers call and that read parameters."""
-
-_EXPERTS = "is_concatenated"
-"""What a module of transformers has that computes experts in a way which its configuration names."""
-
-_CASTING = "layerwise_casting"
-"""The name of a hook of diffusers that converts a part's weights before each call, and back after it."""
-
-_LIBRARIES_WITH_HOOKS = ("torch", "transformers", "peft")
-
-EXPORTING = threading.RLock()
-"""Held while a model is exported, lowered or compiled. torch's tracing state and the libraries' caches belong
-to the whole process: two threads at once would fail, or leave behind what the other one has set."""
-
-
-@contextmanager
-def as_when_called(decisions: Assumptions) -> Iterator[None]:
-    """Export what a call of the model runs, and not what its library would rather have exported.
-
-    Libraries ask whether they are compiled, and transformers whether a padding mask is all ones, which
-    decides between kernels with other last bits. Inside, this thread is told that it is not compiled, and
-    `decisions` answer for its masks; masks of other threads are looked at as ever. torch's flags hold for
-    the whole process, though: another thread that compiles or exports code of its own meanwhile is told too
-    that it does not. Threads that export through penstock take turns (`EXPORTING`).
-    """
-    with EXPORTING, _answered(decisions), _not_compiling():
-        yield
-
-
-@contextmanager
-def _not_compiling() -> Iterator[None]:
-    flags: Any = torch.compiler
-    before = flags._is_compiling_flag, flags._is_exporting_flag
-    flags._is_compiling_flag = flags._is_exporting_flag = False
-    try:
-        yield
-    finally:
-        flags._is_compiling_flag, flags._is_exporting_flag = before
-
-
-@contextmanager
-def _answered(decisions: Assumptions) -> Iterator[None]:
-    """Let `decisions` answer what transformers asks about padding masks and positions in this thread.
-
-    Masks that it makes under `vmap` are made by broadcasting meanwhile, which gives the same ones.
-    """
-    thread = threading.get_ident()
-    masks: Any = sys.modules.get(_MASKS)
-    originals = {name: getattr(masks, name) for name in (*_DECISIONS, _PACKED, _UNDER_VMAP)} if masks else {}
-
-    def decided(original: Any) -> Any:
-        def decide(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
-            if padding_mask is not None and threading.get_ident() == thread:
-                padding_mask = AskedMask(padding_mask, decisions)
-            return original(padding_mask, *args, **kwargs)
-
-        return decide
-
-    def packed(position_ids: torch.Tensor) -> torch.Tensor | None:
-        made: torch.Tensor | None = originals[_PACKED](position_ids)
-        asked = made is not None and threading.get_ident() == thread
-        return None if asked and decisions.all(made[:, -1] == 0) else made  # type: ignore[index]
-
-    for name in _DECISIONS if masks else ():
-        setattr(masks, name, decided(originals[name]))
-    if masks:
-        setattr(masks, _UNDER_VMAP, _broadcast(masks))
-        setattr(masks, _PACKED, packed)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(masks, name, original)
-
-
-def _broadcast(masks: Any) -> Any:
-    """What makes a mask of a function of indices by broadcasting, as a trace of `vmap` is no program."""
-
-    def expansion(function: Any) -> Any:
-        def expanded(*indices: Any) -> Any:
-            made = function(*masks._non_vmap_expansion_sdpa(*indices))
-            return made.expand([one.shape[0] for one in indices])
-
-        return expanded
-
-    return expansion
-
-
-@contextmanager
-def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Take a module's own hooks away inside, where calls are not real ones."""
-    names = ("_forward_hooks", "_forward_pre_hooks")
-    held = {name: dict(vars(module)[name]) for name in names}
-    try:
-        for name in names:
-            vars(module)[name].clear()
-        yield
-    finally:
-        for name in names:
-            vars(module)[name].update(held[name])
-
-
-def refuse_wrapped(module: nn.Module, name: str) -> None:
-    """Raise PassError for a module that is on several devices, or that another tool streams or compiles.
-
-    Hooks on all modules, which would not be called for parts, are refused too.
-    """
-    refuse_scripted(module, name)
-    refuse_global_hooks()
-    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if attention == "flex_attention":
-        raise PassError(
-            f"{name} uses flex_attention, which torch compiles by itself and cannot export: load "
-            'it with attn_implementation="sdpa" or "eager"'
-        )
-    for child in module.modules():
-        if hasattr(child, _EXPERTS) and getattr(child.config, "_experts_implementation", None) == "eager":
-            raise PassError(
-                f"{name} computes its experts one after another, as values decide, which cannot be exported: "
-                'load it with experts_implementation="grouped_mm", or call '
-                'set_experts_implementation("grouped_mm")'
-            )
-        if hasattr(child, "_hf_hook"):
-            raise PassError(
-                f"{name} was wrapped by accelerate: remove its hooks first "
-                "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or load it without "
-                "device_map"
-            )
-        _refuse_hooks_of_diffusers(child, name)
-    _refuse_hooks(module, name)
-    devices = sorted({str(p.device) for p in module.parameters()})
-    if len(devices) > 1:
-        raise PassError(f"{name} lies on several devices, {', '.join(devices)}: move it to one")
-
-
-def refuse_global_hooks() -> None:
-    """Raise PassError where a hook on all modules is registered. See `global_hook`."""
-    if hook := global_hook():
-        raise PassError(
-            f"{hook} is a hook on all modules, which a program would not run for parts: {REMOVE_GLOBAL_HOOK}"
-        )
-
-
-def _refuse_hooks_of_diffusers(module: nn.Module, name: str) -> None:
-    """Raise PassError for a part whose `forward` diffusers has replaced, to offload, cast or cache."""
-    hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
-    if _CASTING in hooks:
-        raise PassError(
-            f"{name} has layerwise casting of diffusers, which converts weights in each call: load it again, "
-            "without enable_layerwise_casting(), in the dtype that it computes in"
-        )
-    if hooks:
-        raise PassError(f"{name} has hooks of diffusers ({', '.join(hooks)}): load it without them")
-
-
-def _refuse_hooks(module: nn.Module, name: str) -> None:
-    """Raise PassError for a hook on a part of the module, which a program would never call.
-
-    Hooks of these libraries belong to the computation: they normalise weights, or collect hidden states
-    within a call.
-    """
-    for path, child in module.named_modules():
-        for hooks in (child._forward_pre_hooks, child._forward_hooks) if path else ():
-            for hook in hooks.values():
-                if _library_of(hook) == "penstock":
-                    raise PassError(
-                        f"{name} streams already: call restore() on what apply returned before it is applied "
-                        "again; what load returned is loaded again with the other cap"
-                    )
-                if _library_of(hook) not in _LIBRARIES_WITH_HOOKS:
-                    raise PassError(
-                        f"{path} in {name} has the hook {name_of(hook)}, which a program would not run: "
-                        "remove it (remove() of what registered it), and hook the whole model, or ask for "
-                        "output_hidden_states; what computes something belongs into a module"
-                    )
-
-
-def _library_of(hook: Any) -> str:
-    made = getattr(hook, "func", hook)  # of a functools.partial
-    return str(getattr(made, "__module__", None) or type(made).__module__).partition(".")[0]
 
 
 def components_of(model: Any) -> dict[str, nn.Module]:
     """The modules that a model or a pipeline consists of, by name. Raises PassError where there are none."""
     if isinstance(model, nn.Module):
-        _refuse_virtual_tokens(model)
         get_base: Any = getattr(model, "get_base_model", lambda: model)  # whose own methods peft calls
         module: nn.Module = get_base()
         return {type(module).__name__: module}
@@ -251,16 +56,6 @@ def _streamed(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     if type(module).__name__.endswith("SafetyChecker") and hasattr(module, "vision_model"):
         return f"{name}.vision_model", module.get_submodule("vision_model")
     return name, module
-
-
-def _refuse_virtual_tokens(model: Any) -> None:
-    """Raise PassError for an adapter that peft's own code runs around parts of the model."""
-    config: Any = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):
-        raise PassError(
-            f"the adapter is of the kind {config.peft_type.value}, which adds virtual tokens to each call in "
-            "code of peft's own: it cannot be streamed; use an adapter of weights, such as LoRA"
-        )
 
 
 def _refuse_stand_ins(pipeline: Any, held: Mapping[str, Any]) -> None:

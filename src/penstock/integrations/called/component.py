@@ -30,7 +30,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.forwards import Forwards, Wrapped
-from penstock.integrations.called.kinds import kind_of
+from penstock.integrations.called.kinds import kind_of, refuse_grad
 from penstock.integrations.called.measuring import ROOM, ArgumentBytes, CallSizes, call_bytes, meters_of
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
@@ -39,7 +39,6 @@ from penstock.integrations.called.places import Places, Step, leave_twins_out, w
 from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.plans import Residency, plan_orders, residency_of
 from penstock.integrations.called.readers import StepWeights, can_read
-from penstock.integrations.calls.kinds import refuse_grad
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
 from penstock.integrations.kept import KeptWeights, digest_of, refuse_lost

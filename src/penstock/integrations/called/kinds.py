@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+
+from penstock.schedule.facts.errors import StreamError
 
 
 def kind_of(entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
@@ -36,3 +39,13 @@ def _is_filled(cache: Any) -> object:
         return bool(cache.get_seq_length() > 0), any(updated.values()) if updated else None
     except Exception:  # the class of a model's own may ask for more
         return None
+
+
+def refuse_grad(arguments: object) -> None:
+    """Raise StreamError where the caller would expect gradients, which streaming does not give."""
+    leaves = pytree.tree_leaves(arguments) if torch.is_grad_enabled() else ()
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise StreamError(
+            "an input requires grad and grad mode is on: gradients through streamed weights are not "
+            "supported, so call under torch.no_grad(), detach the input, or apply with train=True"
+        )

@@ -16,29 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.integrations.called.facts import joined, registered_weights
 from penstock.integrations.emptied.absent import AbsentTensor, Emptied, make_absent
 from penstock.integrations.kept import KeptWeights, digest_of, names_of
-from penstock.passes.building.fake_export import Built
 from penstock.passes.weights.subclasses import each_part, plain_tensors
 from penstock.runtime.checkpoint.binding import tensor_names
 from penstock.runtime.files.tensor_file import TensorFile, open_tensors
-from penstock.schedule.facts.errors import PassError, SourceError, StreamError
+from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
 
 
 def plain_parts(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors that hold the bytes, by name; the parts of a quantised weight are named `FQN.PART`."""
     return {name: one for fqn, value in named for name, one in plain_tensors(fqn, value).items()}
-
-
-def blank_copy(module: nn.Module, device: torch.device) -> Built:
-    """A copy of the module with fake parameters and buffers on a device; the module itself stays as it is."""
-    try:
-        return Built.of(module, device)
-    except PassError:
-        raise
-    except Exception as error:
-        raise PassError(
-            f"the {type(module).__name__} cannot be copied without its values: {error}"
-        ) from error
 
 
 class Hollow:

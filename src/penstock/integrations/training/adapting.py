@@ -15,7 +15,7 @@ from torch import nn
 from penstock.integrations.emptied.absent import make_absent
 from penstock.integrations.emptied.hollow import absent_copy, replace_attribute, save_present
 from penstock.integrations.kept import KeptWeights, names_of
-from penstock.integrations.libraries import components_of, refuse_wrapped
+from penstock.integrations.libraries import components_of
 from penstock.passes.weights.subclasses import has_parts
 from penstock.runtime.checkpoint.binding import Names, tensor_names
 from penstock.schedule.facts.errors import PassError
@@ -64,7 +64,6 @@ class Adapting:
             adapted = self._adapted(module)
             if [*components_of(adapted).values()] != [module]:
                 raise PassError(f"adapter= made a model of something else than the {name} that it was given")
-            refuse_wrapped(module, name)
         for fqn, value in module.named_parameters():
             if value.requires_grad and id(value) in own:
                 raise PassError(

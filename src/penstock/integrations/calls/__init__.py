@@ -1,1 +1,0 @@
-"""Calls of a module: taken apart, told apart by kind, and exported, one program for each kind."""

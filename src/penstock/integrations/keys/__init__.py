@@ -1,1 +1,0 @@
-"""All that an export depends on, in a hash: a module's tensors and attributes, and the code it can reach."""
