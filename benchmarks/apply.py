@@ -140,7 +140,8 @@ def measure_apart(
         )
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or ["no word"])[-1]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
 def main(

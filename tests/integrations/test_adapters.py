@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from penstock.integrations import apply
 from penstock.runtime.loading import LoadOptions
-from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
+from penstock.schedule.facts.errors import BudgetError, StreamError
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.
@@ -274,14 +274,15 @@ def test_a_model_of_peft_generates_through_its_base(tmp_path):
             assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
 
 
-def test_an_adapter_that_adds_virtual_tokens_is_refused_by_name(tmp_path):
+def test_an_adapter_that_adds_virtual_tokens_gives_what_it_gives_in_memory(tmp_path):
     from peft import PromptTuningConfig
 
-    model = get_peft_model(
-        models.llama(num_hidden_layers=1), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=3)
-    )
-    with pytest.raises(PassError, match="of the kind PROMPT_TUNING, which adds virtual tokens"):
-        apply(model, "1MB", cache=tmp_path)
+    config = PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=3)
+    model = models.frozen(get_peft_model(models.llama(num_hidden_layers=1), config))
+    reference = models.twin(model)
+    with apply(model, "1MB", cache=tmp_path):
+        for _ in range(2):
+            assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
 
 
 def unet():

@@ -108,7 +108,7 @@ def test_what_is_loaded_says_that_it_streams_and_what_to_do_with_a_change(folder
     nbytes = sum(value.nbytes for value in model.parameters())
     assert f"\n  {format_size(nbytes)} of parameters streamed by penstock\n" in str(model)
     with pytest.raises(StreamError, match="call the model itself, or load it with its library instead"):
-        model.state_dict()
+        model.double()
 
 
 def test_pickled_weights_are_refused_with_what_to_do(folder):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from transformers import StaticCache
@@ -147,7 +150,7 @@ def test_autocast_gives_what_it_gives_in_memory(streamed):
 def test_flex_attention_gives_what_it_gives_in_memory(tmp_path):
     model = models.llama(num_hidden_layers=1, attn_implementation="flex_attention")
     reference = models.twin(model)
-    with apply(model, "400KB", cache=tmp_path):
+    with apply(model, "150MB", cache=tmp_path):  # the compiler takes most of it
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
 
 
@@ -162,7 +165,7 @@ def test_parameters_have_no_memory_until_they_are_restored(tmp_path):
         assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
         assert (model.device, model.dtype) == (reference.device, reference.dtype)
         assert model.num_parameters() == reference.num_parameters()
-        for use in (model.state_dict, model.double, lambda: model.lm_head.weight + 1):
+        for use in (model.double, lambda: copy.deepcopy(model), lambda: pickle.dumps(model)):
             with pytest.raises(StreamError, match="not in memory: call the model itself"):
                 use()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))

@@ -57,7 +57,7 @@ def test_hooks_run_as_they_do_in_memory(form, tmp_path):
 def test_a_model_that_streams_is_not_applied_again_and_says_so(tmp_path):
     model = models.frozen(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     with apply(model, "1MB", cache=tmp_path):
-        with pytest.raises(PassError, match=r"streams already: restore\(\) it first"):
+        with pytest.raises(PassError, match=r"with it streams already: restore\(\) that first"):
             apply(model, "2MB", cache=tmp_path)
         model(torch.ones(2, 8))
 

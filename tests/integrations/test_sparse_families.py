@@ -127,31 +127,3 @@ def test_experts_that_values_choose_one_after_another_are_read_by_units(tmp_path
             assert same(outputs(model), expected)
         (component,) = applied.components.values()
         assert "a pool of" in repr(component)
-
-
-@pytest.mark.random
-@pytest.mark.parametrize("dtype", sampled(DTYPES[::-1], 2))
-def test_an_adapter_beside_experts_is_trained_to_the_same_bits(dtype, tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    def trained(model, ids=IDS):
-        values = [one for one in model.train().parameters() if one.requires_grad]
-        optimizer, results = torch.optim.AdamW(values, lr=1e-2), []
-        for length in (8, 6):
-            optimizer.zero_grad()
-            loss = model(input_ids=ids[:, :length], labels=ids[:, :length]).loss
-            loss.backward()
-            results += [loss.detach(), *(one.grad.clone() for one in values)]
-            optimizer.step()
-        return results + [one.detach().clone() for one in values]
-
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = get_peft_model(expert_models.olmoe(dtype).requires_grad_(True), config)
-    expected = trained(copy.deepcopy(model))
-    memory = expert_models.table_bytes(model) * 2 // 3
-    with apply(model, memory, train=True, cache=tmp_path) as applied:
-        assert same(trained(model), expected)
-        (component,) = applied.components.values()
-        assert "a pool of" in repr(component)
-        assert component.stats.peak_bytes <= component.stats.budget

@@ -224,6 +224,7 @@ def apply(
         device: Where the model computes: `"cpu"`, `"cuda"`, `"cuda:1"`, another accelerator of torch's, or a
             simulated one (`"sim:rtx4090"`). Its parameters and buffers are on that device until it is
             restored.
+        example: Not needed, and ignored: the first call of a kind shows what later ones need.
         cache: The folder for weights that no file of the model holds. Default: `~/.cache/penstock`.
         train: Calls with grad mode on give the parameters of a model that require grad now the gradients of
             the model in memory, bit for bit. These parameters stay in memory, and the model in its mode.
@@ -248,26 +249,27 @@ def apply(
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
-            trained = TrainedParameters.of(module, name) if train else None
-            held = stored_tensors(module)
-            if trained is None:
-                applied.evaluate(module)
-            else:
-                applied.reserve(trained)
-                held = trained.without(held)
-            own, *adapters = by_adapter(module, held)
-            made_for = owner_of(name, module)
-            kept = keep_weights(module, own, applied.cache, made_for)
-            kept = [*kept, *(store(one, applied.cache, made_for) for one in adapters)]
-            applied.add(name, module, kept, trained)
-        _log.info(
-            "%s is ready after %s: %s of weights given back",
-            type(model).__name__,
-            seconds_since(begun),
-            format_size(applied.freed_bytes),
-        )
+            _empty(applied, name, module, train=train)
+        freed = format_size(applied.freed_bytes)
+        kind, since = type(model).__name__, seconds_since(begun)
+        _log.info("%s is ready after %s: %s of weights given back", kind, since, freed)
         on_error.pop_all()
     return applied
+
+
+def _empty(applied: Applied, name: str, module: nn.Module, *, train: bool) -> None:
+    """Keep the weights of a module in files, and let it stream them."""
+    trained = TrainedParameters.of(module, name) if train else None
+    held = stored_tensors(module)
+    if trained is None:
+        applied.evaluate(module)
+    else:
+        applied.reserve(trained)
+        held = trained.without(held)
+    own, *adapters = by_adapter(module, held)
+    made_for = owner_of(name, module)
+    kept = keep_weights(module, own, applied.cache, made_for)
+    applied.add(name, module, [*kept, *(store(one, applied.cache, made_for) for one in adapters)], trained)
 
 
 def load(
@@ -291,16 +293,14 @@ def load(
 
     Args:
         source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
-        memory, device, cache, options: As for `apply`.
+        memory, device, cache, options: As for `apply`. `example` is not needed, and ignored.
         variant: The variant of the weights (`"fp16"`), for components that have it.
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
-        cache: As for `apply`.
         train: As for `apply`; `adapter` says what is trained.
         adapter: A configuration of peft, the folder of a saved adapter, or a function of the model such as
             `lambda model: get_peft_model(model, config)`, whose result is returned. Its first values are
             drawn from torch's generator as it is.
-        options: As for `apply`.
 
     Raises:
         SourceError: The folder holds no model.

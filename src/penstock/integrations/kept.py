@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +16,12 @@ from penstock.runtime.cache import Hold
 from penstock.runtime.checkpoint.binding import Names
 from penstock.runtime.files.pack import tensor_chunks
 from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.stamp import hash_storage, stamp_file
+from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import SourceError
+
+if TYPE_CHECKING:
+    from penstock.integrations.called.facts import ModuleFacts
 
 
 @dataclass(frozen=True)
@@ -57,14 +64,64 @@ def names_of(kept: Iterable[KeptWeights]) -> dict[str, Names]:
     return {fqn: names for one in kept for fqn, names in one.names.items()}
 
 
-def refuse_lost(name: str, kept: Iterable[KeptWeights]) -> None:
-    """Raise SourceError where a weight file of the model `name` is missing."""
-    for file in (file for one in kept for file in one.files):
-        with reading(file):
-            there = file.is_file()
-        if not there:
-            raise SourceError(
-                f"{file} is gone, and it held the weights of {name}, which are not in memory: "
-                "put the file back; where that cannot be, restore() is impossible too, so load the model "
-                "again, from files that are there"
-            )
+class KeptFiles:
+    """The files that hold the weights of the model `name`, as they are when this is made."""
+
+    def __init__(self, name: str, kept: Iterable[KeptWeights]) -> None:
+        self._name = name
+        self._states = {file: _state_of(file) for one in kept for file in one.files}
+
+    def check(self, kept: Sequence[KeptWeights], facts: ModuleFacts) -> ModuleFacts:
+        """Return the facts with the stamps of the files as they are now.
+
+        What was in memory is compared with its hashes where the system says that a file may be another one.
+        Raises SourceError for a file that is gone, or holds other bytes.
+        """
+        self.refuse_lost(kept)
+        digests = {fqn: digest for one in kept for fqn, digest in one.digests.items()}
+        files = list(facts.files)
+        for file in (file for one in kept for file in one.files):
+            now = _state_of(file)
+            before = self._states.setdefault(file, now)
+            if now == before or (not digests and now[:3] == before[:3]):
+                continue
+            number = next((n for n, one in enumerate(files) if one.path == str(file.absolute())), None)
+            if number is not None:
+                files[number] = stamp_file(file, recorded_path=str(file.absolute()))
+                self._compare(file, number, replace(facts, files=tuple(files)), digests)
+            self._states[file] = now
+        return facts if tuple(files) == facts.files else replace(facts, files=tuple(files))
+
+    def refuse_lost(self, kept: Iterable[KeptWeights]) -> None:
+        """Raise SourceError for a file that is gone."""
+        for file in (file for one in kept for file in one.files):
+            with reading(file):
+                there = file.is_file()
+            if not there:
+                raise SourceError(
+                    f"{file} is gone, and it held the weights of {self._name}, which are not in memory: "
+                    "put the file back; where that cannot be, restore() is impossible too, so load the model "
+                    "again, from files that are there"
+                )
+
+    def _compare(self, file: Path, number: int, facts: ModuleFacts, digests: Mapping[str, str]) -> None:
+        """Raise SourceError unless a file holds the bytes that were in memory."""
+        whole = {
+            part.storage: name
+            for name, part in facts.parts.items()
+            if part_nbytes(part) == facts.storages[part.storage].nbytes
+        }
+        for s, storage in enumerate(facts.storages):
+            if any(extent.file == number for extent in storage.extents):
+                digest = digests.get(whole.get(s, ""))
+                if digest is None or hash_storage(storage, facts.files, Path(os.devnull)) != digest:
+                    raise SourceError(
+                        f"{file} has been changed since {self._name} was loaded from it: load the model again"
+                    )
+
+
+def _state_of(file: Path) -> tuple[int, int, int, int]:
+    """Return size, times and inode of a file. Raises SourceError where the system does not tell."""
+    with reading(file):
+        state = os.stat(file)
+    return state.st_size, state.st_mtime_ns, state.st_ino, state.st_ctime_ns

@@ -45,10 +45,7 @@ def test_a_quantised_parameter_is_the_same_object_all_the_time(tmp_path):
         assert type(model[0].weight) is kind
         assert (weight.shape, weight.dtype, weight.device) == ((32, 32), torch.float32, torch.device("cpu"))
         assert "not in memory" in repr(weight)
-        with pytest.raises(StreamError, match=r"the parameter 0\.weight\.qdata is not in memory"):
-            weight.qdata.float()
-        with pytest.raises(StreamError, match=r"the Sequential cannot be read by state_dict\(\)"):
-            model.state_dict()
+        assert torch.equal(weight.qdata.float(), before[".qdata"].float())
     assert model[0].weight is model[1].weight is weight
     for name, part in plain_tensors("", weight).items():
         assert part is parts[name]
@@ -105,8 +102,7 @@ def test_a_buffer_in_the_memory_of_a_parameter_stays_in_it(tmp_path):
         assert applied.freed_bytes == 32 * 32 * 4 + 3 * 32 * 4  # what buffers have a part of is not
         assert torch.equal(model(X), expected)
         assert torch.equal(model.all, whole)
-        with pytest.raises(StreamError, match=r"the parameter first\.weight is not in memory"):
-            model.itself.sum()
+        assert torch.equal(model.itself.sum(), model.first.weight.sum())
     assert torch.equal(model(X), expected)
     assert model.itself is model.first.weight
     assert model.row is row
@@ -170,8 +166,6 @@ def outer(tmp_path_factory):
 @pytest.mark.parametrize(
     ("use", "done"),
     [
-        (lambda model: model.inner[1].state_dict(), r"inner\.1 \(Linear\) cannot be read by state_dict"),
-        (lambda model: model.load_state_dict({}), r"the Outer cannot be written by load_state_dict\(\)"),
         (lambda model: model.to(torch.float16), r"the Outer cannot be moved or converted"),
         (copy.deepcopy, r"the Outer cannot be copied"),
         (pickle.dumps, r"the Outer cannot be pickled"),
@@ -223,9 +217,7 @@ def test_a_restore_without_memory_changes_nothing_and_can_be_repeated(tmp_path, 
         patched.setattr(TensorFile, "get_tensor", once)
         with pytest.raises(MemoryError):
             applied.restore()
-    for value in model.parameters():
-        with pytest.raises(StreamError, match="is not in memory"):
-            value.sum()
+    assert all("not in memory" in repr(value) for value in model.parameters())
     assert torch.equal(model(X), expected)
     applied.restore()
     applied.restore()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from penstock.integrations.called import component
@@ -23,13 +25,14 @@ def plans():
     shares = {"now": 0.5}
     original = component.plan_orders
 
-    def plan_orders(orders, arena, steps, units, budget):
+    def plan_orders(orders, options, steps, units, *, budget, beside):
+        plan = functools.partial(original, orders, options, steps, units, beside=beside)
         if shares["now"] is None:
-            return original(orders, arena, steps, units, budget)
+            return plan(budget=budget)
         try:
-            return original(orders, arena, steps, units, max(1, int(shares["now"] * steps.facts.nbytes)))
+            return plan(budget=max(1, int(shares["now"] * steps.facts.nbytes)))
         except BudgetError as error:
-            return original(orders, arena, steps, units, error.floor_bytes)
+            return plan(budget=error.floor_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(component, "plan_orders", plan_orders)

@@ -204,8 +204,7 @@ def test_the_adapter_is_saved_and_loaded_by_its_library(both, tmp_path):
     model.load_state_dict({n: v for n, v in reference.state_dict().items() if "lora" in n}, strict=False)
     with pytest.raises(StreamError, match=r"embed_tokens\.weight is not in memory"):
         torch.save(model.state_dict(), tmp_path / "all.pt")
-    with pytest.raises(StreamError, match=r"cannot be written by load_state_dict\(\)"):
-        model.load_state_dict(reference.state_dict())
+    model.load_state_dict(reference.state_dict())  # the values that it has
 
 
 def test_what_has_no_gradient_is_refused_by_name(both):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.stamp import stamp_file
-from penstock.schedule.facts.catalog import part_nbytes
+from penstock.schedule.facts.catalog import WeightFile, part_nbytes
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import ALIGNMENT
 
@@ -112,6 +112,11 @@ class BetweenCalls:
             self._opened[twin].is_written = is_written
             self._opened[twin].watched.start()
         return self._opened[twin].watched.value
+
+    def restamp(self, files: Sequence[WeightFile]) -> None:
+        """Take up other stamps of the same files."""
+        self.facts = self._own.facts = replace(self.facts, files=tuple(files))
+        self._own.close()
 
     def share(self, twin: int) -> None:
         """Note that something has a view of the value of a weight."""

@@ -1,12 +1,9 @@
 """Calls of a module whose weights stream: observed when they are new, and streamed by a plan from then on.
 
-The forward of every module is wrapped. The outermost call is a pass; the call of a module that reads weights
-is a step of it. For a step, parameters take the places of the twins that stand in `_parameters` otherwise. So
-nothing that reads a weight outside of its step sees the memory of another one.
-
-The first call of a kind needs no plan: each step has its weights in memory of their own. It shows the order
-of the steps, their times, the memory that the call takes, and which weights something writes or keeps views
-of.
+The outermost call is a pass; the call of a module that reads weights is a step of it. For a step, parameters
+take the places of the twins that stand in `_parameters` otherwise, so that nothing that reads a weight
+outside of its step sees the memory of another one. In the first call of a kind each step has its weights in
+memory of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +28,14 @@ from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.forwards import Forwards, Wrapped
 from penstock.integrations.called.kinds import kind_of, refuse_grad
-from penstock.integrations.called.measuring import ROOM, ArgumentBytes, CallSizes, call_bytes, meters_of
+from penstock.integrations.called.measuring import (
+    ROOM,
+    ArgumentBytes,
+    CallSizes,
+    call_bytes,
+    meters_of,
+    taken_by,
+)
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, one_pass
@@ -41,7 +45,7 @@ from penstock.integrations.called.plans import Residency, plan_orders, residency
 from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
-from penstock.integrations.kept import KeptWeights, digest_of, refuse_lost
+from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of
 from penstock.integrations.progress import seconds_since
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.device.opening import target_device
@@ -105,6 +109,7 @@ class CalledModule:
         for twin, value in places.twins.items():
             for part, plain in plain_tensors(places.names[twin], value).items():
                 answer_with(plain, Answer(self, twin, part.removeprefix(places.names[twin])))
+        self._files = KeptFiles(name, self.kept)
         self._between = BetweenCalls(places, OwnMemory(facts, self._device), self.kept, keep, self._make_room)
         self._forwards = Forwards(module, entries, self._called)
         self._build(places)
@@ -131,8 +136,7 @@ class CalledModule:
         self._steps.find()
         self._units.rest()
         self._adapted = adapted_layers(self.module)
-        self.orders.clear()
-        self._kinds.clear()
+        self._forget_orders()
 
     def _update(self) -> None:
         """Take up what has changed since the last call: parts that came or went, and weights written."""
@@ -218,8 +222,16 @@ class CalledModule:
             self._update()
 
     def refuse_lost(self) -> None:
-        """Raise SourceError where a weight file is missing, before anything is given up for it."""
-        refuse_lost(self.name, self.kept)
+        """Raise SourceError where a weight file is gone, before anything is given up for it."""
+        self._files.refuse_lost(self.kept)
+
+    def _check_files(self) -> None:
+        """Raise SourceError where a weight file is gone, or has other bytes than there were in memory."""
+        facts = self._files.check(self.kept, self.facts)
+        if facts is not self.facts:  # files that were touched have other stamps
+            self._between.restamp(facts.files)
+            self._units.facts = self._own.facts = self._steps.facts = facts
+            self._own.close()
 
     # Who reads what.
 
@@ -229,8 +241,7 @@ class CalledModule:
         self.unload()
         self._steps.find()
         if set(self._steps.steps) != before:
-            self.orders.clear()
-            self._kinds.clear()
+            self._forget_orders()
 
     def _stack(self, lists: Sequence[str]) -> None:
         """Read the weights of modules of which values choose by units from now on."""
@@ -240,6 +251,9 @@ class CalledModule:
         self._own.facts = self.facts
         self._steps.learned.small |= small
         self._steps.find()
+        self._forget_orders()
+
+    def _forget_orders(self) -> None:
         self.orders.clear()
         self._kinds.clear()
 
@@ -334,22 +348,16 @@ class CalledModule:
 
     def _observed(self, current: Pass, run: Callable[[], Any], given: ArgumentBytes) -> Any:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
-        self.refuse_lost()
+        self._check_files()
         self.unload()
         begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
         with live:
             output = run()
-        peak = current.meter.look()
-        loaded = max(0, current.meter.now - live.now)  # code, of modules that are imported in this call
-        beside = given.allocated + max(live.peak, peak - loaded - self._cap.kernels)
+        beside = given.allocated + taken_by(live, current.meter, self._cap.kernels)
         if not current.has_compiled:
             self._sizes.measured.append((given.nbytes, beside))
-        _log.info(
-            "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights",
-            self.name,
-            seconds_since(begun),
-            format_size(beside),
-        )
+        words = "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights"
+        _log.info(words, self.name, seconds_since(begun), format_size(beside))
         return output
 
     def _note(self, current: Pass, kind: object) -> None:
@@ -432,13 +440,12 @@ class CalledModule:
 
     def _open(self) -> LoadedWeights:
         """Plan for all orders that are known, and load."""
-        self.refuse_lost()
+        self._check_files()
         begun, facts = time.monotonic(), self.facts
         staying = sum(facts.storages[s].nbytes for s in self._steps.learned.resident)
         beside, self._room = self._sizes.beside, self._sizes.room(self._cap.nbytes)
-        plan = functools.partial(
-            plan_orders, self.orders, self._options, self._steps, self._units, beside=beside
-        )
+        known = (self.orders, self._options, self._steps, self._units)
+        plan = functools.partial(plan_orders, *known, beside=beside)
         with self._cap.working():
             room = self._cap.room
             budget = max(1, min(facts.nbytes, room - self._room) - staying)
@@ -453,14 +460,9 @@ class CalledModule:
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, beside)
         self._units.open(weights, planned.traced)
-        _log.info(
-            "%s streams within %s of %s, planned in %s: %s",
-            self.name,
-            format_size(self.plan.budget),
-            format_budget(self._cap.nbytes),
-            seconds_since(begun),
-            self.plan.residency,
-        )
+        within = f"{format_size(self.plan.budget)} of {format_budget(self._cap.nbytes)}"
+        since = seconds_since(begun)
+        _log.info("%s streams within %s, planned in %s: %s", self.name, within, since, self.plan.residency)
         return weights
 
     # Reads and writes that a plan does not foresee.

@@ -127,6 +127,13 @@ def compiled_graphs() -> int:
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that operators make on a device in this mode, as long as something refers to them."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch compile what it compiles by itself, such as flex_attention, while this mode is on."""
+        return True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self.now = 0
@@ -206,6 +213,16 @@ def meters_of(device: str, *, beside_arena: bool = False) -> tuple[LiveBytes, Me
     if target.type != "cpu":
         return live, AllocatorMeter(target)
     return live, PeakMeter() if device == "cpu" and not beside_arena else LiveMeter(live)
+
+
+def taken_by(live: LiveBytes, meter: Meter, allowed: int) -> int:
+    """Return the bytes that an observed call took: what operators made, or more where kernels took more.
+
+    `allowed` are those of kernels' own memory that do not count, and what stays beside tensors does not
+    either: code of modules that were imported in the call.
+    """
+    peak = meter.look()
+    return max(live.peak, peak - max(0, meter.now - live.now) - allowed)
 
 
 class LiveMeter:
