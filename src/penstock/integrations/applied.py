@@ -293,7 +293,7 @@ def load(
 
     Args:
         source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
-        memory, device, cache, options: As for `apply`. `example` is not needed, and ignored.
+        memory, device, example, cache, options: As for `apply`.
         variant: The variant of the weights (`"fp16"`), for components that have it.
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
@@ -303,8 +303,7 @@ def load(
             drawn from torch's generator as it is.
 
     Raises:
-        SourceError: The folder holds no model.
-        PassError: As for `apply`.
+        SourceError, PassError: The folder holds no model, or as for `apply`.
     """
     adapting = Adapting.asked(adapter, train=train)
     applied = _applied_to(None, memory, device, cache, options, restores=False)

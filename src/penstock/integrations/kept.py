@@ -107,17 +107,16 @@ class KeptFiles:
     def _compare(self, file: Path, number: int, facts: ModuleFacts, digests: Mapping[str, str]) -> None:
         """Raise SourceError unless a file holds the bytes that were in memory."""
         whole = {
-            part.storage: name
+            part.storage: digests[name]
             for name, part in facts.parts.items()
-            if part_nbytes(part) == facts.storages[part.storage].nbytes
+            if name in digests and part_nbytes(part) == facts.storages[part.storage].nbytes
         }
         for s, storage in enumerate(facts.storages):
-            if any(extent.file == number for extent in storage.extents):
-                digest = digests.get(whole.get(s, ""))
-                if digest is None or hash_storage(storage, facts.files, Path(os.devnull)) != digest:
-                    raise SourceError(
-                        f"{file} has been changed since {self._name} was loaded from it: load the model again"
-                    )
+            has_bytes = any(extent.file == number for extent in storage.extents)
+            if has_bytes and hash_storage(storage, facts.files, Path(os.devnull)) != whole.get(s):
+                raise SourceError(
+                    f"{file} has been changed since {self._name} was loaded from it: load the model again"
+                )
 
 
 def _state_of(file: Path) -> tuple[int, int, int, int]:

@@ -25,7 +25,7 @@ from penstock.integrations.adapters import adapted_layers, unmerge_disabled
 from penstock.integrations.called.between_calls import Answer, BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
-from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
+from penstock.integrations.called.facts import ModuleFacts, Order
 from penstock.integrations.called.forwards import Forwards, Wrapped
 from penstock.integrations.called.kinds import kind_of, refuse_grad
 from penstock.integrations.called.measuring import (
@@ -411,30 +411,8 @@ class CalledModule:
                 return own(*args, **kwargs)
             with self._own_steps.running(current, step, begun):
                 return own(*args, **kwargs)
-        assert current.order is not None
-        weights = self._memory.weights
-        assert weights is not None
-        streamer = weights.streamer if self._memory.waits(current, number) else None
-        try:
-            if streamer is not None:
-                streamer.acquire(current.order, number)
-            current.values = self._memory.fill_of(current.order, step.path)
-            filled = step.fill(current.values)
-            current.steps.append(seen := Seen(step.path, step.path))
-            inner = current.inner_ns
-            ready = time.perf_counter_ns()
-            try:
-                return own(*args, **kwargs)
-            finally:
-                ended = time.perf_counter_ns()
-                step.empty(filled)
-                if streamer is not None:
-                    streamer.release(current.order, number)
-                lead = max(0, begun - current.mark)
-                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
-                current.mark = time.perf_counter_ns()
-        finally:
-            current.open, current.values = None, {}
+        with self._memory.running(current, step, number, begun):
+            return own(*args, **kwargs)
 
     # Plans.
 

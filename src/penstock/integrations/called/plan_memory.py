@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from penstock.integrations.called.facts import NO_FOLDER
+from penstock.integrations.called.by_units.reads import Seen
+from penstock.integrations.called.facts import NO_FOLDER, StepTime
 from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass, positions_of
 from penstock.integrations.called.places import Place, Step, Values, Watched
@@ -45,6 +48,33 @@ class PlanMemory:
         self._positions: list[dict[str, list[int]]] = []
         self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # memory that has gone
         self._standing: list[tuple[Place, torch.Tensor]] = []
+
+    @contextmanager
+    def running(self, current: Pass, step: Step, number: int, begun: int) -> Iterator[None]:
+        """Have the weights of step `number` of the expected order in their places, and give them back."""
+        assert current.order is not None
+        assert self.weights is not None
+        streamer = self.weights.streamer if self.waits(current, number) else None
+        try:
+            if streamer is not None:
+                streamer.acquire(current.order, number)
+            current.values = self.fill_of(current.order, step.path)
+            filled = step.fill(current.values)
+            current.steps.append(seen := Seen(step.path, step.path))
+            inner = current.inner_ns
+            ready = time.perf_counter_ns()
+            try:
+                yield
+            finally:
+                ended = time.perf_counter_ns()
+                step.empty(filled)
+                if streamer is not None:
+                    streamer.release(current.order, number)
+                lead = max(0, begun - current.mark)
+                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
+                current.mark = time.perf_counter_ns()
+        finally:
+            current.open, current.values = None, {}
 
     def load(self, orders: PlannedOrders, options: LoadOptions, beside: int) -> LoadedWeights:
         """Load a plan; calls take `beside` bytes beside its weights."""
