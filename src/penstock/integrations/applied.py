@@ -127,7 +127,7 @@ class Applied:
         sentence = _RESTORE if self._restores else _LOAD
         make = functools.partial(TrainedModule, trained=trained) if trained else CalledModule
         with uninterrupted(), ExitStack() as on_error:
-            hollow = Hollow(module, sentence, target_device(device), own, called=True)
+            hollow = Hollow(module, sentence, target_device(device), own)
             on_error.callback(lambda given: hollow.filling(given)(), kept)
             if device != "cpu":  # which had these bytes already
                 self.cap.reserved += buffer_bytes(module)

@@ -41,16 +41,14 @@ class Holder(Protocol):
 class Cap:
     """The bytes that all components may hold together. One component holds them at a time.
 
-    Whoever has `lock` may use them, so that one call runs at a time in all threads. While `rehearsing`, which
-    is set under the lock, calls return zeros and read no weights. With `counts_own`, what penstock leaves in
-    memory counts too, as far as it is more than `beside` bytes, and large blocks that calls free go back to
-    the system; the memory of a GPU is elsewhere.
+    Whoever has `lock` may use them, so that one call runs at a time in all threads. With `counts_own`, what
+    penstock leaves in memory counts too, as far as it is more than `beside` bytes, and large blocks that calls
+    free go back to the system; the memory of a GPU is elsewhere.
     """
 
     def __init__(self, nbytes: int, *, counts_own: bool = True) -> None:
         self.nbytes = nbytes
         self.lock = threading.RLock()
-        self.rehearsing = False
         self.reserved = 0  # bytes of trained parameters and what comes with them, and of buffers on a device
         self._counts_own = counts_own
         self._left = 0

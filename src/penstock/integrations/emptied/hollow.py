@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -41,15 +41,10 @@ class Hollow:
         sentence: str,
         device: torch.device,
         trained: Collection[nn.Parameter] = (),
-        *,
-        called: bool = False,
     ) -> None:
         kept = {id(one) for one in trained}
-        emptied: list[tuple[str, torch.Tensor]]
-        emptied = [(name, one) for name, one in module.named_parameters() if id(one) not in kept]
-        if called:
-            registered = registered_weights(module)
-            emptied = [(joined(path, key), one) for path, _, key, one in registered if id(one) not in kept]
+        registered = registered_weights(module)
+        emptied = [(joined(path, key), one) for path, _, key, one in registered if id(one) not in kept]
         plain = plain_parts(emptied)
         parameters = {id(value) for value in plain.values()}
         named = [
@@ -82,7 +77,7 @@ class Hollow:
                 if any(id(held) not in kept for held in one._parameters.values()) or (
                     one is module and plain
                 ):
-                    _refuse_uses(one, path, sentence, self._undo, trained=bool(kept), called=called)
+                    _refuse_uses(one, path, sentence, self._undo)
             on_error.pop_all()
 
     @property
@@ -189,13 +184,8 @@ _ADAPTED = "_hf_peft_config_loaded"
 """Set on models of transformers whose `save_pretrained` saves their adapters only."""
 
 
-def _refuse_uses(
-    module: nn.Module, path: str, sentence: str, undo: ExitStack, *, trained: bool, called: bool
-) -> None:
-    """Let uses of a module that need its parameters raise StreamError, until `undo` is closed.
-
-    Where some of its parameters are `trained`, its state holds those, and the others without values.
-    """
+def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> None:
+    """Let uses of a module that need all of its parameters raise StreamError, until `undo` is closed."""
     kind = type(module).__name__
     who = f"{path} ({kind})" if path else f"the {kind}"
 
@@ -205,40 +195,16 @@ def _refuse_uses(
 
         return refused
 
-    if called:  # what is loaded is written to the weights, as anything else between calls
-        undo.callback(replace_attribute(module, "_save_to_state_dict", partial(save_present, module)))
-    else:
-        _refuse_states(module, refuse, undo, trained=trained)
-    if not called or not path:
+    # What is loaded is written to the weights, as anything else between calls.
+    undo.callback(replace_attribute(module, "_save_to_state_dict", partial(save_present, module)))
+    if not path:
         undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
     undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))
     undo.callback(replace_attribute(module, "_apply", _unless_done(module, refuse("moved or converted"))))
     for method, done in _SAVING.items():
         if hasattr(module, method):
-            saved = _unless_adapted(module, getattr(module, method), refuse(done), trained or called)
+            saved = _unless_adapted(module, getattr(module, method), refuse(done))
             undo.callback(replace_attribute(module, method, saved))
-
-
-def _refuse_states(
-    module: nn.Module, refuse: Callable[[str], Callable[..., NoReturn]], undo: ExitStack, *, trained: bool
-) -> None:
-    """Refuse what reads or writes the state of a module, and its calls; if it is trained, only values."""
-    hooks: Any = module
-
-    def refuse_values(_: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
-        parameters: dict[str, Any] = dict(module._parameters)
-        for key, held in parameters.items():
-            if isinstance(held, AbsentTensor) and state.get(prefix + key, held) is not held:
-                refuse("written by load_state_dict()")()
-
-    if trained:
-        undo.callback(replace_attribute(module, "_save_to_state_dict", partial(save_present, module)))
-        undo.callback(hooks.register_load_state_dict_pre_hook(refuse_values).remove)
-    else:
-        undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
-        undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
-    if "forward" not in vars(module):
-        undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
 
 
 _REPLACED = "penstock_replaced"
@@ -246,12 +212,12 @@ _REPLACED = "penstock_replaced"
 
 
 def _unless_adapted(
-    module: nn.Module, save: Callable[..., Any], refused: Callable[..., NoReturn], may_save: bool
+    module: nn.Module, save: Callable[..., Any], refused: Callable[..., NoReturn]
 ) -> Callable[..., Any]:
     """Return what saves a module if it has adapters, which are all that is saved then."""
 
     def saved(*args: Any, **kwargs: Any) -> Any:
-        return (save if may_save and getattr(module, _ADAPTED, False) else refused)(*args, **kwargs)
+        return (save if getattr(module, _ADAPTED, False) else refused)(*args, **kwargs)
 
     return saved
 
