@@ -42,8 +42,8 @@ class Cap:
     """The bytes that all components may hold together. One component holds them at a time.
 
     Whoever has `lock` may use them, so that one call runs at a time in all threads. With `counts_own`, what
-    penstock leaves in memory counts too, as far as it is more than `beside` bytes, and large blocks that calls
-    free go back to the system; the memory of a GPU is elsewhere.
+    penstock leaves in memory counts too, as far as it is more than `beside` bytes, and large blocks that are
+    freed go back to the system; the memory of a GPU is elsewhere.
     """
 
     def __init__(self, nbytes: int, *, counts_own: bool = True) -> None:
