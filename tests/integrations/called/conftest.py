@@ -27,7 +27,7 @@ def called(tmp_path: Path) -> Iterator[Called]:
     def within(model: nn.Module, budget: float, options: LoadOptions = CHECKED) -> CalledModule:
         kept = keep_weights(model, stored_tensors(model), Cache.at(tmp_path / str(len(made))), "model")
         facts = make_facts(model, kept)
-        Hollow(model, "call the model itself", torch.device("cpu"), called=True)
+        Hollow(model, "call the model itself", torch.device("cpu"))
         cap = Room(1 << 40)
         cap.module = module = CalledModule("model", model, facts, kept, cap, options=options)
         cap.budget = int(budget * facts.nbytes) if budget <= 1 else int(budget)
