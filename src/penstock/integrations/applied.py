@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -125,7 +124,7 @@ class Applied:
         facts = make_facts(module, kept, own, aligned=device != "cpu")
         entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
         sentence = _RESTORE if self._restores else _LOAD
-        make = functools.partial(TrainedModule, trained=trained) if trained else CalledModule
+        make = partial(TrainedModule, trained=trained) if trained else CalledModule
         with uninterrupted(), ExitStack() as on_error:
             hollow = Hollow(module, sentence, target_device(device), own)
             on_error.callback(lambda given: hollow.filling(given)(), kept)
