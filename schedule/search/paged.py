@@ -79,23 +79,23 @@ def _share_for_all(
         residency = Residency(groups, gaps, needed_bytes(groups, steps, which=which))
         ends = partial(problem.call_ends, which)
         loads = Loads(groups, gaps, steps, breaks=pieces.breaks, which=which, call_ends=ends)
-        plans.append((trace, residency, loads))
+        read = {gap.group for gap in residency.gaps}
+        unread = [
+            g for number, g in enumerate(groups) if not g.kept and not g.produced and number not in read
+        ]
+        plans.append((trace, residency, loads, unread))
     for share in range(_SHARES, -1, -1):
         fixed = tuple(len(g.spans) if g.kept else len(g.spans) * share // _SHARES for g in groups)
         streams, period = [], 0
-        for trace, residency, loads in plans:
+        for trace, residency, loads, unread in plans:
             counts = [
                 len(groups[gap.group].spans)
                 if gap.inside == 0 and gap.closes < len(trace.steps)
                 else fixed[gap.group]
                 for gap in residency.gaps
             ]
-            unread = sum(
-                g.bytes_of_first[count]
-                for index, (g, count) in enumerate(zip(groups, fixed, strict=True))
-                if not g.kept and not g.produced and all(gap.group != index for gap in residency.gaps)
-            )
-            if (residency.held(counts) + unread > cap).any():
+            unread_bytes = sum(g.bytes_of_first[len(g.spans) * share // _SHARES] for g in unread)
+            if (residency.held(counts) + unread_bytes > cap).any():
                 break
             stays = [
                 n < count and not g.produced

@@ -61,6 +61,9 @@ _log = logging.getLogger(__name__)
 _MOST_ORDERS = 4
 """Orders of one entry that are planned. A call in any other order loads on demand what comes out of turn."""
 
+_FEW_UNITS = 32
+"""Calls that ask for other units are of one order if this part of all weights' bytes is more than these."""
+
 
 class CalledModule:
     """A module whose own Python runs, within the memory of a cap.
@@ -320,10 +323,11 @@ class CalledModule:
         """
         own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
         order = self._kinds.get(kind, own[0] if len(own) == 1 else None)
-        if self._memory.weights is None and self._units.roots and kind not in self._kinds:
-            return None
         if order is None or not self._sizes.measured:
             return None
+        if self._memory.weights is None and kind not in self._kinds:
+            if self.orders[order].unit_bytes > self._few_unit_bytes:
+                return None
         if self._memory.weights is None:
             self._room = self._sizes.room(self._cap.nbytes)
         return order if self._sizes.has_room(nbytes, self._room) else None
@@ -335,7 +339,7 @@ class CalledModule:
         self._memory.enter()
         weights.wait()
         current.mark = time.perf_counter_ns()
-        if self._sizes.is_known(given.nbytes):
+        if self._sizes.is_known(given.nbytes, self._room):
             return weights.run(current.order, None, run)
         live, meter = meters_of(self._options.device, beside_arena=True)
         with live:
@@ -360,6 +364,11 @@ class CalledModule:
         _log.info(words, self.name, seconds_since(begun), format_size(beside))
         return output
 
+    @property
+    def _few_unit_bytes(self) -> int:
+        """Bytes of units that change little in a plan."""
+        return self.facts.nbytes // _FEW_UNITS
+
     def _note(self, current: Pass, kind: object) -> None:
         """Remember the order in which a call ran. A new one is part of the next plan."""
         if current.learned:
@@ -371,7 +380,7 @@ class CalledModule:
         if current.reads.whole:
             self.unload()
         planned = self._memory.orders.seen if current.order is not None and self._memory.orders else None
-        known = current.number_among(planned or self.orders)
+        known = current.number_among(planned or self.orders, self._few_unit_bytes)
         if known is not None:
             self._kinds[kind] = known
             return

@@ -89,6 +89,11 @@ class Order:
         operators, kept_owners = tuple(reads[k] for k in kept), tuple(owners[k] for k in kept)
         return Order(self.entry, paths, tuple(times), self.tail_ns + lead, operators, kept_owners)
 
+    @property
+    def unit_bytes(self) -> int:
+        """The most bytes of units that the operators ask for."""
+        return sum(one.asked * one.unit_nbytes for one in self.operators if isinstance(one, SparseRead))
+
     def by_units(self) -> set[tuple[str, int]]:
         """Return the paths of modules and the storages of which these read units."""
         steps = zip(self.owners, self.operators, strict=True)

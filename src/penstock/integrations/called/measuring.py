@@ -32,6 +32,9 @@ ROOM = 1.25
 _ALIKE = 1.1
 """Calls whose arguments are larger than any before by at most this factor are not measured."""
 
+_FAR = 2
+"""Calls that take at most this part of the room that a plan leaves for them are not measured."""
+
 _ALLOCATED = 512
 """Allocators of accelerators give out multiples of these bytes."""
 
@@ -64,14 +67,21 @@ class CallSizes:
         slack = min(_SLACK[0], cap // _SLACK[1])
         return max(int(ROOM * self.beside), self.beside + slack)
 
-    def is_known(self, nbytes: int) -> bool:
-        """Tell whether a call with as large arguments was measured."""
-        return nbytes <= _ALIKE * self._largest
+    def is_known(self, nbytes: int, room: int) -> bool:
+        """Tell whether a call need not be measured, as one with as large arguments was.
+
+        Nor need one that is far from filling its room: a context that grows by a token a call is measured a
+        few times, and not in every third call.
+        """
+        return self._largest_takes(nbytes) * _FAR <= room or nbytes <= _ALIKE * self._largest
 
     def has_room(self, nbytes: int, room: int) -> bool:
-        """Tell whether a call runs in `room` bytes: attention takes up to the square of the tokens."""
-        larger = max(1.0, nbytes / max(1, self._largest))
-        return larger <= _ALIKE or self.beside * larger**2 <= room
+        """Tell whether a call runs in `room` bytes."""
+        return nbytes <= _ALIKE * self._largest or self._largest_takes(nbytes) <= room
+
+    def _largest_takes(self, nbytes: int) -> float:
+        """Return the most that a call takes beside weights: attention takes the square of the tokens."""
+        return float(self.beside * max(1.0, nbytes / max(1, self._largest)) ** 2)
 
 
 class ArgumentBytes(NamedTuple):

@@ -43,11 +43,11 @@ class Pass:
         """The path of the module that runs."""
         return self.running[-1] if self.running else self.entry
 
-    def number_among(self, orders: Sequence[Order]) -> int | None:
-        """Return the number of the order in which this ran, or None."""
+    def number_among(self, orders: Sequence[Order], least: int) -> int | None:
+        """Return the number of the order in which this ran, or None; units of `least` bytes make another."""
         paths = tuple(one.path for one in self.steps)
         for number, one in enumerate(orders):
-            if (one.entry, one.paths) == (self.entry, paths) and self.reads.is_like(one, self.steps):
+            if (one.entry, one.paths) == (self.entry, paths) and self.reads.is_like(one, self.steps, least):
                 return number
         return None
 

@@ -185,7 +185,7 @@ class TrainedModule(CalledModule):
             return output
         self._begin(current)
         current.kept_bytes = int(self._keeps * current.nbytes)
-        if self._own_sizes.is_known(current.nbytes):
+        if self._own_sizes.is_known(current.nbytes, self._room):
             return run()
         with LiveBytes(self._device) as live_bytes:
             output = run()

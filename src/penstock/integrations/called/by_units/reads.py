@@ -56,17 +56,19 @@ class PassReads:
     held: tuple[int, tuple[str, int]] | None = None
     whole: bool = False
 
-    def is_like(self, order: Order, steps: Sequence[Seen]) -> bool:
-        """Tell whether steps ask for about as many units as those of an order."""
+    def is_like(self, order: Order, steps: Sequence[Seen], least: int) -> bool:
+        """Tell whether steps ask for about as many units as those of an order: half to twice as many.
+
+        Other numbers count where they change the bytes that the order asks for by more than `least`. A prompt
+        and a token ask for other numbers of rows of an embedding, and one plan serves both.
+        """
+        differing = 0
         for read, one in zip(order.operators, steps, strict=False):
             asked = one.as_read()
-            if (
-                isinstance(read, SparseRead)
-                and isinstance(asked, SparseRead)
-                and not read.asked <= 2 * asked.asked <= 4 * read.asked
-            ):
-                return False
-        return True
+            if isinstance(read, SparseRead) and isinstance(asked, SparseRead):
+                low, high = sorted((read.asked, asked.asked))
+                differing += (high - low) * read.unit_nbytes if high > 2 * low else 0
+        return differing <= least
 
 
 def operator_of(read: SparseRead) -> torch._ops.OpOverload:
