@@ -203,7 +203,7 @@ def test_quantised_weights_stream_in_their_parts(tmp_path):
 
 def test_a_new_order_misses_and_is_planned_then(tmp_path):
     class InTurn(Blocks):
-        def forward(self, x, *turns):
+        def forward(self, x, turns):
             for turn in turns:
                 x = self.blocks[turn](x)
             return self.head(x)
@@ -214,7 +214,7 @@ def test_a_new_order_misses_and_is_planned_then(tmp_path):
         (component,) = applied.components.values()
         missed = []
         for one in (*turns, turns[0], turns[0]):
-            assert torch.equal(model(x, *one), reference(x, *one))
+            assert torch.equal(model(x, one), reference(x, one))
             missed.append(component.stats.misses if component.stats else 0)
         assert max(missed) > 0
         assert missed[-1] == missed[-2]

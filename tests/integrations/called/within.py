@@ -29,7 +29,7 @@ class Room(Cap):
     @property
     def room(self) -> int:
         sizes = self.module._sizes
-        return self.budget + (sizes.room(self.nbytes) if sizes.measured else 1 << 39)
+        return self.budget + (sizes.room(self.nbytes) if sizes else 1 << 39)
 
 
 def agrees(model: nn.Module, reference: nn.Module, *calls: Any) -> bool:

@@ -28,14 +28,7 @@ from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order
 from penstock.integrations.called.forwards import Forwards, Wrapped
 from penstock.integrations.called.kinds import kind_of, refuse_grad
-from penstock.integrations.called.measuring import (
-    ROOM,
-    ArgumentBytes,
-    CallSizes,
-    call_bytes,
-    meters_of,
-    taken_by,
-)
+from penstock.integrations.called.measuring import ROOM, CallArguments, CallSizes, meters_of, taken_by
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, one_pass
@@ -60,9 +53,6 @@ _log = logging.getLogger(__name__)
 
 _MOST_ORDERS = 4
 """Orders of one entry that are planned. A call in any other order loads on demand what comes out of turn."""
-
-_FEW_UNITS = 32
-"""Calls that ask for other units are of one order if this part of all weights' bytes is more than these."""
 
 
 class CalledModule:
@@ -290,84 +280,87 @@ class CalledModule:
             if unmerge_disabled(self._adapted):
                 self._update()
             entry, called = wrapped.entry, wrapped.called
-            given, kind = call_bytes((args, kwargs), self._device), kind_of(entry, args, kwargs)
+            kind, arguments = kind_of(entry, args, kwargs), self._sizes_of(entry, args, kwargs)
             with self._cap.calling(self) as alone, one_pass(), torch.no_grad():
-                order = None if alone else self._order_of(entry, kind, given.nbytes)
+                order = None if alone else self._order_of(entry, kind, arguments)
                 current = self._pass = Pass(entry, order)
                 self._units.awake()
+                run = functools.partial(called, *args, **kwargs)
                 try:
-                    own = functools.partial(called, *args, **kwargs)
-                    output = self._run(
-                        current, functools.partial(self._units.run_to_end, current, own), given
-                    )
+                    output, beside = self._run(current, run, arguments)
                 finally:
                     self._pass = None
                     self._memory.leave()
                     self._units.rest()
                     if self._units.spoiled:
                         self.unload()
+            if beside is not None:
+                self._sizes.add(arguments, self._sizes_of(entry, args, kwargs), beside)
+                if order is not None and ROOM * beside > self._room:
+                    self.unload()
             self._passes += 1
             self._check_uses(current)
             self._note(current, kind)
             return self._own_steps.with_weights(output)
 
+    def _sizes_of(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallArguments:
+        return CallArguments.of(entry, args, kwargs, self._device)
+
     def _refuse_forked(self) -> None:
         if os.getpid() != self._process:
             raise StreamError(f"a forked child cannot call the {self.name}: load it in the child")
 
-    def _order_of(self, entry: str, kind: object, nbytes: int) -> int | None:
+    def _order_of(self, entry: str, kind: object, arguments: CallArguments) -> int | None:
         """Return the order that a call probably has; None where it is observed.
 
-        That is so, too, where it may take more memory than there is room for beside the plan: attention takes
-        up to the square of the tokens.
+        That is so, too, where it may take more memory than there is room for beside the plan.
         """
         own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
         order = self._kinds.get(kind, own[0] if len(own) == 1 else None)
-        if order is None or not self._sizes.measured:
+        if order is None or not self._sizes:
             return None
-        if self._memory.weights is None and kind not in self._kinds:
-            if self.orders[order].unit_bytes > self._few_unit_bytes:
-                return None
         if self._memory.weights is None:
+            if kind not in self._kinds and self.orders[order].unit_bytes > self.facts.few_unit_bytes:
+                return None
             self._room = self._sizes.room(self._cap.nbytes)
-        return order if self._sizes.has_room(nbytes, self._room) else None
+        return order if self._sizes.has_room(arguments, self._room) else None
 
-    def _run(self, current: Pass, run: Callable[[], Any], given: ArgumentBytes) -> Any:
+    def _run(
+        self, current: Pass, call: Callable[[], Any], arguments: CallArguments
+    ) -> tuple[Any, int | None]:
+        """Return what a call returns, and the bytes that it took beside weights, if they were measured."""
+        run = functools.partial(self._units.run_to_end, current, call)
         if current.order is None:
-            return self._observed(current, run, given)
-        weights = self._memory.weights or self._open()
+            return self._observed(current, run, arguments)
+        try:
+            weights = self._memory.weights or self._open()
+        except BudgetError as error:  # the largest step and what a call takes need not come together
+            _log.warning("one module is in memory at a time, which is slow: %s", error)
+            current.order = None
+            return self._observed(current, run, arguments)
         self._memory.enter()
         weights.wait()
         current.mark = time.perf_counter_ns()
-        if self._sizes.is_known(given.nbytes, self._room):
-            return weights.run(current.order, None, run)
+        if self._sizes.is_known(arguments, self._room):
+            return weights.run(current.order, None, run), None
         live, meter = meters_of(self._options.device, beside_arena=True)
         with live:
             output = weights.run(current.order, None, run)
-        beside = given.allocated + max(live.peak, meter.look())
-        self._sizes.measured.append((given.nbytes, beside))
-        if ROOM * beside > self._room:
-            self.unload()
-        return output
+        return output, arguments.allocated + max(live.peak, meter.look())
 
-    def _observed(self, current: Pass, run: Callable[[], Any], given: ArgumentBytes) -> Any:
+    def _observed(
+        self, current: Pass, run: Callable[[], Any], arguments: CallArguments
+    ) -> tuple[Any, int | None]:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self._check_files()
         self.unload()
         begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
         with live:
             output = run()
-        beside = given.allocated + taken_by(live, current.meter, self._cap.kernels)
-        if not current.has_compiled:
-            self._sizes.measured.append((given.nbytes, beside))
+        beside = arguments.allocated + taken_by(live, current.meter, self._cap.kernels)
         words = "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights"
         _log.info(words, self.name, seconds_since(begun), format_size(beside))
-        return output
-
-    @property
-    def _few_unit_bytes(self) -> int:
-        """Bytes of units that change little in a plan."""
-        return self.facts.nbytes // _FEW_UNITS
+        return output, None if current.has_compiled else beside
 
     def _note(self, current: Pass, kind: object) -> None:
         """Remember the order in which a call ran. A new one is part of the next plan."""
@@ -380,7 +373,7 @@ class CalledModule:
         if current.reads.whole:
             self.unload()
         planned = self._memory.orders.seen if current.order is not None and self._memory.orders else None
-        known = current.number_among(planned or self.orders, self._few_unit_bytes)
+        known = current.number_among(planned or self.orders, self.facts.few_unit_bytes)
         if known is not None:
             self._kinds[kind] = known
             return
@@ -410,18 +403,13 @@ class CalledModule:
             if number is not None:
                 current.open = step
         if number is None:
-            if (
-                current.order is not None
-                and current.open is None
-                and self._memory.reads_units_only(current.order, step.path)
-            ):
+            if current.open is None and self._memory.reads_units_only(current, step.path):
                 if not self._units.is_member(step.path):
                     current.steps.append(Seen(step.path, step.path))
                 return own(*args, **kwargs)
             with self._own_steps.running(current, step, begun):
                 return own(*args, **kwargs)
-        with self._memory.running(current, step, number, begun):
-            return own(*args, **kwargs)
+        return self._memory.run(current, step, number, begun, functools.partial(own, *args, **kwargs))
 
     # Plans.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -42,12 +42,14 @@ NO_FOLDER = Path(os.devnull, "none")
 LARGE_BUFFER = 1 << 20
 """Buffers of these bytes stream as parameters do; smaller ones stay in memory."""
 
+_FEW_UNITS = 32
+"""Calls that ask for other units are of one order if this part of all weights' bytes is more than these."""
+
 _GUESSED_BYTES_PER_NS = 8
 """The memory bandwidth that steps without measured times are taken to compute with."""
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Nanoseconds of a step: `lead_ns` from the end of the step before to its start, `read_ns` of its own."""
 
     lead_ns: int
@@ -120,6 +122,11 @@ class ModuleFacts:
     def nbytes(self) -> int:
         """Bytes of all storages."""
         return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def few_unit_bytes(self) -> int:
+        """Bytes of units that change little in a plan."""
+        return self.nbytes // _FEW_UNITS
 
     def renamed(
         self,

@@ -6,8 +6,10 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf, prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,8 +34,14 @@ ROOM = 1.25
 _ALIKE = 1.1
 """Calls whose arguments are larger than any before by at most this factor are not measured."""
 
+_ADDED = 1.5
+"""An argument that a measured call did not have, such as a mask or labels, counts as so many tensors."""
+
+_REMEMBERED = 64
+"""Calls of which it is remembered what they took."""
+
 _FAR = 2
-"""Calls that take at most this part of the room that a plan leaves for them are not measured."""
+"""Calls are not measured that are larger by at most this factor, and take at most this part of the room."""
 
 _ALLOCATED = 512
 """Allocators of accelerators give out multiples of these bytes."""
@@ -42,75 +50,154 @@ _SLACK = 16 << 20, 8
 """A plan leaves at least this for calls that grow, or this part of the cap if that is less."""
 
 
-class CallSizes:
-    """The memory of measured calls.
+class CallArguments(NamedTuple):
+    """The tensors in the arguments of a call, as far as they are on one device.
 
     Attributes:
-        measured: Of each call, the bytes of its arguments, and the bytes that it took beside weights.
+        kind: The method that is called, and arguments by which calls of equal sizes take other memory.
+        nbytes: Their bytes.
+        allocated: The bytes that the device's allocator has given them.
+        tensors: The shapes of arguments that are tensors, by position or name.
+        objects: The bytes of tensors in other arguments, such as caches, by position or name.
     """
 
-    def __init__(self) -> None:
-        self.measured: list[tuple[int, int]] = []
+    kind: object
+    nbytes: int
+    allocated: int
+    tensors: Mapping[int | str, tuple[int, ...]]
+    objects: Mapping[int | str, int]
 
-    @property
-    def _largest(self) -> int:
-        """Bytes of the arguments of the largest call that was measured."""
-        return max((nbytes for nbytes, _ in self.measured), default=0)
+    @classmethod
+    def of(
+        cls, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    ) -> CallArguments:
+        """Return the sizes of the arguments of a call, in caches and objects too."""
+        named: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)
+        tensors = {name: tuple(value.shape) for name, value in named.items() if _is_on(value, device)}
+        objects = {
+            name: sum(tensor.nbytes for tensor in _tensors_in(value, device))
+            for name, value in named.items()
+            if name not in tensors
+        }
+        granule = 1 if device.type == "cpu" else _ALLOCATED
+        sizes = [tensor.nbytes for tensor in _tensors_in(named, device)]
+        allocated = sum(round_up(nbytes, granule) for nbytes in sizes)
+        flags = {name: flag for name, value in named.items() if (flag := _flag(value)) is not None}
+        objects = {name: nbytes for name, nbytes in objects.items() if nbytes}
+        return cls((entry, flags), sum(sizes), allocated, tensors, objects)
 
-    @property
-    def beside(self) -> int:
+
+def _flag(value: object) -> object:
+    """Return what an argument that has no tensors says of a call's memory: zero may stand for "all"."""
+    return value if isinstance(value, bool | str) else value == 0 if isinstance(value, int) else None
+
+
+def _is_on(value: object, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == device
+
+
+def _tensors_in(value: object, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the tensors on a device that a value has, each once."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.device == device:
+                yield value
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+        elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+            left += vars(value).values()
+
+
+class MeasuredCall(NamedTuple):
+    """What one call took beside weights, in bytes, with its arguments as they were, and are `after` it."""
+
+    arguments: CallArguments
+    after: CallArguments
+    beside: int
+
+    def growth_to(self, call: CallArguments) -> float:
+        """Return the factor by which the arguments of another call are larger.
+
+        A mask, or labels, may double what attention or the loss takes. A call that filled a cache stands for
+        one that has the cache already. Its tokens attend to those of the cache and to each other, so that the
+        factors of both add up.
+        """
+        if call.kind != self.arguments.kind:
+            return inf
+        known = self.arguments.tensors
+        tensors = max(
+            (_growth(known[name], n) for name, n in call.tensors.items() if name in known), default=0
+        )
+        added = max((prod(n) for name, n in call.tensors.items() if name not in known), default=0)
+        if added:
+            largest = max(map(prod, known.values()), default=0)
+            tensors += _ADDED * added / largest if largest else inf
+        before, after = (
+            max((_growth((of.get(k, 0),), (n,)) for k, n in call.objects.items()), default=0)
+            for of in (self.arguments.objects, self.after.objects)
+        )
+        return min(max(tensors, before), tensors + after)
+
+
+def _growth(before: Sequence[int], now: Sequence[int]) -> float:
+    """Return the product of the factors by which the dimensions of a shape are larger."""
+    if len(before) != len(now):
+        return inf
+    return prod(max(1.0, n / b) if b else (inf if n else 1.0) for b, n in zip(before, now, strict=True))
+
+
+class CallSizes:
+    """The memory of measured calls."""
+
+    def __init__(self, beside: int = 0) -> None:
+        self.beside = beside
         """The most bytes that a call has taken beside weights."""
-        return max((beside for _, beside in self.measured), default=0)
+        self._measured: deque[MeasuredCall] = deque(maxlen=_REMEMBERED)
+
+    def __bool__(self) -> bool:
+        """Tell whether calls were measured."""
+        return bool(self._measured)
+
+    def add(self, arguments: CallArguments, after: CallArguments, beside: int) -> None:
+        """Remember what a call took."""
+        self._measured.append(MeasuredCall(arguments, after, beside))
+        self.beside = max(self.beside, beside)
 
     def room(self, cap: int) -> int:
         """Return the bytes that a plan leaves for calls, of `cap` bytes for weights and calls."""
         slack = min(_SLACK[0], cap // _SLACK[1])
         return max(int(ROOM * self.beside), self.beside + slack)
 
-    def is_known(self, nbytes: int, room: int) -> bool:
+    def is_known(self, call: CallArguments, room: int) -> bool:
         """Tell whether a call need not be measured, as one with as large arguments was.
 
-        Nor need one that is far from filling its room: a context that grows by a token a call is measured a
-        few times, and not in every third call.
+        Nor need one that is far from filling its room and at most twice as large: a context that grows by a
+        token a call is measured when it has doubled, and not in every third call.
         """
-        return self._largest_takes(nbytes) * _FAR <= room or nbytes <= _ALIKE * self._largest
+        factors = [(one.growth_to(call), one.beside) for one in self._measured]
+        return any(f <= _ALIKE or (f <= _FAR and beside * f**2 * _FAR <= room) for f, beside in factors)
 
-    def has_room(self, nbytes: int, room: int) -> bool:
+    def has_room(self, call: CallArguments, room: int) -> bool:
         """Tell whether a call runs in `room` bytes."""
-        return nbytes <= _ALIKE * self._largest or self._largest_takes(nbytes) <= room
+        return self.most(call) <= room
 
-    def _largest_takes(self, nbytes: int) -> float:
-        """Return the most that a call takes beside weights: attention takes the square of the tokens."""
-        return float(self.beside * max(1.0, nbytes / max(1, self._largest)) ** 2)
+    def most(self, call: CallArguments) -> float:
+        """Return the most bytes that a call takes beside weights, as far as measured calls tell.
 
-
-class ArgumentBytes(NamedTuple):
-    """The bytes of a call's arguments on a device, and those that its allocator has given them."""
-
-    nbytes: int
-    allocated: int
-
-
-def call_bytes(arguments: object, device: torch.device) -> ArgumentBytes:
-    """Return the bytes on a device of all tensors in the arguments of a call, in caches and objects too."""
-    granule = 1 if device.type == "cpu" else _ALLOCATED
-    seen: set[int] = set()
-    total = allocated = 0
-    left = [arguments]
-    while left:
-        value = left.pop()
-        if isinstance(value, torch.Tensor):
-            if id(value) not in seen and value.device == device:
-                total += value.nbytes
-                allocated += round_up(value.nbytes, granule)
-        elif isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, list | tuple):
-            left += value
-        elif id(value) not in seen and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
-            left += vars(value).values()
-        seen.add(id(value))
-    return ArgumentBytes(total, allocated)
+        Attention takes up to the square of the tokens.
+        """
+        factors = [(one.growth_to(call), one.beside) for one in self._measured]
+        return min(
+            (beside * (factor**2 if factor > _ALIKE else 1) for factor, beside in factors), default=inf
+        )
 
 
 def buffer_bytes(module: nn.Module) -> int:

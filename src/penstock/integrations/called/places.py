@@ -20,6 +20,9 @@ from penstock.passes.weights.subclasses import plain_tensors
 Values = Mapping[int, torch.Tensor]
 """Tensors with values, each by the id of the twin for which it stands."""
 
+NO_VALUES: Values = {}
+"""The values of no twin."""
+
 
 @dataclass(frozen=True, eq=False)
 class Place:

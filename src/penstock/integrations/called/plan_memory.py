@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.facts import NO_FOLDER, StepTime
 from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass, positions_of
-from penstock.integrations.called.places import Place, Step, Values, Watched
+from penstock.integrations.called.places import NO_VALUES, Place, Step, Values, Watched
 from penstock.integrations.called.plans import PlannedOrders
 from penstock.integrations.called.readers import StepWeights
 from penstock.integrations.kept import digest_of
@@ -41,40 +41,42 @@ class PlanMemory:
         self.probed: list[frozenset[int]] = []
         self._steps = steps
         self._values: dict[int, torch.Tensor] = {}  # weights over the memory of the plan
-        self._step_values: dict[str, Values] = {}  # the same, by the path of the step that reads them
-        # By order and path, the values that a step puts in places, where they are not all of its values.
-        self._fills: list[dict[str, Values]] = []
+        # By order and path, the values of a step, and those of them that it puts in places.
+        self._step_values: list[dict[str, tuple[Values, Values]]] = []
         self._watched: list[tuple[int, Watched]] = []
         self._positions: list[dict[str, list[int]]] = []
         self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # memory that has gone
         self._standing: list[tuple[Place, torch.Tensor]] = []
 
-    @contextmanager
-    def running(self, current: Pass, step: Step, number: int, begun: int) -> Iterator[None]:
-        """Have the weights of step `number` of the expected order in their places, and give them back."""
+    def run(self, current: Pass, step: Step, number: int, begun: int, call: Callable[[], Any]) -> Any:
+        """Run the call of a module with its weights in their places: step `number` of the expected order.
+
+        Most steps of most passes come through here: benchmarks/steps.py measures what each costs.
+        """
         assert current.order is not None
         assert self.weights is not None
         streamer = self.weights.streamer if self.waits(current, number) else None
         try:
             if streamer is not None:
                 streamer.acquire(current.order, number)
-            current.values = self.fill_of(current.order, step.path)
-            filled = step.fill(current.values)
+            current.values, to_fill = self._step_values[current.order][step.path]
+            filled = step.fill(to_fill) if to_fill else ()
             current.steps.append(seen := Seen(step.path, step.path))
             inner = current.inner_ns
             ready = time.perf_counter_ns()
             try:
-                yield
+                return call()
             finally:
                 ended = time.perf_counter_ns()
-                step.empty(filled)
+                if filled:
+                    step.empty(filled)
                 if streamer is not None:
                     streamer.release(current.order, number)
                 lead = max(0, begun - current.mark)
                 seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
                 current.mark = time.perf_counter_ns()
         finally:
-            current.open, current.values = None, {}
+            current.open, current.values = None, NO_VALUES
 
     def load(self, orders: PlannedOrders, options: LoadOptions, beside: int) -> LoadedWeights:
         """Load a plan; calls take `beside` bytes beside its weights."""
@@ -86,17 +88,13 @@ class PlanMemory:
                 if twin not in self.staying:
                     name = steps.places.names[twin]
                     self._values[twin] = like(value, name, weights.tensors.__getitem__)
-        self._step_values = {
-            path: {twin: self._values[twin] for twin in step.twins if twin in self._values}
-            for path, step in steps.steps.items()
-        }
-        self._fills = [
-            {path: self._without(path, storages) for path, storages in left_out.items()}
-            for left_out in orders.left_out
-        ]
         self.present = {
             twin: value for twin, value in self._values.items() if steps.storages_of(twin) <= outside
         }
+        self._step_values = [
+            {path: self._values_of(step, left_out.get(path, ())) for path, step in steps.steps.items()}
+            for left_out in orders.left_out
+        ]
         self._standing = [
             (place, self.present[id(place.twin)])
             for place in steps.places.all
@@ -111,10 +109,19 @@ class PlanMemory:
         self._positions = [positions_of(order) for order in orders.traced]
         return weights
 
-    def _without(self, path: str, storages: Collection[int]) -> Values:
-        """Return the values of a step without those of `storages`; small weights stay in memory."""
-        away, values = set(storages) - self._steps.learned.small, self._step_values[path]
-        return {twin: value for twin, value in values.items() if not self._steps.storages_of(twin) & away}
+    def _values_of(self, step: Step, left_out: Collection[int]) -> tuple[Values, Values]:
+        """Return the values of a step without those of the storages `left_out`, and which it puts in places.
+
+        Small weights of modules that values choose stay in memory. What the plan has in memory throughout
+        stands in its places already.
+        """
+        away = set(left_out) - self._steps.learned.small
+        values = {
+            twin: self._values[twin]
+            for twin in step.twins
+            if twin in self._values and not self._steps.storages_of(twin) & away
+        }
+        return values, {twin: value for twin, value in values.items() if twin not in self.present}
 
     def close(self) -> None:
         """Give the memory of the plan back."""
@@ -128,7 +135,7 @@ class PlanMemory:
             for twin, watched in self._watched
             if watched.is_viewed
         ]
-        self._watched, self._values, self._step_values, self._fills = [], {}, {}, []
+        self._watched, self._values, self._step_values = [], {}, []
         self._release(weights, viewed)
 
     def _release(self, weights: LoadedWeights, viewed: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
@@ -163,10 +170,6 @@ class PlanMemory:
                 place.entries[place.key] = place.twin
         self._steps.places.refresh()
 
-    def fill_of(self, order: int, path: str) -> Values:
-        """Return the values that the step of a module puts in places."""
-        return self._fills[order].get(path, self._step_values[path])
-
     def next_step(self, current: Pass, step: Step) -> int | None:
         """Return the number of a step in the expected order; None where it has none."""
         if current.order is None:
@@ -188,8 +191,9 @@ class PlanMemory:
         assert self.orders is not None
         assert current.order is not None
         reads = self.orders.traced[current.order].operators
-        skipped = range(current.position, number)
-        current.astray |= number < current.position or any(not reads or reads[k] is None for k in skipped)
+        if number != current.position:
+            skipped = range(current.position, number)
+            current.astray |= number < current.position or any(not reads or reads[k] is None for k in skipped)
         current.position = number + 1
 
     def waits(self, current: Pass, number: int) -> bool:
@@ -200,10 +204,12 @@ class PlanMemory:
         assert current.order is not None
         return current.astray or number in self.probed[current.order]
 
-    def reads_units_only(self, order: int, path: str) -> bool:
-        """Tell whether operators read all storages that the step of a module would read."""
+    def reads_units_only(self, current: Pass, path: str) -> bool:
+        """Tell whether the plan has operators read all storages that the step of a module would read."""
+        if current.order is None:
+            return False
         assert self.orders is not None
-        return self.orders.left_out[order].get(path) == set(self._steps.readers.storages[path])
+        return self.orders.left_out[current.order].get(path) == set(self._steps.readers.storages[path])
 
     # Uses that are refused.
 

@@ -24,7 +24,7 @@ from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import Order, StepTime
 from penstock.integrations.called.forwards import Wrapped
 from penstock.integrations.called.kinds import kind_of
-from penstock.integrations.called.measuring import CallSizes, LiveBytes, PeakMeter, call_bytes
+from penstock.integrations.called.measuring import CallArguments, CallSizes, LiveBytes, PeakMeter
 from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import Places, Step
@@ -35,6 +35,8 @@ from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.stream.interface import Streamer
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
+
+_NO_ARGUMENTS = CallArguments(None, 0, 0, {}, {})
 
 _BACKWARD = "backward: "
 """How the names of steps of a backward begin; the names of the weights that they read follow."""
@@ -69,7 +71,7 @@ class _TrainingPass(Pass):
 
     Attributes:
         kind: The kind of the call.
-        nbytes: Bytes of its arguments.
+        arguments: The sizes of its arguments.
         kept_bytes: Bytes that its forward keeps for the backward.
         weights: The loaded plan, whose streamer runs this pass.
         outside: The storages that this plan has in memory throughout.
@@ -80,7 +82,7 @@ class _TrainingPass(Pass):
     """
 
     kind: object = None
-    nbytes: int = 0
+    arguments: CallArguments = _NO_ARGUMENTS
     kept_bytes: int = 0
     weights: LoadedWeights | None = None
     outside: frozenset[int] = frozenset()
@@ -139,11 +141,11 @@ class TrainedModule(CalledModule):
             self._trained.refuse_others()
             self._memory.refuse_viewed()
             self._update()
-            nbytes = call_bytes((args, kwargs), self._device).nbytes
+            arguments = self._sizes_of(entry, args, kwargs)
             kind = (kind_of(entry, args, kwargs), self.module.training)
             with self._cap.calling(self) as alone:
-                order = None if alone else self._order_with_gradients(entry, kind, nbytes)
-                current = _TrainingPass(entry, order, kind=kind, nbytes=nbytes)
+                order = None if alone else self._order_with_gradients(entry, kind, arguments)
+                current = _TrainingPass(entry, order, kind=kind, arguments=arguments)
                 self._pass = current
                 try:
                     output = self._forward(current, run)
@@ -158,13 +160,13 @@ class TrainedModule(CalledModule):
             self._check_uses(current)
             return self._own_steps.with_weights(output)
 
-    def _order_with_gradients(self, entry: str, kind: object, nbytes: int) -> int | None:
+    def _order_with_gradients(self, entry: str, kind: object, arguments: CallArguments) -> int | None:
         """Return the order that a call with gradients probably has; None where it is observed."""
         evaluation, self._sizes = self._sizes, self._own_sizes
         try:
             if self._kept_bytes + self._own_sizes.beside > self._room:
                 self.unload()
-            return self._order_of(_entry_with_gradients(entry), kind, nbytes)
+            return self._order_of(_entry_with_gradients(entry), kind, arguments)
         finally:
             self._sizes = evaluation
 
@@ -181,22 +183,21 @@ class TrainedModule(CalledModule):
             with current.live_bytes:
                 output = run()
             current.kept_bytes = current.live_bytes.now
-            self._keeps = max(self._keeps, current.kept_bytes / max(1, current.nbytes))
+            self._keeps = max(self._keeps, current.kept_bytes / max(1, current.arguments.nbytes))
             return output
         self._begin(current)
-        current.kept_bytes = int(self._keeps * current.nbytes)
-        if self._own_sizes.is_known(current.nbytes, self._room):
+        current.kept_bytes = int(self._keeps * current.arguments.nbytes)
+        if self._own_sizes.is_known(current.arguments, self._room):
             return run()
         with LiveBytes(self._device) as live_bytes:
             output = run()
         current.kept_bytes = live_bytes.now
-        self._own_sizes.measured.append((current.nbytes, current.nbytes + live_bytes.peak))
+        self._remember(current, live_bytes.peak)
         return output
 
     def _open(self) -> LoadedWeights:
-        evaluation, self._sizes = self._sizes, CallSizes()
-        largest = self._own_sizes.beside + self._kept_bytes
-        self._sizes.measured = [*evaluation.measured, (0, largest)]
+        evaluation, training = self._sizes, self._own_sizes.beside + self._kept_bytes
+        self._sizes = CallSizes(max(evaluation.beside, training))
         try:
             return super()._open()
         finally:
@@ -272,8 +273,12 @@ class TrainedModule(CalledModule):
         """Remember what an observed pass has taken beside weights."""
         if current.live_bytes is not None and current.meter is not None:
             peak = max(current.live_bytes.peak, current.meter.look() - self._cap.kernels)
-            self._own_sizes.measured.append((current.nbytes, current.nbytes + peak))
+            self._remember(current, peak)
             current.live_bytes = current.meter = None
+
+    def _remember(self, current: _TrainingPass, peak: int) -> None:
+        arguments = current.arguments
+        self._own_sizes.add(arguments, arguments, arguments.nbytes + peak)
 
     def _note(self, current: Pass, kind: object) -> None:
         if isinstance(current, _TrainingPass):

@@ -21,7 +21,10 @@ SLICES = "aten.index_select.default"
 """The operator that stands for reads of slices by any operator: it is told which units."""
 
 
-@dataclass(eq=False)
+_NO_TIME = StepTime(0, 0)
+
+
+@dataclass(eq=False, slots=True)
 class Seen:
     """A step of a pass: the call of a module, or an operator that reads units, or a whole storage.
 
@@ -30,9 +33,9 @@ class Seen:
 
     path: str
     owner: str
-    time: StepTime = field(default_factory=lambda: StepTime(0, 0))
+    time: StepTime = _NO_TIME
     read: SparseRead | int | None = None
-    numbers: set[int] = field(default_factory=set)
+    numbers: frozenset[int] = frozenset()
 
     def as_read(self) -> SparseRead | int | None:
         """Return the read with the number of units that were asked for."""
