@@ -172,7 +172,7 @@ class Watched:
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
         self._parts = tuple(plain_tensors("", value).values())
-        self._versions = [part._version for part in self._parts]
+        self._states = [(part._version, part.data_ptr()) for part in self._parts]
         self._uses = 0
 
     def start(self) -> None:
@@ -190,8 +190,8 @@ class Watched:
 
     @property
     def is_written(self) -> bool:
-        """Tell whether the weight has been written to."""
-        return any(part._version != before for part, before in zip(self._parts, self._versions, strict=True))
+        """Tell whether the weight has been written to, or has been given other memory."""
+        return [(part._version, part.data_ptr()) for part in self._parts] != self._states
 
     def _count(self) -> int:
         return sum(map(use_count, self._parts)) + sys.getrefcount(self.value)
