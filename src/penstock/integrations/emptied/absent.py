@@ -61,8 +61,8 @@ class AbsentTensor(torch.Tensor):
     """A tensor with a shape and without memory. Whatever would read or write its values raises StreamError.
 
     Calls from Python are refused in `__torch_function__`; what C++ does, as in `torch.vmap` and
-    `torch.tensor`, in `__torch_dispatch__`. Only `torch.utils.dlpack.to_dlpack` asks neither: whoever reads
-    its capsule reads a null pointer.
+    `torch.tensor`, in `__torch_dispatch__`. Only `torch.utils.dlpack.to_dlpack` and `plain.data = absent` ask
+    neither: whoever reads the capsule, or the plain tensor then, reads a null pointer.
     """
 
     @classmethod
