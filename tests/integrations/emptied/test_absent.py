@@ -67,6 +67,12 @@ def test_one_that_the_arguments_do_not_show_is_refused_without_its_name(applied)
         handle_torch_function(torch.add, [applied[0][0].weight], SimpleNamespace(weight=0))
 
 
+def test_one_that_a_library_makes_of_its_class_is_refused(applied):
+    made = type(applied[0][0].weight)(torch.ones(8, 8))  # as accelerate does
+    with pytest.raises(StreamError, match="made like a weight which is not in memory"):
+        made.to("cpu", torch.float16)
+
+
 READERS = """
 import copy, sys, torch
 from torch import nn

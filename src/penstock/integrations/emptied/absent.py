@@ -61,8 +61,8 @@ class AbsentTensor(torch.Tensor):
     """A tensor with a shape and without memory. Whatever would read or write its values raises StreamError.
 
     Calls from Python are refused in `__torch_function__`; what C++ does, as in `torch.vmap` and
-    `torch.tensor`, in `__torch_dispatch__`. Only `torch.utils.dlpack.to_dlpack` asks neither: whoever reads
-    its capsule reads a null pointer.
+    `torch.tensor`, in `__torch_dispatch__`. Only `torch.utils.dlpack.to_dlpack` and `plain.data = absent` ask
+    neither: whoever reads the capsule, or the plain tensor then, reads a null pointer.
     """
 
     @classmethod
@@ -95,7 +95,7 @@ class AbsentTensor(torch.Tensor):
         return copy.deepcopy(_answer_of(self)[1], memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StreamError(vars(self)[_SAYS])
+        raise StreamError(_sentence_of(self))
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "parameter" if isinstance(self, nn.Parameter) else "tensor"
@@ -155,12 +155,20 @@ def answer_with(value: torch.Tensor, answer: Answer) -> None:
     value.__dict__[_ANSWER] = answer
 
 
+def _sentence_of(absent: torch.Tensor) -> str:
+    """Return what errors say of an absent tensor. Libraries make tensors of its class, which have no name."""
+    sentence: str = vars(absent).get(
+        _SAYS, "a tensor that was made like a weight which is not in memory has no values"
+    )
+    return sentence
+
+
 def _answer_of(absent: AbsentTensor) -> tuple[Answer, torch.Tensor]:
     """Return what answers for an absent tensor, and its value. Raises StreamError if nothing does."""
     answer: Answer | None = vars(absent).get(_ANSWER)
     value = answer.value() if answer else None
     if answer is None or value is None:
-        raise StreamError(vars(absent)[_SAYS])
+        raise StreamError(_sentence_of(absent))
     return answer, value
 
 
@@ -192,7 +200,7 @@ def _note_uses(
     for leaf, answer, value, before in answered:
         if _state(value) != before or func.__name__ == "__set__":
             if not answer.write(value):
-                raise StreamError(f"{vars(leaf)[_SAYS]}, and {func.__name__} would write to it")
+                raise StreamError(f"{_sentence_of(leaf)}, and {func.__name__} would write to it")
         elif value.untyped_storage()._cdata in memories:
             answer.keep(value)
 
@@ -215,7 +223,7 @@ def has_memory(value: object) -> bool:
 
 def _refuse_values(args: Any, kwargs: Any) -> NoReturn:
     """Raise StreamError, which names the tensor where the arguments show it."""
-    said = [vars(one)[_SAYS] for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, AbsentTensor)]
+    said = [_sentence_of(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, AbsentTensor)]
     raise StreamError(said[0] if said else "a parameter is not in memory: call the model itself")
 
 
