@@ -34,7 +34,7 @@ class _Module(Protocol):
 
     def share(self, twin: int, suffix: str, value: torch.Tensor) -> None: ...
 
-    def write(self, twin: int) -> bool: ...
+    def write(self, twin: int, value: torch.Tensor) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Answer:
         self.module.share(self.twin, self.suffix, value)
 
     def write(self, value: torch.Tensor) -> bool:
-        return self.module.write(self.twin)
+        return self.module.write(self.twin, value)
 
 
 @dataclass(eq=False)
@@ -170,14 +170,24 @@ class BetweenCalls:
         if sum(value.nbytes for value in self._written.values()) >= _WAITING:
             self._save()
 
-    def _refuse_shared(self, twin: int) -> None:
+    def is_shared(self, twin: int) -> bool:
+        """Tell whether another weight lies in the memory of a weight."""
+        return self._shares(twin) is not None
+
+    def _shares(self, twin: int) -> str | None:
         storages = {self.facts.parts[name].storage for name in self._parts(twin)}
         for other, name in self.names.items():
             if other != twin and any(self.facts.parts[one].storage in storages for one in self._parts(other)):
-                raise StreamError(
-                    f"the parameter {self.names[twin]} shares its memory with {name}, and was written to: "
-                    "restore() the model first"
-                )
+                return name
+        return None
+
+    def _refuse_shared(self, twin: int) -> None:
+        name = self._shares(twin)
+        if name is not None:
+            raise StreamError(
+                f"the parameter {self.names[twin]} shares its memory with {name}, and was written to: "
+                "restore() the model first"
+            )
 
     def _save(self) -> None:
         """Write weights to the cache, from where they stream then, if they are alone in their storages."""

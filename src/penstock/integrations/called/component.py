@@ -40,7 +40,7 @@ from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
 from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of
 from penstock.integrations.progress import seconds_since
-from penstock.passes.weights.subclasses import plain_tensors
+from penstock.passes.weights.subclasses import has_parts, plain_tensors
 from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
@@ -451,11 +451,20 @@ class CalledModule:
             name = self._between.names[twin] + suffix
             current.copies.append((name, value, digest_of(value.detach().contiguous())))
 
-    def write(self, twin: int) -> bool:
-        """Note that something has written to what `answer` has returned; returns False within a call."""
-        if self._pass is None:
+    def write(self, twin: int, value: torch.Tensor) -> bool:
+        """Note that something has written to what `answer` has returned; returns False if that is lost."""
+        current = self._pass
+        if current is None:
             self._between.write(twin)
-        return self._pass is None
+            return True
+        for values in (self._memory.staying, self._memory.present, current.values):
+            if twin in values:  # what is written there is seen at the end of the step, or of the pass
+                return True
+        if has_parts(self._places.twins[twin]) or self._between.is_shared(twin):
+            return False
+        self._units.unwatch(self._steps.storages_of(twin))
+        self._own_steps.stay(current, twin, value)
+        return True
 
     def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
         """Return what a twin, or a part of it, stands for; None once the module is restored.
@@ -485,6 +494,8 @@ class CalledModule:
 
     def _check_uses(self, current: Pass) -> None:
         """Raise StreamError if the pass wrote a weight that leaves memory, or keeps a view of it."""
+        for twin, value in self._memory.written_in_place():
+            self._own_steps.stay(current, twin, value)
         written = self._memory.written() or self._memory.written_copy(current)
         if written is not None:
             self.unload()

@@ -44,6 +44,7 @@ class PlanMemory:
         # By order and path, the values of a step, and those of them that it puts in places.
         self._step_values: list[dict[str, tuple[Values, Values]]] = []
         self._watched: list[tuple[int, Watched]] = []
+        self._staying: list[tuple[int, Watched]] = []  # those of `present`
         self._positions: list[dict[str, list[int]]] = []
         self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # memory that has gone
         self._standing: list[tuple[Place, torch.Tensor]] = []
@@ -73,7 +74,9 @@ class PlanMemory:
                 if streamer is not None:
                     streamer.release(current.order, number)
                 lead = max(0, begun - current.mark)
-                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
+                seen.time = StepTime(
+                    lead, max(0, ended - ready - (current.inner_ns - inner))
+                )  # threads overlap
                 current.mark = time.perf_counter_ns()
         finally:
             current.open, current.values = None, NO_VALUES
@@ -105,6 +108,7 @@ class PlanMemory:
         ]
         for _, watched in self._watched:
             watched.start()
+        self._staying = [(twin, Watched(value)) for twin, value in self.present.items()]
         self.probed = [frozenset(weights.probed(graph)) for graph in range(len(orders.traced))]
         self._positions = [positions_of(order) for order in orders.traced]
         return weights
@@ -129,7 +133,7 @@ class PlanMemory:
         if weights is None:
             return
         self.leave()
-        self.present, self._standing = {}, []
+        self.present, self._standing, self._staying = {}, [], []
         viewed = [
             (self._steps.places.names[twin], watched.memory())
             for twin, watched in self._watched
@@ -226,6 +230,10 @@ class PlanMemory:
             if watched.is_written:
                 return self._steps.places.names[twin]
         return None
+
+    def written_in_place(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the weights that the plan has in memory throughout, and that something has written."""
+        return [(twin, watched.value) for twin, watched in self._staying if watched.is_written]
 
     @property
     def is_viewed(self) -> bool:
