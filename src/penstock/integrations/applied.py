@@ -124,7 +124,9 @@ class Applied:
         facts = make_facts(module, kept, own, aligned=device != "cpu")
         entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
         sentence = _RESTORE if self._restores else _LOAD
-        make = partial(TrainedModule, trained=trained) if trained else CalledModule
+        make: Any = CalledModule
+        if trained is not None:
+            make = partial(TrainedModule, trained=trained, folder=self.cache.folder)
         with uninterrupted(), ExitStack() as on_error:
             hollow = Hollow(module, sentence, target_device(device), own)
             on_error.callback(lambda given: hollow.filling(given)(), kept)
