@@ -256,7 +256,7 @@ def test_memory_counts_what_a_forward_saves(plans, cache):
     with apply(model, "1MB", train=True, cache=cache):
         gradients(model, GIVEN)
         with pytest.raises(BudgetError, match=r"beside weights, and .* at once; give at least"):
-            model(**batch(130))
+            model(**batch(300))
         loss = model(**GIVEN).loss
     with pytest.raises(StreamError, match="restored between forward and backward"):
         loss.backward()

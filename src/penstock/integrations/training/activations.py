@@ -57,7 +57,7 @@ class _File:
         return place
 
     def read(self, place: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes of a place in new memory, at the same offset in a page as when they were written."""
+        """Return the bytes of a place in new memory, which begins at the same offset in a page as before."""
         with plain_tensors_only():
             memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
             start = (place - memory.data_ptr()) % PAGE

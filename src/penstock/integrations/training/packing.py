@@ -15,6 +15,7 @@ from penstock.integrations.emptied.absent import has_memory
 from penstock.integrations.training.activations import Activations
 from penstock.passes.weights.subclasses import each_part, has_parts, plain_tensors
 
+
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A saved tensor that lies in a weight, without its memory.
