@@ -260,7 +260,7 @@ def apply(
 
 def _empty(applied: Applied, name: str, module: nn.Module, *, train: bool) -> None:
     """Keep the weights of a module in files, and let it stream them."""
-    trained = TrainedParameters.of(module, name) if train else None
+    trained = TrainedParameters.of(module, name, applied.target) if train else None
     held = stored_tensors(module)
     if trained is None:
         applied.evaluate(module)
@@ -320,7 +320,7 @@ def load(
             return module
         renamed = under_new_names(module, kept)
         adapted = adapting.put_on(module, stored.name, torch.device("cpu"))
-        trained = TrainedParameters.of(module, stored.name)
+        trained = TrainedParameters.of(module, stored.name, adapted)
         applied.reserve(trained)
         applied.add(stored.name, module, renamed(), trained)
         return adapted

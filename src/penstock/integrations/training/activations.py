@@ -147,7 +147,7 @@ class SavedTensor:
         value, self.value = self.value, None
         assert value is not None
         start = value.storage_offset() * value.itemsize
-        self._geometry = start, tuple(value.shape), value.stride()
+        self._geometry = int(start), tuple(value.shape), value.stride()
         self._kind, self._now = value.type(), value._version
 
     def check_version(self) -> None:
@@ -392,7 +392,7 @@ class LeastSizes(CallSizes):
         return int(ROOM * self._largest_takes(nbytes))
 
 
-class LiveActivations(LiveBytes):
+class LiveActivations(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts live bytes, and what they would be if all left memory that can, or nothing did.
 
     Attributes:

@@ -116,12 +116,15 @@ class _Packer:
         ]
         self._owner, self._unpack_weight = owner, unpack
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._pack_other, self._unpack_other = outer or (others.pack, others.unpack)
+        self._others: tuple[Callable[[Any], Any], Callable[[Any], torch.Tensor]] = outer or (
+            others.pack,
+            others.unpack,
+        )
 
     def pack(self, value: torch.Tensor) -> object:
         """Return what autograd keeps of a tensor."""
         packed = self._whole(value) if has_parts(value) else self._plain(value)
-        return self._pack_other(value) if packed is None else packed
+        return self._others[0](value) if packed is None else packed
 
     def unpack(self, packed: Any) -> Any:
         """Return the tensor that was packed."""
@@ -129,7 +132,7 @@ class _Packer:
             return self._unpack_weight(packed)
         if isinstance(packed, _Copy):
             return packed.value
-        return self._unpack_other(packed)
+        return self._others[1](packed)
 
     def _plain(self, value: torch.Tensor) -> object | None:
         if not has_memory(value) or not value.numel():
