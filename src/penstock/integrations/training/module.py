@@ -35,10 +35,19 @@ from penstock.integrations.training.trained import TrainedParameters
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.stream.interface import Streamer
 from penstock.runtime.stream.passes import LoadedWeights
+from penstock.runtime.system.own_memory import give_back_when_freed
 from penstock.schedule.facts.errors import BudgetError, StreamError
 
 _BACKWARD = "backward: "
 """How the names of steps of a backward begin; the names of the weights that they read follow."""
+
+
+_LARGE = 256 << 10
+"""Freed blocks of so many bytes go back to the system.
+
+A Llama with a cap of 96 MB trained on 512 tokens, whose activations are of 1.5 MiB each, took 121 MiB above its
+imports, and 317 MiB with blocks of 2 MiB: freed activations stayed in the heap.
+"""
 
 
 @dataclass(eq=False)
@@ -112,6 +121,7 @@ class TrainedModule(CalledModule):
         self._whole, self._least = CallSizes(), LeastSizes()  # if all activations stay, and if they leave
         self._keeps_least = False  # the present plan has no room for all activations
         super().__init__(*args, **options)
+        give_back_when_freed(_LARGE)
         self._log = Steps(self.name)
 
     def _build(self, places: Places) -> None:
