@@ -45,7 +45,7 @@ _BACKWARD = "backward: "
 _LARGE = 256 << 10
 """Freed blocks of so many bytes go back to the system.
 
-A Llama with a cap of 96 MB trained on 512 tokens, whose activations are of 1.5 MiB each, took 121 MiB above its
+A Llama with a cap of 96 MiB, trained on 512 tokens with activations of 1.5 MiB each, took 121 MiB above its
 imports, and 317 MiB with blocks of 2 MiB: freed activations stayed in the heap.
 """
 
