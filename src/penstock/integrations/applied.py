@@ -124,7 +124,9 @@ class Applied:
         facts = make_facts(module, kept, own, aligned=device != "cpu")
         entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
         sentence = _RESTORE if self._restores else _LOAD
-        make = partial(TrainedModule, trained=trained) if trained else CalledModule
+        make: Any = CalledModule
+        if trained is not None:
+            make = partial(TrainedModule, trained=trained, folder=self.cache.folder)
         with uninterrupted(), ExitStack() as on_error:
             hollow = Hollow(module, sentence, target_device(device), own)
             on_error.callback(lambda given: hollow.filling(given)(), kept)
@@ -258,7 +260,7 @@ def apply(
 
 def _empty(applied: Applied, name: str, module: nn.Module, *, train: bool) -> None:
     """Keep the weights of a module in files, and let it stream them."""
-    trained = TrainedParameters.of(module, name) if train else None
+    trained = TrainedParameters.of(module, name, applied.target) if train else None
     held = stored_tensors(module)
     if trained is None:
         applied.evaluate(module)
@@ -318,7 +320,7 @@ def load(
             return module
         renamed = under_new_names(module, kept)
         adapted = adapting.put_on(module, stored.name, torch.device("cpu"))
-        trained = TrainedParameters.of(module, stored.name)
+        trained = TrainedParameters.of(module, stored.name, adapted)
         applied.reserve(trained)
         applied.add(stored.name, module, renamed(), trained)
         return adapted
