@@ -122,7 +122,6 @@ class Applied:
         own = trained.parameters if trained else ()
         device = self._options.device
         facts = make_facts(module, kept, own, aligned=device != "cpu")
-        entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
         sentence = _RESTORE if self._restores else _LOAD
         make = partial(TrainedModule, trained=trained) if trained else CalledModule
         with uninterrupted(), ExitStack() as on_error:
@@ -136,7 +135,7 @@ class Applied:
                 facts,
                 kept,
                 self.cap,
-                entries=entries,
+                entries=entries_of(module),
                 keep=partial(store, cache=self.cache, made_for=owner_of(name, module)),
                 options=self._options,
             )

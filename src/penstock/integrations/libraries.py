@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import torch
 from torch import nn
 
 from penstock.runtime.files.safetensors_file import reading
@@ -17,6 +16,9 @@ from penstock.schedule.facts.errors import PassError
 
 _CALLED = ("encode", "decode", "post_process_latents")
 """Methods besides `forward` that pipelines of diffusers call and that read parameters."""
+
+_FEATURES = ("get_image_features", "get_video_features", "get_audio_features", "get_text_features")
+"""Methods of transformers models that encode inputs; `generate` and users call them."""
 
 
 def components_of(model: Any) -> dict[str, nn.Module]:
@@ -101,37 +103,12 @@ def _by_object(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
 
 
 def entries_of(module: nn.Module) -> list[str]:
-    """The methods through which a library calls a module: `forward`, and for some modules others."""
-    entries = ["forward"]
-    entries += [name for name in _CALLED if _is_diffusers(module) and hasattr(module, name)]
-    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        get_encoder: Any = getattr(module, "get_encoder", lambda: None)
-        encoder = get_encoder()
-        entries += [f"{name}.forward" for name, child in module.named_modules() if child is encoder and name]
-    return list(dict.fromkeys([*entries, *_embedding_of(module), *_features_of(module)]))
-
-
-def _embedding_of(module: nn.Module) -> list[str]:
-    """The `forward` of the embedding of tokens, which users and other models call to make `inputs_embeds`."""
-    get_embedding: Any = getattr(module, "get_input_embeddings", lambda: None)
-    try:
-        embedding = get_embedding()
-    except NotImplementedError:  # of models without one
-        return []
-    kinds = torch.nn.Embedding
-    found = [
-        name for name, child in module.named_modules() if child is embedding and isinstance(child, kinds)
-    ]
-    return [f"{name}.forward" for name in found if name]
-
-
-def _features_of(module: nn.Module) -> list[str]:
-    """The methods that encode images, videos, audio or text, which `generate` and users call."""
+    """Return the methods other than `forward` through which libraries and users call a module or its parts."""
+    methods = [name for name in _CALLED if _is_diffusers(module) and hasattr(module, name)]
     base: Any = getattr(module, "base_model", None)
+    features = [name for name in _FEATURES if callable(getattr(base, name, None))]
     paths = [path for path, child in module.named_modules() if child is base]
-    made = [f"get_{kind}_features" for kind in ("image", "video", "audio", "text")]
-    found = [name for name in made if callable(getattr(base, name, None))]
-    return [f"{path}.{name}".removeprefix(".") for path in paths for name in found]
+    return methods + [f"{path}.{name}".removeprefix(".") for path in paths for name in features]
 
 
 def _is_diffusers(module: nn.Module) -> bool:
