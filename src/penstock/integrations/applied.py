@@ -34,7 +34,6 @@ from penstock.integrations.libraries import (
     owner_of,
 )
 from penstock.integrations.own_files import keep_weights
-from penstock.integrations.progress import seconds_since
 from penstock.integrations.training.adapting import Adapting, under_new_names
 from penstock.integrations.training.module import TrainedModule
 from penstock.integrations.training.trained import TrainedParameters
@@ -44,7 +43,7 @@ from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.system.own_memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
-from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
+from penstock.schedule.facts.sizes import format_budget, format_size, parse_size, seconds_since
 
 _log = logging.getLogger(__name__)
 

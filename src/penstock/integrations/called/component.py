@@ -39,14 +39,13 @@ from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import answer_with
 from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of
-from penstock.integrations.progress import seconds_since
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, StreamError
-from penstock.schedule.facts.sizes import format_budget, format_size
+from penstock.schedule.facts.sizes import format_budget, format_size, seconds_since
 from penstock.schedule.plan import Plan
 
 _log = logging.getLogger(__name__)
