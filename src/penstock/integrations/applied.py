@@ -22,8 +22,7 @@ from penstock.integrations.called.facts import make_facts
 from penstock.integrations.called.measuring import buffer_bytes
 from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import Cap
-from penstock.integrations.emptied.hollow import Hollow
-from penstock.integrations.emptied.uninterrupted import uninterrupted
+from penstock.integrations.emptied.hollow import Hollow, uninterrupted
 from penstock.integrations.folders import Stored, asked_dtype, local_folder, open_folder
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import (

@@ -103,7 +103,7 @@ def _by_object(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
 
 
 def entries_of(module: nn.Module) -> list[str]:
-    """Return the methods other than `forward` through which libraries and users call a module or its parts."""
+    """Return the methods other than `forward` through which a module and its parts are called."""
     methods = [name for name in _CALLED if _is_diffusers(module) and hasattr(module, name)]
     base: Any = getattr(module, "base_model", None)
     features = [name for name in _FEATURES if callable(getattr(base, name, None))]

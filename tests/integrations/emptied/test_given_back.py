@@ -194,7 +194,7 @@ def test_an_apply_that_fails_while_memory_is_given_back_leaves_it(tmp_path, monk
 
     model = quantised()
     weight, expected = model[0].weight, model(X)
-    monkeypatch.setattr(hollow, "_refuse_uses", fail)
+    monkeypatch.setattr(hollow.Hollow, "_refuse_uses", fail)
     with pytest.raises(MemoryError):
         apply(model, "1MB", cache=tmp_path)
     assert model[1].weight is weight
