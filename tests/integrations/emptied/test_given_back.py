@@ -188,7 +188,7 @@ def test_an_error_in_the_body_comes_out_and_the_model_is_whole(tmp_path):
 
 
 def test_an_apply_that_fails_while_memory_is_given_back_leaves_it(tmp_path, monkeypatch):
-    def fail(module, path, *_, **__):
+    def fail(self, module, path, sentence):
         if path == "1":
             raise MemoryError("no memory")
 
