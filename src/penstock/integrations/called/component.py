@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.adapters import adapted_layers, unmerge_disabled
-from penstock.integrations.called.between_calls import Answer, BetweenCalls, Keep
+from penstock.integrations.called.between_calls import BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order
@@ -37,7 +37,7 @@ from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.plans import Residency, plan_orders, residency_of
 from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.cap import Cap
-from penstock.integrations.emptied.absent import answer_with
+from penstock.integrations.emptied.absent import Answer, answer_with
 from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.device.opening import target_device
