@@ -124,7 +124,7 @@ class Applied:
         make = partial(TrainedModule, trained=trained) if trained else CalledModule
         with uninterrupted(), ExitStack() as on_error:
             hollow = Hollow(module, sentence, target_device(device), parameters)
-            on_error.callback(lambda: hollow.filling(kept)())
+            on_error.callback(lambda files: hollow.filling(files)(), kept)
             if device != "cpu":  # which had these bytes already
                 self.cap.reserved += buffer_bytes(module)
             self.components[name] = make(
