@@ -172,28 +172,6 @@ def test_a_gpu_that_is_not_there_is_said(tmp_path):
         apply(nn.Linear(2, 2), "1MB", device="cuda", cache=tmp_path)
 
 
-def test_a_module_with_parameters_of_its_own_is_called(tmp_path):
-    model = nn.Linear(8, 8).requires_grad_(False)
-    x = torch.randn(3, 8)
-    expected = model(x)
-    with apply(model, "1MB", cache=tmp_path):
-        assert torch.equal(model(x), expected)
-
-
-def test_a_restore_that_fails_leaves_the_model_applied(tmp_path):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
-    values = model[0].weight.clone()
-    applied = apply(model, "1MB", cache=tmp_path / "cache")
-    (tmp_path / "cache").rename(tmp_path / "elsewhere")
-    with pytest.raises(SourceError, match="is gone, and it held"):
-        applied.restore()
-    with pytest.raises(SourceError, match="is missing"):
-        model[0].weight.sum()
-    (tmp_path / "elsewhere").rename(tmp_path / "cache")
-    applied.restore()
-    assert torch.equal(model[0].weight, values)
-
-
 def test_an_apply_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise MemoryError("no memory")

@@ -15,14 +15,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.integrations.adapters import adapted_layers, unmerge_disabled
-from penstock.integrations.called.between_calls import Answer, BetweenCalls, Keep
+from penstock.integrations.called.between_calls import BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order
@@ -37,19 +36,20 @@ from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.plans import Residency, plan_orders, residency_of
 from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.cap import Cap
-from penstock.integrations.emptied.absent import answer_with
+from penstock.integrations.emptied.absent import Answer, answer_with
 from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of
-from penstock.integrations.progress import seconds_since
 from penstock.passes.weights.subclasses import has_parts, plain_tensors
 from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, StreamError
-from penstock.schedule.facts.sizes import format_budget, format_size
+from penstock.schedule.facts.sizes import format_budget, format_size, seconds_since
 from penstock.schedule.plan import Plan
 
 _log = logging.getLogger(__name__)
+
+_Measured = tuple[Any, int | None]
 
 _MOST_ORDERS = 4
 """Orders of one entry that are planned. A call in any other order loads on demand what comes out of turn."""
@@ -176,11 +176,6 @@ class CalledModule:
         return weights.stats(self._passes) if weights else None
 
     @property
-    def weights(self) -> list[Path]:
-        """The files that hold the weights."""
-        return [file for one in self.kept for file in one.files]
-
-    @property
     def residency(self) -> tuple[Residency, ...]:
         """What the present plan does with the weights of each module; empty where there is none."""
         if self.plan is None or self._memory.weights is None:
@@ -206,7 +201,6 @@ class CalledModule:
         for one in self.kept:
             if one.hold is not None:
                 one.hold.close()
-
         return functools.partial(write_back, staying, self._between.twins)
 
     def save_written(self) -> None:
@@ -325,9 +319,7 @@ class CalledModule:
             self._room = self._sizes.room(self._cap.nbytes)
         return order if self._sizes.has_room(arguments, self._room) else None
 
-    def _run(
-        self, current: Pass, call: Callable[[], Any], arguments: CallArguments
-    ) -> tuple[Any, int | None]:
+    def _run(self, current: Pass, call: Callable[[], Any], arguments: CallArguments) -> _Measured:
         """Return what a call returns, and the bytes that it took beside weights, if they were measured."""
         run = functools.partial(self._units.run_to_end, current, call)
         if current.order is None:
@@ -348,9 +340,7 @@ class CalledModule:
             output = weights.run(current.order, None, run)
         return output, arguments.allocated + max(live.peak, meter.look())
 
-    def _observed(
-        self, current: Pass, run: Callable[[], Any], arguments: CallArguments
-    ) -> tuple[Any, int | None]:
+    def _observed(self, current: Pass, run: Callable[[], Any], arguments: CallArguments) -> _Measured:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self._check_files()
         self.unload()
@@ -453,8 +443,7 @@ class CalledModule:
 
     def write(self, twin: int, value: torch.Tensor) -> bool:
         """Note that something has written to what `answer` has returned; returns False if that is lost."""
-        current = self._pass
-        if current is None:
+        if (current := self._pass) is None:
             self._between.write(twin)
             return True
         for values in (self._memory.staying, self._memory.present, current.values):
@@ -496,12 +485,11 @@ class CalledModule:
         """Raise StreamError if the pass wrote a weight that leaves memory, or keeps a view of it."""
         for twin, value in self._memory.written_in_place():
             self._own_steps.stay(current, twin, value)
-        written = self._memory.written() or self._memory.written_copy(current)
-        if written is not None:
+        try:
+            self._memory.refuse_written(current)
+        except StreamError:
             self.unload()
-            raise StreamError(
-                f"the call writes {written}, which is not in memory between calls: restore() the model first"
-            )
+            raise
         if self._memory.is_viewed:
             self.unload()
             self._memory.refuse_viewed()

@@ -97,9 +97,8 @@ class OwnSteps:
             step.empty(filled)
             if not nested:
                 lead = max(0, begun - current.mark)
-                seen.time = StepTime(
-                    lead, max(0, ended - ready - (current.inner_ns - inner))
-                )  # threads overlap
+                took = ended - ready - (current.inner_ns - inner)
+                seen.time = StepTime(lead, max(0, took))  # reads of several threads overlap
             self._keep(current, step, used)
             if current.meter is not None:
                 for weights in (memory, values, watched, used, filled):

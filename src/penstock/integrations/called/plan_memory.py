@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -74,9 +75,8 @@ class PlanMemory:
                 if streamer is not None:
                     streamer.release(current.order, number)
                 lead = max(0, begun - current.mark)
-                seen.time = StepTime(
-                    lead, max(0, ended - ready - (current.inner_ns - inner))
-                )  # threads overlap
+                took = ended - ready - (current.inner_ns - inner)
+                seen.time = StepTime(lead, max(0, took))  # reads of several threads overlap
                 current.mark = time.perf_counter_ns()
         finally:
             current.open, current.values = None, NO_VALUES
@@ -217,19 +217,17 @@ class PlanMemory:
 
     # Uses that are refused.
 
-    def written_copy(self, current: Pass) -> str | None:
-        """Return the name of a weight that a pass has written in memory of its own, or None."""
-        for fqn, copy, digest in current.copies:
-            if digest_of(copy.detach().contiguous()) != digest:
-                return fqn
-        return None
-
-    def written(self) -> str | None:
-        """Return the name of a weight of the plan that something has written, or None."""
-        for twin, watched in self._watched:
-            if watched.is_written:
-                return self._steps.places.names[twin]
-        return None
+    def refuse_written(self, current: Pass) -> None:
+        """Raise StreamError if a pass has written a weight that leaves memory after its step."""
+        written = [self._steps.places.names[twin] for twin, watched in self._watched if watched.is_written]
+        written += [
+            fqn for fqn, copy, digest in current.copies if digest_of(copy.detach().contiguous()) != digest
+        ]
+        if written:
+            raise StreamError(
+                f"the call writes {written[0]}, which is not in memory between calls: restore() the model "
+                "first"
+            )
 
     def written_in_place(self) -> list[tuple[int, torch.Tensor]]:
         """Return the weights that the plan has in memory throughout, and that something has written."""
@@ -242,7 +240,10 @@ class PlanMemory:
 
     def refuse_viewed(self) -> None:
         """Raise StreamError while something keeps a view of a weight in memory that has been given back."""
-        self._viewed = [(fqn, memory) for fqn, memory in self._viewed if memory() is not None]
+        for collect in (False, True):  # a tracer that failed leaves views in cycles of garbage
+            if collect and self._viewed:
+                gc.collect()
+            self._viewed = [(fqn, memory) for fqn, memory in self._viewed if memory() is not None]
         if self._viewed:
             raise StreamError(
                 f"something keeps a view of {self._viewed[0][0]}, which is not in memory between calls: "
