@@ -171,7 +171,6 @@ class Applied:
                 )
             for component in self.components.values():
                 component.save_written()
-                component.refuse_lost()
             self.idle()
             fills = [hollow.filling(self.components[name].kept) for name, hollow in self._hollow.items()]
             with uninterrupted():

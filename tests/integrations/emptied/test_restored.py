@@ -70,7 +70,7 @@ def test_no_component_is_restored_where_one_cannot_be(tmp_path):
     inputs = {"a": torch.ones(2, 8), "b": torch.ones(2, 4)}
     expected = {name: one(inputs[name]) for name, one in pair.components.items()}
     applied = apply(pair, "1MB", cache=tmp_path)
-    file = applied.components["b"].kept[0].files[0]
+    file = applied.components["b"].weights[0]
     file.rename(tmp_path / "elsewhere")
     with pytest.raises(SourceError, match="is gone, and it held"):
         applied.restore()

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class CalledModule:
         self._pass: Pass | None = None
         self._passes = 0
         self._room = 0  # bytes that the present plan leaves for calls
+        self._impossible: object = None  # what calls took, the memory and the orders, where no plan fitted
         self._active = True
         self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins
         places = Places(module, facts.parts)
@@ -176,6 +178,11 @@ class CalledModule:
         return weights.stats(self._passes) if weights else None
 
     @property
+    def weights(self) -> list[Path]:
+        """The files that hold the weights."""
+        return [file for one in self.kept for file in one.files]
+
+    @property
     def residency(self) -> tuple[Residency, ...]:
         """What the present plan does with the weights of each module; empty where there is none."""
         if self.plan is None or self._memory.weights is None:
@@ -204,13 +211,10 @@ class CalledModule:
         return functools.partial(write_back, staying, self._between.twins)
 
     def save_written(self) -> None:
-        """Save weights that were written since the last call, before their files are read again."""
+        """Save weights that were written since the last call. Raises SourceError if a weight file is gone."""
         with self._cap.lock:
             self._update()
-
-    def refuse_lost(self) -> None:
-        """Raise SourceError where a weight file is gone, before anything is given up for it."""
-        self._files.refuse_lost(self.kept)
+            self._files.refuse_lost(self.kept)
 
     def _check_files(self) -> None:
         """Raise SourceError where a weight file is gone, or has other bytes than there were in memory."""
@@ -273,13 +277,13 @@ class CalledModule:
             self._update()
             if unmerge_disabled(self._adapted):
                 self._update()
-            entry, called = wrapped.entry, wrapped.called
+            entry = wrapped.entry
             kind, arguments = kind_of(entry, args, kwargs), self._sizes_of(entry, args, kwargs)
             with self._cap.calling(self) as alone, one_pass(), torch.no_grad():
                 order = None if alone else self._order_of(entry, kind, arguments)
                 current = self._pass = Pass(entry, order)
                 self._units.awake()
-                run = functools.partial(called, *args, **kwargs)
+                run = functools.partial(wrapped.called, *args, **kwargs)
                 try:
                     output, beside = self._run(current, run, arguments)
                 finally:
@@ -311,7 +315,8 @@ class CalledModule:
         """
         own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
         order = self._kinds.get(kind, own[0] if len(own) == 1 else None)
-        if order is None or not self._sizes:
+        terms = self._sizes.beside, self._cap.room, len(self.orders)
+        if order is None or not self._sizes or terms == self._impossible:
             return None
         if self._memory.weights is None:
             if kind not in self._kinds and self.orders[order].unit_bytes > self.facts.few_unit_bytes:
@@ -328,7 +333,7 @@ class CalledModule:
             weights = self._memory.weights or self._open()
         except BudgetError as error:  # the largest step and what a call takes need not come together
             _log.warning("one module is in memory at a time, which is slow: %s", error)
-            current.order = None
+            current.order, self._impossible = None, (self._sizes.beside, self._cap.room, len(self.orders))
             return self._observed(current, run, arguments)
         self._memory.enter()
         weights.wait()

@@ -185,7 +185,7 @@ class TrainedModule(CalledModule):
     def _forward(self, current: _TrainingPass, run: Callable[[], Any]) -> Any:
         live = LiveActivations(self.activations, self._device)
         if current.order is None:
-            self.refuse_lost()
+            self._files.refuse_lost(self.kept)
             self.unload()
             current.meter, current.live = PeakMeter(), live
             room = self._cap.room - self._largest_step
