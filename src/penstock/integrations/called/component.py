@@ -362,15 +362,15 @@ class CalledModule:
         if current.learned:
             self._learn()
             return
-        if lists := self._units.siblings.chosen(current.entry, current.steps):
-            self._stack(lists)
-            return
         if current.reads.whole:
             self.unload()
         planned = self._memory.orders.seen if current.order is not None and self._memory.orders else None
         known = current.number_among(planned or self.orders, self.facts.few_unit_bytes)
         if known is not None:
             self._kinds[kind] = known
+            return
+        if lists := self._units.siblings.chosen(current.entry, current.steps):
+            self._stack(lists)
             return
         own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
         if len(own) == _MOST_ORDERS:
