@@ -73,7 +73,8 @@ class OwnSteps:
                 for twin in step.twins
                 if twin not in self._memory.staying and not self._steps.storages_of(twin) & left_out
             }
-        watched = [(twin, Watched(value)) for twin, value in values.items()]
+        sums = current.order is None  # in other passes a step was seen before
+        watched = [(twin, Watched(value, sums=sums)) for twin, value in values.items()]
         filled = step.fill(values)
         before = current.open, current.values
         current.open, current.values = before[0] or step, {**before[1], **values}
