@@ -1,8 +1,8 @@
 """Calls of a Llama of 469 MiB: in memory, through `load` or `apply`, and through those of another tree.
 
 Each way runs in processes of its own, interleaved, and medians are shown. Processor seconds count from `load`
-on, in a process that has imported its libraries, with an empty cache. Steps of LoRA, and tokens of a mixture of
-64 experts in 4 layers, are measured by the bytes of weights that they move, too.
+on, in a process that has imported its libraries, with an empty cache. Of LoRA's steps, and of the tokens of a
+mixture of 64 experts in 4 layers, the bytes of weights that they move are counted.
 
 Example: python benchmarks/apply.py --before ../penstock-before/src --rounds 3
 """
