@@ -332,7 +332,7 @@ class CalledModule:
         try:
             weights = self._memory.weights or self._open()
         except BudgetError as error:  # the largest step and what a call takes need not come together
-            _log.warning("one module is in memory at a time, which is slow: %s", error)
+            _log.warning("one module is in memory at a time, which is slow: %s", str(error))
             current.order, self._impossible = None, (self._sizes.beside, self._cap.room, len(self.orders))
             return self._observed(current, run, arguments)
         self._memory.enter()
