@@ -265,7 +265,7 @@ def test_memory_counts_what_a_forward_saves(plans, cache):
 
 
 def test_what_readers_brought_is_looked_at_after_each_step(both, monkeypatch):
-    """Threads that compute sleep while others read; asleep for nothing, they made a step 1.3 times as long."""
+    """Threads that compute sleep as others read; asleep for nothing, they made a step 1.3 times as long."""
     _, model = both
     seen = []
     monkeypatch.setattr(LoadedWeights, "_calm", lambda self, before, now: seen.append((before, now)))
