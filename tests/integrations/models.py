@@ -70,10 +70,6 @@ def llava() -> Any:
     return frozen(LlavaForConditionalGeneration(config))
 
 
-def nothing(_: object) -> None:
-    """An example that calls nothing, so that only what a test calls is exported."""
-
-
 def frozen(module: nn.Module) -> nn.Module:
     """In eval mode and without grad: whether a weight requires grad decides about last bits in torch."""
     return module.eval().requires_grad_(False)

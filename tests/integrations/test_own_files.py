@@ -60,7 +60,7 @@ def unchanged(model, before):
 def test_weights_stay_in_the_files_that_hold_them_and_come_back_from_there(folder, tmp_path, said):
     model = loaded(folder)
     before, expected = values_of(model), model(IDS).logits
-    with apply(model, "1MB", example=IDS, cache=tmp_path) as applied:
+    with apply(model, "1MB", cache=tmp_path) as applied:
         files = applied.components["LlamaForCausalLM"].weights
         assert sorted(files) == sorted(folder.glob("*.safetensors"))
         assert len(files) == 3
@@ -80,7 +80,7 @@ def test_what_has_changed_or_was_added_since_is_written_and_nothing_else(folder,
     model.model.norm.weight.add_(1)
     model.model.register_buffer("added", torch.ones(3))
     before, expected = values_of(model), model(IDS).logits
-    with apply(model, "1MB", example=IDS, cache=tmp_path):
+    with apply(model, "1MB", cache=tmp_path):
         assert torch.equal(model(IDS).logits, expected)
     assert "10 of 12 tensors" in (all_said := said())
     assert "model.norm.weight, model.added are not in those files as they are in memory" in all_said
@@ -97,7 +97,7 @@ def test_what_no_file_holds_as_it_is_in_memory_is_written(folder, tmp_path, case
     else:
         model = loaded(folder).bfloat16() if case == "converted" else models.llama(**ONE)
     before, expected = values_of(model), models.twin(model)(IDS).logits
-    with apply(model, "1MB", example=IDS, cache=tmp_path):
+    with apply(model, "1MB", cache=tmp_path):
         assert torch.equal(model(IDS).logits, expected)
     assert len(written(tmp_path)) == len([*model.parameters()])
     assert unchanged(model, before)
@@ -108,7 +108,7 @@ def test_an_adapter_is_written_and_what_it_wraps_stays(folder, tmp_path):
     model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), "any")
     models.frozen(model)
     before, expected = values_of(model), model(IDS).logits
-    with apply(model, "1MB", example=IDS, cache=tmp_path):
+    with apply(model, "1MB", cache=tmp_path):
         assert torch.equal(model(IDS).logits, expected)
     assert len(found := written(tmp_path)) == 2
     assert all("lora_" in name for name in found)
@@ -120,7 +120,7 @@ def test_experts_that_the_library_stacks_stay_one_by_one(tmp_path):
     model = loaded(tmp_path / "model", MixtralForCausalLM)
     assert "model.layers.0.mlp.experts.gate_up_proj" not in load_file(tmp_path / "model/model.safetensors")
     before, expected = values_of(model), models.twin(model)(IDS).logits
-    with apply(model, "1MB", example=IDS, cache=tmp_path):
+    with apply(model, "1MB", cache=tmp_path):
         assert torch.equal(model(IDS).logits, expected)
     assert not written(tmp_path)
     assert unchanged(model, before)
@@ -150,7 +150,7 @@ def test_values_that_files_hold_for_what_is_no_weight_are_not_taken(tmp_path):
     )
     x = torch.ones(2, 16)
     expected = model(x)
-    with apply(model, "1MB", example=x, cache=tmp_path / "cache"):
+    with apply(model, "1MB", cache=tmp_path / "cache"):
         assert torch.equal(model(x), expected)
     assert not written(tmp_path / "cache")
     assert torch.equal(model(x), expected)

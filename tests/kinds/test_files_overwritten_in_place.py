@@ -328,7 +328,7 @@ def test_load_gives_the_values_of_the_file_as_it_is(two, tmp_path, dtype):
 
 def test_a_model_that_runs_on_the_old_conversion_does_not_keep_the_new_one_from_being_made(two, tmp_path):
     folder, file, data = two
-    options = {"dtype": torch.bfloat16, "cache": tmp_path / "cache", "example": models.nothing}
+    options = {"dtype": torch.bfloat16, "cache": tmp_path / "cache"}
     with load(folder, "1GB", **options) as model:
         before = model(IDS).logits
         overwrite(file, data)

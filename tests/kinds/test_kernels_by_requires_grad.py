@@ -200,7 +200,7 @@ def test_apply_keeps_the_flag_in_every_process(tmp_path, name):
     for frozen in (False, True, False):  # the last one is found in the cache
         model = make().eval().requires_grad_(not frozen)
         expected = result(model, given)
-        with apply(model, "4MB", example=given, cache=tmp_path):
+        with apply(model, "4MB", cache=tmp_path):
             assert torch.equal(result(model, given), expected)
 
 

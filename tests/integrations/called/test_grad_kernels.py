@@ -29,7 +29,7 @@ def test_a_model_as_its_library_makes_it_gives_the_bits_that_it_gives_in_memory(
     frozen = models.frozen(models.twin(model))
     for one in (model, frozen):
         expected = logits(one)
-        with apply(one, "190KB", example=logits, cache=tmp_path):
+        with apply(one, "190KB", cache=tmp_path):
             assert torch.equal(logits(one), expected)
         assert torch.equal(logits(one), expected)
     assert all(value.requires_grad for value in model.parameters())
@@ -38,5 +38,5 @@ def test_a_model_as_its_library_makes_it_gives_the_bits_that_it_gives_in_memory(
 
 def test_a_folder_gives_the_bits_of_the_model_that_its_library_loads(model, tmp_path):
     model.save_pretrained(tmp_path / "model")
-    loaded = load(tmp_path / "model", "190KB", example=logits, cache=tmp_path / "cache")
+    loaded = load(tmp_path / "model", "190KB", cache=tmp_path / "cache")
     assert torch.equal(logits(loaded), logits(LlamaForCausalLM.from_pretrained(tmp_path / "model").eval()))

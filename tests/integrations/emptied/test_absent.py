@@ -24,7 +24,7 @@ IDS = torch.tensor([[5, 17, 99, 23, 42]])
 def applied(tmp_path_factory):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).requires_grad_(False)
     before = copy.deepcopy(model)
-    with apply(model, "1MB", example=torch.randn(3, 8), cache=tmp_path_factory.mktemp("cache")):
+    with apply(model, "1MB", cache=tmp_path_factory.mktemp("cache")):
         yield model, before
 
 

@@ -43,7 +43,7 @@ def test_a_damaged_file_in_the_cache_is_written_again_from_the_model(tmp_path, s
     model = models.frozen(Tied())
     given = torch.ones(2, 8)
     expected = model(given)
-    apply(model, "1MB", example=given, cache=tmp_path).restore()
+    apply(model, "1MB", cache=tmp_path).restore()
     (file,) = tmp_path.glob("weights/*/weights.safetensors")
     whole = file.read_bytes()
     held = bytearray(whole)
@@ -52,7 +52,7 @@ def test_a_damaged_file_in_the_cache_is_written_again_from_the_model(tmp_path, s
     for damaged in (held, held[:-8], b""):
         file.write_bytes(damaged)
         said()
-        with apply(model, "1MB", example=given, cache=tmp_path):
+        with apply(model, "1MB", cache=tmp_path):
             assert torch.equal(model(given), expected)
         assert f"{file.parent} was damaged, and is written again" in said()
         assert file.read_bytes() == whole
@@ -101,7 +101,7 @@ def test_an_error_of_the_body_is_not_hidden_by_one_of_the_restore(tmp_path):
 def test_a_compiler_of_the_users_runs_what_streams_as_it_is(tmp_path):
     model = models.frozen(nn.Linear(8, 8))
     expected = model(torch.ones(2, 8))
-    with apply(model, "1MB", example=torch.ones(2, 8), cache=tmp_path) as applied:
+    with apply(model, "1MB", cache=tmp_path) as applied:
         compiled = torch.compile(model, backend="eager")
         for _ in range(3):
             assert torch.equal(compiled(torch.ones(2, 8)), expected)
@@ -123,7 +123,7 @@ def test_two_threads_call_two_components(tmp_path):
 def test_calls_that_wait_while_a_model_is_restored_run_the_model_itself(tmp_path):
     model = models.frozen(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     expected = model(torch.ones(2, 64))
-    applied = apply(model, "1MB", example=torch.ones(2, 64), cache=tmp_path)
+    applied = apply(model, "1MB", cache=tmp_path)
     component, call = applied.components["Sequential"], model.forward  # as a thread holds it
     with ThreadPoolExecutor(1) as pool, applied.cap.lock:
         waiting = pool.submit(call, torch.ones(2, 64))
@@ -135,7 +135,7 @@ def test_calls_that_wait_while_a_model_is_restored_run_the_model_itself(tmp_path
 def test_ctrl_c_waits_for_the_end_of_a_restore(tmp_path, monkeypatch):
     model = models.frozen(nn.Linear(8, 8))
     expected = model(torch.ones(2, 8))
-    applied = apply(model, "1MB", example=torch.ones(2, 8), cache=tmp_path)
+    applied = apply(model, "1MB", cache=tmp_path)
     component = applied.components["Linear"]
     let_go = component.let_go
 
