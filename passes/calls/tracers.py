@@ -56,20 +56,11 @@ def outside_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def refuse_tracers(leaves: Iterable[Any]) -> None:
     """Raise StreamError for a call within a tracer, or with leaves that a tracer or a transform made."""
-    if torch._C._get_tracing_state() is not None:
-        refuse_tracer("torch.jit.trace")
-    exports = torch.compiler.is_exporting()
-    before: Any = _get_dispatch_mode_pre_dispatch
-    if before(Mode.PROXY) is not None:
-        refuse_tracer("torch.export" if exports else "make_fx")
-    for key, name in _MODES.items() if torch._C._len_torch_dispatch_stack() else ():
-        if torch._C._get_dispatch_mode(key) is not None:
-            refuse_tracer("torch.export" if exports else name)
+    if tracer := tracer_of(leaves := list(leaves)):
+        refuse_tracer(tracer)
     functorch: Any = torch._C._functorch
     level = functorch.peek_interpreter_stack()
     for leaf in leaves:
-        if type(leaf) in _LEAVES:
-            refuse_tracer(_LEAVES[type(leaf)])
         if (
             level is not None
             and isinstance(leaf, torch.Tensor)
@@ -80,6 +71,20 @@ def refuse_tracers(leaves: Iterable[Any]) -> None:
                 f"torch.func's {name} cannot transform a streamed module, whose weights come and go while it "
                 "runs: call the module outside of the transform, or transform the model itself"
             )
+
+
+def tracer_of(leaves: Iterable[Any]) -> str:
+    """Return the name of the tracer in which a call with such leaves runs, "" if it runs in none."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    exports = torch.compiler.is_exporting()
+    before: Any = _get_dispatch_mode_pre_dispatch
+    if before(Mode.PROXY) is not None:
+        return "torch.export" if exports else "make_fx"
+    for key, name in _MODES.items() if torch._C._len_torch_dispatch_stack() else ():
+        if torch._C._get_dispatch_mode(key) is not None:
+            return "torch.export" if exports else name
+    return next((_LEAVES[type(leaf)] for leaf in leaves if type(leaf) in _LEAVES), "")
 
 
 def refuse_tracer(name: str) -> NoReturn:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import penstock
 from penstock.integrations import apply
+from penstock.runtime.loading import LoadOptions
 from penstock.schedule.facts.errors import StreamError
 from tests.engines import ENGINES
 
@@ -313,6 +314,30 @@ def test_other_tracers_are_refused_in_one_sentence(model, streamed, name):
     assert torch.equal(streamed(X), model(X))
     assert torch.equal(torch.vmap(torch.sin)(X), X.sin())
     assert streamed.stats.misses == 0
+
+
+APPLIED = [name for name in REFUSED if name.startswith(("make_fx", "torch.export", "draft", "torch.onnx"))]
+
+
+@pytest.mark.parametrize("name", [*APPLIED, "torch.jit.trace", "FakeTensorMode", "a FakeTensor"])
+@pytest.mark.parametrize("train", [False, True])
+def test_tracers_of_a_model_that_was_given_to_apply_are_refused(tmp_path, name, train):
+    """An export left a plan of tensors without values, and the model returned such tensors from then on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(3)]).requires_grad_(False)
+    if train:
+        model.append(nn.LayerNorm(64))
+    expected = model(X)
+    options = LoadOptions(arena="contiguous", poison=True)
+    with apply(model, "2MB", train=train, cache=tmp_path, options=options):
+        for _ in range(2):
+            with pytest.raises(StreamError, match="cannot record a model whose weights come and go"):
+                REFUSED[name](model)
+            assert not _get_current_dispatch_mode_stack()
+            assert torch.equal(model(X), expected)
+            assert torch.equal(model(X), expected)
+    assert torch.equal(model(X), expected)
+    assert export(model, (X,))
 
 
 def test_a_strict_export_says_why(model, program):

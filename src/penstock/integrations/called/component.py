@@ -27,7 +27,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order
 from penstock.integrations.called.forwards import Forwards, Wrapped
-from penstock.integrations.called.kinds import kind_of, refuse_grad
+from penstock.integrations.called.kinds import kind_of, refuse_elsewhere, refuse_grad
 from penstock.integrations.called.measuring import ROOM, CallArguments, CallSizes, meters_of, taken_by
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
@@ -268,7 +268,7 @@ class CalledModule:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make an outermost call."""
-        self._refuse_forked()
+        refuse_elsewhere((args, kwargs), self.name, self._process)
         with self._cap.lock:
             if not self._active:  # restored while this call waited for its turn
                 return wrapped.called(*args, **kwargs)
@@ -303,10 +303,6 @@ class CalledModule:
 
     def _sizes_of(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallArguments:
         return CallArguments.of(entry, args, kwargs, self._device)
-
-    def _refuse_forked(self) -> None:
-        if os.getpid() != self._process:
-            raise StreamError(f"a forked child cannot call the {self.name}: load it in the child")
 
     def _order_of(self, entry: str, kind: object, arguments: CallArguments) -> int | None:
         """Return the order that a call probably has; None where it is observed.

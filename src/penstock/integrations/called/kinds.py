@@ -1,13 +1,18 @@
-"""Kinds of calls, told apart by cheap facts: a wrong guess costs reads on demand, never bits."""
+"""Kinds of calls, told apart by cheap facts, and calls that are refused.
+
+A wrong guess of a kind costs reads on demand, never bits.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from penstock.passes.calls.tracers import tracer_of
 from penstock.schedule.facts.errors import StreamError
 
 
@@ -39,6 +44,19 @@ def _is_filled(cache: Any) -> object:
         return bool(cache.get_seq_length() > 0), any(updated.values()) if updated else None
     except Exception:  # the class of a model's own may ask for more
         return None
+
+
+def refuse_elsewhere(arguments: object, name: str, process: int) -> None:
+    """Raise StreamError for a call in a forked child of the process, or in a tracer of torch's.
+
+    What a tracer records would run without the weights.
+    """
+    if os.getpid() != process:
+        raise StreamError(f"a forked child cannot call the {name}: load it in the child")
+    if tracer := tracer_of(pytree.tree_leaves(arguments)):
+        raise StreamError(
+            f"{tracer} cannot record a model whose weights come and go while it runs: restore() it first"
+        )
 
 
 def refuse_grad(arguments: object) -> None:

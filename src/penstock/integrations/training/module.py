@@ -23,7 +23,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import Order, StepTime
 from penstock.integrations.called.forwards import Wrapped
-from penstock.integrations.called.kinds import kind_of
+from penstock.integrations.called.kinds import kind_of, refuse_elsewhere
 from penstock.integrations.called.measuring import CallArguments, CallSizes, PeakMeter
 from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass
@@ -143,7 +143,7 @@ class TrainedModule(CalledModule):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         run, entry = functools.partial(wrapped.called, *args, **kwargs), wrapped.entry
-        self._refuse_forked()
+        refuse_elsewhere((args, kwargs), self.name, self._process)
         with self._cap.lock:
             if self._active and torch._C._current_graph_task_id() != -1:
                 return self._run_again(run)
