@@ -354,3 +354,66 @@ def test_torch_is_as_it_was_once_nothing_is_applied(tmp_path):
             assert torch.overrides.has_torch_function is not asked
         assert torch.overrides.has_torch_function is not asked
     assert torch.overrides.has_torch_function is asked
+
+
+class LookedAt(torch.nn.Linear):
+    """While it runs, somebody in another thread looks at the weights of others."""
+
+    def forward(self, x):
+        thread = threading.Thread(target=self.look)
+        thread.start()
+        thread.join()
+        return super().forward(x)
+
+    def look(self):
+        self.seen = [layer.weight.clone() for layer in self.others()]
+
+
+def test_what_another_thread_reads_is_no_part_of_the_call(tmp_path):
+    """It was taken for what the call reads, which then had no room: the model could be called no more."""
+    torch.manual_seed(0)
+    layers = [(LookedAt if k == 2 else torch.nn.Linear)(256, 256) for k in range(8)]
+    model = torch.nn.Sequential(*layers).eval().requires_grad_(False)
+    others = [*layers[:2], *layers[3:]]
+    layers[2].others = lambda: others
+    x = torch.randn(2, 256)
+    expected, weights = model(x), [layer.weight.clone() for layer in others]
+    with apply(model, "1400KB", cache=tmp_path, options=POISONED) as applied:
+        for _ in range(5):
+            assert torch.equal(model(x), expected)
+            assert pytree.tree_map(torch.equal, layers[2].seen, weights) == [True] * 7
+        (component,) = applied.components.values()
+        assert component.stats.passes >= 3
+        assert component.stats.misses == 0
+
+
+def test_a_thread_that_reads_weights_harms_no_call(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).eval().requires_grad_(False)
+    x = torch.randn(2, 256)
+    expected, ended, failed, refused = model(x), threading.Event(), [], set()
+
+    def read():
+        while not ended.is_set():
+            for layer in model:
+                try:
+                    layer.weight.sum().item()
+                except Exception as error:
+                    failed.append(str(error))
+
+    with apply(model, "2MB", cache=tmp_path, options=POISONED):
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            for _ in range(60):
+                try:
+                    assert torch.equal(model(x), expected)
+                except StreamError as error:  # the thread has what a step of the call had
+                    refused.add(str(error).partition(" of ")[0])
+        finally:
+            ended.set()
+            thread.join()
+        assert not failed
+        assert refused <= {"something keeps a view"}
+        assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)

@@ -259,6 +259,7 @@ class CalledModule:
         if current is None or (wrapped.entry == current.entry and threading.get_ident() != current.thread):
             return self._call(wrapped, args, kwargs)
         current.running.append(path)
+        current.threads.add(threading.get_ident())
         try:
             step = self._steps.steps.get(path) if wrapped.is_forward else None
             return own(*args, **kwargs) if step is None else self._run_step(current, step, own, args, kwargs)
@@ -465,9 +466,12 @@ class CalledModule:
         if not self._active:
             return None
         if (current := self._pass) is None or twin not in self._places.names:
-            return plain_tensors("", self._between.value(twin))[suffix]
+            with self._cap.lock:  # a call of another thread may begin now
+                return plain_tensors("", self._between.value(twin))[suffix]
         fqn = self._places.names[twin]
         name = fqn + suffix
+        if threading.get_ident() not in current.threads:  # which says nothing of what the call reads
+            return plain_tensors(fqn, self._own_steps.weight(twin, {}))[name]
         for values in (self._memory.staying, self._memory.present, current.values):
             if twin in values:
                 return plain_tensors(fqn, values[twin])[name]

@@ -28,6 +28,7 @@ class Pass:
     open: Step | None = None
     values: Values = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)  # that have run modules
     steps: list[Seen] = field(default_factory=list)
     reads: PassReads = field(default_factory=PassReads)
     inner_ns: int = 0  # of reads by units
