@@ -3,9 +3,8 @@
 A Llama, a T5, a pipeline of diffusers and a mixture of experts, whose weights are several times the cap, run
 in processes that join a memory cgroup before they import anything, page cache included, the weight files
 cold. The limit is what a process holds that imports the same libraries and does nothing, and the cap, and
-64 MiB. The prompts have 32 and 1,024 tokens; the Llama is also trained by LoRA, on 16 and 32 tokens. The
-first process exports; the second finds in the cache what the first one kept. What they compute is compared
-with the model in memory, bit for bit.
+64 MiB. The prompts have 32 and 1,024 tokens; the Llama is also trained by LoRA, on 16 and 32 tokens. What
+they compute is compared with the model in memory, bit for bit.
 """
 
 from __future__ import annotations
@@ -257,7 +256,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
     group: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run all models, apply and load, first and second process; ends with 1 where one dies or differs.
+    """Run all models, apply and load, each in a process of its own; ends with 1 where one dies or differs.
 
     Example: python benchmarks/capped.py --json benchmarks/results/capped.json
     """
@@ -274,21 +273,19 @@ def main(
             place = Path(made) / one
             model = MAKERS[one](place)
             expected = outputs_of(one, model)
-            for process in ("first", "second"):
-                try:
-                    lived = run_capped(one, how, place, bare, cap)
-                except StreamError as error:
-                    typer.echo(f"{one}, {how}, {process} process: {error}")
-                    facts[f"{one}, {how}, {process}"] = None
-                    continue
-                if lived is None:
-                    raise SystemExit("no memory cgroup can be made here: run as root")
-                facts[f"{one}, {how}, {process}"] = asdict(lived) | {"equal": lived.outputs == expected}
-                typer.echo(
-                    f"{one}, {how}, {process} process: {format_size(lived.peak_bytes)} of "
-                    f"{format_size(lived.limit_bytes)}, outputs "
-                    + ("equal" if lived.outputs == expected else "DIFFERENT")
-                )
+            try:
+                lived = run_capped(one, how, place, bare, cap)
+            except StreamError as error:
+                typer.echo(f"{one}, {how}: {error}")
+                facts[f"{one}, {how}"] = None
+                continue
+            if lived is None:
+                raise SystemExit("no memory cgroup can be made here: run as root")
+            facts[f"{one}, {how}"] = asdict(lived) | {"equal": lived.outputs == expected}
+            typer.echo(
+                f"{one}, {how}: {format_size(lived.peak_bytes)} of {format_size(lived.limit_bytes)}, outputs "
+                + ("equal" if lived.outputs == expected else "DIFFERENT")
+            )
     if json_path:
         json_path.write_text(json.dumps({"cap": cap, "bare": bare, "runs": facts}, indent=1) + "\n")
     raise SystemExit(not all(one and one["equal"] for one in facts.values()))

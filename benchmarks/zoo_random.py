@@ -2,11 +2,11 @@
 
 Models of transformers and parts of pipelines of diffusers are made of their own configuration classes and
 called with random inputs, then with two rows, and again. That is done at the least memory that they run in,
-with room for 30 % of their weights, and for all; in a contiguous arena whose free memory is poisoned, and in
-the default one. Each has a process of its own, with a limit on time and memory. What is equal to the
-library's model, call for call, is equal; what raises one of penstock's errors, whose sentence docs/zoo.md
-lists, is refused; all else is wrong, and the exit status is 1. A model that does not run in memory either is
-not counted.
+and with room for another 30 %, and for all, of their weights; in a contiguous arena whose free memory is
+poisoned, and in the default one. Each has a process of its own, with a limit on time and memory. What is
+equal to the library's model, call for call, is equal; what raises one of penstock's errors, whose sentence
+docs/zoo.md lists, is refused; all else is wrong, and the exit status is 1. A model that does not run in
+memory either is not counted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.table import write_between
 from benchmarks.zoo_configs import architectures, tiny_model
 from benchmarks.zoo_inputs import model_generates, tiny_inputs
+from benchmarks.zoo_named import OWN, TRANSFORMERS, looping_mixture, mixtures, own_inputs, own_model
 from benchmarks.zoo_parts import part_inputs, parts, tiny_part
 from benchmarks.zoo_visit import call, first_line, is_listed, quiet, same_bits
 from penstock.integrations import apply
@@ -49,7 +52,10 @@ LEAST, MOST_BUDGETS = 64 << 10, 12
 """The memory that is tried first, and how often an error may name more."""
 ARENAS = {"poisoned": LoadOptions(arena="contiguous", poison=True), "default": LoadOptions()}
 
+SHARES = (0.0, 0.3, 1.0)
+
 Inputs = dict[str, torch.Tensor]
+Applied = Callable[[nn.Module, int], Any]
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class Found:
 LIBRARIES: dict[str, tuple[Callable[[str], nn.Module], Callable[[Any], Inputs]]] = {
     "transformers": (tiny_model, tiny_inputs),
     "diffusers": (tiny_part, part_inputs),
+    "mixtures": (looping_mixture, tiny_inputs),
+    "own": (own_model, own_inputs),
 }
 """How each library makes a model, and what it is called with."""
 
@@ -74,7 +82,7 @@ def names_of(library: str) -> list[str]:
     """The architectures of a library."""
     if library == "transformers":
         return list(dict.fromkeys(architectures().values()))
-    return parts()
+    return mixtures() if library == "mixtures" else parts()
 
 
 def visit(library: str, name: str) -> Found:
@@ -96,8 +104,7 @@ def visit(library: str, name: str) -> Found:
             differing = [
                 f"{arena}, {share:.0%}: calls {equal}"
                 for arena, options in ARENAS.items()
-                for share in (0.0, 0.3, 1.0)
-                for equal in [_equal(model, calls, expected, Case(share, options, folder))]
+                for share, equal in _by_share(model, calls, expected, partial(_applied, options, folder))
                 if not all(equal)
             ]
         except PenstockError as error:
@@ -108,40 +115,34 @@ def visit(library: str, name: str) -> Found:
     return Found(library, name, "wrong" if differing else "equal", "; ".join(differing))
 
 
-@dataclass(frozen=True)
-class Case:
-    """Room for a share of the weights, in one kind of arena; `folder` is for the cache."""
+def _by_share(
+    model: nn.Module, calls: Sequence[Inputs], expected: Sequence[list[torch.Tensor]], applied: Applied
+) -> Iterator[tuple[float, list[bool]]]:
+    """Yield which calls are equal at the floor, and with room for shares of the weights beside it.
 
-    share: float
-    options: LoadOptions
-    folder: str
-
-
-def _equal(
-    model: nn.Module, calls: Sequence[Inputs], expected: Sequence[list[torch.Tensor]], case: Case
-) -> list[bool]:
-    """Apply, call twice as in memory, and tell which calls are equal.
-
-    Where that is too little memory, the error's number is taken.
+    Each call is made twice. Where memory is too little, the error's number is taken.
     """
-    memory = LEAST + int(case.share * sum(one.nbytes for one in model.parameters()))
-    for _ in range(MOST_BUDGETS):
-        try:
-            with _applied(model, memory, case):
-                return [
-                    same_bits(_answer(model, one), want)
-                    for _ in range(2)
-                    for one, want in zip(calls, expected, strict=True)
-                ]
-        except BudgetError as error:
-            if not error.floor_bytes or error.floor_bytes <= memory:
-                raise
-            memory = error.floor_bytes
-    raise RuntimeError(f"{MOST_BUDGETS} errors in turn named a memory that is too small, {memory} at last")
+    weights = sum(value.nbytes for value in model.parameters())
+    floor = LEAST
+    for share in SHARES:
+        for _ in range(MOST_BUDGETS):
+            try:
+                with applied(model, floor + int(share * weights)):
+                    answers = [_answer(model, given) for _ in range(2) for given in calls]
+                break
+            except BudgetError as error:
+                if not error.floor_bytes or error.floor_bytes <= floor:
+                    raise
+                floor = error.floor_bytes
+        else:
+            raise RuntimeError(
+                f"{MOST_BUDGETS} errors in turn named a memory that is too small, {floor} at last"
+            )
+        yield share, [same_bits(*pair) for pair in zip(answers, [*expected, *expected], strict=True)]
 
 
-def _applied(model: nn.Module, memory: int, case: Case) -> Any:
-    return apply(model, memory, cache=case.folder, options=case.options)
+def _applied(options: LoadOptions, folder: str, model: nn.Module, memory: int) -> Any:
+    return apply(model, memory, cache=folder, options=options)
 
 
 def _calls(given: Inputs) -> Iterator[Inputs]:
@@ -221,6 +222,9 @@ def main(
     seed: Annotated[int | None, typer.Option(help="Chooses the architectures; another one each day.")] = None,
     transformers: Annotated[int, typer.Option(help="How many of transformers.")] = 60,
     diffusers: Annotated[int, typer.Option(help="How many of diffusers.")] = 20,
+    named: Annotated[
+        int | None, typer.Option(help="Instead, those of zoo_named.py, and so many mixtures that loop.")
+    ] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the table into this document.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write what was found here.")] = None,
     one: Annotated[str, typer.Option(help="A library: visit one architecture of it in this process.")] = "",
@@ -236,13 +240,16 @@ def main(
         return
     seed = int(time.time()) // 86400 if seed is None else seed
     typer.echo(f"seed {seed}", err=True)
-    counts = {"transformers": transformers, "diffusers": diffusers}
-    found = []
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for library, count in counts.items():
-        for row in sample(library, count, seed):
-            found.append(row)
-            typer.echo(f"{row.library} {row.name}: {row.verdict} {row.why} ({row.seconds} s)", err=True)
+    if named is None:
+        visits = chain(sample("transformers", transformers, seed), sample("diffusers", diffusers, seed))
+    else:
+        by_name = [("transformers", kind) for kind in TRANSFORMERS] + [("own", kind) for kind in OWN]
+        visits = chain(starmap(in_a_process, by_name), sample("mixtures", named, seed))
+    found = []
+    for row in visits:
+        found.append(row)
+        typer.echo(f"{row.library} {row.name}: {row.verdict} {row.why} ({row.seconds} s)", err=True)
     if json_path:
         json_path.write_text(
             json.dumps({"seed": seed, "found": [asdict(row) for row in found]}, indent=1) + "\n"

@@ -19,12 +19,13 @@ from penstock.schedule.plan import Plan
 _LARGEST_WRITE = 1 << 30
 _WHERE = "the folder for values that leave memory"
 _ELSEWHERE = "name another folder with load(spill=...)"
-_INSTEAD = f"free some room there, or {_ELSEWHERE}"
 
 
 @dataclass(frozen=True)
 class SpillFile(DirectFile):
-    """An open file in the folder `path`, which nobody else can open."""
+    """An open file in the folder `path`, which nobody else can open; `elsewhere` says how to name another."""
+
+    elsewhere: str = _ELSEWHERE
 
     def read_into(self, offset: int, address: int, nbytes: int, *, through_cache: bool = False) -> None:
         try:
@@ -32,7 +33,7 @@ class SpillFile(DirectFile):
         except SourceError as error:
             raise SourceError(
                 f"what left memory for a file in {self.path}, {_WHERE}, could not be read back ({error}): "
-                f"{_ELSEWHERE}"
+                f"{self.elsewhere}"
             ) from error
 
     def check_unchanged(self) -> None:
@@ -69,7 +70,8 @@ class SpillFile(DirectFile):
 
     def _refused(self, nbytes: int, why: str) -> SourceError:
         return SourceError(
-            f"writing {nbytes} bytes to a file in {self.path}, {_WHERE}, failed ({why}): {_INSTEAD}"
+            f"writing {nbytes} bytes to a file in {self.path}, {_WHERE}, failed ({why}): "
+            f"{_instead(self.elsewhere)}"
         )
 
 
@@ -107,8 +109,12 @@ def open_spill_file(
     return open_scratch(where, max(ends, default=0), needed=sum(one.nbytes for one in produced))
 
 
-def open_scratch(where: Path, size: int, *, needed: int | None = None) -> SpillFile:
+def open_scratch(
+    where: Path, size: int, *, needed: int | None = None, elsewhere: str = _ELSEWHERE
+) -> SpillFile:
     """Opens a file of `size` bytes in a folder, of which `needed` bytes are written, by default all.
+
+    Errors end in `elsewhere`.
 
     Raises SourceError as `open_spill_file` does.
     """
@@ -119,17 +125,23 @@ def open_scratch(where: Path, size: int, *, needed: int | None = None) -> SpillF
             free = status.f_bavail * status.f_frsize
             if free < needed:
                 raise SourceError(
-                    f"{where}, {_WHERE}, has {free} bytes free, and {needed} may be written there: {_INSTEAD}"
+                    f"{where}, {_WHERE}, has {free} bytes free, and {needed} may be written there: "
+                    f"{_instead(elsewhere)}"
                 )
             file = opened.enter_context(FileIO(where, opener=lambda *_: _unnamed(where)))
             os.ftruncate(file.fileno(), size)
             direct, block = _open_past_cache(file.fileno())
         except OSError as error:
             raise SourceError(
-                f"no file of {size} bytes can be made in {where}, {_WHERE} ({error.strerror}): {_INSTEAD}"
+                f"no file of {size} bytes can be made in {where}, {_WHERE} ({error.strerror}): "
+                f"{_instead(elsewhere)}"
             ) from error
         opened.pop_all()
-    return SpillFile(where, size, 0, file, direct, block)
+    return SpillFile(where, size, 0, file, direct, block, elsewhere=elsewhere)
+
+
+def _instead(elsewhere: str) -> str:
+    return f"free some room there, or {elsewhere}"
 
 
 def _unnamed(folder: Path) -> int:

@@ -34,7 +34,7 @@ def give_back_unused() -> None:
         trim(0)
 
 
-def give_back_when_freed() -> None:
+def give_back_when_freed(large: int = _LARGE) -> None:
     """Let large blocks go back to the system when they are freed, where its C library can, from now on.
 
     glibc raises the size from which it does so to that of each larger block that is freed, up to 32 MiB.
@@ -44,5 +44,5 @@ def give_back_when_freed() -> None:
     """
     option = getattr(_LIBC, "mallopt", None)
     if option is not None:
-        option(_MMAP_THRESHOLD, _LARGE)
-        option(_TRIM_THRESHOLD, _LARGE)
+        option(_MMAP_THRESHOLD, large)
+        option(_TRIM_THRESHOLD, large)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
+from time import monotonic
 
 from penstock.schedule.facts.errors import BudgetError
 
@@ -80,6 +81,11 @@ def format_budget(nbytes: int, total: int = 0) -> str:
             exact = nbytes * 100 % size == 0 and nbytes != parse_size(binary)
             return f"{nbytes / size:g} {unit} ({binary})" if exact else binary
     return binary
+
+
+def seconds_since(begun: float) -> str:
+    """Return for people how long ago a time of `time.monotonic` was."""
+    return format_time((monotonic() - begun) * 1e9)
 
 
 def format_time(ns: float) -> str:

@@ -86,7 +86,7 @@ def test_a_budget_below_the_floor_is_listed(tmp_path):
 
 
 def test_other_bits_are_wrong(made, monkeypatch):
-    def applied(model, *_):
+    def applied(options, folder, model, memory):
         with torch.no_grad():
             model.inner.bias[0] += 1e-3
         return nullcontext()

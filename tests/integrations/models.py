@@ -84,9 +84,23 @@ def twin(module: nn.Module) -> Any:
     return copy.deepcopy(module)
 
 
+def unet() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        norm_num_groups=8,
+    )
+
+
 def pipeline(folder: Path) -> Any:
     """A text-to-image pipeline; its U-Net is its largest component."""
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
     from transformers import CLIPTextConfig, CLIPTextModel
 
     tokenizer = _tokenizer(folder)
@@ -103,15 +117,6 @@ def pipeline(folder: Path) -> Any:
             eos_token_id=tokenizer.eos_token_id,
         )
     )
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(32, 64),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
-        norm_num_groups=8,
-    )
     vae = AutoencoderKL(
         block_out_channels=(16, 32),
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -123,7 +128,7 @@ def pipeline(folder: Path) -> Any:
         vae=frozen(vae),
         text_encoder=frozen(encoder),
         tokenizer=tokenizer,
-        unet=frozen(unet),
+        unet=frozen(unet()),
         scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),
         safety_checker=None,
         feature_extractor=None,

@@ -285,25 +285,9 @@ def test_an_adapter_that_adds_virtual_tokens_gives_what_it_gives_in_memory(tmp_p
             assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
 
 
-def unet():
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(0)
-    model = UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(32, 64),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
-        norm_num_groups=8,
-        attention_head_dim=8,
-    )
-    return models.frozen(model)
-
-
 def test_diffusers_fuses_and_switches_adapters(tmp_path):
-    model, reference = unet(), unet()
+    model = models.frozen(models.unet())
+    reference = models.twin(model)
     given = torch.randn(1, 4, 8, 8), 5, torch.randn(1, 5, 32)
     with apply(model, "2MB", cache=tmp_path):
         for step in (

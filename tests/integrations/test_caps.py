@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.integrations import cap
-from penstock.integrations.cap import STEP, Cap
+from penstock.integrations.cap import Cap
 
 MIB = 1 << 20
 BESIDE = 36 * MIB
@@ -21,7 +21,7 @@ def held(monkeypatch):
     return memory
 
 
-def test_what_work_leaves_beyond_the_code_counts_in_steps(held):
+def test_what_work_leaves_beyond_the_code_counts(held):
     one = Cap(100 * MIB)
     with one.working():
         held[0] += BESIDE
@@ -29,7 +29,7 @@ def test_what_work_leaves_beyond_the_code_counts_in_steps(held):
     held[0] += 500 * MIB  # of the user's
     with one.working(), one.working():
         held[0] += 1
-    assert (one.own, one.room) == (STEP, 100 * MIB - STEP)
+    assert (one.own, one.room) == (1, 100 * MIB - 1)
     with one.working():
         held[0] -= 10 * MIB
     assert one.own == 0
@@ -57,7 +57,7 @@ def test_what_is_left_in_a_failure_counts(held):
 
     with pytest.raises(ValueError, match="no"):
         fail()
-    assert (one.own, one.room) == (24 * MIB, 76 * MIB)
+    assert (one.own, one.room) == (20 * MIB, 80 * MIB)
 
 
 def test_the_memory_of_a_gpu_is_elsewhere(held):

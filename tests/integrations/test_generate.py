@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from transformers import StaticCache
@@ -165,9 +162,6 @@ def test_parameters_have_no_memory_until_they_are_restored(tmp_path):
         assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
         assert (model.device, model.dtype) == (reference.device, reference.dtype)
         assert model.num_parameters() == reference.num_parameters()
-        for use in (model.double, lambda: copy.deepcopy(model), lambda: pickle.dumps(model)):
-            with pytest.raises(StreamError, match="not in memory: call the model itself"):
-                use()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
     assert torch.equal(model(IDS).logits, reference(IDS).logits)
     assert model.state_dict().keys() == reference.state_dict().keys()

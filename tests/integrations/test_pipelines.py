@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
 
 from penstock.integrations import apply, load
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
@@ -52,28 +57,57 @@ def test_a_simulated_gpu_draws_the_same_picture_and_says_how_long_it_takes(drawn
     assert stats.peak_bytes <= stats.budget
 
 
-def test_an_autoencoder_encodes_to_the_same_distribution(drawn, tmp_path):
-    made, _, _ = drawn
-    image = torch.rand(1, 3, 16, 16)
-    with torch.no_grad():
-        expected = made.vae.encode(image).latent_dist
-        with apply(made.vae, CAP, cache=tmp_path):
-            found = made.vae.encode(image).latent_dist
-    assert torch.equal(found.mean, expected.mean)
-    assert torch.equal(
-        found.sample(torch.Generator().manual_seed(1)), expected.sample(torch.Generator().manual_seed(1))
-    )
+def adapted(made, folder):
+    """LoRA is loaded, scaled, fused, taken out of the weights again, and left in them."""
+    adapter = UNet2DConditionModel.from_config(made.unet.config)
+    adapter.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q"], init_lora_weights=False))
+    made.save_lora_weights(folder / "ink", get_peft_model_state_dict(adapter))
+    made.load_lora_weights(folder / "ink", adapter_name="ink")
+    yield models.picture(made)
+    made.set_adapters("ink", 0.7)
+    yield models.picture(made)
+    made.fuse_lora()
+    yield models.picture(made)
+    made.unfuse_lora()
+    yield models.picture(made)
+    made.fuse_lora()
+    made.unload_lora_weights()
+    yield models.picture(made)
 
 
-def test_an_autoencoder_decodes_to_what_its_library_returns(drawn, tmp_path):
-    made, _, _ = drawn
-    latents = torch.rand(1, 4, 8, 8)
-    with torch.no_grad():
-        expected = made.vae.decode(latents)
-        with apply(made.vae, CAP, cache=tmp_path):
-            found = made.vae.decode(latents)
-    assert type(found) is type(expected)
-    assert torch.equal(found.sample, expected.sample)
+def divided(made, folder):
+    """The autoencoder encodes and decodes by tiles."""
+    made.vae.enable_tiling()
+    made.vae.tile_latent_min_size, made.vae.tile_sample_min_size = 4, 8
+    yield models.picture(made)
+    yield made.vae.encode(torch.ones(1, 3, 16, 24)).latent_dist.mean
+    made.vae.disable_tiling()
+    yield made.vae.decode(torch.ones(1, 4, 8, 8)).sample
+
+
+def with_other_attention(made, folder):
+    """Projections become one, which were three weights."""
+    yield models.picture(made)
+    made.fuse_qkv_projections()
+    yield models.picture(made)
+    made.unfuse_qkv_projections()
+    yield models.picture(made)
+
+
+@pytest.mark.parametrize("changed", [adapted, divided, with_other_attention])
+def test_what_changes_a_pipeline_changes_one_that_streams(changed, drawn, tmp_path):
+    _, folder, _ = drawn
+    plain, applied = (StableDiffusionPipeline.from_pretrained(folder, safety_checker=None) for _ in range(2))
+    loaded = load(folder, CAP, cache=tmp_path)
+    pictures = []
+    for made in (plain, applied, loaded):
+        made.set_progress_bar_config(disable=True)
+        torch.manual_seed(0)
+        with apply(made, CAP, cache=tmp_path) if made is applied else nullcontext(), torch.no_grad():
+            pictures.append(torch.cat([one.flatten() for one in changed(made, tmp_path)]))
+    assert torch.equal(pictures[1], pictures[0])
+    assert torch.equal(pictures[2], pictures[0])
+    assert torch.equal(models.picture(applied), models.picture(plain))  # as it was changed
 
 
 def test_a_component_may_be_moved_to_where_it_is(drawn, tmp_path):

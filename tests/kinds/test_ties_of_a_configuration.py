@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+)
 
 from penstock.integrations import apply, load
 from tests.integrations import models
@@ -53,11 +60,35 @@ def test_files_with_an_equal_head_or_none_leave_it_tied(both, tmp_path):
     check(LlamaForCausalLM.from_pretrained(tmp_path / "m"), tmp_path / "m", tmp_path, logits, tied=True)
 
 
-def test_files_of_an_encoder_and_a_decoder_with_another_head(tmp_path):
-    saved(models.t5(), tmp_path / "m", **{"lm_head.weight": torch.randn(128, 32)})
-    library = T5ForConditionalGeneration.from_pretrained(tmp_path / "m")
+def bart():
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = BartConfig(
+        vocab_size=128, d_model=32, max_position_embeddings=32, forced_eos_token_id=None, **layers, **heads
+    )
+    return BartForConditionalGeneration(config)
 
-    def call(model):
-        return model(input_ids=IDS, decoder_input_ids=IDS).logits
 
-    check(library, tmp_path / "m", tmp_path, call, tied=False)
+def both(model):
+    return model(input_ids=IDS, decoder_input_ids=IDS).logits
+
+
+OTHERS = {
+    "T5": (models.t5, T5ForConditionalGeneration, {"lm_head.weight": (128, 32)}, both),
+    "Bart": (bart, BartForConditionalGeneration, {"lm_head.weight": (128, 32)}, both),
+    "Bert": (
+        lambda: BertForMaskedLM(BertConfig(**models.SIZES)),
+        BertForMaskedLM,
+        {"cls.predictions.decoder.weight": (128, 64)},
+        logits,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_files_of_other_families_with_another_head(name, tmp_path):
+    make, family, shapes, call = OTHERS[name]
+    saved(make(), tmp_path / "m", **{head: torch.randn(*shape) for head, shape in shapes.items()})
+    library = family.from_pretrained(tmp_path / "m").eval()
+    head, table = library.get_output_embeddings().weight, library.get_input_embeddings().weight
+    check(library, tmp_path / "m", tmp_path, call, tied=head is table)

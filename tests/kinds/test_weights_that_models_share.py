@@ -60,10 +60,31 @@ def test_what_the_other_model_writes_counts_for_both(tmp_path):
     assert bool((main.model.embed_tokens.weight[9] == 0.5).all())
 
 
-def test_a_layer_that_two_modules_share(tmp_path):
+def layer(first, second):
+    second[0] = first[0]
+
+
+def weight_alone(first, second):
+    second[2].weight = first[0].weight
+
+
+def view(first, second):
+    second[2].weight = nn.Parameter(first[0].weight[:64].detach(), requires_grad=False)
+
+
+def large_buffer(first, second):
+    first.register_buffer("table", torch.randn(64, 1024))
+    second.register_buffer("table", first.table)
+    second[1].register_forward_hook(lambda _, __, out: out + second.table.sum(1))
+
+
+@pytest.mark.parametrize("share", [layer, weight_alone, view, large_buffer])
+def test_what_two_modules_share(share, tmp_path):
     torch.manual_seed(0)
-    shared = nn.Linear(64, 64)
-    first, second = (models.frozen(nn.Sequential(shared, nn.ReLU(), nn.Linear(64, 64))) for _ in range(2))
+    first, second = (
+        models.frozen(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))) for _ in range(2)
+    )
+    share(first, second)
     x = torch.linspace(-1, 1, 64)[None]
     want = first(x), second(x)
     with apply(first, "60KB", cache=tmp_path):

@@ -1,4 +1,4 @@
-"""Adapters of peft: which weights are theirs, and what their layers do within a call."""
+"""Adapters of peft: the weights of each, and how its layers unmerge."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.schedule.facts.errors import PassError
 
 def by_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Split a module's tensors by the file that each goes to: the module's own, and those of each adapter."""
-    own = dict(tensors)
+    base = dict(tensors)
     groups = [
-        {fqn: own.pop(fqn) for fqn in _names(module, adapter) if fqn in own}
+        {fqn: base.pop(fqn) for fqn in _names(module, adapter) if fqn in base}
         for adapter in getattr(module, "peft_config", ())
     ]
-    return [own, *filter(None, groups)]
+    return [base, *filter(None, groups)]
 
 
 def _names(module: nn.Module, adapter: str) -> Iterator[str]:
@@ -33,24 +33,24 @@ def _names(module: nn.Module, adapter: str) -> Iterator[str]:
 
 def adapted_layers(module: nn.Module) -> list[nn.Module]:
     """Return the layers of peft that can merge adapters into a weight."""
-    return [one for one in module.modules() if hasattr(one, "merged_adapters")]
+    return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
 
 
 def unmerge_disabled(layers: Sequence[Any]) -> bool:
     """Unmerge disabled adapters, as peft does within the next call of their layers; return if any was."""
-    unmerged = [one for one in layers if one.merged_adapters and one.disable_adapters]
-    for one in unmerged:
-        one.unmerge()
+    unmerged = [layer for layer in layers if layer.merged_adapters and layer.disable_adapters]
+    for layer in unmerged:
+        layer.unmerge()
     return bool(unmerged)
 
 
-def refuse_transposed(name: str, value: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:
-    """Raise PassError for a weight that is not contiguous and shares the memory of another one."""
+def refuse_transposed(name: str, value: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise PassError for a weight that is not contiguous and shares memory with one of `tensors`."""
     storage = value.untyped_storage()._cdata
-    for other, tensor in others.items():
+    for tied, tensor in tensors.items():
         if tensor is not value and tensor.untyped_storage()._cdata == storage:
             raise PassError(
-                f"weight {name} has strides {list(value.stride())} in the memory of {other}, to which it is "
+                f"weight {name} has strides {list(value.stride())} in the memory of {tied}, to which it is "
                 "tied, and a contiguous copy would untie it: where an adapter ties them "
                 "(ensure_weight_tying of peft), merge it first (merge_and_unload), or add it without that"
             )

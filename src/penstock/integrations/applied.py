@@ -22,8 +22,7 @@ from penstock.integrations.called.facts import make_facts
 from penstock.integrations.called.measuring import buffer_bytes
 from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import Cap
-from penstock.integrations.emptied.hollow import Hollow
-from penstock.integrations.emptied.uninterrupted import uninterrupted
+from penstock.integrations.emptied.hollow import Hollow, uninterrupted
 from penstock.integrations.folders import Stored, asked_dtype, local_folder, open_folder
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import (
@@ -34,7 +33,6 @@ from penstock.integrations.libraries import (
     owner_of,
 )
 from penstock.integrations.own_files import keep_weights
-from penstock.integrations.progress import seconds_since
 from penstock.integrations.training.adapting import Adapting, under_new_names
 from penstock.integrations.training.module import TrainedModule
 from penstock.integrations.training.trained import TrainedParameters
@@ -44,7 +42,7 @@ from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.system.own_memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
-from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
+from penstock.schedule.facts.sizes import format_budget, format_size, parse_size, seconds_since
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class Applied:
         self.components: dict[str, CalledModule] = {}
         self._options, self._restores = options, restores
         self._hollow: dict[str, Hollow] = {}
-        self._trained: list[nn.Module] = []
+        self._training: list[nn.Module] = []  # modules that were in training mode
 
     def __repr__(self) -> str:
         state = f"streamed within {format_budget(self.cap.nbytes)} on {self._options.device}"
@@ -119,15 +117,16 @@ class Applied:
 
         Parameters that are `trained` stay in memory.
         """
-        own = trained.parameters if trained else ()
+        parameters = trained.parameters if trained else ()
         device = self._options.device
-        facts = make_facts(module, kept, own, aligned=device != "cpu")
-        entries = [entry for entry in entries_of(module) if entry.rpartition(".")[2] != "forward"]
+        facts = make_facts(module, kept, parameters, aligned=device != "cpu")
         sentence = _RESTORE if self._restores else _LOAD
-        make = partial(TrainedModule, trained=trained) if trained else CalledModule
+        make: Any = CalledModule
+        if trained is not None:
+            make = partial(TrainedModule, trained=trained, folder=self.cache.folder)
         with uninterrupted(), ExitStack() as on_error:
-            hollow = Hollow(module, sentence, target_device(device), own)
-            on_error.callback(lambda given: hollow.filling(given)(), kept)
+            hollow = Hollow(module, sentence, target_device(device), parameters)
+            on_error.callback(lambda files: hollow.filling(files)(), kept)
             if device != "cpu":  # which had these bytes already
                 self.cap.reserved += buffer_bytes(module)
             self.components[name] = make(
@@ -136,7 +135,7 @@ class Applied:
                 facts,
                 kept,
                 self.cap,
-                entries=entries,
+                entries=entries_of(module),
                 keep=partial(store, cache=self.cache, made_for=owner_of(name, module)),
                 options=self._options,
             )
@@ -156,7 +155,7 @@ class Applied:
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""
-        self._trained += [one for one in module.modules() if one.training]
+        self._training += [child for child in module.modules() if child.training]
         module.eval()
 
     def restore(self) -> None:
@@ -172,17 +171,16 @@ class Applied:
                 )
             for component in self.components.values():
                 component.save_written()
-                component.refuse_lost()
             self.idle()
             fills = [hollow.filling(self.components[name].kept) for name, hollow in self._hollow.items()]
             with uninterrupted():
                 written = [component.let_go() for component in self.components.values()]
                 for change in (*fills, *written):
                     change()
-                for module in self._trained:
+                for module in self._training:
                     module.training = True
                 self._hollow.clear()
-                self._trained.clear()
+                self._training.clear()
 
     def __enter__(self) -> Applied:
         return self
@@ -243,8 +241,7 @@ def apply(
     for name, module in parts.items():
         refuse_scripted(module, name)
         _refuse_moved(module, name)
-    applied = _applied_to(model, memory, device, cache, options, restores=True)
-    _refuse_trained_elsewhere(device, train=train)
+    applied = _applied_to(model, memory, device, cache, options, restores=True, train=train)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
@@ -258,17 +255,18 @@ def apply(
 
 def _empty(applied: Applied, name: str, module: nn.Module, *, train: bool) -> None:
     """Keep the weights of a module in files, and let it stream them."""
-    trained = TrainedParameters.of(module, name) if train else None
-    held = stored_tensors(module)
+    trained = TrainedParameters.of(module, name, applied.target) if train else None
+    tensors = stored_tensors(module)
     if trained is None:
         applied.evaluate(module)
     else:
         applied.reserve(trained)
-        held = trained.without(held)
-    own, *adapters = by_adapter(module, held)
+        tensors = trained.without(tensors)
+    base, *adapters = by_adapter(module, tensors)
     made_for = owner_of(name, module)
-    kept = keep_weights(module, own, applied.cache, made_for)
-    applied.add(name, module, [*kept, *(store(one, applied.cache, made_for) for one in adapters)], trained)
+    files = keep_weights(module, base, applied.cache, made_for)
+    files += [store(adapter, applied.cache, made_for) for adapter in adapters]
+    applied.add(name, module, files, trained)
 
 
 def load(
@@ -305,29 +303,28 @@ def load(
         SourceError, PassError: The folder holds no model, or as for `apply`.
     """
     adapting = Adapting.asked(adapter, train=train)
-    applied = _applied_to(None, memory, device, cache, options, restores=False)
-    _refuse_trained_elsewhere(device, train=train)
+    applied = _applied_to(None, memory, device, cache, options, restores=False, train=train)
     folder = local_folder(source)
-    found = open_folder(folder, variant, asked_dtype(dtype), train=train)
+    opened = open_folder(folder, variant, asked_dtype(dtype), train=train)
 
     def stream(stored: Stored) -> Any:
         module, names = stored.make()
-        kept = stored.kept(module, names, applied.cache)
+        files = stored.kept(module, names, applied.cache)
         if adapting is None:
-            applied.add(stored.name, module, kept)
+            applied.add(stored.name, module, files)
             return module
-        renamed = under_new_names(module, kept)
+        renamed = under_new_names(module, files)
         adapted = adapting.put_on(module, stored.name, torch.device("cpu"))
-        trained = TrainedParameters.of(module, stored.name)
+        trained = TrainedParameters.of(module, stored.name, adapted)
         applied.reserve(trained)
         applied.add(stored.name, module, renamed(), trained)
         return adapted
 
-    if isinstance(found, tuple):
-        parts, assemble = found
-        applied.target = assemble({name: stream(replace(one, name=name)) for name, one in parts.items()})
+    if isinstance(opened, tuple):
+        parts, assemble = opened
+        applied.target = assemble({name: stream(replace(part, name=name)) for name, part in parts.items()})
     else:
-        applied.target = stream(found)
+        applied.target = stream(opened)
         add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.target.penstock_applied = applied
     return closing(applied.target)
@@ -341,25 +338,24 @@ def _applied_to(
     options: LoadOptions | None,
     *,
     restores: bool,
+    train: bool,
 ) -> Applied:
-    """Return what components are added to. Raises StreamError for a device that is not here."""
+    """Return what components are added to.
+
+    Raises StreamError for a device that is not here, and PassError for training on another one than the CPU.
+    """
     target_device(device)
+    if train and device != "cpu":
+        raise PassError(f"train=True computes on a CPU: leave device={device!r} out")
     cap = Cap(parse_size(memory, name="memory"), counts_own=device == "cpu")
     how = replace(options or LoadOptions(), device=device)
     return Applied(target, cap, Cache.at(cache), how, restores=restores)
 
 
-def _refuse_trained_elsewhere(device: str, *, train: bool) -> None:
-    """Raise PassError for training on another device than the CPU."""
-    if train and device != "cpu":
-        raise PassError(f"train=True computes on a CPU: leave device={device!r} out")
-
-
 def _refuse_moved(module: nn.Module, name: str) -> None:
     """Raise PassError if a module is on several devices, or another tool moves or converts its weights."""
     for child in module.modules():
-        hooks = [type(getattr(child, "_hf_hook", None)).__name__]
-        if hooks[0] in _MOVING:
+        if type(getattr(child, "_hf_hook", None)).__name__ in _MOVING:
             raise PassError(
                 f"{name} was wrapped by accelerate: remove its hooks first "
                 "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or load it without "
@@ -371,6 +367,6 @@ def _refuse_moved(module: nn.Module, name: str) -> None:
                     f"{name} has a hook of diffusers that moves or converts its weights ({hook}): "
                     "load it without"
                 )
-    devices = sorted({str(one.device) for one in module.parameters()})
+    devices = sorted({str(parameter.device) for parameter in module.parameters()})
     if len(devices) > 1:
         raise PassError(f"{name} lies on several devices, {', '.join(devices)}: move it to one")

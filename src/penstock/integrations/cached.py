@@ -1,17 +1,17 @@
-"""The cache: weight files and artifacts, each named by its content, so that equal content is written once."""
+"""Weight files in the cache, each named by its content, so that equal content is written once."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count, takewhile
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from penstock.integrations.adapters import refuse_transposed
+from penstock.integrations.called.facts import joined
 from penstock.integrations.emptied.absent import AbsentTensor, is_plain_subclass
 from penstock.integrations.emptied.hollow import plain_parts
 from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
@@ -27,17 +27,22 @@ _log = logging.getLogger(__name__)
 WEIGHTS = "weights.safetensors"
 
 
+def computed_buffers(module: nn.Module) -> set[str]:
+    """Return the FQNs of buffers that no checkpoint of the module holds."""
+    children = module.named_modules()
+    return {joined(path, key) for path, child in children for key in child._non_persistent_buffers_set}
+
+
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a checkpoint of the module holds, by FQN. Raises PassError for one without values."""
-    lost = {
-        f"{name}.{key}" if name else key
-        for name, child in module.named_modules()
-        for key in child._non_persistent_buffers_set
-    }
-    found = plain_parts(module.named_parameters())
-    found |= plain_parts((name, value) for name, value in module.named_buffers() if name not in lost)
-    for name, given in found.items():
-        value = found[name] = given.as_subclass(torch.Tensor) if is_plain_subclass(given) else given
+    """Return the tensors that a checkpoint of the module holds, by FQN.
+
+    Raises PassError for a tensor without values.
+    """
+    computed = computed_buffers(module)
+    tensors = plain_parts(module.named_parameters())
+    tensors |= plain_parts((name, value) for name, value in module.named_buffers() if name not in computed)
+    for name, tensor in tensors.items():
+        value = tensors[name] = tensor.as_subclass(torch.Tensor) if is_plain_subclass(tensor) else tensor
         if isinstance(value, AbsentTensor):
             raise PassError(
                 f"this module, a part of it, or another model that shares {name} with it streams already: "
@@ -54,9 +59,9 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
                 "penstock.integrations.load"
             )
         if not value.is_contiguous():
-            refuse_transposed(name, value, found)
+            refuse_transposed(name, value, tensors)
             raise PassError(f"weight {name} has strides {list(value.stride())}: make it contiguous first")
-    return found
+    return tensors
 
 
 def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> KeptWeights:
@@ -67,13 +72,13 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> K
     be written.
     """
     digests = digests_of(tensors)
-    facts = [f"{n} {one.dtype} {tuple(one.shape)} {digests[n]}\n" for n, one in tensors.items()]
+    facts = [f"{n} {value.dtype} {tuple(value.shape)} {digests[n]}\n" for n, value in tensors.items()]
     folder = cache.weights / hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
     entries = [_entry(name, value) for name, value in tensors.items()]
-    held = keep_packed(
+    hold = keep_packed(
         folder, entries, cache, made_for, whole=lambda: not tensors or _holds(folder / WEIGHTS, tensors)
     )
-    return KeptWeights((folder / WEIGHTS,), digests=digests, hold=held)
+    return KeptWeights((folder / WEIGHTS,), digests=digests, hold=hold)
 
 
 def keep_packed(
@@ -95,8 +100,8 @@ def keep_packed(
     """
     nbytes = sum(entry.nbytes for entry in entries)
 
-    def build(made: Path) -> None:
-        finish(made, write_packed(made / WEIGHTS, entries))
+    def build(unfinished: Path) -> None:
+        finish(unfinished, write_packed(unfinished / WEIGHTS, entries))
 
     def write() -> None:
         _log.info("writing %s bytes of weights of %s%s to %s", f"{nbytes:,}", made_for, how, folder)
@@ -112,7 +117,7 @@ def keep_packed(
 
 
 def _holds(file: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a file holds these tensors, byte for byte."""
+    """Tell whether a file holds these tensors, byte for byte."""
     with open_tensors(file) as opened:
         return all(opened.holds(name, bytes_of(value)) for name, value in tensors.items())
 
@@ -122,26 +127,3 @@ def _entry(name: str, value: torch.Tensor) -> PackEntry:
     return PackEntry(
         name, dtype_name(value.dtype), tuple(value.shape), value.nbytes, lambda: tensor_chunks(flat)
     )
-
-
-def place_of(
-    folder: Path,
-    name: str,
-    suffix: str = "",
-    *,
-    is_seen: Callable[[Path], bool],
-    is_current: Callable[[Path], bool],
-) -> Path:
-    """The place in a folder of what was made of files as they are now, or one where there is nothing.
-
-    Nothing but the ctime may tell a file from what it was before, so both have the same `name`, and the
-    second place that of a number beside it. `is_seen` compares ctimes, and `is_current` bytes.
-    """
-
-    def place(number: int) -> Path:
-        own = hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:32] if number else name
-        return folder / f"{own}{suffix}"
-
-    there = list(takewhile(Path.is_dir, map(place, count())))
-    found = next(filter(is_seen, there), None) or next(filter(is_current, there), None)
-    return found or place(len(there))

@@ -10,25 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.integrations.cached import WEIGHTS, keep_packed, place_of
-from penstock.integrations.kept import KeptWeights
+from penstock.integrations.cached import WEIGHTS, computed_buffers, keep_packed
+from penstock.integrations.kept import KeptWeights, digest_of_chunks, state_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.subclasses import has_parts
 from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.binding import Names, tensor_names
 from penstock.runtime.checkpoint.opening import Checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
-from penstock.runtime.files.pack import Chunk, PackedTensor, PackEntry
+from penstock.runtime.files.pack import PackedTensor, PackEntry
 from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES, read_header
 from penstock.runtime.files.stamp import file_chunks
 from penstock.schedule.atomic_file import replace_file, write_all
@@ -62,7 +62,7 @@ class _Change:
 
 
 def is_converted(stored: StoredTensor, value: torch.Tensor) -> bool:
-    """Whether a tensor of files has another dtype than a weight, to which libraries convert it."""
+    """Tell whether a tensor of files has another dtype than a weight, to which libraries convert it."""
     before, after = TORCH_NAMES.get(stored.dtype), dtype_name(value.dtype)
     return before != after and before in FLOATS and after in FLOATS
 
@@ -70,48 +70,39 @@ def is_converted(stored: StoredTensor, value: torch.Tensor) -> bool:
 def keep_converted(
     module: nn.Module, checkpoint: Checkpoint, names: Mapping[str, Names], cache: Cache, made_for: str
 ) -> list[KeptWeights]:
-    """The files that hold a module's weights: its own, and one of the cache for those of other dtypes.
+    """Return the files that hold a module's weights: its own, and one of the cache for converted weights.
 
     `names` is what the files call weights otherwise. Raises SourceError where the cache cannot be written, or
     where the checkpoint changes meanwhile.
     """
-    own = {fqn: tensor_names(fqn, names) for fqn, _ in _named(module)}
+    stored, computed = checkpoint.tensors, computed_buffers(module)
+    weights = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    names_of = {fqn: tensor_names(fqn, names) for fqn, _ in weights}
     changes = {
-        (name, fqn): _Change(name, checkpoint.tensors[name], dtype_name(value.dtype))
-        for fqn, value in _convertible(module)
-        for name in own[fqn]
-        if name in checkpoint.tensors and is_converted(checkpoint.tensors[name], value)
+        (name, fqn): _Change(name, stored[name], dtype_name(value.dtype))
+        for fqn, value in weights
+        if fqn not in computed and not has_parts(value)
+        for name in names_of[fqn]
+        if name in stored and is_converted(stored[name], value)
     }
     if not changes:
         return [KeptWeights(checkpoint.files, names)]
     changed: dict[str, Names] = {}
     for fqn in dict.fromkeys(fqn for _, fqn in changes):
-        pairs = [(name, changes.get((name, fqn))) for name in own[fqn]]
+        pairs = [(name, changes.get((name, fqn))) for name in names_of[fqn]]
         changed[fqn] = tuple(change.new_name if change else name for name, change in pairs)
     written = _write(tuple(dict.fromkeys(changes.values())), checkpoint.files, cache, made_for)
     # Where all is converted, nothing more is read from the checkpoint.
-    left = any(
-        has_parts(value) or any(n in checkpoint.tensors and (n, fqn) not in changes for n in own[fqn])
-        for fqn, value in _named(module)
+    reads_checkpoint = any(
+        has_parts(value) or any(name in stored and (name, fqn) not in changes for name in names_of[fqn])
+        for fqn, value in weights
     )
-    rest = {fqn: found for fqn, found in names.items() if fqn not in changed}
-    kept = [KeptWeights(checkpoint.files, rest)] if left else []
-    return [*kept, KeptWeights(written.files, changed, hold=written.hold)]
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def _convertible(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that a checkpoint of the module holds, but for quantised ones."""
-    computed = {
-        f"{path}.{key}" if path else key
-        for path, child in module.named_modules()
-        for key in child._non_persistent_buffers_set
-    }
-    yield from ((fqn, one) for fqn, one in _named(module) if fqn not in computed and not has_parts(one))
+    unchanged = {fqn: stored_names for fqn, stored_names in names.items() if fqn not in changed}
+    own_files = [KeptWeights(checkpoint.files, unchanged)] if reads_checkpoint else []
+    return [*own_files, KeptWeights(written.files, changed, hold=written.hold)]
 
 
 def _write(changes: Sequence[_Change], files: Sequence[Path], cache: Cache, made_for: str) -> KeptWeights:
@@ -120,54 +111,63 @@ def _write(changes: Sequence[_Change], files: Sequence[Path], cache: Cache, made
     Its folder is named by what the system says of the checkpoint's files, by their headers, and by the names
     and dtypes of the tensors: the files themselves are read once, and again where their ctimes have changed.
     """
-    before, ctimes = _states(files), _ctimes(files)
-    in_file = sorted(changes, key=lambda one: [(box.file, box.start) for box in one.tensor.boxes])
+    before, ctimes = _states(files)
+    in_file = sorted(changes, key=lambda change: [(box.file, box.start) for box in change.tensor.boxes])
     entries = [change.entry(files) for change in in_file]
     headers = [hashlib.sha256(read_header(file).raw).hexdigest() for file in files]
     facts = f"converted {before} {headers} {[entry.name for entry in entries]}"
-    folder = place_of(
-        cache.weights,
-        hashlib.sha256(facts.encode()).hexdigest()[:32],
-        is_seen=lambda made: _facts(made).get(_SOURCES) == ctimes,
-        is_current=lambda made: _is_current(made, entries, ctimes),
-    )
+    folder = _place_of(cache.weights, hashlib.sha256(facts.encode()).hexdigest()[:32], entries, ctimes)
 
-    def finish(made: Path, placed: Sequence[PackedTensor]) -> None:
-        now = _ctimes(files)
-        touched = now != ctimes and [one.sha256 for one in placed] != [
-            _digest(one.chunks()) for one in entries
-        ]
-        if touched or _states(files) != before:
+    def finish(unfinished: Path, placed: Sequence[PackedTensor]) -> None:
+        after, now = _states(files)
+        written = [tensor.sha256 for tensor in placed]
+        touched = now != ctimes and written != [digest_of_chunks(entry.chunks()) for entry in entries]
+        if touched or after != before:
             raise SourceError(
                 f"{files[0].parent} was written to while it was being converted: leave it as it is, and load "
                 "it again"
             )
-        header = hashlib.sha256(read_header(made / WEIGHTS).raw).hexdigest()
-        sums = [[one.file_offset, one.nbytes, one.sha256] for one in placed]
-        facts = {_STATE: _state(made / WEIGHTS), _SOURCES: now, "header": header, "sums": sums}
-        (made / _SUMS).write_text(json.dumps(facts), encoding="utf-8")
+        file = unfinished / WEIGHTS
+        header = hashlib.sha256(read_header(file).raw).hexdigest()
+        sums = [[tensor.file_offset, tensor.nbytes, tensor.sha256] for tensor in placed]
+        facts = {_STATE: state_of(file), _SOURCES: now, "header": header, "sums": sums}
+        (unfinished / _SUMS).write_text(json.dumps(facts), encoding="utf-8")
 
     how = f", converted to {' and '.join(sorted({change.dtype for change in changes}))},"
-    whole = partial(_is_whole, folder)
-    held = keep_packed(folder, entries, cache, made_for, how=how, finish=finish, whole=whole)
-    return KeptWeights((folder / WEIGHTS,), hold=held)
+    hold = keep_packed(
+        folder, entries, cache, made_for, how=how, finish=finish, whole=lambda: _is_whole(folder)
+    )
+    return KeptWeights((folder / WEIGHTS,), hold=hold)
 
 
-def _states(files: Sequence[Path]) -> list[tuple[int, int, int]]:
-    """What the system says of files, which differs once one of them is written to or replaced."""
-    states = [file.stat() for file in files]
-    return [(state.st_size, state.st_mtime_ns, state.st_ino) for state in states]
+def _states(files: Sequence[Path]) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Return what the system says of files: what differs once a file is replaced, and the ctimes."""
+    states = [state_of(file) for file in files]
+    return [state[:3] for state in states], [state[3] for state in states]
 
 
-def _ctimes(files: Sequence[Path]) -> list[int]:
-    return [file.stat().st_ctime_ns for file in files]
+def _place_of(folder: Path, name: str, entries: Sequence[PackEntry], ctimes: Sequence[int]) -> Path:
+    """Return the place of what was converted of files as they are now, or of nothing yet.
+
+    Nothing but the ctime may tell a file from what it was before, so the conversions of both have the same
+    `name`, and the place of the second is that of a number beside it.
+    """
+
+    def place(number: int) -> Path:
+        numbered = hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:32] if number else name
+        return folder / numbered
+
+    there = list(takewhile(Path.is_dir, map(place, count())))
+    seen = (path for path in there if _facts(path).get(_SOURCES) == ctimes)
+    current = (path for path in there if _is_current(path, entries, ctimes))
+    return next(chain(seen, current), place(len(there)))
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """What is noted beside converted weights; nothing where that is damaged."""
+    """Return what is noted beside converted weights; nothing where that is damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads((folder / _SUMS).read_bytes())
-        return found if isinstance(found, dict) else {}
+        facts = json.loads((folder / _SUMS).read_bytes())
+        return facts if isinstance(facts, dict) else {}
     return {}
 
 
@@ -177,46 +177,32 @@ def _note(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _is_current(folder: Path, entries: Sequence[PackEntry], ctimes: Sequence[int]) -> bool:
-    """Whether the files give now, whose ctimes have changed, what was converted of them before."""
+    """Tell whether the files, whose ctimes have changed, still give what was converted of them before."""
     facts = _facts(folder)
     with suppress(TypeError, ValueError):  # of damaged facts, by which the entry is written again
         sums = [sha256 for _, _, sha256 in facts.get("sums", ())]
         if len(sums) == len(entries):
             _log.info("the ctimes of what %s was converted from have changed: it is compared", folder)
-            same = all(_digest(e.chunks()) == sha256 for e, sha256 in zip(entries, sums, strict=True))
-            if same:
-                _note(folder, {**facts, _SOURCES: list(ctimes)})
-            return same
+            if any(digest_of_chunks(e.chunks()) != sha256 for e, sha256 in zip(entries, sums, strict=True)):
+                return False
+            _note(folder, {**facts, _SOURCES: list(ctimes)})
     return True
 
 
-def _digest(chunks: Iterable[Chunk]) -> str:
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _state(file: Path) -> list[int]:
-    """What the system says of a file, which differs once it is written to, replaced or copied."""
-    state = file.stat()
-    return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
-
-
 def _is_whole(folder: Path) -> bool:
-    """Whether a file of the cache is the one that was written.
+    """Tell whether a file of the cache is the one that was written.
 
     What the system says of the file is compared with what it said then. Where that differs, every byte is
     hashed, which reads about 1.8 GB/s, and what the system says now is noted for the next time.
     """
     file, facts = folder / WEIGHTS, json.loads(read_bounded(folder / _SUMS, "an index"))
-    if (now := _state(file)) == facts[_STATE]:
+    if (now := list(state_of(file))) == facts[_STATE]:
         return True
     _log.info("%s is not as it was left: all of its bytes are compared", file)
     if hashlib.sha256(read_header(file).raw).hexdigest() != facts["header"]:
         return False
     for start, nbytes, sha256 in facts["sums"]:
-        if _digest(file_chunks(file, start, start + nbytes)) != sha256:
+        if digest_of_chunks(file_chunks(file, start, start + nbytes)) != sha256:
             return False
     _note(folder, facts | {_STATE: now})
     return True

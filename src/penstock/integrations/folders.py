@@ -83,16 +83,18 @@ class Stored:
             for fqn, value in module.named_parameters(remove_duplicate=False)
             if not has_parts(value)
         ]
-        found = {storage_identity(value) for _, value, own in plain if all(name in stored for name in own)}
-        missing = [fqn for fqn, value, _ in plain if storage_identity(value) not in found]
+        there = {
+            storage_identity(value) for _, value, parts in plain if all(name in stored for name in parts)
+        }
+        missing = [fqn for fqn, value, _ in plain if storage_identity(value) not in there]
         if missing:
             named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
             raise SourceError(
                 f"{self.folder} does not hold {named} ({len(missing)} in all) of the {self.name}: get its "
                 f"other files, or if its library finds everything, {_AGAIN}"
             )
-        for fqn, value, (name, *others) in plain:
-            if name in stored and not others:
+        for fqn, value, (name, *rows) in plain:
+            if name in stored and not rows:
                 _refuse_other(self.folder, fqn, value, stored[name])
 
     @cached_property
@@ -101,13 +103,13 @@ class Stored:
         return open_checkpoint(self.files)
 
     def names(self, module: nn.Module) -> dict[str, tuple[str, ...]]:
-        """The names that the files have for weights, for those that the module calls otherwise."""
+        """Return the names that the files have for weights, for those that the module calls otherwise."""
         return names_in_checkpoint(module, self.checkpoint.tensors)
 
     def kept(
         self, module: nn.Module, names: Mapping[str, tuple[str, ...]], cache: Cache
     ) -> list[KeptWeights]:
-        """The files of the module's weights, and what is converted of them into the cache."""
+        """Return the files of the module's weights, and what is converted of them into the cache."""
         made_for = owner_of(self.name, module)
         return keep_converted(module, self.checkpoint, names, cache, made_for)
 
@@ -117,18 +119,16 @@ def _untie(module: nn.Module, checkpoint: Checkpoint, names: Mapping[str, tuple[
     first: dict[int, str] = {}
     for path, child in module.named_modules():
         for key, value in child._parameters.items():
-            name, *others = names.get(fqn := join(path, key), (fqn,))
-            if value is None or has_parts(value) or others or name not in checkpoint.tensors:
+            name, *rows = names.get(fqn := join(path, key), (fqn,))
+            if value is None or has_parts(value) or rows or name not in checkpoint.tensors:
                 continue
-            other = first.setdefault(id(value), name)
-            if other != name and not checkpoint.are_equal(other, name):
+            tied = first.setdefault(id(value), name)
+            if tied != name and not checkpoint.are_equal(tied, name):
                 child._parameters[key] = nn.Parameter(torch.empty_like(value), value.requires_grad)
 
 
 def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTensor) -> None:
-    """Raise SourceError where a parameter has another shape than its tensor in the files, or another dtype to
-    which that is not converted.
-    """
+    """Raise SourceError where a parameter has another shape or dtype than what its tensor gives."""
     here, there = dtype_name(value.dtype), TORCH_NAMES.get(stored.dtype, stored.dtype)
     if stored.shape != tuple(value.shape):
         _refuse_shape(folder, fqn, stored.shape, value)
@@ -144,7 +144,7 @@ def _refuse_shape(folder: Path, fqn: str, shape: tuple[int, ...], value: torch.T
 
 
 def local_folder(source: object, revision: str | None = None) -> Path:
-    """The folder, or the one that the local cache of the hub has for a model's name, and its revision.
+    """Return the folder, or the one that the local cache of the hub has for a model's name and revision.
 
     Nothing is downloaded. Raises SourceError where there is none.
     """
@@ -180,7 +180,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
 
 
 def is_pipeline(folder: Path) -> bool:
-    """Whether a folder holds a diffusers pipeline. Raises SourceError where it holds no model either."""
+    """Tell whether a folder holds a diffusers pipeline. Raises SourceError where it holds no model either."""
     if (folder / _PIPELINE).is_file():
         return True
     if (folder / _CONFIG).is_file():
@@ -197,18 +197,18 @@ def is_pipeline(folder: Path) -> bool:
 
 def _refuse_adapter(folder: Path) -> None:
     """Raise SourceError where a folder holds an adapter."""
-    found = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
-    if found:
+    adapter = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
+    if adapter:
         raise SourceError(
-            f"{folder} holds an adapter ({found}): load its model with the library of that, the adapter into "
-            "it, and give it to penstock.integrations.apply"
+            f"{folder} holds an adapter ({adapter}): load its model with the library of that, the adapter "
+            "into it, and give it to penstock.integrations.apply"
         )
 
 
 def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
-    """The name of the dtype that `dtype=` asks for; None for the one that is found, which is "auto" as well.
+    """Return the name of the dtype that `dtype=` asks for; None for that of the configuration or the files.
 
-    Raises SourceError for what is none of weights.
+    Raises SourceError for what is no dtype of weights.
     """
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name in (None, "auto"):
@@ -221,7 +221,7 @@ def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
 def open_folder(
     folder: Path, variant: str | None, dtype: str | None, *, train: bool
 ) -> Stored | tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
-    """What `open_model` finds in a folder, or `open_pipeline`, which cannot be trained.
+    """Return what `open_model` finds in a folder, or `open_pipeline`, which cannot be trained.
 
     Raises SourceError for what is missing, damaged or not read by the system, and PassError with `train`.
     """
@@ -264,37 +264,37 @@ def open_model(
     else:
         config = read_config(folder)
         as_stored = as_stored or bool(variant and variant in weights.name.split("."))
-        own = _most(checkpoint) if as_stored else _first(files, config)
+        dtype = dtype or (_most(checkpoint) if as_stored else _first(files, config))
         name = model_class(config, str(folder)).__name__
-        build = builder(config, str(folder), dtype or own)
+        build = builder(config, str(folder), dtype)
     return Stored(name, folder, with_quantised_weights(build, facts, files, folder), files)
 
 
 def _weights(folder: Path, variant: str | None) -> Path:
-    """The weights that libraries read for a variant, else those that they read for none, else the folder."""
+    """Return the weights that libraries read for a variant, else those for none, else the folder."""
     names = ("model", "diffusion_pytorch_model")
     ends = ("safetensors.index.json", "safetensors")
     of_variant = ((f"safetensors.index.{variant}.json", f"{variant}.safetensors"),) if variant else ()
-    own = [folder / f"{name}.{end}" for both in (*of_variant, ends) for end in both for name in names]
-    return next((one for one in own if one.is_file()), folder)
+    paths = [folder / f"{name}.{end}" for both in (*of_variant, ends) for end in both for name in names]
+    return next(filter(Path.is_file, paths), folder)
 
 
 def weight_sets(folder: Path) -> list[tuple[Path, ...]]:
-    """The files of a folder's weights, and those of each variant of them. SourceError where it has none."""
-    found = dict.fromkeys(_weights(folder, variant) for variant in (None, *_variants(folder)))
-    return [tuple(own_place(path) for path in index_files(weights)) for weights in found]
+    """Return the files of a folder's weights, and of each variant. Raises SourceError where it has none."""
+    sets = dict.fromkeys(_weights(folder, variant) for variant in (None, *_variants(folder)))
+    return [tuple(own_place(path) for path in index_files(weights)) for weights in sets]
 
 
 def _variants(folder: Path) -> list[str]:
-    """The names of the variants of its weights that a folder has."""
+    """Return the names of the variants of its weights that a folder has."""
     return sorted({path.suffixes[-2][1:].split("-")[0] for path in folder.glob("*model.*.safetensors")})
 
 
 def refuse_variant(folder: Path, variant: str | None) -> None:
     """Raise SourceError where neither the folder nor a component in it has the variant."""
-    found = sorted({name for one in (folder, *folder.iterdir()) for name in _variants(one)})
-    if variant and variant not in found:
-        has = f"has {', '.join(found)}" if found else "has none"
+    variants = sorted({name for place in (folder, *folder.iterdir()) for name in _variants(place)})
+    if variant and variant not in variants:
+        has = f"has {', '.join(variants)}" if variants else "has none"
         raise SourceError(f"{folder} has no variant {variant!r} of its weights: it {has}")
 
 
@@ -309,24 +309,24 @@ def open_pipeline(
     index = _facts(folder / _PIPELINE)
     kind = _class(folder, "diffusers", index.pop("_class_name", None))
     stored: dict[str, Stored] = {}
-    others: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in index.items():
         if isinstance(value, list) and (len(value) != 2 or not name.isidentifier()):
             raise SourceError(f"{folder / _PIPELINE} says that {name!r} is {value!r:.80}: get an intact copy")
         if not isinstance(value, list):
-            others |= {} if name.startswith("_") else {name: value}
+            arguments |= {} if name.startswith("_") else {name: value}
         elif value[0] is None:
-            others[name] = None
+            arguments[name] = None
         elif (folder / name / _CONFIG).is_file() and _is_module(folder, *value):
             stored[name] = open_model(folder / name, variant, dtype, as_stored=True)
             _refuse_several(folder, name, value, stored[name])
         else:
-            others[name] = _part(folder, name, *value)
-    return stored, lambda modules: kind(**others, **modules)
+            arguments[name] = _part(folder, name, *value)
+    return stored, lambda modules: kind(**arguments, **modules)
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """The JSON of a configuration. Raises SourceError for a file that is none."""
+    """Return the JSON of a configuration. Raises SourceError for a file that is none."""
     try:
         facts = json.loads(read_bounded(path, "a configuration").decode())
     except (ValueError, RecursionError) as error:
@@ -337,26 +337,26 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _part(folder: Path, name: str, library: str, kind: str) -> Any:
-    """A part of a pipeline that has no weights, such as a tokenizer; a model's own code is not run."""
-    made = _class(folder, library, kind)
+    """Return a part of a pipeline that has no weights, such as a tokenizer; a model's own code is not run."""
+    part_class = _class(folder, library, kind)
     for path in (folder / name).glob("*.json"):
         with open_bounded(path, "a file of a tokenizer"):
             pass
     options = {"trust_remote_code": False} if library == "transformers" else {}
     try:
-        return made.from_pretrained(folder / name, local_files_only=True, **options)
+        return part_class.from_pretrained(folder / name, local_files_only=True, **options)
     except Exception as error:
         raise SourceError(
             f"{folder / name} is no {kind} that {library} can read ({sentence(error)}): get an intact copy"
         ) from error
 
 
-def _refuse_several(folder: Path, name: str, value: list[str], found: Stored) -> None:
+def _refuse_several(folder: Path, name: str, value: list[str], stored: Stored) -> None:
     """Raise SourceError for a component that consists of the modules of several folders."""
     library, kind = value
-    if library == "diffusers" and kind != found.name:
+    if library == "diffusers" and kind != stored.name:
         raise SourceError(
-            f"{folder / name} holds a {found.name}, and {_PIPELINE} says {kind}, which may be several: "
+            f"{folder / name} holds a {stored.name}, and {_PIPELINE} says {kind}, which may be several: "
             "load the pipeline with its library, and give it to penstock.integrations.apply"
         )
 
@@ -365,9 +365,9 @@ def _class(folder: Path, library: object, name: object) -> Any:
     """Look up a class of transformers or diffusers by name; a model's own code is not run."""
     with suppress(ImportError, RuntimeError):  # a class may need what is not installed
         if library in ("transformers", "diffusers") and isinstance(name, str) and name.isidentifier():
-            found = getattr(import_module(str(library)), name, None)
-            if isinstance(found, type) and hasattr(found, "from_pretrained"):
-                return found
+            kind = getattr(import_module(str(library)), name, None)
+            if isinstance(kind, type) and hasattr(kind, "from_pretrained"):
+                return kind
     raise SourceError(
         f"{folder} needs {library}.{name}, which is not a class of transformers or diffusers here: "
         "load it with its own code, and give the result to penstock.integrations.apply"
@@ -379,7 +379,7 @@ def _is_module(folder: Path, library: str, name: str) -> bool:
 
 
 def _most(checkpoint: Checkpoint) -> str | None:
-    """The floating-point dtype that most bytes of a checkpoint have."""
+    """Return the floating-point dtype that most bytes of a checkpoint have."""
     nbytes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         nbytes[TORCH_NAMES.get(tensor.dtype, "")] += tensor.nbytes
@@ -387,7 +387,7 @@ def _most(checkpoint: Checkpoint) -> str | None:
 
 
 def _first(files: tuple[Path, ...], config: Any) -> str | None:
-    """The floating-point dtype that transformers takes where a configuration states none."""
+    """Return the floating-point dtype that transformers takes where a configuration states none."""
     if getattr(config, "dtype", None):
         return None
     with open_tensors(files[0]) as opened:  # safetensors sorts names, and transformers takes the first
@@ -398,18 +398,18 @@ def _first(files: tuple[Path, ...], config: Any) -> str | None:
 def _diffusers_builder(
     kind: Any, facts: dict[str, Any], checkpoint: Checkpoint, dtype: str | None
 ) -> Callable[[], nn.Module]:
-    """A function that builds a module of diffusers in a dtype, but for what the library keeps in float32."""
+    """Return a function that builds a module of diffusers in a dtype; the library keeps some in float32."""
     wanted = torch.get_default_dtype() if dtype is None else getattr(torch, dtype)
-    keep: Any = getattr(kind, "_keep_in_fp32_modules", None) or ()
-    kept = (keep,) if isinstance(keep, str) else keep
+    names: Any = getattr(kind, "_keep_in_fp32_modules", None) or ()
+    in_float32 = (names,) if isinstance(names, str) else names
 
     def build() -> nn.Module:
         with default_dtype(wanted):
             module: nn.Module = kind.from_config(facts)
         for name, value in module.state_dict(keep_vars=True).items():
             if name in checkpoint.tensors and value.is_floating_point():
-                own = torch.float32 if any(part in kept for part in name.split(".")) else wanted
-                value.data = value.data.to(own)
+                stays = any(part in in_float32 for part in name.split("."))
+                value.data = value.data.to(torch.float32 if stays else wanted)
         return module
 
     return build
@@ -422,22 +422,22 @@ def _fill_buffers(deferred: Deferred, files: tuple[Path, ...], names: Mapping[st
     """
     with ExitStack() as stack:
         opened = [stack.enter_context(open_tensors(file)) for file in files]
-        where = {name: one for one in opened for name in one.entries}
+        where = {name: file for file in opened for name in file.entries}
         for path, child in deferred.module.named_modules():
             for key, value in child._buffers.items():
                 if value is None:
                     continue
-                own = names.get(fqn := join(path, key), (fqn,))
-                entries = [where[name].entries[name] for name in own if name in where]
-                fits = sum(prod(one.shape) for one in entries) == value.numel()
-                if len(entries) < len(own) or (not fits and key in child._non_persistent_buffers_set):
+                stored = names.get(fqn := join(path, key), (fqn,))
+                entries = [where[name].entries[name] for name in stored if name in where]
+                fits = sum(prod(tensor.shape) for tensor in entries) == value.numel()
+                if len(entries) < len(stored) or (not fits and key in child._non_persistent_buffers_set):
                     child._buffers[key] = deferred.values(value)
                 elif not fits:
                     _refuse_shape(files[0].parent, fqn, entries[0].shape, value)
                 else:
-                    found = [_converted(where[name].get_tensor(name), value) for name in own]
-                    rows = [one.flatten() for one in found]
-                    child._buffers[key] = found[0] if len(own) == 1 else torch.cat(rows).view(value.shape)
+                    parts = [_converted(where[name].get_tensor(name), value) for name in stored]
+                    rows = [part.flatten() for part in parts]
+                    child._buffers[key] = parts[0] if len(parts) == 1 else torch.cat(rows).view(value.shape)
 
 
 def _converted(stored: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from penstock.passes.weights.values import storage_bytes
 from penstock.runtime.cache import Hold
 from penstock.runtime.checkpoint.binding import Names
-from penstock.runtime.files.pack import tensor_chunks
+from penstock.runtime.files.pack import Chunk, tensor_chunks
 from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.files.stamp import hash_storage, stamp_file
 from penstock.schedule.facts.catalog import part_nbytes
@@ -41,27 +41,32 @@ class KeptWeights:
 
 
 def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The sha256 of the bytes of contiguous tensors, by name."""
+    """Return the sha256 of the bytes of contiguous tensors, by name."""
     return {name: digest_of(value) for name, value in tensors.items()}
 
 
 def digest_of(value: torch.Tensor) -> str:
-    """The sha256 of the bytes of a contiguous tensor, on any device."""
+    """Return the sha256 of the bytes of a contiguous tensor, on any device."""
+    return digest_of_chunks(tensor_chunks(bytes_of(value)))
+
+
+def digest_of_chunks(chunks: Iterable[Chunk]) -> str:
+    """Return the sha256 of bytes that come in chunks."""
     digest = hashlib.sha256()
-    for chunk in tensor_chunks(bytes_of(value)):
+    for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()
 
 
 def bytes_of(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, as a one-dimensional tensor that shares them."""
+    """Return the bytes of a contiguous tensor, as a one-dimensional tensor that shares them."""
     start = int(value.storage_offset()) * value.itemsize
     return storage_bytes(value.detach())[start : start + value.nbytes]
 
 
 def names_of(kept: Iterable[KeptWeights]) -> dict[str, Names]:
-    """What files call weights otherwise, of several."""
-    return {fqn: names for one in kept for fqn, names in one.names.items()}
+    """Return what files call weights whose names in the module are other ones."""
+    return {fqn: names for weights in kept for fqn, names in weights.names.items()}
 
 
 class KeptFiles:
@@ -69,7 +74,7 @@ class KeptFiles:
 
     def __init__(self, name: str, kept: Iterable[KeptWeights]) -> None:
         self._name = name
-        self._states = {file: _state_of(file) for one in kept for file in one.files}
+        self._states = {file: state_of(file) for weights in kept for file in weights.files}
 
     def check(self, kept: Sequence[KeptWeights], facts: ModuleFacts) -> ModuleFacts:
         """Return the facts with the stamps of the files as they are now.
@@ -78,23 +83,24 @@ class KeptFiles:
         Raises SourceError for a file that is gone, or holds other bytes.
         """
         self.refuse_lost(kept)
-        digests = {fqn: digest for one in kept for fqn, digest in one.digests.items()}
+        digests = {fqn: digest for weights in kept for fqn, digest in weights.digests.items()}
         files = list(facts.files)
-        for file in (file for one in kept for file in one.files):
-            now = _state_of(file)
+        for file in (file for weights in kept for file in weights.files):
+            now = state_of(file)
             before = self._states.setdefault(file, now)
             if now == before or (not digests and now[:3] == before[:3]):
                 continue
-            number = next((n for n, one in enumerate(files) if one.path == str(file.absolute())), None)
+            path = str(file.absolute())
+            number = next((n for n, stamped in enumerate(files) if stamped.path == path), None)
             if number is not None:
-                files[number] = stamp_file(file, recorded_path=str(file.absolute()))
+                files[number] = stamp_file(file, recorded_path=path)
                 self._compare(file, number, replace(facts, files=tuple(files)), digests)
             self._states[file] = now
         return facts if tuple(files) == facts.files else replace(facts, files=tuple(files))
 
     def refuse_lost(self, kept: Iterable[KeptWeights]) -> None:
         """Raise SourceError for a file that is gone."""
-        for file in (file for one in kept for file in one.files):
+        for file in (file for weights in kept for file in weights.files):
             with reading(file):
                 there = file.is_file()
             if not there:
@@ -119,8 +125,8 @@ class KeptFiles:
                 )
 
 
-def _state_of(file: Path) -> tuple[int, int, int, int]:
-    """Return size, times and inode of a file. Raises SourceError where the system does not tell."""
+def state_of(file: Path) -> tuple[int, int, int, int]:
+    """Return size, time, inode and ctime of a file. Raises SourceError where the system does not tell."""
     with reading(file):
         state = os.stat(file)
     return state.st_size, state.st_mtime_ns, state.st_ino, state.st_ctime_ns

@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import torch
 from torch import nn
 
 from penstock.runtime.files.safetensors_file import reading
@@ -18,61 +17,67 @@ from penstock.schedule.facts.errors import PassError
 _CALLED = ("encode", "decode", "post_process_latents")
 """Methods besides `forward` that pipelines of diffusers call and that read parameters."""
 
+_FEATURES = ("get_image_features", "get_video_features", "get_audio_features", "get_text_features")
+"""Methods of transformers models that encode inputs; `generate` and users call them."""
+
 
 def components_of(model: Any) -> dict[str, nn.Module]:
-    """The modules that a model or a pipeline consists of, by name. Raises PassError where there are none."""
+    """Return the modules of a model or a pipeline by name. Raises PassError where there are none."""
     if isinstance(model, nn.Module):
         get_base: Any = getattr(model, "get_base_model", lambda: model)  # whose own methods peft calls
         module: nn.Module = get_base()
         return {type(module).__name__: module}
-    held = getattr(model, "components", None)
-    if not isinstance(held, dict):
+    components = getattr(model, "components", None)
+    if not isinstance(components, dict):
         raise PassError(
             f"expected a module, a transformers model or a diffusers pipeline, got {type(model).__name__}"
         )
-    _refuse_stand_ins(model, held)
-    modules = dict(_streamed(name, one) for name, one in held.items() if isinstance(one, nn.Module))
-    found = {names[0]: modules[names[0]] for names in _by_object(modules).values()}
-    if not found:
+    _refuse_stand_ins(model, components)
+    streamed = [_streamed(name, part) for name, part in components.items() if isinstance(part, nn.Module)]
+    modules: dict[str, nn.Module] = {}
+    for name, module in streamed:
+        if module not in modules.values():  # a pipeline may hold one under several names
+            modules[name] = module
+    if not modules:
         raise PassError(f"the {type(model).__name__} has no component that is a module")
-    _refuse_shared(found)
-    return found
+    _refuse_shared(modules)
+    return modules
 
 
 def owner_of(name: str, module: nn.Module) -> str:
-    """A component for people: its name, its class, and where its library loaded it from, if that is known."""
+    """Return for people a component's name, its class, and where its library loaded it from, if known."""
     kind, origin = type(module).__name__, origin_of(module)
     return (kind if name == kind else f"{name} ({kind})") + (f" of {origin}" if origin else "")
 
 
 def origin_of(module: nn.Module) -> str:
-    """The folder or the name that a library loaded a module from; empty where it does not say."""
+    """Return the folder or the name that a library loaded a module from; empty where it does not say."""
     origin = getattr(getattr(module, "config", None), "_name_or_path", None)
     return str(origin) if isinstance(origin, str | PathLike) else ""
 
 
 def _streamed(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """The component, or the vision model of a safety checker, which decides in Python about pictures."""
+    """Return a component, or the vision model of a safety checker, which decides in Python about pictures."""
     if type(module).__name__.endswith("SafetyChecker") and hasattr(module, "vision_model"):
         return f"{name}.vision_model", module.get_submodule("vision_model")
     return name, module
 
 
-def _refuse_stand_ins(pipeline: Any, held: Mapping[str, Any]) -> None:
+def _refuse_stand_ins(pipeline: Any, components: Mapping[str, Any]) -> None:
     """Raise PassError for a component of another type than a module, which would silently stay in memory."""
     for name, hint in _hints(type(pipeline).__init__).items():
         kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
-        given = held.get(name)
+        component = components.get(name)
         modules = any(issubclass(kind, nn.Module) for kind in kinds)
-        if modules and given is not None and not isinstance(given, (nn.Module, *kinds)):
+        if modules and component is not None and not isinstance(component, (nn.Module, *kinds)):
             raise PassError(
-                f"component {name} is a {type(given).__name__} and no module, so that it cannot stream: give "
-                "the pipeline the module of its library, or apply penstock to single components"
+                f"component {name} is a {type(component).__name__} and no module, so that it cannot stream: "
+                "give the pipeline the module of its library, or apply penstock to single components"
             )
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """The type hints of a function, or none where they cannot be resolved."""
+    """Return the type hints of a function, or none where they cannot be resolved."""
     try:
         return get_type_hints(function)
     except Exception:
@@ -84,54 +89,21 @@ def _refuse_shared(modules: Mapping[str, nn.Module]) -> None:
     seen: dict[int, tuple[str, str]] = {}
     for name, module in modules.items():
         for fqn, value in module.named_parameters():
-            other, path = seen.setdefault(id(value), (name, fqn))
-            if other != name:
+            first, path = seen.setdefault(id(value), (name, fqn))
+            if first != name:
                 raise PassError(
-                    f"{other}.{path} and {name}.{fqn} are one parameter: components stream one at a time, so "
+                    f"{first}.{path} and {name}.{fqn} are one parameter: components stream one at a time, so "
                     f"give {name} a copy of it, {name}.{fqn} = nn.Parameter({name}.{fqn}.detach().clone())"
                 )
 
 
-def _by_object(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
-    """The names of each module; a pipeline may hold one under several names."""
-    names: dict[int, list[str]] = {}
-    for name, module in modules.items():
-        names.setdefault(id(module), []).append(name)
-    return names
-
-
 def entries_of(module: nn.Module) -> list[str]:
-    """The methods through which a library calls a module: `forward`, and for some modules others."""
-    entries = ["forward"]
-    entries += [name for name in _CALLED if _is_diffusers(module) and hasattr(module, name)]
-    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        get_encoder: Any = getattr(module, "get_encoder", lambda: None)
-        encoder = get_encoder()
-        entries += [f"{name}.forward" for name, child in module.named_modules() if child is encoder and name]
-    return list(dict.fromkeys([*entries, *_embedding_of(module), *_features_of(module)]))
-
-
-def _embedding_of(module: nn.Module) -> list[str]:
-    """The `forward` of the embedding of tokens, which users and other models call to make `inputs_embeds`."""
-    get_embedding: Any = getattr(module, "get_input_embeddings", lambda: None)
-    try:
-        embedding = get_embedding()
-    except NotImplementedError:  # of models without one
-        return []
-    kinds = torch.nn.Embedding
-    found = [
-        name for name, child in module.named_modules() if child is embedding and isinstance(child, kinds)
-    ]
-    return [f"{name}.forward" for name in found if name]
-
-
-def _features_of(module: nn.Module) -> list[str]:
-    """The methods that encode images, videos, audio or text, which `generate` and users call."""
+    """Return the methods other than `forward` through which a module and its parts are called."""
+    methods = [name for name in _CALLED if _is_diffusers(module) and hasattr(module, name)]
     base: Any = getattr(module, "base_model", None)
+    features = [name for name in _FEATURES if callable(getattr(base, name, None))]
     paths = [path for path, child in module.named_modules() if child is base]
-    made = [f"get_{kind}_features" for kind in ("image", "video", "audio", "text")]
-    found = [name for name in made if callable(getattr(base, name, None))]
-    return [f"{path}.{name}".removeprefix(".") for path in paths for name in found]
+    return methods + [f"{path}.{name}".removeprefix(".") for path in paths for name in features]
 
 
 def _is_diffusers(module: nn.Module) -> bool:
@@ -156,9 +128,9 @@ def closing(target: Any) -> Any:
     `with` asks the class and not the object, so the object gets a class that says nothing else. Its name is
     that of its own class, by which libraries look it up.
     """
-    own = type(target)
-    facts = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    closing_class: Any = types.new_class(own.__name__, (own,), exec_body=lambda held: held.update(facts))
+    kind = type(target)
+    facts = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    closing_class: Any = types.new_class(kind.__name__, (kind,), exec_body=lambda names: names.update(facts))
     closing_class.__enter__, closing_class.__exit__ = _enter, _exit
     target.__class__ = closing_class
     return target

@@ -45,39 +45,39 @@ def keep_weights(
     was converted, quantised or changed since, and what was added, is written to the cache.
     """
     checkpoint, matches, phases = _best_match(module, tensors)
-    own = {fqn: tensors[fqn] for fqn in phases}
-    if not own:
+    if not phases:
         return [store(tensors, cache, made_for)]
-    rest = {fqn: value for fqn, value in tensors.items() if fqn not in own}
+    staying = {fqn: tensors[fqn] for fqn in phases}
+    written = {fqn: value for fqn, value in tensors.items() if fqn not in phases}
     # Nothing else is what these files hold under its name: weights that have changed, buffers, constants.
     aliases = _aliases(module)
-    others: dict[str, Names] = {name: f"penstock: {name}" for name in checkpoint.tensors}
-    names = others | {alias: matches[fqn] for fqn in own for alias in aliases[fqn]}
+    hidden: dict[str, Names] = {name: f"penstock: {name}" for name in checkpoint.tensors}
+    names = hidden | {alias: matches[fqn] for fqn in staying for alias in aliases[fqn]}
     _log.info(
         "%d of %d tensors of %s stay where they are, in %s",
-        len(own),
+        len(staying),
         len(tensors),
         made_for,
         checkpoint.files[0].parent,
     )
-    kept = KeptWeights(
+    own_files = KeptWeights(
         checkpoint.files,
         {fqn: name for fqn, name in names.items() if name != (fqn,)},
-        digests_of(own),
+        digests_of(staying),
         {alias: phase for fqn, phase in phases.items() if phase is not None for alias in aliases[fqn]},
     )
-    if not rest:
-        return [kept]
-    _log.info("%s are not in those files as they are in memory", listed(list(rest)))
-    free = {fqn: tensor_names(fqn, others)[0] for fqn in rest}
-    written = store({free[fqn]: value for fqn, value in rest.items()}, cache, made_for)
-    return [kept, replace(written, digests={fqn: written.digests[free[fqn]] for fqn in rest})]
+    if not written:
+        return [own_files]
+    _log.info("%s are not in those files as they are in memory", listed(list(written)))
+    free = {fqn: tensor_names(fqn, hidden)[0] for fqn in written}
+    stored = store({free[fqn]: value for fqn, value in written.items()}, cache, made_for)
+    return [own_files, replace(stored, digests={fqn: stored.digests[free[fqn]] for fqn in written})]
 
 
 def _best_match(
     module: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Checkpoint, Matches, Mapping[str, int | None]]:
-    """The checkpoint that holds most bytes of a module, its matches, and `_same_bytes` of both.
+    """Return the checkpoint that holds most bytes of a module, its matches, and `_same_bytes` of both.
 
     All are empty where none holds any.
     """
@@ -99,7 +99,7 @@ def _nbytes(tensors: Mapping[str, torch.Tensor], fqns: Iterable[str]) -> int:
 
 
 def _checkpoints(module: nn.Module) -> Iterator[Checkpoint]:
-    """The checkpoints in the folder, or in the hub's cache, that a module was loaded from.
+    """Yield the checkpoints in the folder, or in the hub's cache, that a module was loaded from.
 
     Libraries say of neither a revision nor a component's sub-folder that they loaded it, so those of all
     snapshots and sub-folders follow.
@@ -109,14 +109,14 @@ def _checkpoints(module: nn.Module) -> Iterator[Checkpoint]:
         return
     with suppress(Exception):  # the folder is gone: what is in memory is all there is
         folder = local_folder(origin, getattr(module.config, "_commit_hash", None))
-        others = folder.parent.iterdir() if folder.parent.name == "snapshots" else ()
-        for root in dict.fromkeys((folder, *others)):
+        snapshots = folder.parent.iterdir() if folder.parent.name == "snapshots" else ()
+        for root in dict.fromkeys((folder, *snapshots)):
             for place in (root, *(path for path in sorted(root.iterdir()) if path.is_dir())):
                 yield from _opened(place)
 
 
 def _opened(folder: Path) -> Iterator[Checkpoint]:
-    """The checkpoints of a folder and of each variant; none where it holds no safetensors."""
+    """Yield the checkpoints of a folder and of each variant; none where it holds no safetensors."""
     with suppress(Exception):
         for files in weight_sets(folder):
             try:
@@ -128,18 +128,18 @@ def _opened(folder: Path) -> Iterator[Checkpoint]:
 def _matches(module: nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Matches:
     stored = checkpoint.tensors
     aliases, converted = _aliases(module), names_in_checkpoint(module, stored)
-    found: dict[str, Names] = {}
+    matches: dict[str, Names] = {}
     for fqn, value in tensors.items():
         for alias in aliases.get(fqn, ()):  # none for a part of a quantised weight
             plain = alias.replace(_WRAPPED, ".")
             for names in (converted.get(alias), converted.get(plain), (alias,), (plain,)):
                 if names and all(n in stored for n in names) and _fits(value, [stored[n] for n in names]):
-                    found.setdefault(fqn, names)
-    return found
+                    matches.setdefault(fqn, names)
+    return matches
 
 
 def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For the name of each parameter and buffer all that its bytes have; quantised ones are left out."""
+    """Return all names of the bytes of each parameter and buffer, by each of them, but for quantised ones."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     places: dict[object, list[str]] = {}
     for fqn, value in ((fqn, value) for fqn, value in named if not has_parts(value)):
@@ -149,7 +149,7 @@ def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _fits(value: torch.Tensor, stored: Sequence[StoredTensor]) -> bool:
-    dtypes = {TORCH_NAMES.get(one.dtype) for one in stored}
+    dtypes = {TORCH_NAMES.get(tensor.dtype) for tensor in stored}
     alike = len(stored) > 1 or stored[0].shape == tuple(value.shape)
     return alike and dtypes == {dtype_name(value.dtype)} and sum(s.nbytes for s in stored) == value.nbytes
 
@@ -157,18 +157,18 @@ def _fits(value: torch.Tensor, stored: Sequence[StoredTensor]) -> bool:
 def _same_bytes(
     checkpoint: Checkpoint, matches: Matches, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, int | None]]:
-    """The weights whose bytes are those of their tensors in the files, and the phases of those moved since.
+    """Yield weights whose bytes are those of their tensors in the files, and the phases of those moved since.
 
     A library computes on tensors where their file is mapped. A copy of the model has them elsewhere.
     """
     with ExitStack() as stack:
         opened = [stack.enter_context(open_tensors(file)) for file in checkpoint.files]
-        where = {name: one for one in opened for name in one.entries}
+        where = {name: file for file in opened for name in file.entries}
         for fqn, names in matches.items():
             stored = tensor_names(fqn, {fqn: names})
             entries = [where[name].entries[name] for name in stored]
             phase = tensors[fqn].data_ptr() % ALIGNMENT
             mapped = len(stored) > 1 or entries[0].start % ALIGNMENT == phase
-            parts = torch.split(bytes_of(tensors[fqn]), [one.nbytes for one in entries])
+            parts = torch.split(bytes_of(tensors[fqn]), [entry.nbytes for entry in entries])
             if all(where[name].holds(name, part) for name, part in zip(stored, parts, strict=True)):
                 yield fqn, None if mapped or tensors[fqn].device.type != "cpu" else phase

@@ -31,7 +31,7 @@ def with_quantised_weights(
     method = quantised.get("quant_method")
     if method != _ONLY:
         raise SourceError(
-            f"{folder} was saved quantised with {method}, which torch.export cannot trace: load a folder in "
+            f"{folder} was saved quantised with {method}, and penstock reads torchao's folders: load one in "
             "full dtype, or one that transformers saved with TorchAoConfig (docs/quantised.md)"
         )
     stored = open_checkpoint(files).tensors
@@ -52,22 +52,22 @@ def _put(weights: Mapping[str, nn.Parameter], module: nn.Module, stored: Contain
         tied.setdefault(id(value), []).append(fqn)
     for fqns in tied.values():
         for fqn in fqns:
-            found = next((weights[one] for one in (fqn, *fqns) if one in weights), None)
-            if found is not None and fqn not in stored:
-                owner, _, name = fqn.rpartition(".")
-                module.get_submodule(owner)._parameters[name] = found
+            weight = next((weights[name] for name in (fqn, *fqns) if name in weights), None)
+            if weight is not None and fqn not in stored:
+                owner, _, key = fqn.rpartition(".")
+                module.get_submodule(owner)._parameters[key] = weight
 
 
 def _weights(
     files: tuple[Path, ...], stored: Mapping[str, StoredTensor], folder: Path
 ) -> dict[str, nn.Parameter]:
-    """The weights that are stored in parts, by FQN: tensors of torchao's classes on the meta device."""
+    """Return the weights that are stored in parts, by FQN, as torchao's tensors on the meta device."""
     facts: dict[str, str] = {}
     for file in files:
         facts |= read_header(file).metadata
     parts = {
-        name: torch.empty(one.shape, dtype=getattr(torch, TORCH_NAMES[one.dtype]), device="meta")
-        for name, one in stored.items()
+        name: torch.empty(tensor.shape, dtype=getattr(torch, TORCH_NAMES[tensor.dtype]), device="meta")
+        for name, tensor in stored.items()
     }
     try:
         from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict

@@ -55,6 +55,9 @@ def _cast(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 ENDS = torch.arange(1, 17, dtype=torch.int32) // 4
 
 TRAPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "set_itself": lambda w, _: setattr(w, "data", w) or w[3],
+    "set": lambda w, _: setattr(part := w[3], "data", torch.zeros(128, 256)) or part,
+    "grad_of": lambda w, _: setattr(w, "grad", None) or w[3],
     "vmap": lambda w, _: torch.vmap(lambda one: one.sum(0))(w[2:5]),
     "grad": lambda w, _: torch.func.grad(lambda x: (x @ w[3]).sum())(torch.ones(128)),
     "to_same": lambda w, _: w[3].to("cpu").to(torch.float32) + 1,

@@ -58,6 +58,8 @@ def test_a_restore_says_so_and_leaves_what_is_loaded(lost):
     model, expected, applied, put_back = lost
     with pytest.raises(SourceError, match=GONE):
         applied.restore()
+    with pytest.raises(SourceError, match="is missing"):
+        model[0].weight.sum()
     assert torch.equal(model(X), expected)
     assert applied.freed_bytes
     put_back()

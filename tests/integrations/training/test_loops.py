@@ -250,28 +250,13 @@ def test_what_cannot_be_trained_is_refused_and_the_model_is_as_it_was(cache):
     assert equal(gradients(model, GIVEN), gradients(adapted(), GIVEN))
 
 
-def test_memory_counts_what_forwards_save_until_their_backward(plans, cache):
-    plans["now"] = None
-    model, reference = (adapted(dropout=0.0, layers=1) for _ in range(2))
-    with apply(model, "3MB", train=True, cache=cache):
-        losses = []
-        with pytest.raises(BudgetError, match="beside weights"):
-            losses.extend(model(**GIVEN).loss for _ in range(100))
-        assert len(losses) > 2
-        del losses[2:]
-        losses.append(model(**GIVEN).loss)
-        sum(losses).backward()
-        sum(reference(**GIVEN).loss for _ in range(3)).backward()
-        assert equal(*([one.grad for one in trained(each).values()] for each in (model, reference)))
-
-
 def test_memory_counts_what_a_forward_saves(plans, cache):
     plans["now"] = None
     model = adapted()
     with apply(model, "1MB", train=True, cache=cache):
         gradients(model, GIVEN)
         with pytest.raises(BudgetError, match=r"beside weights, and .* at once; give at least"):
-            model(**batch(130))
+            model(**batch(300))
         loss = model(**GIVEN).loss
     with pytest.raises(StreamError, match="restored between forward and backward"):
         loss.backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -27,32 +26,6 @@ _WAITING = 64 << 20
 
 Keep = Callable[[Mapping[str, torch.Tensor]], KeptWeights]
 """Writes tensors to a file that is then kept."""
-
-
-class _Module(Protocol):
-    def answer(self, twin: int, suffix: str) -> torch.Tensor | None: ...
-
-    def share(self, twin: int, suffix: str, value: torch.Tensor) -> None: ...
-
-    def write(self, twin: int) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What operators take in place of a twin, or of a part of one, whose name ends with `suffix`."""
-
-    module: _Module
-    twin: int
-    suffix: str
-
-    def value(self) -> torch.Tensor | None:
-        return self.module.answer(self.twin, self.suffix)
-
-    def keep(self, value: torch.Tensor) -> None:
-        self.module.share(self.twin, self.suffix, value)
-
-    def write(self, value: torch.Tensor) -> bool:
-        return self.module.write(self.twin)
 
 
 @dataclass(eq=False)
@@ -143,7 +116,7 @@ class BetweenCalls:
         """Save what was written; returns weights that stay in memory, as something keeps views of them."""
         self._close_unused()
         self._save()
-        staying = {twin: one.watched.value for twin, one in self._opened.items()} | self._written
+        staying = {twin: opened.watched.value for twin, opened in self._opened.items()} | self._written
         self._opened.clear()
         self._written.clear()
         self._own.close()
@@ -170,14 +143,24 @@ class BetweenCalls:
         if sum(value.nbytes for value in self._written.values()) >= _WAITING:
             self._save()
 
-    def _refuse_shared(self, twin: int) -> None:
+    def is_shared(self, twin: int) -> bool:
+        """Tell whether another weight lies in the memory of a weight."""
+        return self._shares(twin) is not None
+
+    def _shares(self, twin: int) -> str | None:
         storages = {self.facts.parts[name].storage for name in self._parts(twin)}
-        for other, name in self.names.items():
-            if other != twin and any(self.facts.parts[one].storage in storages for one in self._parts(other)):
-                raise StreamError(
-                    f"the parameter {self.names[twin]} shares its memory with {name}, and was written to: "
-                    "restore() the model first"
-                )
+        for tied, name in self.names.items():
+            if tied != twin and any(self.facts.parts[part].storage in storages for part in self._parts(tied)):
+                return name
+        return None
+
+    def _refuse_shared(self, twin: int) -> None:
+        name = self._shares(twin)
+        if name is not None:
+            raise StreamError(
+                f"the parameter {self.names[twin]} shares its memory with {name}, and was written to: "
+                "restore() the model first"
+            )
 
     def _save(self) -> None:
         """Write weights to the cache, from where they stream then, if they are alone in their storages."""
@@ -191,23 +174,19 @@ class BetweenCalls:
                 names[name] = f"{name} (written {len(self._kept)})"
                 tensors[names[name]] = part.detach().contiguous()
         try:
-            kept = self._keep(tensors)
+            file = self._keep(tensors)
         except SourceError as error:
             _log.warning("weights that were written stay in memory, as they cannot be saved: %s", error)
             return
-        self._kept.append(
-            replace(kept, names=names, digests={name: kept.digests[own] for name, own in names.items()})
-        )
-        self._place(names, kept, {name: one.data_ptr() % ALIGNMENT for name, one in tensors.items()})
+        digests = {name: file.digests[stored] for name, stored in names.items()}
+        self._kept.append(replace(file, names=names, digests=digests))
+        self._place(names, file, {name: value.data_ptr() % ALIGNMENT for name, value in tensors.items()})
         for twin in saved:
             del self._written[twin]
 
     def _can_save(self, twin: int, value: torch.Tensor) -> bool:
-        written = plain_tensors("", value).values()
-        if any(
-            one.stride() != part.stride()
-            for one, part in zip(written, self._parts(twin).values(), strict=True)
-        ):
+        written, former = plain_tensors("", value).values(), self._parts(twin).values()
+        if any(new.stride() != old.stride() for new, old in zip(written, former, strict=True)):
             return False  # kernels add up weights that lie otherwise in another order
         parts = [self.facts.parts[name] for name in self._parts(twin)]
         return all(
@@ -217,15 +196,15 @@ class BetweenCalls:
 
     def _place(self, names: Mapping[str, str], kept: KeptWeights, phases: Mapping[str, int]) -> None:
         """Have the facts name the file in which weights are now."""
-        weights = [one for one in self.facts.weights if one.fqn in names]
-        found = find_values(weights, open_checkpoint(kept.files), Rules(names))
+        weights = [weight for weight in self.facts.weights if weight.fqn in names]
+        values = find_values(weights, open_checkpoint(kept.files), Rules(names))
         storages, first = list(self.facts.storages), len(self.facts.files)
-        placed = found.placed(storages)
+        placed = values.placed(storages)
         for weight in weights:
             s = weight.parts[0].storage
-            extents = tuple(replace(one, file=one.file + first) for one in placed[s].extents)
+            extents = tuple(replace(extent, file=extent.file + first) for extent in placed[s].extents)
             storages[s] = replace(storages[s], extents=extents, phase=phases[names[weight.fqn]])
-        files = tuple(stamp_file(path, recorded_path=str(path.absolute())) for path in found.files)
+        files = tuple(stamp_file(path, recorded_path=str(path.absolute())) for path in values.files)
         self.facts = replace(self.facts, files=(*self.facts.files, *files), storages=tuple(storages))
         self._own.close()
         self._own.facts = self.facts

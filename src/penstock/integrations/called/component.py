@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.adapters import adapted_layers, unmerge_disabled
-from penstock.integrations.called.between_calls import Answer, BetweenCalls, Keep
+from penstock.integrations.called.between_calls import BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import Host, UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order
@@ -37,19 +37,20 @@ from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.plans import Residency, plan_orders, residency_of
 from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.cap import Cap
-from penstock.integrations.emptied.absent import answer_with
+from penstock.integrations.emptied.absent import Answer, answer_with
 from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of
-from penstock.integrations.progress import seconds_since
-from penstock.passes.weights.subclasses import plain_tensors
+from penstock.passes.weights.subclasses import has_parts, plain_tensors
 from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, StreamError
-from penstock.schedule.facts.sizes import format_budget, format_size
+from penstock.schedule.facts.sizes import format_budget, format_size, seconds_since
 from penstock.schedule.plan import Plan
 
 _log = logging.getLogger(__name__)
+
+_Measured = tuple[Any, int | None]
 
 _MOST_ORDERS = 4
 """Orders of one entry that are planned. A call in any other order loads on demand what comes out of turn."""
@@ -96,6 +97,7 @@ class CalledModule:
         self._pass: Pass | None = None
         self._passes = 0
         self._room = 0  # bytes that the present plan leaves for calls
+        self._impossible: object = None  # what calls took, the memory and the orders, where no plan fitted
         self._active = True
         self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins
         places = Places(module, facts.parts)
@@ -206,17 +208,13 @@ class CalledModule:
         for one in self.kept:
             if one.hold is not None:
                 one.hold.close()
-
         return functools.partial(write_back, staying, self._between.twins)
 
     def save_written(self) -> None:
-        """Save weights that were written since the last call, before their files are read again."""
+        """Save weights that were written since the last call. Raises SourceError if a weight file is gone."""
         with self._cap.lock:
             self._update()
-
-    def refuse_lost(self) -> None:
-        """Raise SourceError where a weight file is gone, before anything is given up for it."""
-        self._files.refuse_lost(self.kept)
+            self._files.refuse_lost(self.kept)
 
     def _check_files(self) -> None:
         """Raise SourceError where a weight file is gone, or has other bytes than there were in memory."""
@@ -279,13 +277,13 @@ class CalledModule:
             self._update()
             if unmerge_disabled(self._adapted):
                 self._update()
-            entry, called = wrapped.entry, wrapped.called
+            entry = wrapped.entry
             kind, arguments = kind_of(entry, args, kwargs), self._sizes_of(entry, args, kwargs)
             with self._cap.calling(self) as alone, one_pass(), torch.no_grad():
                 order = None if alone else self._order_of(entry, kind, arguments)
                 current = self._pass = Pass(entry, order)
                 self._units.awake()
-                run = functools.partial(called, *args, **kwargs)
+                run = functools.partial(wrapped.called, *args, **kwargs)
                 try:
                     output, beside = self._run(current, run, arguments)
                 finally:
@@ -317,7 +315,8 @@ class CalledModule:
         """
         own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
         order = self._kinds.get(kind, own[0] if len(own) == 1 else None)
-        if order is None or not self._sizes:
+        terms = self._sizes.beside, self._cap.room, len(self.orders)
+        if order is None or not self._sizes or terms == self._impossible:
             return None
         if self._memory.weights is None:
             if kind not in self._kinds and self.orders[order].unit_bytes > self.facts.few_unit_bytes:
@@ -325,9 +324,7 @@ class CalledModule:
             self._room = self._sizes.room(self._cap.nbytes)
         return order if self._sizes.has_room(arguments, self._room) else None
 
-    def _run(
-        self, current: Pass, call: Callable[[], Any], arguments: CallArguments
-    ) -> tuple[Any, int | None]:
+    def _run(self, current: Pass, call: Callable[[], Any], arguments: CallArguments) -> _Measured:
         """Return what a call returns, and the bytes that it took beside weights, if they were measured."""
         run = functools.partial(self._units.run_to_end, current, call)
         if current.order is None:
@@ -335,8 +332,8 @@ class CalledModule:
         try:
             weights = self._memory.weights or self._open()
         except BudgetError as error:  # the largest step and what a call takes need not come together
-            _log.warning("one module is in memory at a time, which is slow: %s", error)
-            current.order = None
+            _log.warning("one module is in memory at a time, which is slow: %s", str(error))
+            current.order, self._impossible = None, (self._sizes.beside, self._cap.room, len(self.orders))
             return self._observed(current, run, arguments)
         self._memory.enter()
         weights.wait()
@@ -348,9 +345,7 @@ class CalledModule:
             output = weights.run(current.order, None, run)
         return output, arguments.allocated + max(live.peak, meter.look())
 
-    def _observed(
-        self, current: Pass, run: Callable[[], Any], arguments: CallArguments
-    ) -> tuple[Any, int | None]:
+    def _observed(self, current: Pass, run: Callable[[], Any], arguments: CallArguments) -> _Measured:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self._check_files()
         self.unload()
@@ -367,15 +362,15 @@ class CalledModule:
         if current.learned:
             self._learn()
             return
-        if lists := self._units.siblings.chosen(current.entry, current.steps):
-            self._stack(lists)
-            return
         if current.reads.whole:
             self.unload()
         planned = self._memory.orders.seen if current.order is not None and self._memory.orders else None
         known = current.number_among(planned or self.orders, self.facts.few_unit_bytes)
         if known is not None:
             self._kinds[kind] = known
+            return
+        if lists := self._units.siblings.chosen(current.entry, current.steps):
+            self._stack(lists)
             return
         own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
         if len(own) == _MOST_ORDERS:
@@ -451,11 +446,19 @@ class CalledModule:
             name = self._between.names[twin] + suffix
             current.copies.append((name, value, digest_of(value.detach().contiguous())))
 
-    def write(self, twin: int) -> bool:
-        """Note that something has written to what `answer` has returned; returns False within a call."""
-        if self._pass is None:
+    def write(self, twin: int, value: torch.Tensor) -> bool:
+        """Note that something has written to what `answer` has returned; returns False if that is lost."""
+        if (current := self._pass) is None:
             self._between.write(twin)
-        return self._pass is None
+            return True
+        for values in (self._memory.staying, self._memory.present, current.values):
+            if twin in values:  # what is written there is seen at the end of the step, or of the pass
+                return True
+        if has_parts(self._places.twins[twin]) or self._between.is_shared(twin):
+            return False
+        self._units.unwatch(self._steps.storages_of(twin))
+        self._own_steps.stay(current, twin, value)
+        return True
 
     def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
         """Return what a twin, or a part of it, stands for; None once the module is restored.
@@ -485,12 +488,13 @@ class CalledModule:
 
     def _check_uses(self, current: Pass) -> None:
         """Raise StreamError if the pass wrote a weight that leaves memory, or keeps a view of it."""
-        written = self._memory.written() or self._memory.written_copy(current)
-        if written is not None:
+        for twin, value in self._memory.written_in_place():
+            self._own_steps.stay(current, twin, value)
+        try:
+            self._memory.refuse_written(current)
+        except StreamError:
             self.unload()
-            raise StreamError(
-                f"the call writes {written}, which is not in memory between calls: restore() the model first"
-            )
+            raise
         if self._memory.is_viewed:
             self.unload()
             self._memory.refuse_viewed()

@@ -79,32 +79,35 @@ class Forwards:
     def have_changed(self) -> bool:
         """Tell whether modules have come, gone or moved since `find`, or were compiled."""
         return any(
-            list(one._modules.values()) != children or one._compiled_call_impl is not call
-            for one, children, call in self._children
+            list(module._modules.values()) != children or module._compiled_call_impl is not call
+            for module, children, call in self._children
         )
 
     def find(self) -> None:
         """Wrap the forwards of new modules, and let go of modules that are no parts any more."""
         self.modules = dict(self._module.named_modules())
-        compiled = {path: is_compiled(one) for path, one in self.modules.items()}
-        inside = tuple(f"{path}." if path else "" for path, is_one in compiled.items() if is_one)
-        wrapped = {
-            path: one for path, one in self.modules.items() if compiled[path] or not path.startswith(inside)
+        compiled = {path for path, module in self.modules.items() if is_compiled(module)}
+        inside = tuple(f"{path}." if path else "" for path in compiled)
+        modules = {
+            path: module
+            for path, module in self.modules.items()
+            if path in compiled or not path.startswith(inside)
         }
-        there = {id(one) for one in wrapped.values()}
-        for gone in [key for key in self._wrapped if key not in there]:
+        present = {id(module) for module in modules.values()}
+        for gone in [key for key in self._wrapped if key not in present]:
             self._unwrap(gone)
-        for path, one in wrapped.items():
-            method = COMPILED if compiled[path] and one._compiled_call_impl is not None else "forward"
-            wraps = self._wrapped.get(id(one), [])
+        for path, module in modules.items():
+            method = COMPILED if path in compiled and module._compiled_call_impl is not None else "forward"
+            wraps = self._wrapped.get(id(module), [])
             if wraps and wraps[0][0].method != method:
                 wraps.pop(0)[1]()
-            for each, _ in wraps:
-                each.move(path)
+            for wrapped, _ in wraps:
+                wrapped.move(path)
             if not wraps or wraps[0][0].method != method:
-                self._wrap(path, one, method)
+                self._wrap(path, module, method)
         self._children = [
-            (one, list(one._modules.values()), one._compiled_call_impl) for one in self.modules.values()
+            (module, list(module._modules.values()), module._compiled_call_impl)
+            for module in self.modules.values()
         ]
 
     def let_go(self) -> None:

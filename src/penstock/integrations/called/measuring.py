@@ -167,9 +167,13 @@ class CallSizes:
         return bool(self._measured)
 
     def add(self, arguments: CallArguments, after: CallArguments, beside: int) -> None:
-        """Remember what a call took."""
-        self._measured.append(MeasuredCall(arguments, after, beside))
+        """Remember what a call took; of equal calls, the most."""
         self.beside = max(self.beside, beside)
+        equal = [call for call in self._measured if call.arguments == arguments]
+        for call in equal:
+            self._measured.remove(call)
+        most = max([beside, *(call.beside for call in equal)])
+        self._measured.append(MeasuredCall(arguments, after, most))
 
     def room(self, cap: int) -> int:
         """Return the bytes that a plan leaves for calls, of `cap` bytes for weights and calls."""

@@ -35,16 +35,18 @@ def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]
     """
     if has_parts(value):
         parts = iter([tensor_of(name) for name in plain_tensors(fqn, value)])
-        made = each_part(value, lambda _: next(parts))
+        weight = each_part(value, lambda _: next(parts))
     elif CLASS in vars(value):
-        made = torch.Tensor._make_subclass(vars(value)[CLASS], tensor_of(fqn), value.requires_grad)
+        weight = torch.Tensor._make_subclass(vars(value)[CLASS], tensor_of(fqn), value.requires_grad)
     elif isinstance(value, nn.Parameter):
-        made = nn.Parameter(tensor_of(fqn), requires_grad=value.requires_grad)
+        weight = nn.Parameter(tensor_of(fqn), requires_grad=value.requires_grad)
     else:
-        made = tensor_of(fqn)
-    own = vars(made)  # a quantised tensor has its parts there
-    own.update({k: v for k, v in vars(value).items() if not k.startswith("penstock_") and k not in own})
-    return made
+        weight = tensor_of(fqn)
+    attributes = vars(weight)  # a quantised tensor has its parts there
+    for key, attribute in vars(value).items():
+        if not key.startswith("penstock_"):
+            attributes.setdefault(key, attribute)
+    return weight
 
 
 @contextmanager
@@ -53,13 +55,10 @@ def plain_tensors_only() -> Iterator[None]:
     with ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
-        for one in (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            _disable_current_modes(),
-            torch.device("cpu"),
-        ):
-            stack.enter_context(one)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.device("cpu"))
         yield
 
 
@@ -83,19 +82,20 @@ class OwnMemory:
         Raises SourceError for files that have changed.
         """
         with plain_tensors_only():
-            held = HeldStorages(self.facts.storages, tuple(storages), self._opened(), READERS)
-            held.wait()
+            reads = HeldStorages(self.facts.storages, tuple(storages), self._opened(), READERS)
+            reads.wait()
             if self._device.type == "cpu":
-                return held.buffers
-            return {s: memory.to(self._device) for s, memory in held.buffers.items()}
+                return reads.buffers
+            return {s: memory.to(self._device) for s, memory in reads.buffers.items()}
 
     def read_span(self, storage: int, start: int, stop: int, address: int) -> None:
         """Read bytes `start` to `stop` of a storage at `address`. Raises SourceError as `read` does."""
-        for one in self.facts.storages[storage].extents:
-            first, end = max(start, one.storage_offset), min(stop, one.storage_offset + one.nbytes)
+        for extent in self.facts.storages[storage].extents:
+            first = max(start, extent.storage_offset)
+            end = min(stop, extent.storage_offset + extent.nbytes)
             if first < end:
-                offset = one.file_offset + first - one.storage_offset
-                self._opened().read_into(one.file, offset, address + first, end - first)
+                offset = extent.file_offset + first - extent.storage_offset
+                self._opened().read_into(extent.file, offset, address + first, end - first)
 
     def _opened(self) -> Source:
         if self._source is None:

@@ -21,6 +21,7 @@ from penstock.integrations.called.places import Step, Watched
 from penstock.integrations.called.plan_memory import PlanMemory
 from penstock.integrations.called.readers import StepWeights
 from penstock.integrations.cap import SLACK, Cap
+from penstock.passes.weights.subclasses import plain_tensors
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_budget, format_size
 
@@ -72,7 +73,8 @@ class OwnSteps:
                 for twin in step.twins
                 if twin not in self._memory.staying and not self._steps.storages_of(twin) & left_out
             }
-        watched = [(twin, Watched(value)) for twin, value in values.items()]
+        sums = current.order is None  # in other passes a step was seen before
+        watched = [(twin, Watched(value, sums=sums)) for twin, value in values.items()]
         filled = step.fill(values)
         before = current.open, current.values
         current.open, current.values = before[0] or step, {**before[1], **values}
@@ -96,7 +98,8 @@ class OwnSteps:
             step.empty(filled)
             if not nested:
                 lead = max(0, begun - current.mark)
-                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
+                took = ended - ready - (current.inner_ns - inner)
+                seen.time = StepTime(lead, max(0, took))  # reads of several threads overlap
             self._keep(current, step, used)
             if current.meter is not None:
                 for weights in (memory, values, watched, used, filled):
@@ -116,10 +119,15 @@ class OwnSteps:
             current.learned = True
             self._memory.settle()
 
-    def stay(self, current: Pass | None, twin: int) -> torch.Tensor:
-        """Keep a weight in memory from now on that a call writes to, and return it."""
+    def stay(self, current: Pass | None, twin: int, written: torch.Tensor | None = None) -> torch.Tensor:
+        """Keep a weight in memory from now on that a call writes to, with the values `written`; return it."""
         fqn = self._steps.places.names[twin]
         value = self.weight(twin, {})
+        if written is not None:
+            for part, other in zip(
+                plain_tensors("", value).values(), plain_tensors("", written).values(), strict=True
+            ):
+                part.data.copy_(other.data)
         _log.info("%s stays in memory: the call writes it", fqn)
         self._memory.staying[twin] = value
         self._steps.learned.resident |= self._steps.storages_of(twin)

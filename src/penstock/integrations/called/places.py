@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from penstock.integrations.called.facts import joined, registered_weights
-from penstock.integrations.called.own_memory import use_count
+from penstock.integrations.called.own_memory import plain_tensors_only, use_count
 from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.passes.weights.subclasses import plain_tensors
+from penstock.passes.weights.values import storage_bytes
 
 Values = Mapping[int, torch.Tensor]
 """Tensors with values, each by the id of the twin for which it stands."""
@@ -167,12 +168,17 @@ def refresh_flat(module: Any) -> None:
 
 
 class Watched:
-    """A weight over memory that it does not keep for itself, and facts by which a later use is noticed."""
+    """A weight over memory that it does not keep for itself, and facts by which a later use is noticed.
 
-    def __init__(self, value: torch.Tensor) -> None:
+    With `sums`, so are writes that no version tells of: through `.data`, or by numpy. A sum of 469 MiB takes
+    0.06 s.
+    """
+
+    def __init__(self, value: torch.Tensor, *, sums: bool = False) -> None:
         self.value = value
         self._parts = tuple(plain_tensors("", value).values())
-        self._versions = [part._version for part in self._parts]
+        self._sums = sums
+        self._states = self._now()
         self._uses = 0
 
     def start(self) -> None:
@@ -190,11 +196,24 @@ class Watched:
 
     @property
     def is_written(self) -> bool:
-        """Tell whether the weight has been written to."""
-        return any(part._version != before for part, before in zip(self._parts, self._versions, strict=True))
+        """Tell whether the weight has been written to, or has been given other memory."""
+        return self._now() != self._states
+
+    def _now(self) -> list[tuple[int, int, int]]:
+        return [(part._version, part.data_ptr(), _sum_of(part) if self._sums else 0) for part in self._parts]
 
     def _count(self) -> int:
         return sum(map(use_count, self._parts)) + sys.getrefcount(self.value)
+
+
+def _sum_of(plain: torch.Tensor) -> int:
+    """Return a sum of the memory behind a tensor of the CPU."""
+    if plain.device.type != "cpu":
+        return 0
+    with plain_tensors_only():
+        whole = storage_bytes(plain)
+        words = whole[: whole.numel() // 8 * 8].view(torch.int64)
+        return int(words.sum()) + int(whole[words.nbytes :].sum())
 
 
 class _Overrides:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -44,6 +45,7 @@ class PlanMemory:
         # By order and path, the values of a step, and those of them that it puts in places.
         self._step_values: list[dict[str, tuple[Values, Values]]] = []
         self._watched: list[tuple[int, Watched]] = []
+        self._staying: list[tuple[int, Watched]] = []  # those of `present`
         self._positions: list[dict[str, list[int]]] = []
         self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # memory that has gone
         self._standing: list[tuple[Place, torch.Tensor]] = []
@@ -73,7 +75,8 @@ class PlanMemory:
                 if streamer is not None:
                     streamer.release(current.order, number)
                 lead = max(0, begun - current.mark)
-                seen.time = StepTime(lead, ended - ready - (current.inner_ns - inner))
+                took = ended - ready - (current.inner_ns - inner)
+                seen.time = StepTime(lead, max(0, took))  # reads of several threads overlap
                 current.mark = time.perf_counter_ns()
         finally:
             current.open, current.values = None, NO_VALUES
@@ -105,6 +108,7 @@ class PlanMemory:
         ]
         for _, watched in self._watched:
             watched.start()
+        self._staying = [(twin, Watched(value)) for twin, value in self.present.items()]
         self.probed = [frozenset(weights.probed(graph)) for graph in range(len(orders.traced))]
         self._positions = [positions_of(order) for order in orders.traced]
         return weights
@@ -129,7 +133,7 @@ class PlanMemory:
         if weights is None:
             return
         self.leave()
-        self.present, self._standing = {}, []
+        self.present, self._standing, self._staying = {}, [], []
         viewed = [
             (self._steps.places.names[twin], watched.memory())
             for twin, watched in self._watched
@@ -213,19 +217,21 @@ class PlanMemory:
 
     # Uses that are refused.
 
-    def written_copy(self, current: Pass) -> str | None:
-        """Return the name of a weight that a pass has written in memory of its own, or None."""
-        for fqn, copy, digest in current.copies:
-            if digest_of(copy.detach().contiguous()) != digest:
-                return fqn
-        return None
+    def refuse_written(self, current: Pass) -> None:
+        """Raise StreamError if a pass has written a weight that leaves memory after its step."""
+        written = [self._steps.places.names[twin] for twin, watched in self._watched if watched.is_written]
+        written += [
+            fqn for fqn, copy, digest in current.copies if digest_of(copy.detach().contiguous()) != digest
+        ]
+        if written:
+            raise StreamError(
+                f"the call writes {written[0]}, which is not in memory between calls: restore() the model "
+                "first"
+            )
 
-    def written(self) -> str | None:
-        """Return the name of a weight of the plan that something has written, or None."""
-        for twin, watched in self._watched:
-            if watched.is_written:
-                return self._steps.places.names[twin]
-        return None
+    def written_in_place(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the weights that the plan has in memory throughout, and that something has written."""
+        return [(twin, watched.value) for twin, watched in self._staying if watched.is_written]
 
     @property
     def is_viewed(self) -> bool:
@@ -234,7 +240,10 @@ class PlanMemory:
 
     def refuse_viewed(self) -> None:
         """Raise StreamError while something keeps a view of a weight in memory that has been given back."""
-        self._viewed = [(fqn, memory) for fqn, memory in self._viewed if memory() is not None]
+        for collect in (False, True):  # a tracer that failed leaves views in cycles of garbage
+            if collect and self._viewed:
+                gc.collect()
+            self._viewed = [(fqn, memory) for fqn, memory in self._viewed if memory() is not None]
         if self._viewed:
             raise StreamError(
                 f"something keeps a view of {self._viewed[0][0]}, which is not in memory between calls: "

@@ -110,37 +110,37 @@ def find_readers(module: nn.Module, facts: ModuleFacts, learned: Learned) -> Rea
     No reader has readers inside, as one step is open at a time.
     """
     modules = dict(module.named_modules())
-    own: dict[str, list[str]] = {}
+    readers: dict[str, list[str]] = {}
     storages_of: dict[str, tuple[int, ...]] = {}
     for path, _, key, value in registered_weights(module):
         fqn = joined(path, key)
         if not all(name in facts.parts for name in plain_tensors(fqn, value)):
             continue  # a part that has come since: it is in memory
         storages_of[fqn] = tuple(facts.parts[name].storage for name in plain_tensors(fqn, value))
-        own.setdefault(_reader_of(path, modules), []).append(fqn)
+        readers.setdefault(_reader_of(path, modules), []).append(fqn)
     resident: set[int] = set()
     if learned.vectors_stay:
         resident |= {part.storage for part in facts.parts.values() if len(part.shape) < 2}
     small = max(_SMALL_SHARE * facts.nbytes, _SMALL_BYTES)
-    for path in [path for path in own if not can_read(path, own)]:
-        storages = {s for fqn in own.pop(path) for s in storages_of[fqn]}
+    for path in [path for path in readers if not can_read(path, readers)]:
+        storages = {s for fqn in readers.pop(path) for s in storages_of[fqn]}
         if sum(facts.storages[s].nbytes for s in storages) <= small:
             resident |= storages
     for fqn, paths in learned.reads.items():
         for path in paths if fqn in storages_of else ():
-            if can_read(path, own):
-                own.setdefault(path, []).append(fqn)
+            if can_read(path, readers):
+                readers.setdefault(path, []).append(fqn)
     moved = {
         path: tuple(sorted({s for fqn in fqns for s in storages_of[fqn]} - resident - learned.resident))
-        for path, fqns in own.items()
+        for path, fqns in readers.items()
     }
     for step, reads in learned.backward.items():
         moved[step] = tuple(s for s in reads if s not in resident | learned.resident)
     return Readers(
         {
-            path: tuple(dict.fromkeys(own[path]))
+            path: tuple(dict.fromkeys(readers[path]))
             for path, storages in moved.items()
-            if storages and path in own
+            if storages and path in readers
         },
         {path: storages for path, storages in moved.items() if storages},
         frozenset(resident),
@@ -167,21 +167,3 @@ def _reader_of(path: str, modules: Mapping[str, nn.Module]) -> str:
 def can_read(path: str, readers: Collection[str]) -> bool:
     """Tell whether the module at `path` may be a step: it has no other reader inside."""
     return not any(other != path and (not path or other.startswith(f"{path}.")) for other in readers)
-
-
-def sibling_lists(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the lists of modules that have equal parts, by path: the names of the modules in them."""
-    found: dict[str, tuple[str, ...]] = {}
-    for path, one in module.named_modules():
-        if isinstance(one, nn.ModuleList | nn.ModuleDict) and len(one) > 1:
-            structures = {structure_of(child) for child in one.children()}
-            compiled = any(map(is_compiled, one.modules()))
-            if len(structures) == 1 and not compiled and next(iter(structures))[1]:
-                found[path] = tuple(one._modules)
-    return found
-
-
-def structure_of(module: nn.Module) -> tuple[type, tuple[object, ...]]:
-    """Return what siblings have in common: the class, and the geometries of the weights."""
-    named = module.named_parameters(remove_duplicate=False)
-    return type(module), tuple((name, value.shape, value.stride(), value.dtype) for name, value in named)

@@ -1,1 +1,1 @@
-"""Modules whose weights are not in memory: stand-ins that refuse to be read, and a watch for changes."""
+"""Modules whose weights are not in memory: stand-ins that refuse to be read."""

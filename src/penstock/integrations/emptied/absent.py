@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -44,25 +44,36 @@ def is_plain_subclass(value: torch.Tensor) -> bool:
     return f"{type(value).__module__}.{type(value).__qualname__}" in _PLAIN
 
 
-class Answer(Protocol):
-    """Stands for an absent tensor while that is allowed."""
+class Answering(Protocol):
+    """Gives absent tensors their values while that is allowed.
 
-    def value(self) -> torch.Tensor | None:
-        """Return a tensor with its values, or None where they may not be read now."""
+    Each is told by the id of a twin, and by how the name of a part of it ends.
+    """
 
-    def keep(self, value: torch.Tensor) -> None:
-        """Note that a result of an operator shares the memory of `value`, which this has returned."""
+    def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
+        """Return a tensor with the values, or None where they may not be read now."""
 
-    def write(self, value: torch.Tensor) -> bool:
-        """Note that an operator has written to `value`; returns False where that is refused."""
+    def share(self, twin: int, suffix: str, value: torch.Tensor) -> None:
+        """Note that a result of an operator shares the memory of `value`, which `answer` has returned."""
+
+    def write(self, twin: int, value: torch.Tensor) -> bool:
+        """Note that an operator has written to `value`, which `answer` has returned; False refuses that."""
+
+
+class Answer(NamedTuple):
+    """What answers for an absent tensor: a twin, or the part of one whose name ends with `suffix`."""
+
+    module: Answering
+    twin: int
+    suffix: str
 
 
 class AbsentTensor(torch.Tensor):
     """A tensor with a shape and without memory. Whatever would read or write its values raises StreamError.
 
     Calls from Python are refused in `__torch_function__`; what C++ does, as in `torch.vmap` and
-    `torch.tensor`, in `__torch_dispatch__`. Only `torch.utils.dlpack.to_dlpack` asks neither: whoever reads
-    its capsule reads a null pointer.
+    `torch.tensor`, in `__torch_dispatch__`. Only `torch.utils.dlpack.to_dlpack` and `plain.data = absent` ask
+    neither: whoever reads the capsule, or the plain tensor then, reads a null pointer.
     """
 
     @classmethod
@@ -76,7 +87,7 @@ class AbsentTensor(torch.Tensor):
             asked, name = name, getattr(func.__self__, "__name__", "")
             name = "" if asked == "__set__" and name not in _SETTABLE else name
         if name not in _FACTS:
-            if any(getattr(one, "penstock_decides", False) for one in types):
+            if any(getattr(kind, "penstock_decides", False) for kind in types):
                 # A watched tensor brings the units that the function reads, and then calls it again.
                 return NotImplemented
             return _call_answered(func, args, kwargs or {})
@@ -95,7 +106,7 @@ class AbsentTensor(torch.Tensor):
         return copy.deepcopy(_answer_of(self)[1], memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StreamError(vars(self)[_SAYS])
+        raise StreamError(_sentence_of(self))
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "parameter" if isinstance(self, nn.Parameter) else "tensor"
@@ -117,7 +128,8 @@ def make_absent(
     The object stays the same; its former implementation is kept beside it, without memory. It moves to the
     device of `empty`, an empty storage, which tied tensors share. `name` and `sentence` go into errors.
     """
-    kept: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+    # Once they are exchanged, this object has the former implementation.
+    former: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         AbsentParameter if isinstance(value, nn.Parameter) else AbsentTensor,
         value.shape,
         strides=value.stride(),
@@ -127,27 +139,31 @@ def make_absent(
         storage_size=0,
         requires_grad=value.requires_grad,
     )
-    own = {CLASS: type(value)} if is_plain_subclass(value) else {}
-    _exchange(value, kept)
-    said = {**own, _SAYS: f"the parameter {name} is not in memory: {sentence}", _STORAGE: empty}
-    value.__dict__.update(said)
-    kept.data = torch.empty(0, dtype=kept.dtype, device=kept.device)
+    attributes: dict[str, object] = {
+        _SAYS: f"the parameter {name} is not in memory: {sentence}",
+        _STORAGE: empty,
+    }
+    if is_plain_subclass(value):
+        attributes[CLASS] = type(value)
+    _exchange(value, former)
+    value.__dict__.update(attributes)
+    former.data = torch.empty(0, dtype=former.dtype, device=former.device)
 
     def give(data: torch.Tensor) -> None:
-        kept.data = data
-        if kept.requires_grad != value.requires_grad:
-            kept.requires_grad_(value.requires_grad)
-        _exchange(value, kept)
-        for attribute in (*said, _ANSWER):
+        former.data = data
+        if former.requires_grad != value.requires_grad:
+            former.requires_grad_(value.requires_grad)
+        _exchange(value, former)
+        for attribute in (*attributes, _ANSWER):
             value.__dict__.pop(attribute, None)
 
     return give
 
 
-def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+def _exchange(left: torch.Tensor, right: torch.Tensor) -> None:
     """Exchange what two objects are, except for their attributes."""
-    torch._C._swap_tensor_impl(one, other)
-    one.__class__, other.__class__ = other.__class__, one.__class__
+    torch._C._swap_tensor_impl(left, right)
+    left.__class__, right.__class__ = right.__class__, left.__class__
 
 
 def answer_with(value: torch.Tensor, answer: Answer) -> None:
@@ -155,12 +171,20 @@ def answer_with(value: torch.Tensor, answer: Answer) -> None:
     value.__dict__[_ANSWER] = answer
 
 
+def _sentence_of(absent: torch.Tensor) -> str:
+    """Return what errors say of an absent tensor. Libraries make tensors of its class, which have no name."""
+    sentence: str = vars(absent).get(
+        _SAYS, "a tensor that was made like a weight which is not in memory has no values"
+    )
+    return sentence
+
+
 def _answer_of(absent: AbsentTensor) -> tuple[Answer, torch.Tensor]:
     """Return what answers for an absent tensor, and its value. Raises StreamError if nothing does."""
     answer: Answer | None = vars(absent).get(_ANSWER)
-    value = answer.value() if answer else None
+    value = answer.module.answer(answer.twin, answer.suffix) if answer else None
     if answer is None or value is None:
-        raise StreamError(vars(absent)[_SAYS])
+        raise StreamError(_sentence_of(absent))
     return answer, value
 
 
@@ -188,13 +212,13 @@ def _note_uses(
     func: Any, result: Any, answered: Iterable[tuple[AbsentTensor, Answer, torch.Tensor, tuple[int, int]]]
 ) -> None:
     """Tell answers what a function has written, and of what it returns views."""
-    memories = {one.untyped_storage()._cdata for one in pytree.tree_leaves(result) if has_memory(one)}
+    memories = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(result) if has_memory(leaf)}
     for leaf, answer, value, before in answered:
         if _state(value) != before or func.__name__ == "__set__":
-            if not answer.write(value):
-                raise StreamError(f"{vars(leaf)[_SAYS]}, and {func.__name__} would write to it")
+            if not answer.module.write(answer.twin, value):
+                raise StreamError(f"{_sentence_of(leaf)}, and {func.__name__} would write to it")
         elif value.untyped_storage()._cdata in memories:
-            answer.keep(value)
+            answer.module.share(answer.twin, answer.suffix, value)
 
 
 def _sets_itself(func: Any, args: Sequence[Any]) -> bool:
@@ -215,8 +239,9 @@ def has_memory(value: object) -> bool:
 
 def _refuse_values(args: Any, kwargs: Any) -> NoReturn:
     """Raise StreamError, which names the tensor where the arguments show it."""
-    said = [vars(one)[_SAYS] for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, AbsentTensor)]
-    raise StreamError(said[0] if said else "a parameter is not in memory: call the model itself")
+    leaves = pytree.tree_leaves((args, kwargs))
+    sentences = [_sentence_of(leaf) for leaf in leaves if isinstance(leaf, AbsentTensor)]
+    raise StreamError(sentences[0] if sentences else "a parameter is not in memory: call the model itself")
 
 
 @dataclass(frozen=True)
@@ -242,13 +267,13 @@ class Emptied:
         return cls(value, device, storage._cdata, storage.nbytes(), phase, inference, give)
 
     def memory(self) -> torch.UntypedStorage:
-        """New memory of the size of its former storage, in which kernels compute the same last bits."""
+        """Return memory of the size of its former storage, in which kernels compute the same last bits."""
         if self.device.type == "cpu":
             return bytes_at(self.phase, self.nbytes).untyped_storage()
         return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def filled(self, memory: torch.UntypedStorage, stored: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A tensor like it at its place in the storage `memory`, with the values of one tensor or of several.
+        """Return a tensor like it at its place in the storage `memory`, with the values of those in files.
 
         The rows of several, one tensor after another, are its rows.
         """
@@ -258,8 +283,7 @@ class Emptied:
             value = empty.set_(memory, offset, self.value.shape, stride)
             if len(stored) == 1:
                 return value.copy_(stored[0])
-            for part, one in zip(
-                torch.split(value.view(-1), [one.numel() for one in stored]), stored, strict=True
-            ):
-                part.copy_(one.view(-1))
+            rows = torch.split(value.view(-1), [part.numel() for part in stored])
+            for row, part in zip(rows, stored, strict=True):
+                row.copy_(part.view(-1))
             return value

@@ -1,10 +1,12 @@
-"""Frees the memory of a module's parameters, and fills it again."""
+"""Free the memory of a module's parameters, and fill it again."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack, suppress
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,8 +26,24 @@ from penstock.schedule.facts.sizes import format_size
 
 
 def plain_parts(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors that hold the bytes, by name; the parts of a quantised weight are named `FQN.PART`."""
-    return {name: one for fqn, value in named for name, one in plain_tensors(fqn, value).items()}
+    """Return the tensors that hold the bytes, by name; parts of a quantised weight are called `FQN.PART`."""
+    return {name: plain for fqn, value in named for name, plain in plain_tensors(fqn, value).items()}
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C, which only the main thread gets, wait until the body is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[tuple[Any, ...]] = []
+    before = signal.signal(signal.SIGINT, lambda *signalled: pending.append(signalled))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+        if pending and callable(before):
+            before(*pending[0])
 
 
 class Hollow:
@@ -42,17 +60,15 @@ class Hollow:
         device: torch.device,
         trained: Collection[nn.Parameter] = (),
     ) -> None:
-        kept = {id(one) for one in trained}
-        registered = registered_weights(module)
-        emptied = [(joined(path, key), one) for path, _, key, one in registered if id(one) not in kept]
-        plain = plain_parts(emptied)
-        parameters = {id(value) for value in plain.values()}
-        named = [
-            *module.named_buffers(),
-            *((name, one) for name, one in module.named_parameters() if id(one) in kept),
-        ]
-        buffers = [one for one in plain_parts(named).values() if id(one) not in parameters]
-        self._shared = {one.untyped_storage()._cdata: one.untyped_storage() for one in buffers}
+        stays = {id(parameter) for parameter in trained}
+        weights = [(joined(path, key), value) for path, _, key, value in registered_weights(module)]
+        plain = plain_parts((fqn, value) for fqn, value in weights if id(value) not in stays)
+        emptied = {id(value) for value in plain.values()}
+        staying = plain_parts(
+            [*module.named_buffers(), *((fqn, value) for fqn, value in weights if id(value) in stays)]
+        )
+        storages = [value.untyped_storage() for value in staying.values() if id(value) not in emptied]
+        self._shared = {storage._cdata: storage for storage in storages}
         self._absent: dict[str, Emptied] = {}
         self._undo = ExitStack()
         empty: dict[int, torch.UntypedStorage] = {}
@@ -62,38 +78,38 @@ class Hollow:
                 if isinstance(value, AbsentTensor):  # seen before under another name
                     continue
                 data = value.data
-                if (storage := data.untyped_storage()._cdata) not in empty:
-                    empty[storage] = torch.empty(0, device=device).untyped_storage()
-                self._absent[name] = one = Emptied.made_of(value, name, sentence, empty[storage])
-                on_error.callback(one.give, data)
+                if (number := data.untyped_storage()._cdata) not in empty:
+                    empty[number] = torch.empty(0, device=device).untyped_storage()
+                self._absent[name] = absent = Emptied.made_of(value, name, sentence, empty[number])
+                on_error.callback(absent.give, data)
             self._put_on(device, module, sentence)
-            own = module.extra_repr
-            self._undo.callback(
-                replace_attribute(
-                    module, "extra_repr", lambda: ", ".join(filter(None, (own(), self.description)))
-                )
+            describe = module.extra_repr
+            self._replace(
+                module, "extra_repr", lambda: ", ".join(filter(None, (describe(), self.description)))
             )
-            for path, one in module.named_modules():
-                if any(id(held) not in kept for held in one._parameters.values()) or (
-                    one is module and plain
-                ):
-                    _refuse_uses(one, path, sentence, self._undo)
+            for path, child in module.named_modules():
+                weights_go = any(id(value) not in stays for value in child._parameters.values())
+                if weights_go or (child is module and plain):
+                    self._refuse_uses(child, path, sentence)
             on_error.pop_all()
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that were given back."""
-        return sum(one.nbytes for one in self._storages if one.device.type != "meta")
+        return sum(absent.nbytes for absent in self._storages if absent.device.type != "meta")
 
     @property
     def description(self) -> str:
         """What `print` says of the module beside its own facts."""
-        return f"{format_size(sum(one.nbytes for one in self._storages))} of parameters streamed by penstock"
+        nbytes = sum(absent.nbytes for absent in self._storages)
+        return f"{format_size(nbytes)} of parameters streamed by penstock"
 
     @property
     def _storages(self) -> Iterable[Emptied]:
         """A parameter for each storage that has no memory any more."""
-        return {one.storage: one for one in self._absent.values() if one.storage not in self._shared}.values()
+        return {
+            absent.storage: absent for absent in self._absent.values() if absent.storage not in self._shared
+        }.values()
 
     def filling(self, kept: Sequence[KeptWeights]) -> Callable[[], None]:
         """Read the values that files keep; returns a function that gives them to the parameters.
@@ -104,31 +120,31 @@ class Hollow:
         values = self._values(kept) if self._absent else {}
 
         def fill() -> None:
-            for name, one in self._absent.items():
-                one.give(values[name])
+            for name, absent in self._absent.items():
+                absent.give(values[name])
             self._absent.clear()
             self._undo.close()
 
         return fill
 
     def _values(self, kept: Sequence[KeptWeights]) -> dict[str, torch.Tensor]:
-        """The values of the parameters in new memory, tied as they were."""
-        memory, values = dict(self._shared), {}
-        digests = {name: digest for one in kept for name, digest in one.digests.items()}
+        """Return the values of the parameters in new memory, tied as they were."""
+        memory, values, names_in_files = dict(self._shared), {}, names_of(kept)
+        digests = {name: digest for weights in kept for name, digest in weights.digests.items()}
         with ExitStack() as stack:
-            where = _opened([file for one in kept for file in one.files], stack)
-            for name, one in self._absent.items():
-                names = tensor_names(name, names_of(kept))
-                if lost := [each for each in names if each not in where]:
+            files = _opened([file for weights in kept for file in weights.files], stack)
+            for name, absent in self._absent.items():
+                names = tensor_names(name, names_in_files)
+                if lost := [stored for stored in names if stored not in files]:
                     folder = kept[0].files[0].parent
                     raise SourceError(f"{folder} has no {lost[0]} any more: the model stays as it is")
-                if one.storage not in memory:
-                    memory[one.storage] = one.memory()
-                stored = [where[each][1].get_tensor(each) for each in names]
-                values[name] = one.filled(memory[one.storage], stored)
+                if absent.storage not in memory:
+                    memory[absent.storage] = absent.memory()
+                stored = [files[stored][1].get_tensor(stored) for stored in names]
+                values[name] = absent.filled(memory[absent.storage], stored)
                 if digest_of(values[name]) != digests[name]:
                     raise SourceError(
-                        f"{where[names[0]][0]} has other bytes for weight {name} than there were in memory: "
+                        f"{files[names[0]][0]} has other bytes for weight {name} than there were in memory: "
                         "put the file back as it was; until then the model stays as it is"
                     )
         return values
@@ -136,25 +152,49 @@ class Hollow:
     def _put_on(self, device: torch.device, module: nn.Module, sentence: str) -> None:
         """Replace quantised parameters and buffers that are on another device by ones on `device`."""
         names = {id(value): name for name, value in module.named_parameters()}
-        others: dict[int, Any] = {}
-        for one in module.modules():
-            for key, held in one._parameters.items():
-                if held is not None and held.device != device:
-                    if id(held) not in others:
-                        others[id(held)] = absent_copy(held, names[id(held)], sentence, device)
-                    self._undo.callback(one._parameters.__setitem__, key, held)
-                    one._parameters[key] = others[id(held)]
-            for key, buffer in one._buffers.items():
+        moved: dict[int, Any] = {}
+        for child in module.modules():
+            for key, value in child._parameters.items():
+                if value is not None and value.device != device:
+                    if id(value) not in moved:
+                        moved[id(value)] = absent_copy(value, names[id(value)], sentence, device)
+                    self._undo.callback(child._parameters.__setitem__, key, value)
+                    child._parameters[key] = moved[id(value)]
+            for key, buffer in child._buffers.items():
                 if buffer is not None and buffer.device != device:
-                    if id(buffer) not in others:
-                        others[id(buffer)] = buffer.to(device)
-                        self._undo.callback(buffer.copy_, others[id(buffer)])
-                    self._undo.callback(one._buffers.__setitem__, key, buffer)
-                    one._buffers[key] = others[id(buffer)]
+                    if id(buffer) not in moved:
+                        moved[id(buffer)] = buffer.to(device)
+                        self._undo.callback(buffer.copy_, moved[id(buffer)])
+                    self._undo.callback(child._buffers.__setitem__, key, buffer)
+                    child._buffers[key] = moved[id(buffer)]
+
+    def _replace(self, module: nn.Module, name: str, value: object) -> None:
+        """Set an attribute of a module until its values are back."""
+        self._undo.callback(replace_attribute(module, name, value))
+
+    def _refuse_uses(self, module: nn.Module, path: str, sentence: str) -> None:
+        """Let uses of a module that need all of its parameters raise StreamError meanwhile."""
+        kind = type(module).__name__
+        who = f"{path} ({kind})" if path else f"the {kind}"
+
+        def refuse(done: str) -> Callable[..., NoReturn]:
+            def refused(*_: Any, **__: Any) -> NoReturn:
+                raise StreamError(f"{who} cannot be {done}, as its parameters are not in memory: {sentence}")
+
+            return refused
+
+        self._replace(module, "_save_to_state_dict", partial(save_present, module))
+        if not path:
+            self._replace(module, "__deepcopy__", refuse("copied"))
+        self._replace(module, "__reduce_ex__", refuse("pickled"))
+        self._replace(module, "_apply", _unless_done(module, refuse("moved or converted")))
+        for method, done in _SAVING.items():
+            if hasattr(module, method):
+                self._replace(module, method, _unless_adapted(module, getattr(module, method), refuse(done)))
 
 
 def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, tuple[Path, TensorFile]]:
-    """For each tensor in files its file, and what reads it while `stack` is open."""
+    """Return the file of each tensor in files, and what reads it while `stack` is open."""
     where: dict[str, tuple[Path, TensorFile]] = {}
     for file in files:
         try:
@@ -166,46 +206,21 @@ def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, tuple[Path, Te
 
 
 def absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
-    """A quantised parameter on a device, like the given one, whose parts are absent."""
-    other = each_part(
+    """Return a quantised parameter on a device, like the given one, whose parts are absent."""
+    copied = each_part(
         parameter,
         lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device),
     )
-    for part, value in plain_tensors(name, other).items():
+    for part, value in plain_tensors(name, copied).items():
         make_absent(value, part, sentence, torch.empty(0, device=device).untyped_storage())
-    return other
+    return copied
 
 
 _SAVING = {"save_pretrained": "saved", "push_to_hub": "pushed to the hub"}
 """Methods that would change the configuration, or ask the network, before they fail."""
 
-
 _ADAPTED = "_hf_peft_config_loaded"
 """Set on models of transformers whose `save_pretrained` saves their adapters only."""
-
-
-def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> None:
-    """Let uses of a module that need all of its parameters raise StreamError, until `undo` is closed."""
-    kind = type(module).__name__
-    who = f"{path} ({kind})" if path else f"the {kind}"
-
-    def refuse(done: str) -> Callable[..., NoReturn]:
-        def refused(*_: Any, **__: Any) -> NoReturn:
-            raise StreamError(f"{who} cannot be {done}, as its parameters are not in memory: {sentence}")
-
-        return refused
-
-    # What is loaded is written to the weights, as anything else between calls.
-    undo.callback(replace_attribute(module, "_save_to_state_dict", partial(save_present, module)))
-    if not path:
-        undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
-    undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))
-    undo.callback(replace_attribute(module, "_apply", _unless_done(module, refuse("moved or converted"))))
-    for method, done in _SAVING.items():
-        if hasattr(module, method):
-            saved = _unless_adapted(module, getattr(module, method), refuse(done))
-            undo.callback(replace_attribute(module, method, saved))
-
 
 _REPLACED = "penstock_replaced"
 """The attribute of a module that has what stood in place of its replaced attributes, by name."""
@@ -224,12 +239,12 @@ def _unless_adapted(
 
 def copy_part(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a part of a model whose weights stream, with its weights in memory."""
-    made = module.__class__.__new__(module.__class__)
-    memo[id(module)] = made
+    copied = module.__class__.__new__(module.__class__)
+    memo[id(module)] = copied
     state = {**vars(module), **vars(module)[_REPLACED]}
     state = {name: value for name, value in state.items() if value is not _MISSING and name != _REPLACED}
-    made.__dict__.update(copy.deepcopy(state, memo))
-    return made
+    copied.__dict__.update(copy.deepcopy(state, memo))
+    return copied
 
 
 _MISSING = object()
@@ -238,25 +253,25 @@ _MISSING = object()
 def save_present(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     """As `nn.Module._save_to_state_dict`, with absent parameters as they are: who reads them learns of it."""
     lost = module._non_persistent_buffers_set
-    held = {**module._parameters, **{n: one for n, one in module._buffers.items() if n not in lost}}
-    for name, value in held.items():
+    saved = {**module._parameters, **{n: value for n, value in module._buffers.items() if n not in lost}}
+    for name, value in saved.items():
         if value is not None:
-            whole = keep_vars or isinstance(value, AbsentTensor)
-            destination[prefix + name] = value if whole else value.detach()
+            as_it_is = keep_vars or isinstance(value, AbsentTensor)
+            destination[prefix + name] = value if as_it_is else value.detach()
 
 
 def _unless_done(module: nn.Module, refused: Callable[[], NoReturn]) -> Callable[..., nn.Module]:
     """A module's `_apply` that is refused unless it would leave all devices and dtypes as they are."""
 
     def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        held = plain_parts([*module.named_parameters(), *module.named_buffers()]).values()
-        return module if all(_is_kept(one, function) for one in held) else refused()
+        tensors = plain_parts([*module.named_parameters(), *module.named_buffers()]).values()
+        return module if all(_stays(value, function) for value in tensors) else refused()
 
     return apply
 
 
-def _is_kept(value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether a function returns the very tensor that it is given, found out with a fake one."""
+def _stays(value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Tell whether a function returns the very tensor that it is given, found out with a fake one."""
     with FakeTensorMode(), suppress(Exception):
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return function(like) is like

@@ -12,15 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.integrations.called.places import Values
 from penstock.integrations.emptied.absent import has_memory
+from penstock.integrations.training.activations import Activations
 from penstock.passes.weights.subclasses import each_part, has_parts, plain_tensors
-
-_WRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-    "[{kind} {shape}] is at version {now}; expected version {then} instead. Hint: enable anomaly detection "
-    "to find the operation that failed to compute its gradient, with "
-    "torch.autograd.set_detect_anomaly(True)."
-)
-"""What torch says, whose own check saved tensors with hooks have not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +54,11 @@ class PackedWeight:
 
 @contextmanager
 def packing(
-    owner: object, values: Values, names: Mapping[int, str], unpack: Callable[[PackedWeight], torch.Tensor]
+    owner: object,
+    values: Values,
+    names: Mapping[int, str],
+    unpack: Callable[[PackedWeight], torch.Tensor],
+    others: Activations,
 ) -> Iterator[None]:
     """Pack the weights that autograd saves in the body, which is the call of one module.
 
@@ -70,8 +67,9 @@ def packing(
         values: The weights that are in memory for the call, by twin.
         names: The FQNs of twins.
         unpack: Returns the tensor of a packed weight.
+        others: Keeps what is no weight, if no hooks are there already.
     """
-    packer = _Packer(owner, values, names, unpack)
+    packer = _Packer(owner, values, names, unpack, others)
     try:
         with saved_tensors_hooks(packer.pack, packer.unpack):
             yield
@@ -100,8 +98,7 @@ class _Packer:
     """Packs weights, and hands what is no weight to the hooks that were there.
 
     Only the innermost hooks of autograd are called, so that checkpointing would otherwise keep what it means
-    to drop. Tensors that no other hooks take are packed with their versions, which torch does not compare
-    itself where there are hooks.
+    to drop.
     """
 
     def __init__(
@@ -110,6 +107,7 @@ class _Packer:
         values: Values,
         names: Mapping[int, str],
         unpack: Callable[[PackedWeight], torch.Tensor],
+        others: Activations,
     ) -> None:
         self.spans = [
             _Span.of(twin, part, plain)
@@ -117,14 +115,16 @@ class _Packer:
             for part, plain in plain_tensors(names[twin], value).items()
         ]
         self._owner, self._unpack_weight = owner, unpack
-        self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._others: tuple[Callable[[Any], Any], Callable[[Any], torch.Tensor]] = outer or (
+            others.pack,
+            others.unpack,
+        )
 
     def pack(self, value: torch.Tensor) -> object:
         """Return what autograd keeps of a tensor."""
         packed = self._whole(value) if has_parts(value) else self._plain(value)
-        if packed is not None:
-            return packed
-        return self._outer[0](value) if self._outer is not None else (value, value._version)
+        return self._others[0](value) if packed is None else packed
 
     def unpack(self, packed: Any) -> Any:
         """Return the tensor that was packed."""
@@ -132,13 +132,7 @@ class _Packer:
             return self._unpack_weight(packed)
         if isinstance(packed, _Copy):
             return packed.value
-        if self._outer is not None:
-            return self._outer[1](packed)
-        value, version = packed
-        if value._version != version:
-            facts = {"kind": value.type(), "shape": list(value.shape), "now": value._version}
-            raise RuntimeError(_WRITTEN.format(then=version, **facts))
-        return value
+        return self._others[1](packed)
 
     def _plain(self, value: torch.Tensor) -> object | None:
         if not has_memory(value) or not value.numel():

@@ -24,11 +24,13 @@ class Steps:
     _since: int = 0
     _said_to_fit: bool = False
     _before: tuple[int, int, float, int] = (0, 0, 0.0, 0)
+    _written: tuple[int, int] = (0, 0)
 
-    def add(self, stats: Any, streamed: int) -> None:
+    def add(self, stats: Any, streamed: int, written: int) -> None:
         """Count a backward pass, after which the loaded module has these counters.
 
         `streamed` are the bytes that its plan copies in a step. Once it is said where there are none.
+        `written` are those of activations that have left memory so far.
         """
         self.done, self._since = self.done + 1, self._since + 1
         if not streamed and not self._said_to_fit:
@@ -44,11 +46,13 @@ class Steps:
             return
         _, moved, stalled, misses = (a - b for a, b in zip(now, self._before, strict=True))
         _log.info(
-            "%s, step %d: %s of weights moved and %s waited for them in each, misses %d",
+            "%s, step %d: %s of weights moved and %s waited for them in each, misses %d; "
+            "%s of activations written to a file and read again",
             self.name,
             self.done,
             format_size(int(moved // self._since)),
             format_time(stalled / self._since * 1e9),
             misses,
+            format_size((written - self._written[1]) // (self.done - self._written[0])),
         )
-        self._before, self._since = now, 0
+        self._before, self._since, self._written = now, 0, (self.done, written)

@@ -26,13 +26,17 @@ class TrainedParameters:
     parameters: tuple[nn.Parameter, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, name: str) -> TrainedParameters:
-        """Return the parameters that require grad now; `name` is the module's in messages.
+    def of(cls, module: nn.Module, name: str, model: nn.Module) -> TrainedParameters:
+        """Return the parameters of the user's `model` that require grad now.
+
+        The model is the module, or holds it, beside prompts that are trained, for example. `name` is the
+        module's in messages.
 
         Raises PassError if there is none, and for one that cannot be trained beside weights that stream.
         """
-        names = {id(value): fqn for fqn, value in module.named_parameters() if value.requires_grad}
-        parameters = tuple(value for value in module.parameters() if value.requires_grad)
+        named = [*model.named_parameters(), *module.named_parameters()]
+        names = {id(value): fqn for fqn, value in named if value.requires_grad}
+        parameters = tuple(value for value in model.parameters() if value.requires_grad)
         if not parameters:
             raise PassError(
                 f"{name} has no parameter that requires grad, so that there is nothing to train: give it an "

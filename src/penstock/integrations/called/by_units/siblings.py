@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.facts import ModuleFacts
-from penstock.integrations.called.readers import sibling_lists, structure_of
+from penstock.integrations.called.readers import is_compiled
 from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.sparse.division import LEAST, LEAST_UNIT
 
@@ -33,7 +33,7 @@ class Siblings:
         uses: Mapping[int, int],
         is_watched: Callable[[int], bool],
     ) -> None:
-        self.facts, self.lists = facts, sibling_lists(module)
+        self.facts, self.lists = facts, _sibling_lists(module)
         self._module, self._uses, self._is_watched = module, uses, is_watched
 
     def chosen(self, entry: str, steps: Sequence[Seen]) -> list[str]:
@@ -41,23 +41,23 @@ class Siblings:
 
         In such a list a pass leaves modules out that are not the last ones, or calls them in another order.
         """
-        found: set[object] = set()
+        chosen: set[object] = set()
         inside = f"{entry}." if entry else ""
         for path, names in self.lists.items():
             if not f"{path}.".startswith(inside):
                 continue
             numbers: list[int] = []
-            for one in steps:
-                if one.owner.startswith(f"{path}."):
-                    number = names.index(one.owner[len(path) + 1 :].partition(".")[0])
+            for step in steps:
+                if step.owner.startswith(f"{path}."):
+                    number = names.index(step.owner[len(path) + 1 :].partition(".")[0])
                     if not numbers or numbers[-1] != number:
                         numbers.append(number)
             last = -1
             for number in numbers:
                 if number not in (0, last + 1):
-                    found.add(self._like(path))
+                    chosen.add(self._like(path))
                 last = number
-        return [path for path in self.lists if self._like(path) in found and self.groups(path) is not None]
+        return [path for path in self.lists if self._like(path) in chosen and self.groups(path) is not None]
 
     def groups(self, path: str) -> tuple[list[list[str]], set[int]] | None:
         """Return the weights of a list that become one storage each, and storages too small for that.
@@ -68,33 +68,48 @@ class Siblings:
         small: set[int] = set()
         names, nbytes = self.lists[path], 0
         for name, value in self._module.get_submodule(f"{path}.{names[0]}").named_parameters():
-            fqns = [f"{path}.{one}.{name}" for one in names]
+            fqns = [f"{path}.{part}.{name}" for part in names]
             if self._may_stack(fqns):
                 groups.append(fqns)
                 nbytes += value.nbytes * len(names)
             else:
                 small |= {self.facts.parts[part].storage for fqn in fqns for part in self._parts_of(fqn)}
-        rest = sum(self.facts.storages[s].nbytes for s in small)
-        return (groups, small) if groups and rest <= _SMALL * nbytes else None
+        small_bytes = sum(self.facts.storages[s].nbytes for s in small)
+        return (groups, small) if groups and small_bytes <= _SMALL * nbytes else None
 
     def _parts_of(self, fqn: str) -> list[str]:
         return [name for name in self.facts.parts if name == fqn or name.startswith(f"{fqn}.")]
 
     def _like(self, path: str) -> object:
-        return structure_of(self._module.get_submodule(f"{path}.{self.lists[path][0]}")), len(
+        return _structure_of(self._module.get_submodule(f"{path}.{self.lists[path][0]}")), len(
             self.lists[path]
         )
 
     def _may_stack(self, fqns: Sequence[str]) -> bool:
-        parts = [self.facts.parts.get(fqn) for fqn in fqns]
-        if any(part is None for part in parts):
+        if not all(fqn in self.facts.parts for fqn in fqns):
             return False
-        storages = [self.facts.storages[part.storage] for part in parts if part is not None]
-        alone = all(
-            self._uses[part.storage] == 1 and not self._is_watched(part.storage) for part in parts if part
-        )
-        first, one = storages[0], parts[0]
-        assert one is not None
+        parts = [self.facts.parts[fqn] for fqn in fqns]
+        storages = [self.facts.storages[part.storage] for part in parts]
+        alone = all(self._uses[p.storage] == 1 and not self._is_watched(p.storage) for p in parts)
+        first = storages[0]
         same = all((s.nbytes, s.phase, s.kind) == (first.nbytes, first.phase, "streamable") for s in storages)
         large = first.nbytes >= LEAST_UNIT and first.nbytes * len(fqns) >= LEAST
-        return alone and same and large and one.offset == 0 and part_nbytes(one) == first.nbytes
+        return alone and same and large and parts[0].offset == 0 and part_nbytes(parts[0]) == first.nbytes
+
+
+def _sibling_lists(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the lists of modules that have equal parts, by path: the names of the modules in them."""
+    lists: dict[str, tuple[str, ...]] = {}
+    for path, parts in module.named_modules():
+        if isinstance(parts, nn.ModuleList | nn.ModuleDict) and len(parts) > 1:
+            structures = {_structure_of(part) for part in parts.children()}
+            compiled = any(map(is_compiled, parts.modules()))
+            if len(structures) == 1 and not compiled and next(iter(structures))[1]:
+                lists[path] = tuple(parts._modules)
+    return lists
+
+
+def _structure_of(module: nn.Module) -> tuple[type, tuple[object, ...]]:
+    """Return what siblings have in common: the class, and the geometries of the weights."""
+    named = module.named_parameters(remove_duplicate=False)
+    return type(module), tuple((name, value.shape, value.stride(), value.dtype) for name, value in named)

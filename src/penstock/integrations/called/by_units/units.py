@@ -136,6 +136,11 @@ class UnitReads:
             for twin, kind in twins:
                 twin.__class__ = kind
 
+    def unwatch(self, storages: Collection[int]) -> None:
+        """Stop watching weights that stay in memory from now on."""
+        for storage in self.roots.keys() & storages:
+            self._let_go(storage)
+
     def _let_go(self, storage: int) -> None:
         del self.roots[storage]
         for twin, kind in self._twins.pop(storage)[1]:

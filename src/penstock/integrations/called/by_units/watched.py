@@ -14,7 +14,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from penstock.integrations.emptied.absent import _FACTS, _SAYS, _STORAGE, AbsentParameter, AbsentTensor
+from penstock.integrations.emptied.absent import (
+    _FACTS,
+    _SAYS,
+    _SETTABLE,
+    _STORAGE,
+    AbsentParameter,
+    AbsentTensor,
+)
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.tiles import LINEAR
@@ -156,7 +163,9 @@ class WatchedTensor(AbsentTensor):
         name = func.__name__
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-        elif name in ("__set__", "untyped_storage"):
+        elif name == "__set__":
+            return _set(func, *args)
+        elif name == "untyped_storage":
             return super().__torch_function__(func, types, args, kwargs)
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -213,6 +222,16 @@ def watched_in(*values: Any) -> Iterator[Any]:
 def bytes_of_view(part: Part) -> tuple[int, int]:
     """Return where a view begins in its storage, and where it ends."""
     return part.offset, part.offset + part_nbytes(part)
+
+
+def _set(func: Any, watched: torch.Tensor, value: Any) -> None:
+    """Set an attribute that needs no values, or `data` to the tensor itself, which changes nothing."""
+    name = func.__self__.__name__
+    if name in _SETTABLE:
+        with torch._C.DisableTorchFunctionSubclass():
+            func(watched, value)
+    elif name != "data" or value is not watched:
+        raise StreamError(f"{vars(watched)[_SAYS]}, and {name} of it cannot be set within a call")
 
 
 def _without_reading(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

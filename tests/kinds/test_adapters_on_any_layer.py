@@ -1,0 +1,207 @@
+"""Adapters merged, taken out, saved and trained while their model streams: what peft gives in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoHaConfig, LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from penstock.integrations import apply, load
+from tests.integrations import models
+
+# peft asks transformers for what transformers has renamed, and warns of what it is asked to do here.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+IDS = torch.tensor([[5, 9, 11, 3]])
+SIZES = models.SIZES | {"num_hidden_layers": 1}
+MEMORY = "4MB"
+
+
+def adapted(make=None, **options):
+    """Make a model with LoRA on its queries, and on what `options` name."""
+    given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} | options
+    model = make() if make else models.llama()
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(**given))
+
+
+def merged_adapters(model):
+    return [list(layer.merged_adapters) for layer in model.modules() if hasattr(layer, "merged_adapters")]
+
+
+def two(model):
+    torch.manual_seed(4)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+
+
+CHANGES = {
+    "unmerge": (lambda m: m.merge_adapter(), lambda m: m.unmerge_adapter()),
+    "merge": (lambda m: None, lambda m: m.merge_adapter()),
+    "merge one of two": (two, lambda m: m.merge_adapter(["other"])),
+    "unmerge two": (lambda m: (two(m), m.merge_adapter()), lambda m: m.unmerge_adapter()),
+    "delete": (lambda m: None, lambda m: (m.delete_adapter("default"), m.base_model.model)[1]),
+    "delete one of two": (two, lambda m: m.delete_adapter("default")),
+    "unload": (lambda m: None, lambda m: m.merge_and_unload()),
+    "unload safely": (lambda m: None, lambda m: m.merge_and_unload(safe_merge=True)),
+    "unload one of two": (two, lambda m: m.merge_and_unload(adapter_names=["other"])),
+    "unload without merging": (lambda m: m.merge_adapter(), lambda m: m.unload()),
+}
+
+
+@pytest.mark.parametrize("memory", ["260KB", MEMORY])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_while_it_streams_is_changed_for_good(name, memory, tmp_path):
+    before, change = CHANGES[name]
+    model, reference = (models.frozen(adapted()) for _ in range(2))
+    with torch.no_grad():
+        for one in (model, reference):
+            before(one)
+        applied = apply(model, memory, cache=tmp_path)
+        model(input_ids=IDS)
+        model, reference = (change(one) or one for one in (model, reference))
+        assert merged_adapters(model) == merged_adapters(reference)
+        for _ in range(2):
+            assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
+        applied.restore()
+        assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
+        assert merged_adapters(model) == merged_adapters(reference)
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def gemma():
+    torch.manual_seed(0)
+    return GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=16))
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **options))
+
+
+def bert():
+    torch.manual_seed(0)
+    return BertForMaskedLM(BertConfig(**SIZES))
+
+
+def gradients(model):
+    return {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+
+
+def equal(one, other):
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+TRAINED = {
+    "tokens, tied": lambda: adapted(gemma, trainable_token_indices=[1, 5]),
+    "tokens, tied together": lambda: adapted(gemma, trainable_token_indices=[1, 5], ensure_weight_tying=True),
+    "tokens, untied": lambda: adapted(llama, trainable_token_indices=[1, 5]),
+    "tokens of a layer": lambda: adapted(llama, trainable_token_indices={"embed_tokens": [2, 7]}),
+    "tokens of an encoder": lambda: adapted(
+        bert, target_modules=["query"], trainable_token_indices={"word_embeddings": [5, 9]}
+    ),
+    "head": lambda: adapted(llama, target_modules=["q_proj", "lm_head"]),
+    "table": lambda: adapted(llama, target_modules=["q_proj", "embed_tokens"]),
+    "head, tied": lambda: adapted(gemma, target_modules=["q_proj", "lm_head"]),
+    "a head of its own": lambda: adapted(llama, modules_to_save=["lm_head"]),
+    "a table of its own": lambda: adapted(llama, modules_to_save=["embed_tokens"]),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_it_is_trained_and_saved_as_in_memory(name, tmp_path):
+    model, reference = TRAINED[name]().train(), TRAINED[name]().train()
+
+    def step(one):
+        torch.manual_seed(3)
+        loss = one(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        return loss
+
+    with apply(model, MEMORY, train=True, cache=tmp_path / "c"):
+        for _ in range(2):
+            assert torch.equal(step(model), step(reference))
+        model.save_pretrained(tmp_path / "mine")
+    reference.save_pretrained(tmp_path / "other")
+    mine, other = gradients(model), gradients(reference)
+    assert mine.keys() == other.keys()
+    assert all(equal(mine[name], other[name]) for name in mine)
+    assert any(one is not None and one.any() for one in mine.values())
+    saved, expected = (load_file(tmp_path / one / "adapter_model.safetensors") for one in ("mine", "other"))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("way", ["a function", "a configuration"])
+def test_it_is_saved_of_a_folder(target, way, tmp_path):
+    llama().save_pretrained(tmp_path / "m")
+    config = LoraConfig(r=4, target_modules=["q_proj", target])
+    adapter = config if way == "a configuration" else lambda model: get_peft_model(model, config)
+    model = load(tmp_path / "m", MEMORY, train=True, adapter=adapter, cache=tmp_path / "c")
+    model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    model.save_pretrained(tmp_path / "mine")
+    saved = load_file(tmp_path / "mine" / "adapter_model.safetensors")
+    expected = get_peft_model(llama(), config)
+    expected.save_pretrained(tmp_path / "other")
+    if way == "a function":
+        assert saved.keys() == load_file(tmp_path / "other" / "adapter_model.safetensors").keys()
+    assert any("lora" in name and target in name for name in saved)
+
+
+CONFIGS = {
+    "LoRA": LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False),
+    "of convolutions": LoraConfig(
+        r=4, target_modules=["conv1", "time_emb_proj", "to_out.0"], init_lora_weights=False
+    ),
+    "LoHa": LoHaConfig(r=4, target_modules=["to_q", "to_v"], init_weights=False),
+}
+
+
+@pytest.mark.parametrize("memory", ["6MB", "40MB"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_network_of_diffusers_is_trained_at_any_batch(config, memory, tmp_path):
+    from diffusers import UNet2DConditionModel
+
+    def made():
+        torch.manual_seed(0)
+        blocks = {
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        }
+        sizes = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32, 64)}
+        unet = UNet2DConditionModel(
+            **blocks, **sizes, cross_attention_dim=32, norm_num_groups=8, attention_head_dim=8
+        )
+        unet.requires_grad_(False)
+        torch.manual_seed(1)
+        unet.add_adapter(config)
+        return unet.train()
+
+    def loss(unet, count):
+        torch.manual_seed(count)
+        noisy, at = torch.randn(count, 4, 8, 8), torch.randint(1, 900, (count,))
+        return unet(noisy, at, torch.randn(count, 5, 32)).sample.square().mean()
+
+    model, reference = made(), made()
+    with apply(model, memory, train=True, cache=tmp_path):
+        for count in (2, 3, 1):
+            for one in (model, reference):
+                loss(one, count).backward()
+            mine, other = gradients(model), gradients(reference)
+            assert all(torch.equal(mine[name], other[name]) for name in other)
