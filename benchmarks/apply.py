@@ -123,7 +123,10 @@ def measure_lora(way: str, folder: Path, memory: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
         moved += [one.stats.bytes_moved if one.stats else 0 for one in components]
         losses.append(loss.item())
-    step = {"a step, ms": 1e3 * statistics.median(seconds[3:]), "MB a step": (moved[-1] - moved[-2]) / 1e6}
+    step = {
+        "a step, ms": 1e3 * statistics.median(seconds[3:]),
+        "MB a step": (moved[-1] - moved[-2]) / 1e6 if components else 0.0,
+    }
     return step | {"said": hashlib.sha256(str(losses).encode()).hexdigest()}
 
 

@@ -8,7 +8,7 @@ the plan or loads it, until figures are measured again or the page cache holds a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -40,6 +40,7 @@ from penstock.schedule.sparse.division import (
     NEARLY,
     Division,
     divide,
+    pass_counts,
     smallest_pool,
     units_layout,
     whole,
@@ -240,10 +241,10 @@ def _best(
     rungs = [total * number // RUNGS for number in range(RUNGS, 0, -1)] if reads <= SMALL else []
     for rung in (one for one in rungs if one < request.budget):
         divided = _divisions(problems, replace(request, budget=rung), names)
-        if min((one.ns for one, _ in divided), default=found.predicted_ns) >= found.predicted_ns:
+        if min((one.ns for one, _ in divided), default=_ns(found)) >= _ns(found):
             break
         lower = _fastest(divided, rung, plan_of)
-        if lower.predicted_ns < found.predicted_ns:
+        if _ns(lower) < _ns(found):
             found = replace(lower, budget=request.budget)
     return found
 
@@ -255,13 +256,23 @@ def _fastest(
 
     A way is planned unless another plan is known to be faster.
     """
-    plans: list[tuple[int, Plan]] = []  # with the bytes that a pass of each method moves
+    plans: list[tuple[int, int, Plan]] = []  # with the bytes that passes move, and their time
     for division, problem in sorted(divided, key=lambda one: one[0].ns):
-        if not plans or division.ns <= NEARLY * min(plan.predicted_ns for _, plan in plans):
+        if not plans or division.ns <= NEARLY * min(ns for _, ns, _ in plans):
             plan = plan_of(problem, budget)
-            plans.append((plan.streamed_bytes + division.missed, plan))
-    enough = NEARLY * min(plan.predicted_ns for _, plan in plans)
-    return min((one for one in plans if one[1].predicted_ns <= enough), key=lambda one: one[0])[1]
+            moved = (schedule.moved_bytes("in") for schedule in plan.schedules)
+            plans.append((_counted(plan, moved) + division.missed, _ns(plan), plan))
+    enough = NEARLY * min(ns for _, ns, _ in plans)
+    return min((one for one in plans if one[1] <= enough), key=lambda one: one[0])[2]
+
+
+def _ns(plan: Plan) -> int:
+    return _counted(plan, map(plan.expected_ns, range(len(plan.schedules))))
+
+
+def _counted(plan: Plan, amounts: Iterable[int]) -> int:
+    """The sum of amounts, one for each method, over as many passes as count for that."""
+    return sum(count * one for count, one in zip(pass_counts(plan.traces), amounts, strict=True))
 
 
 def _divisions(

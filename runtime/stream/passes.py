@@ -103,25 +103,35 @@ class LoadedWeights:
 
     def run(self, graph: int, probes: Probes | None, run: Callable[[], Any]) -> Any:
         """Run one pass of method `graph`, whose probes call `probes`, and return what `run` returns."""
-        streamer = self.streamer
         with streaming(probes), self.order.turn() if self.order else nullcontext():
-            if streamer is None and self.units is None:
-                return run()
-            before = self.counters
             try:
-                if self.units is not None:
-                    self.units.begin()
-                if streamer is not None:
-                    streamer.begin(graph)
+                before = self.begin(graph)
                 output = run()
-                if streamer is not None:
-                    streamer.end(graph)
+                self.end(graph, before)
             except BaseException:
-                if streamer is not None:
-                    streamer.abort()
+                self.abort()
                 raise
-            self._calm(before, self.counters)
             return output
+
+    def begin(self, graph: int) -> Counters:
+        """Begin a pass of method `graph`; returns the counters, for `end`."""
+        before = self.counters
+        if self.units is not None:
+            self.units.begin()
+        if self.streamer is not None:
+            self.streamer.begin(graph)
+        return before
+
+    def end(self, graph: int, before: Counters) -> None:
+        """End a pass, before which the counters were `before`."""
+        if self.streamer is not None:
+            self.streamer.end(graph)
+        self._calm(before, self.counters)
+
+    def abort(self) -> None:
+        """End a pass that did not run as planned."""
+        if self.streamer is not None:
+            self.streamer.abort()
 
     def _calm(self, before: Counters, now: Counters) -> None:
         """Have the team sleep in the next pass if readers brought a quarter of what came in this one."""

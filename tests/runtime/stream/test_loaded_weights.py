@@ -44,6 +44,19 @@ def test_a_pass_begins_and_ends_the_streamer_and_begins_the_units() -> None:
     weights.close()
 
 
+def test_a_pass_whose_steps_others_run_begins_and_ends_likewise() -> None:
+    streamer, units, team = Stub(), Stub(), Stub()
+    weights = loaded(streamer, units=units, team=team)
+    before = weights.begin(0)
+    streamer.counters = Counters(100, 26)
+    weights.end(0, before)
+    weights.begin(0)
+    weights.abort()
+    assert streamer.calls == ["begin", "end", "begin", "abort"]
+    assert (units.calls, team.calls) == (["begin", "begin"], ["park"])
+    weights.close()
+
+
 def test_steps_are_probed_where_something_streams() -> None:
     streamer = Stub()
     streamer.probed = {4: (1, 2)}.__getitem__

@@ -23,6 +23,7 @@ from penstock.schedule.sparse.division import (
     LEAST,
     divide,
     missed,
+    pass_counts,
     smallest_pool,
     tables_of,
     timed_pool,
@@ -193,3 +194,30 @@ def test_a_pool_is_never_larger_than_what_it_serves_nor_smaller_than_a_unit() ->
     assert 4 * MIB <= pool.nbytes <= 4 * MIB + 4096
     assert pool.nbytes % pool.granule == 0
     assert divided(problem(0, 512), 4096, MIB)[1].nbytes == 4096
+
+
+def test_methods_that_ask_for_fewest_units_count_most() -> None:
+    prompt, token = trace(((0,), (rows(0, 1024, 1024, asked=512),))), trace(((0,), (TABLE,)), graph=1)
+    image = trace(((1,), ()), graph=2)
+    assert pass_counts([prompt, token, image]) == [1, 32, 1]
+    assert pass_counts([token, replace(token, graph=3), prompt]) == [32, 32, 1]
+    assert pass_counts([token, token]) == [1, 1]
+    assert pass_counts([token, image]) == [1, 1]
+    assert pass_counts([image]) == [1]
+
+
+def test_a_pool_is_for_tokens_where_prompts_would_rather_have_an_arena() -> None:
+    """A prompt copies for longer than it computes; a token copies nothing, as all that it reads stays."""
+    prompt = replace(trace(((0,), (replace(TABLE, asked=1024),)), ((1,), ())), gap_ns=1_000_000)
+    token = replace(trace(((0,), (replace(TABLE, asked=64),)), graph=1), gap_ns=1_000)
+    pool = Pool(4096, 4096, (0, -1, -1))
+    arena = Arena("paged", "anonymous", 4096, (-1, 0, -1), (Range(0, 4 * MIB),))
+    traces = (without_units(prompt, pool), without_units(token, pool))
+    traces = (
+        replace(traces[0], steps=(traces[0].steps[0], replace(traces[0].steps[1], reads=(1,)))),
+        traces[1],
+    )
+    given = Problem(STORAGES, traces, arena, pool=smallest_pool(traces, (0, -1, -1), 4096), hardware=HARDWARE)
+    assert divided(given, 4 * MIB, MIB)[1].nbytes == 3 * MIB
+    alone = replace(given, traces=traces[:1])
+    assert divided(alone, 4 * MIB, MIB)[1].nbytes < 3 * MIB

@@ -43,7 +43,7 @@ LARGE_BUFFER = 1 << 20
 """Buffers of these bytes stream as parameters do; smaller ones stay in memory."""
 
 _FEW_UNITS = 32
-"""Calls that ask for other units are of one order if this part of all weights' bytes is more than these."""
+"""Calls have one order if the units that they read differ by less than this part of all weights' bytes."""
 
 _GUESSED_BYTES_PER_NS = 8
 """The memory bandwidth that steps without measured times are taken to compute with."""

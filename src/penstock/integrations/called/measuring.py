@@ -35,13 +35,14 @@ _ALIKE = 1.1
 """Calls whose arguments are larger than any before by at most this factor are not measured."""
 
 _ADDED = 1.5
-"""An argument that a measured call did not have, such as a mask or labels, counts as so many tensors."""
+"""A tensor that the measured call was not given, such as a mask or labels, counts this many times."""
 
 _REMEMBERED = 64
-"""Calls of which it is remembered what they took."""
+"""The number of measured calls that are remembered."""
 
 _FAR = 2
-"""Calls are not measured that are larger by at most this factor, and take at most this part of the room."""
+"""A call is not measured if it is at most this many times as large as a measured one, and needs at most one
+over this of the room."""
 
 _ALLOCATED = 512
 """Allocators of accelerators give out multiples of these bytes."""

@@ -170,8 +170,8 @@ def refresh_flat(module: Any) -> None:
 class Watched:
     """A weight over memory that it does not keep for itself, and facts by which a later use is noticed.
 
-    With `sums`, so are writes that no version tells of: through `.data`, or by numpy. A sum of 469 MiB takes
-    0.06 s.
+    With `sums`, writes through `.data` or by numpy are noticed too, which change no version. Summing 470 MiB
+    takes 0.02 s on two cores.
     """
 
     def __init__(self, value: torch.Tensor, *, sums: bool = False) -> None:

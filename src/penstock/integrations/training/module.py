@@ -33,7 +33,7 @@ from penstock.integrations.training.packing import PackedWeight, packing
 from penstock.integrations.training.steps import Steps
 from penstock.integrations.training.trained import TrainedParameters
 from penstock.passes.weights.subclasses import plain_tensors
-from penstock.runtime.stream.interface import Streamer
+from penstock.runtime.stream.interface import Counters, Streamer
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.runtime.system.own_memory import give_back_when_freed
 from penstock.schedule.facts.errors import BudgetError, StreamError
@@ -44,7 +44,7 @@ _BACKWARD = "backward: "
 """How the names of steps of a backward begin; the names of the weights that they read follow."""
 
 
-_LARGE = 256 << 10
+_LARGE = 1 << 20
 """Freed blocks of so many bytes go back to the system.
 
 A Llama with a cap of 96 MiB, trained on 512 tokens with activations of 1.5 MiB each, took 121 MiB above its
@@ -84,6 +84,7 @@ class _TrainingPass(Pass):
         arguments: The sizes of its arguments.
         weights: The loaded plan, whose streamer runs this pass.
         outside: The storages that this plan has in memory throughout.
+        before: The counters of this plan before the pass.
         live: What measures the pass.
         opened: The step of the backward that is open.
         in_backward: The backward has begun.
@@ -94,6 +95,7 @@ class _TrainingPass(Pass):
     arguments: CallArguments = _NO_ARGUMENTS
     weights: LoadedWeights | None = None
     outside: frozenset[int] = frozenset()
+    before: Counters = field(default_factory=Counters)
     live: LiveActivations | None = None
     opened: _Opened | None = None
     in_backward: bool = False
@@ -257,19 +259,18 @@ class TrainedModule(CalledModule):
         weights.wait()
         current.outside = frozenset(weights.plan.outside)
         current.mark = time.perf_counter_ns()
-        if weights.streamer is not None:
-            weights.streamer.begin(current.order)
+        current.before = weights.begin(current.order)
 
     def _end(self, current: _TrainingPass, *, as_planned: bool) -> None:
         """End a pass. One that did not run as planned starts from the beginning next time."""
         self._close_step(current)
         weights, current.weights = current.weights, None
-        if weights is not None and weights is self._memory.weights and weights.streamer is not None:
+        if weights is not None and weights is self._memory.weights:
             if as_planned:
                 assert current.order is not None
-                weights.streamer.end(current.order)
+                weights.end(current.order, current.before)
             else:
-                weights.streamer.abort()
+                weights.abort()
 
     def _drop(self) -> None:
         """End the present pass, whose backward has not come or has failed."""
