@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import TypeAlias
 
 import torch
 
 from penstock.runtime.device.disk import DiskedDevice
 from penstock.runtime.device.pageable import PageableEvent, PageableStream, as_recorded
-from penstock.runtime.device.protocol import Move, aligned_bytes, lost
+from penstock.runtime.device.protocol import Move, Moves, aligned_bytes, lost
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 
@@ -124,18 +123,20 @@ class AcceleratorDevice(DiskedDevice):
         return torch.accelerator.current_stream(self.torch_device)
 
     def copy(self, stream: Stream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
+        pairs = _views(target, moves)
+
         def work() -> None:
-            for move in chain.from_iterable(map(_pieces, moves)):
-                arriving = move.source[move.start : move.start + move.nbytes]
-                target[move.target : move.target + move.nbytes].copy_(arriving, non_blocking=True)
+            for arriving, held in pairs:
+                arriving.copy_(held, non_blocking=True)
 
         self._run(stream, work)
 
     def copy_out(self, stream: Stream, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
+        pairs = _views(source, moves)
+
         def work() -> None:
-            for move in chain.from_iterable(map(_pieces, moves)):
-                leaving = source[move.target : move.target + move.nbytes]
-                move.source[move.start : move.start + move.nbytes].copy_(leaving, non_blocking=True)
+            for leaving, held in pairs:
+                held.copy_(leaving, non_blocking=True)
 
         self._run(stream, work)
 
@@ -206,6 +207,13 @@ class AcceleratorDevice(DiskedDevice):
     def _record(self, stream: Stream) -> torch.Event | PageableEvent:
         return stream.record() if isinstance(stream, PageableStream) else self._event(stream)
 
+    def mark(self, stream: Stream, spent: torch.Event | PageableEvent | None) -> torch.Event | PageableEvent:
+        if isinstance(stream, PageableStream):
+            return stream.record()
+        event = torch.Event(self.torch_device) if spent is None else as_recorded(spent)
+        event.record(stream)
+        return event
+
     def _event(self, stream: torch.Stream) -> torch.Event:
         """Returns an event that is recorded on a stream of torch's."""
         event = torch.Event(self.torch_device)
@@ -236,14 +244,27 @@ class EventClock:
         return int(start.elapsed_time(stop) * 1e6)
 
 
-def _pieces(move: Move) -> Iterator[Move]:
-    """Yields a move in pieces, between which a copy of the caller's own finds its turn."""
-    if move.nbytes <= PIECE:
-        yield move
-        return
-    for at in range(0, move.nbytes, PIECE):
-        nbytes = min(PIECE, move.nbytes - at)
-        yield Move(move.source, move.start + at, move.target + at, nbytes)
+Views: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _views(there: torch.Tensor, moves: Sequence[Move]) -> Views:
+    """Returns, for each copy, the bytes on the device and those of the host; copies are cut at PIECE.
+
+    Between pieces a copy of the caller's own finds its turn. Making two views takes 2 us, so moves that come
+    again keep them.
+    """
+    if isinstance(moves, Moves) and moves.views is not None and moves.views[0] is there:
+        kept: Views = moves.views[1]
+        return kept
+    views = [
+        (there[move.target + at : move.target + end], move.source[move.start + at : move.start + end])
+        for move in moves
+        for at in range(0, move.nbytes, PIECE)
+        for end in [min(at + PIECE, move.nbytes)]
+    ]
+    if isinstance(moves, Moves):
+        moves.views = there, views
+    return views
 
 
 def out_of_memory(error: BaseException) -> bool:

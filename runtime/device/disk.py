@@ -112,6 +112,9 @@ class DiskedDevice(ABC):
     def record(self, stream: Any) -> Any:
         return stream.record() if isinstance(stream, DiskStream) else self._record(stream)
 
+    def mark(self, stream: Any, spent: Any) -> Any:
+        return self._record(stream)
+
     def wait(self, stream: Any, event: Any) -> None:
         if isinstance(stream, DiskStream):
             stream.wait(event.synchronize)

@@ -9,7 +9,7 @@ import torch
 
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.device.host import HostRange, HostWeights
-from penstock.runtime.device.protocol import Device, Move, aligned_bytes
+from penstock.runtime.device.protocol import Device, Move, Moves, aligned_bytes
 from penstock.runtime.device.resident import Load, load_resident
 from penstock.runtime.files.ranges import FileRanges
 from penstock.runtime.files.source import Source
@@ -56,7 +56,7 @@ class DeviceWeights:
         places = plan.addresses if plan.arena_bytes else (-1,) * len(storages)
         self._by_start = sorted((layout[s], s) for s, place in enumerate(places) if place >= 0)
         placed = with_places(storages, plan, len(source.files))  # what is produced is in no file
-        self._moves_of: dict[Range, list[Move]] = {}
+        self._moves_of: dict[Range, Moves] = {}
         self._pieces = FileRanges.of(placed, layout, places)
         self.host = HostWeights(plan, storages, device)
         self.disk = device.open_disk(source)
@@ -87,7 +87,7 @@ class DeviceWeights:
                     "room in the host's memory: plan with more host_memory="
                 )
 
-    def moves(self, item: Range, staged: Sequence[HostRange] = ()) -> list[Move]:
+    def moves(self, item: Range, staged: Sequence[HostRange] = ()) -> Moves:
         """Returns the copies that bring a layout range from the host, as few as the addresses allow."""
         if staged:
             return self._moves(item, staged)
@@ -95,13 +95,13 @@ class DeviceWeights:
             self._moves_of[item] = self._moves(item, ())
         return self._moves_of[item]
 
-    def _moves(self, item: Range, staged: Sequence[HostRange]) -> list[Move]:
-        return [
+    def _moves(self, item: Range, staged: Sequence[HostRange]) -> Moves:
+        return Moves(
             Move(part.memory, part.offset, piece.address + part.start - piece.start, part.stop - part.start)
             for placed in (*self.host.held(item), *staged)
             for piece in self._pieces.within(placed.start, placed.stop)
             for part in [placed.cut(piece.start, piece.stop)]
-        ]
+        )
 
     def places(self, item: Range) -> Iterator[tuple[int, int]]:
         """Yields where the bytes of a layout range lie in the arena, as half-open ranges."""

@@ -37,6 +37,15 @@ class Move:
     nbytes: int
 
 
+class Moves(tuple[Move, ...]):
+    """The moves of a transfer that is made again and again.
+
+    `views` is for the device, to keep what it makes of them for one pair of memories.
+    """
+
+    views: Any = None
+
+
 @dataclass(frozen=True)
 class FileRead:
     """`nbytes` from byte `offset` of a weight file to byte `target` of host memory."""
@@ -113,6 +122,13 @@ class Device(Protocol):
 
     def record(self, stream: Stream) -> Event:
         """Returns an event that completes once everything enqueued on the stream so far has completed."""
+
+    def mark(self, stream: Stream, spent: Event | None) -> Event:
+        """Returns an event as `record` does, for which only streams of the device wait, and no host.
+
+        `spent` is an event of `mark` on the same stream that nothing will be told to wait for again. The
+        device may record it anew.
+        """
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Have what is enqueued on the stream from now on run after the event; the host goes on.

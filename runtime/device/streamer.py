@@ -17,7 +17,7 @@ from time import perf_counter_ns
 
 from penstock.runtime.arena.base import POISON
 from penstock.runtime.device.memory import DeviceWeights
-from penstock.runtime.device.protocol import Device, Event, lost
+from penstock.runtime.device.protocol import Device, Event, Moves, Stream, lost
 from penstock.runtime.device.staging import StagedRead, Staging
 from penstock.runtime.stream.engine import StreamEngine
 from penstock.runtime.stream.queue import MethodTable, Piece, Queue, cut
@@ -57,6 +57,19 @@ class _Label:
         return f"the transfer of {what} " + ("on demand" if self.step is None else f"for step {self.step}")
 
 
+@dataclass(frozen=True)
+class _Transfer:
+    """One piece of a queue as a device copies it, `out` of the arena or into it.
+
+    `host_has_all` says that no byte of it comes from a disk.
+    """
+
+    moves: Moves
+    label: _Label
+    nbytes: int
+    host_has_all: bool
+
+
 class DeviceStreamer(StreamEngine):
     """Streams the weights of one plan into `weights.arena`.
 
@@ -67,6 +80,7 @@ class DeviceStreamer(StreamEngine):
     _this: _Pass
     _next: _Pass
     _arrived: Event | None  # behind the last copy enqueued in this pass
+    _reuses: bool  # whether events are recorded anew in later passes
     _restarted: bool  # whether this pass, or the next if none runs, starts from the resident ranges
 
     def __init__(
@@ -85,8 +99,12 @@ class DeviceStreamer(StreamEngine):
         steady = (piece for method in self.methods.values() for piece in method.steady.pieces)
         weights.check_held(Range(piece.start, piece.stop) for piece in steady if piece.out)
         self._staging = Staging(device, weights.disk, self._copies, weights.host)
+        self._transfers: dict[int, tuple[Queue, list[_Transfer]]] = {}  # by the id of a queue, which is kept
+        self._spent: tuple[list[Event], list[Event]] = [], []  # of kernels, of copies: to be recorded anew
+        self._stream: Stream = None  # the one on which the kernels of the step run that was acquired last
         self._closed = False
         self._before = self._this = _Pass()
+        self._reuses = True
         self._start_over(plan.schedules[0].graph)
 
     def abort(self) -> None:
@@ -106,6 +124,7 @@ class DeviceStreamer(StreamEngine):
             self._closed = True
             with suppress(Exception):
                 self._device.synchronize(self._device.record(self._copies))
+            self._transfers.clear()  # whose views keep the arena alive
 
     @property
     def in_reader(self) -> bool:
@@ -136,11 +155,25 @@ class DeviceStreamer(StreamEngine):
 
     def _start(self, method: MethodTable) -> None:
         self._enter(method)
+        if self._device.capturing:  # whose events are none outside of it
+            self._reuses = False
+        self._retire(self._before.ended, self._before.arrived)
         self._before, self._this, self._next = self._this, self._next, _Pass()
         self._arrived = None
         self._issue()
 
+    def _retire(self, ended: dict[int, Event], arrived: dict[int, Event]) -> None:
+        """Take back events for which nothing will be told to wait again. A ring keeps those of its copies."""
+        if self._reuses:
+            self._spent[0].extend(ended.values())
+            if not self._ring_bytes:
+                self._spent[1].extend(arrived.values())
+
+    def _mark(self, stream: Stream, spent: list[Event]) -> Event:
+        return self._device.mark(stream, spent.pop() if spent and self._reuses else None)
+
     def _wait(self, step: int) -> None:
+        self._stream = self._device.current_stream()
         self._await(step, step)
 
     def _wait_out(self, step: int) -> None:
@@ -151,7 +184,8 @@ class DeviceStreamer(StreamEngine):
 
     def _await(self, step: int, mark: int) -> None:
         """Make the kernels that are called next run after the transfers which are counted at `mark`."""
-        self._issue(lambda: self._position.left[mark] > 0)
+        if self._position.left[mark]:
+            self._issue(lambda: self._position.left[mark] > 0)
         if self._position.left[mark]:
             raise StreamError(
                 f"step {step} of graph {self._position.method.graph} needs a transfer that waits for a later "
@@ -159,12 +193,12 @@ class DeviceStreamer(StreamEngine):
             )
         event = self._this.arrived.get(mark)
         if event is not None:
-            self._device.wait(self._device.current_stream(), event)
+            self._device.wait(self._stream, event)
 
     def _leave(self, step: int, drops: Sequence[Range]) -> None:
         if self._poison:
             self._overwrite(drops)
-        self._this.ended[step] = self._device.record(self._device.current_stream())
+        self._this.ended[step] = self._mark(self._stream, self._spent[0])
         self._position.ended = step + 1
         self._issue()
 
@@ -178,6 +212,7 @@ class DeviceStreamer(StreamEngine):
         if barrier and self._arrived is not None:
             # From now on, no event of another pass is waited for, so each pass can be captured as a graph.
             self._device.wait(self._device.current_stream(), self._arrived)
+            self._retire({}, self._next.arrived)
             self._next.arrived.clear()
 
     # Between passes.
@@ -211,26 +246,45 @@ class DeviceStreamer(StreamEngine):
     def _issue(self, block: Callable[[], bool] = lambda: False) -> None:
         """Enqueue the next transfers, in issue order, as long as they wait for steps that have ended.
 
-        Stops at a transfer whose bytes the disk still reads, unless `block` says to wait for the disk.
+        Stops at a transfer whose bytes the disk still reads, unless `block` says to wait for the disk. This
+        is what a streamed step costs the host: benchmarks/steps.py --device null measures it.
         """
-        position = self._position
+        position, device = self._position, self._device
         while position.may_start(position.index):
             piece = position.queue.pieces[position.index]
-            item = Range(piece.start, piece.stop)
-            slot = self._staging.slot_of(item)
+            transfer = self._transfers_of(position.queue)[position.index]
+            slot = None if transfer.host_has_all else self._staging.slot_of(transfer.label.item)
             if slot is not None and not self._has_read(slot, block):
                 return
-            self._device.wait(self._copies, self._freed(piece))
+            device.wait(self._copies, self._freed(piece))
             if piece.out:
-                self._copy_out(item, piece.step)
+                self._copy_out(transfer)
+            elif slot is None:
+                self._copy(transfer.moves, transfer.nbytes, transfer.label)
             else:
-                self._copy(item, piece.step, slot)
+                self._copy_staged(slot, transfer.label)
             reading = self._next if position.ahead else self._this
-            self._arrived = reading.arrived[piece.mark] = self._device.record(self._copies)
+            if self._ring_bytes:  # whose disk waits for copies, on the host
+                self._arrived = device.record(self._copies)
+            else:
+                self._arrived = self._mark(self._copies, self._spent[1])
+            reading.arrived[piece.mark] = self._arrived
             if slot is not None:
                 self._staging.copied(slot, self._arrived)
             position.counts[piece.mark] -= 1
             position.advance(1)
+
+    def _transfers_of(self, queue: Queue) -> list[_Transfer]:
+        """Returns the transfers of the pieces of a queue, which are made once."""
+        if id(queue) not in self._transfers:
+            self._transfers[id(queue)] = queue, [self._transfer(piece) for piece in queue.pieces]
+        return self._transfers[id(queue)][1]
+
+    def _transfer(self, piece: Piece) -> _Transfer:
+        item = Range(piece.start, piece.stop)
+        moves, label = self._weights.moves(item), _Label(self._weights, item, piece.step, piece.out)
+        host_has_all = not self._weights.host.missing(item)
+        return _Transfer(moves, label, sum(move.nbytes for move in moves), host_has_all)
 
     def _has_read(self, slot: StagedRead, block: Callable[[], bool]) -> bool:
         """Make the next copies run after a read of the disk, for which only the host can wait."""
@@ -255,17 +309,18 @@ class DeviceStreamer(StreamEngine):
         before = self.methods[self.methods[position.queue.graph].before]
         return passed.end_of(piece.after + before.steps)
 
-    def _copy(self, item: Range, step: int | None, slot: StagedRead | None = None) -> None:
-        weights = self._weights
-        moves = weights.moves(item, slot.placed if slot else ())
-        self._device.copy(self._copies, weights.arena, moves, _Label(weights, item, step))
-        self.counters.bytes_moved += sum(move.nbytes for move in moves)
+    def _copy(self, moves: Moves, nbytes: int, label: _Label) -> None:
+        self._device.copy(self._copies, self._weights.arena, moves, label)
+        self.counters.bytes_moved += nbytes
 
-    def _copy_out(self, item: Range, step: int) -> None:
-        weights = self._weights
-        moves = weights.moves(item)
-        self._device.copy_out(self._copies, weights.arena, moves, _Label(weights, item, step, out=True))
-        self.counters.bytes_written += sum(move.nbytes for move in moves)
+    def _copy_staged(self, slot: StagedRead, label: _Label) -> None:
+        """Copy what the host holds and what the disk has read."""
+        moves = self._weights.moves(label.item, slot.placed)
+        self._copy(moves, sum(move.nbytes for move in moves), label)
+
+    def _copy_out(self, transfer: _Transfer) -> None:
+        self._device.copy_out(self._copies, self._weights.arena, transfer.moves, transfer.label)
+        self.counters.bytes_written += transfer.nbytes
 
     def _overwrite(self, items: Sequence[Range]) -> None:
         stream = self._device.current_stream()
@@ -283,8 +338,12 @@ class DeviceStreamer(StreamEngine):
             slot = self._staging.slot_of(item)
             if slot is not None:
                 self._has_read(slot, lambda: True)
-            self._copy(item, None, slot)
-            if slot is not None:
+            label = _Label(self._weights, item, None)
+            if slot is None:
+                moves = self._weights.moves(item)
+                self._copy(moves, sum(move.nbytes for move in moves), label)
+            else:
+                self._copy_staged(slot, label)
                 self._staging.copied(slot, self._device.record(self._copies))
         self._device.wait(stream, self._device.record(self._copies))
         self._demand = needed

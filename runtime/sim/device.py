@@ -43,7 +43,8 @@ _ALL = 1 << 62
 class SimEvent:
     """An event that is complete once the streams in `reached` have run so many operations, and `after` are.
 
-    Times are virtual, in nanoseconds.
+    Times are virtual, in nanoseconds. Nothing may wait for an event that is `spent`: an accelerator may have
+    recorded it anew.
     """
 
     reached: tuple[tuple[SimStream, int], ...]
@@ -51,6 +52,7 @@ class SimEvent:
     known: Clock
     time_ns: int
     of_disk: bool = False
+    spent: bool = False
 
 
 @dataclass
@@ -275,8 +277,15 @@ class SimDevice:
         self._operation(stream)
         return _make_event((stream,), self.detector.clock_of(stream.name), stream.time_ns)
 
+    def mark(self, stream: SimStream | SimDisk, spent: SimEvent | None) -> SimEvent:
+        if spent is not None:
+            spent.spent = True
+        return self.record(stream)
+
     @_whole
     def wait(self, stream: SimStream | SimDisk, event: SimEvent) -> None:
+        if event.spent:
+            raise StreamError(f"{stream} waits for an event that has been recorded anew since")
         stream.time_ns = max(stream.time_ns, event.time_ns)
         if isinstance(stream, SimStream):
             stream.waited_ns = max(stream.waited_ns, event.time_ns)

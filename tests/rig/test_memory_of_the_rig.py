@@ -389,8 +389,8 @@ def test_large_copies_are_cut_and_bring_the_same(program: Program, order: str, m
     host, there = torch.arange(250, dtype=torch.uint8), torch.zeros(300, dtype=torch.uint8, device="rig")
     torch.accelerator.synchronize()  # zeros are written on another stream than copies
     monkeypatch.setattr(accelerator, "PIECE", 64)
-    pieces = list(accelerator._pieces(Move(host, 3, 50, 200)))
-    assert [(one.start, one.target, one.nbytes) for one in pieces] == [
+    pairs = accelerator._views(there, [Move(host, 3, 50, 200)])
+    assert [(held.storage_offset(), into.storage_offset(), held.numel()) for into, held in pairs] == [
         (3, 50, 64),
         (67, 114, 64),
         (131, 178, 64),

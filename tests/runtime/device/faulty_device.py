@@ -143,6 +143,9 @@ class FaultyDevice:
     def record(self, stream: Any) -> FaultyEvent:
         return self._call(Call("record", stream, ()))
 
+    def mark(self, stream: Any, spent: FaultyEvent | None) -> FaultyEvent:
+        return self.record(stream)
+
     def wait(self, stream: Any, event: FaultyEvent) -> None:
         self._call(Call("wait", stream, (event,)))
 
