@@ -56,6 +56,7 @@ def said() -> Iterator[list[str]]:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[AcceleratorDevice]:
+    monkeypatch.setattr(memory, "_SLOW", 0)  # however slow this machine is, it asks for huge pages
     with machine.ordered("late"):
         told = SimpleNamespace(name="rig", pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=10)
         module = torch.get_device_module("rig")
