@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from penstock.runtime.arena.base import POISON, PagedArena, Pages, WeightArena
 from penstock.runtime.files.source import Source
-from penstock.runtime.system.memory import HUGE_PAGE, PAGE, FreshMemory, protect
+from penstock.runtime.system.memory import PAGE, FreshMemory, huge_pieces, protect
 from penstock.schedule.facts.model import Storage
 from penstock.schedule.plan import Plan
 
@@ -55,8 +55,8 @@ class ContiguousArena(WeightArena):
         address, nbytes = self._memory.address, self._memory.nbytes
         self._memory.map_anonymous(0, nbytes)
         fresh = FreshMemory()
-        for start in range(0, nbytes, HUGE_PAGE):
-            fresh.take(address + start, min(HUGE_PAGE, nbytes - start))
+        for piece in huge_pieces(address, nbytes):
+            fresh.take(*piece)
         if self._poison:
             ctypes.memset(address, POISON, nbytes)
 

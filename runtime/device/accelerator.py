@@ -7,6 +7,7 @@ a device of their own (tests/rig), and on a GPU where there is one.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ import torch
 from penstock.runtime.device.disk import DiskedDevice
 from penstock.runtime.device.pageable import PageableEvent, PageableStream, as_recorded
 from penstock.runtime.device.protocol import Move, Moves, aligned_bytes, lost
+from penstock.runtime.system.first_touch import take_near
+from penstock.runtime.system.memory import HUGE_PAGE
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 
@@ -28,6 +31,8 @@ PAGE = max(4096, mmap.PAGESIZE)
 
 PIECE = 32 << 20
 """The most bytes of one copy: about a millisecond of a PCIe link."""
+
+_log = logging.getLogger(__name__)
 
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
 """What the driver, cuBLAS, cuDNN and their like say when they load a kernel or take workspace in vain."""
@@ -71,8 +76,20 @@ class AcceleratorDevice(DiskedDevice):
     @property
     def model(self) -> str:
         """The device's name by its maker, or only its type where torch does not know one."""
+        return str(getattr(self._properties, "name", self.torch_device.type))
+
+    @property
+    def pci_address(self) -> str | None:
+        """The device's address on the PCI bus, such as `0000:3b:00.0`; None where torch does not know it."""
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        domain, bus, slot = (getattr(self._properties, name, None) for name in names)
+        return None if None in (domain, bus, slot) else f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+    @property
+    def _properties(self) -> object:
+        """What torch tells of the device; None where it tells nothing."""
         facts = getattr(torch.get_device_module(self.torch_device), "get_device_properties", None)
-        return str(facts(self.torch_device).name) if facts else self.torch_device.type
+        return facts(self.torch_device) if facts else None
 
     @property
     def product(self) -> str:
@@ -112,7 +129,11 @@ class AcceleratorDevice(DiskedDevice):
     def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        return self._lock(nbytes) if self._page_lock else aligned_bytes(nbytes, PAGE)
+        if self._page_lock:
+            return self._lock(nbytes)
+        memory = aligned_bytes(nbytes + PAGE, PAGE)[:nbytes]  # a page behind is this memory's too
+        self._take(memory)
+        return memory
 
     def open_stream(self, name: str) -> Stream:
         stream = self._new_stream()
@@ -181,8 +202,19 @@ class AcceleratorDevice(DiskedDevice):
             whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             raise refused_lock(nbytes, str(error)) from error
+        if nbytes >= HUGE_PAGE:
+            _log.info(
+                "%s of host memory for %s are on the NUMA node and in the pages that torch's allocator "
+                "chose: it takes memory and locks it in one call",
+                format_size(nbytes),
+                self.name,
+            )
         start = -whole.data_ptr() % PAGE
         return whole[start : start + nbytes]
+
+    def _take(self, memory: torch.Tensor) -> None:
+        """Take fresh memory of the host, in huge pages and near the device where that is possible."""
+        take_near(memory.data_ptr(), memory.numel(), self.pci_address, self.name)
 
     def _new_stream(self) -> torch.Stream:
         # Streams of a pool are handed out again: of this priority, none is one that the caller computes on.

@@ -32,7 +32,7 @@ class CudaDevice(AcceleratorDevice):
         # torch takes memory for page-locked, and captures copies from it, if its storage begins in a
         # registered range. A page behind is this memory's too, so that no page is registered twice.
         memory = aligned_bytes(nbytes + PAGE, PAGE)[:nbytes]
-        memory.zero_()  # by all threads; registering takes pages one by one
+        self._take(memory)  # by many threads; registering takes pages one by one
         if code := self._locked.add(memory):
             raise refused_lock(nbytes, f"CUDA error {code}")
         return memory

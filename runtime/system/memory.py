@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -201,27 +201,41 @@ class Reservation:
         self.close()
 
 
+def huge_pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yields address and size of each huge page of some memory, and of the parts of some at its ends."""
+    stop = address + nbytes
+    for start in range(round_down(address, HUGE_PAGE), stop, HUGE_PAGE):
+        first = max(start, address)
+        yield first, min(start + HUGE_PAGE, stop) - first
+
+
 class FreshMemory:
     """Takes memory that has never been touched, piece by piece, from any thread.
 
     Huge pages mostly come faster than small ones, and cost fewer misses of the TLB later. But what a virtual
     machine has free in whole huge pages its host may have taken back: 514 MiB then took 0.7 s where small
     pages took 0.13, and reads at the same time ran at a fifth of their speed. So after some pieces that came
-    slowly, small ones are asked for; direct reads fill both as fast, once they are there.
+    slowly, small ones are asked for; direct reads fill both as fast, once they are there. `refused` then says
+    why, and also where the system refuses huge pages.
     """
 
     def __init__(self) -> None:
-        self._slow = 0
+        self._slow, self.refused = 0, ""
 
     def take(self, address: int, nbytes: int) -> None:
         """Take memory for whole pages at `address`. Raises StreamError where there is not enough."""
         huge = self._slow < _PATIENCE
-        hint(address, nbytes, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
+        try:
+            advise(address, nbytes, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
+        except OSError as error:  # small pages will do
+            self.refused = f"madvise refuses them ({error.strerror})"
         began = time.thread_time()  # processor time of this thread alone
         _populate(address, nbytes)
         if huge:
             slow = nbytes < _SLOW * (time.thread_time() - began)
             self._slow = self._slow + 1 if slow else 0
+        else:
+            self.refused = self.refused or f"{_PATIENCE} in a row came slower than 1 GB/s"
 
 
 def _populate(address: int, nbytes: int) -> None:
@@ -236,12 +250,12 @@ def _populate(address: int, nbytes: int) -> None:
         ctypes.memset(address, 0, nbytes)
 
 
-def resident_bytes(start: int, stop: int) -> int:
-    """Returns the resident bytes of every mapping that touches the addresses `start` to `stop`.
+def resident_bytes(start: int, stop: int, *, huge: bool = False) -> int:
+    """Returns the resident bytes, or those in huge pages, of every mapping that touches `start` to `stop`.
 
     The system counts while it is read, in ascending order, so nothing is read of what lies behind.
     """
-    total, inside = 0, False
+    total, inside, counted = 0, False, b"AnonHugePages:" if huge else b"Rss:"
     with _proc("smaps") as lines:
         for line in lines:
             head, _, rest = line.partition(b" ")
@@ -250,7 +264,7 @@ def resident_bytes(start: int, stop: int) -> int:
                 if low >= stop:
                     break
                 inside = low < stop and high > start
-            elif inside and head == b"Rss:":
+            elif inside and head == counted:
                 total += int(rest.split()[0]) * 1024
     return total
 

@@ -28,9 +28,11 @@ from penstock.runtime.files.ranges import FileRange
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
+from penstock.runtime.system.memory import HUGE_PAGE
 from tests.rig import machine
 from tests.rig.rig_runs import plan_of
 from tests.runtime.device.device_runs import Memory
+from tests.runtime.system.page_tables import flags_at
 
 VALUES = torch.randn(2, 100)
 
@@ -128,9 +130,10 @@ def test_a_device_that_is_dropped_leaves_nothing_registered(
 ) -> None:
     before = torch.ops.rig.locked_bytes()
     device = registering("rig")
-    memory = [device.allocate_host(nbytes) for nbytes in (1, 5000, 1 << 20)]
+    memory = [device.allocate_host(nbytes) for nbytes in (1, 5000, 2 * HUGE_PAGE)]
     assert [one.data_ptr() % accelerator.PAGE for one in memory] == [0, 0, 0]
     assert [one.is_pinned() for one in memory] == [True, True, True]  # or no graph could copy from it
+    assert "hg" in flags_at(memory[2].data_ptr() + HUGE_PAGE)
     ranges = sorted((one.untyped_storage().data_ptr(), one.data_ptr() + len(one)) for one in memory)
     assert torch.ops.rig.locked_bytes() - before == sum(stop - start for start, stop in ranges)
     pages = [(start // accelerator.PAGE, (stop - 1) // accelerator.PAGE) for start, stop in ranges]

@@ -10,6 +10,19 @@ from penstock.runtime.system.memory import PAGE, round_up
 _PRESENT = 1 << 63
 
 
+def flags_at(address: int) -> set[str]:
+    """Returns the flags of the mapping at an address (/proc/self/smaps): `hg` asks for huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, _, rest = line.partition(" ")
+        if not head.endswith(":"):
+            low, high = (int(end, 16) for end in head.split("-"))
+            inside = low <= address < high
+        elif inside and head == "VmFlags:":
+            return set(rest.split())
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
 def mapped_pages(address: int, nbytes: int) -> list[bool]:
     """For each page of page-aligned memory, whether it is in this process's page tables."""
     return [bool(word & _PRESENT) for word in array("Q", _entries(address, nbytes))]
