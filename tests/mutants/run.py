@@ -35,6 +35,7 @@ from typing import Any
 import pytest
 
 from tests.mutants.changes import Mutant, mutants_of
+from tests.mutants.orders import ORDER_FAULTS
 
 ROOMS = {
     "runtime/stream": [
@@ -59,8 +60,9 @@ ROOMS = {
     ],
     "passes/weights": ["tests/passes/weights", "tests/passes/test_annotate.py"],
     "passes/probes.py": ["tests/passes/test_probes.py", "tests/runtime/stream/test_streamer.py"],
+    "orders": ["tests/rig/test_orders_on_the_rig.py"],
 }
-"""The tests that are closest to each room."""
+"""The tests that are closest to each room. The room `orders` is the list of faults in orders.py."""
 
 MEMORY = 6 << 30
 """The most that a mutant may take, which may ask for memory without end."""
@@ -213,11 +215,20 @@ def _judge(mutant: Mutant, tree: ast.AST, baseline: Any) -> str:
     return {None: "timeout", "0": "survived"}.get(result, "killed")
 
 
+def mutants_of_room(room: str) -> tuple[dict[str, ast.AST], list[Mutant]]:
+    """Return the syntax trees of a room's files, by path, and all mutants of them."""
+    files = [room] if room.endswith(".py") else sorted(map(str, Path(room).glob("*.py")))
+    if room == "orders":
+        files = sorted({fault.path for fault in ORDER_FAULTS.values()})
+    trees: dict[str, ast.AST] = {file: ast.parse(Path(file).read_text()) for file in files}
+    if room == "orders":
+        return trees, [fault.mutant(trees[fault.path]) for fault in ORDER_FAULTS.values()]
+    return trees, [mutant for file, tree in trees.items() for mutant in mutants_of(file, tree)]
+
+
 def check_room(room: str, options: argparse.Namespace) -> tuple[int, int]:
     """Try a sample of a room's mutants. Returns how many were not equivalent, and survivors."""
-    files = [room] if room.endswith(".py") else sorted(map(str, Path(room).glob("*.py")))
-    trees = {file: ast.parse(Path(file).read_text()) for file in files}
-    every = [mutant for file, tree in trees.items() for mutant in mutants_of(file, tree)]
+    trees, every = mutants_of_room(room)
     page = Path("docs/testing.md")
     equivalent = {match.groups() for match in EQUIVALENT.finditer(page.read_text() if page.exists() else "")}
     some = [one for one in every if options.only in str(one)]
