@@ -288,8 +288,9 @@ def _views(there: torch.Tensor, moves: Sequence[Move]) -> Views:
     if isinstance(moves, Moves) and moves.views is not None and moves.views[0] is there:
         kept: Views = moves.views[1]
         return kept
+    target = _alias(there) if isinstance(moves, Moves) else there
     views = [
-        (there[move.target + at : move.target + end], move.source[move.start + at : move.start + end])
+        (target[move.target + at : move.target + end], move.source[move.start + at : move.start + end])
         for move in moves
         for at in range(0, move.nbytes, PIECE)
         for end in [min(at + PIECE, move.nbytes)]
@@ -297,6 +298,18 @@ def _views(there: torch.Tensor, moves: Sequence[Move]) -> Views:
     if isinstance(moves, Moves):
         moves.views = there, views
     return views
+
+
+def _alias(memory: torch.Tensor) -> torch.Tensor:
+    """Returns the same bytes under a storage of their own.
+
+    `apply` counts what refers to the storage of weights: views that are kept would pass for a caller's.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr(), memory.device, memory.untyped_storage().nbytes()
+    )
+    vars(storage)["memory"] = memory  # which then lives for as long as the storage
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)
 
 
 def out_of_memory(error: BaseException) -> bool:

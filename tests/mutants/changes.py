@@ -91,6 +91,20 @@ def mutants_of(path: str, tree: ast.AST) -> Iterator[Mutant]:
             yield found if number == 1 else replace(found, after=f"{after} ({number})")
 
 
+def replaced(path: str, tree: ast.AST, scope: str, before: str, after: str) -> Mutant:
+    """Return the mutant that has `after` in the first place of `before`, a statement or expression."""
+    places = [
+        place for place in _places(tree, "", tree) if place[3] == scope and ast.unparse(place[2]) == before
+    ]
+    if not places:
+        raise ValueError(f"there is no `{before}` in {scope} of {path}")
+    holder, key, node, _, statement = places[0]  # a call for its effect comes before its value
+    parsed: Any = ast.parse(after).body[0]
+    new = ast.copy_location(parsed if isinstance(node, ast.stmt) else parsed.value, node)
+    put = partial(_put, holder, key, node, ast.fix_missing_locations(new))
+    return Mutant(path, scope, f"{path}:{statement.lineno}", before, after, put)
+
+
 def _put(holder: Any, key: Any, old: ast.AST, new: ast.AST, changed: bool) -> None:
     if isinstance(key, tuple):
         getattr(holder, key[0])[key[1]] = new if changed else old

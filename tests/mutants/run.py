@@ -35,6 +35,7 @@ from typing import Any
 import pytest
 
 from tests.mutants.changes import Mutant, mutants_of
+from tests.mutants.orders import ORDER_FAULTS
 
 ROOMS = {
     "runtime/stream": [
@@ -59,11 +60,15 @@ ROOMS = {
     ],
     "passes/weights": ["tests/passes/weights", "tests/passes/test_annotate.py"],
     "passes/probes.py": ["tests/passes/test_probes.py", "tests/runtime/stream/test_streamer.py"],
+    "orders": ["tests/rig/test_orders_on_the_rig.py"],
 }
-"""The tests that are closest to each room."""
+"""The tests that are closest to each room. The room `orders` is the list of faults in orders.py."""
 
 MEMORY = 6 << 30
 """The most that a mutant may take, which may ask for memory without end."""
+
+RIG_MEMORY = MEMORY + (32 << 30)
+"""The rig reserves 16 GiB for each of its two devices (tests/rig/memory.h)."""
 
 EQUIVALENT = re.compile(r"^- `(\S+)`, `(\S+)`: `(.+?)` becomes `(.+?)`", re.M)
 """A mutant that docs/testing.md lists, as its file, the function, and the line before and after."""
@@ -119,13 +124,13 @@ class Instrumented(ast.NodeTransformer):
         return [*ast.parse(f"__reached__({f'{self._path}:{node.lineno}'!r})").body, node]
 
 
-def forked(run: Callable[[], object], limit: float) -> str | None:
+def forked(run: Callable[[], object], limit: float, memory: int = MEMORY) -> str | None:
     """What `run` gave in a child, as JSON; empty where the child died, and None where it took longer."""
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         if not child:
             os.setsid()
-            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.environ["TMPDIR"] = tempfile.tempdir = folder
             os.environ["PYTHONPATH"] = os.path.abspath("src")
@@ -170,6 +175,10 @@ def _run(trees: Mapping[str, ast.AST], tests: list[str], plugin: object = None, 
     return int(pytest.main([*options, *tests], [Quick(), *([plugin] if plugin else [])]))
 
 
+def _memory_of(room: str) -> int:
+    return RIG_MEMORY if room == "orders" else MEMORY
+
+
 def _baseline(room: str, trees: Mapping[str, ast.AST]) -> Any:
     """How long each test takes that passes, and which of them reach a line; kept until a file changes."""
     closest = [
@@ -188,7 +197,7 @@ def _baseline(room: str, trees: Mapping[str, ast.AST]) -> Any:
         lines = {line: sorted(tests) for line, tests in reached.lines.items()}
         return {"seconds": reached.seconds, "lines": lines}
 
-    result = forked(measure, 1800)
+    result = forked(measure, 1800, _memory_of(room))
     if not result:
         raise SystemExit(f"the tests of {room} could not be run")
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +205,7 @@ def _baseline(room: str, trees: Mapping[str, ast.AST]) -> Any:
     return json.loads(result)
 
 
-def _judge(mutant: Mutant, tree: ast.AST, baseline: Any) -> str:
+def _judge(mutant: Mutant, tree: ast.AST, baseline: Any, memory: int) -> str:
     """Returns "killed", "timeout" or "survived"."""
     seconds: dict[str, float] = {test: spent for test, spent in baseline["seconds"].items() if spent < 1e9}
     # What only a forked child of a test runs is not seen: then it may be any of them.
@@ -205,29 +214,37 @@ def _judge(mutant: Mutant, tree: ast.AST, baseline: Any) -> str:
     each = 10 + 5 * max(seconds[test] for test in tests)
     mutant.put(True)
     try:
-        result = forked(
-            lambda: _run({mutant.path: tree}, tests, each=each), 20 + each + 3 * sum(map(seconds.get, tests))
-        )
+        limit = 20 + each + 3 * sum(map(seconds.get, tests))
+        result = forked(lambda: _run({mutant.path: tree}, tests, each=each), limit, memory)
     finally:
         mutant.put(False)
     return {None: "timeout", "0": "survived"}.get(result, "killed")
 
 
+def mutants_of_room(room: str) -> tuple[dict[str, ast.AST], list[Mutant]]:
+    """Return the syntax trees of a room's files, by path, and all mutants of them."""
+    files = [room] if room.endswith(".py") else sorted(map(str, Path(room).glob("*.py")))
+    if room == "orders":
+        files = sorted({fault.path for fault in ORDER_FAULTS.values()})
+    trees: dict[str, ast.AST] = {file: ast.parse(Path(file).read_text()) for file in files}
+    if room == "orders":
+        return trees, [fault.mutant(trees[fault.path]) for fault in ORDER_FAULTS.values()]
+    return trees, [mutant for file, tree in trees.items() for mutant in mutants_of(file, tree)]
+
+
 def check_room(room: str, options: argparse.Namespace) -> tuple[int, int]:
     """Try a sample of a room's mutants. Returns how many were not equivalent, and survivors."""
-    files = [room] if room.endswith(".py") else sorted(map(str, Path(room).glob("*.py")))
-    trees = {file: ast.parse(Path(file).read_text()) for file in files}
-    every = [mutant for file, tree in trees.items() for mutant in mutants_of(file, tree)]
+    trees, every = mutants_of_room(room)
     page = Path("docs/testing.md")
     equivalent = {match.groups() for match in EQUIVALENT.finditer(page.read_text() if page.exists() else "")}
     some = [one for one in every if options.only in str(one)]
     if not options.all and len(some) > options.sample:
         some = random.Random(f"{options.seed} {room}").sample(some, options.sample)
     counts = dict.fromkeys(("killed", "timeout", "survived", "equivalent"), 0)
-    baseline = _baseline(room, trees)
+    baseline, memory = _baseline(room, trees), _memory_of(room)
     for mutant in some:
         known = (mutant.path, mutant.scope, mutant.before, mutant.after) in equivalent
-        verdict = "equivalent" if known else _judge(mutant, trees[mutant.path], baseline)
+        verdict = "equivalent" if known else _judge(mutant, trees[mutant.path], baseline, memory)
         counts[verdict] += 1
         if verdict in ("survived", "timeout"):
             print(f"{verdict}: {mutant}", flush=True)
