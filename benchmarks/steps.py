@@ -76,7 +76,8 @@ class NullDevice(AcceleratorDevice):
         return NullStream()
 
     def mark(self, stream: Any, spent: Any) -> Any:
-        return super().mark(stream, spent or NullStream())
+        event: Any = spent or NullStream()
+        return super().mark(stream, event)
 
     def _event(self, stream: object) -> Any:
         return NullStream()
