@@ -16,7 +16,7 @@ WIDTH, DEPTH = 1024, 128
 """Linears of 2 MiB."""
 
 SHARES = (1.0, 0.0, 0.5, 0.9)
-"""Budgets, as shares of the way from the floor to all weights. The first streams nothing: it is subtracted."""
+"""Budgets, as shares of the way from the floor to all weights. The first, without streams, is subtracted."""
 
 
 def measure(target: Target, report: Report) -> None:

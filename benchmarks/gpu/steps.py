@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+PR_SET_PDEATHSIG = 1
 
 
 class SkippedError(Exception):
@@ -56,6 +61,7 @@ def run(name: str, device: str, scale: float, limit: float) -> int:
     Whatever libraries print goes to the standard error, and so does what all threads are doing shortly before
     the limit. Returns the exit status: 0, or 1 behind a last line that says why the step failed.
     """
+    end_with_parent()
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.enable()
@@ -73,6 +79,12 @@ def run(name: str, device: str, scale: float, limit: float) -> int:
         report(failed=say(error))
         return 1
     return 0
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when its parent ends: a step of a killed run would keep its memory."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def say(error: Exception) -> str:
