@@ -56,7 +56,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, xpu, or rig (default: cuda)")
+    parser.add_argument(
+        "--device", default="cuda", help="cuda, cuda:1, xpu, rig, or sim:h200 (default: cuda)"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full sizes (default: 1)")
     parser.add_argument("--only", default="", help="names of steps, separated by ','")
     parser.add_argument(

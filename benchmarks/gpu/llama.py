@@ -34,7 +34,7 @@ class Cell:
     def release(self) -> None:
         """Give the resident module's memory back, so that the driver's count is of what streams."""
         del self.module
-        torch.accelerator.empty_cache()
+        self.target.empty_cache()
 
     def plan(
         self, program: Program, share: float, wrap: Wrap = "overlap", host_memory: int | None = None
@@ -82,7 +82,7 @@ def run_budgets(target: Target, report: Report) -> None:
         cell.release()
         for share in SHARES:
             plan = cell.plan(program, share)
-            torch.accelerator.empty_cache()
+            target.empty_cache()
             before = target.taken()
             with program.load(plan=plan, device=target.device) as streamed:
                 equal = torch.equal(streamed(cell.given), cell.expected)

@@ -121,5 +121,5 @@ def _run_within(cell: Cell, program: Program, peer: dict[str, Any]) -> dict[str,
 
 def _taken_when_idle(target: Target) -> int:
     gc.collect()  # hooks of libraries refer to their modules in cycles
-    torch.accelerator.empty_cache()
+    target.empty_cache()
     return target.taken()

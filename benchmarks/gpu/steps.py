@@ -55,6 +55,10 @@ STEPS = {
 """Their limits fit two runs of 270 s, which begin with the installation of wheels."""
 
 
+NEED_STREAMS = ("copies", "overlap", "peers", "inductor", "streams", "closing")
+"""Steps that a simulated device skips: it has no streams, events or memory of torch's."""
+
+
 def run(name: str, device: str, scale: float, limit: float) -> int:
     """Run a step here. Its lines go to the standard output that the process was started with.
 
@@ -102,5 +106,7 @@ def _call(name: str, device: str, scale: float, report: Callable[..., None]) -> 
     measure: Any = getattr(import_module(f"benchmarks.gpu.{module}"), function)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         target = Target(device, scale, Path(folder))
+        if target.is_simulated and name in NEED_STREAMS:
+            raise SkippedError("a simulated device has no streams of torch's")
         with target.ready():
             measure(target, report)

@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import bits, copying, disk, hosting, isolation, llama, overlap, passes, peers, results
 from benchmarks.gpu.isolation import ROOT, environment
-from benchmarks.gpu.steps import STEPS, SkippedError
+from benchmarks.gpu.steps import NEED_STREAMS, STEPS, SkippedError
 from benchmarks.gpu.target import Target, WrongResultError
 from penstock.demo.llama import Shape, make_meta_decoder
 from penstock.runtime.device.accelerator import AcceleratorDevice
@@ -116,6 +116,27 @@ def test_both_runs_on_a_gpu_are_tried_on_the_rig(
         "what": "AOTInductor",
         "refused": "method 'forward' is for rig:0, and code of AOTInductor runs on cpu, cuda, xpu, mps only",
     }
+
+
+def test_both_runs_are_tried_on_a_simulated_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps that are quick there, and those that cannot run there."""
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    monkeypatch.setattr(isolation, "subprocess", SimpleNamespace(Popen=ForkedStep, PIPE=subprocess.PIPE))
+    here = ["--device", "sim:h200", *ON_THE_RIG[2:]]
+    both = "machine,suite,copies,overlap,host,disk,peers,inductor,streams,closing"
+    assert script.main([*here, "--only", "machine,suite,copies", "--results", str(first)]) == 0
+    assert script.main([*here, "--only", both, "--continue", str(first), "--results", str(second)]) == 0
+    lines = results.read_lines(first) + results.read_lines(second)
+    said = capsys.readouterr().err
+    assert [line["step"] for line in lines if line.get("outcome") == "done"] == both.split(","), said
+    assert lines[1]["product"] == "sim:h200"
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        found[line["step"]].append(line)
+    assert {step for step in found if "skipped" in found[step][0]} == {*NEED_STREAMS}
+    _check_host_and_disk({step: found[step][:-1] for step in ("host", "disk")})
 
 
 def _check_copies(lines: list[dict[str, Any]]) -> None:
