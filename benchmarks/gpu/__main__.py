@@ -151,9 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[dict[str, Any]] = []
     for line in run_all(given, results.finished_steps(before)):
         found.append(line)
-        print(json.dumps(line), flush=True)
-        if given.results:
+        if given.results:  # before it is printed: what was seen is on the disk
             results.append_line(given.results, line)
+        print(json.dumps(line), flush=True)
     print(results.make_table([before, found], steps.STEPS), file=sys.stderr)
     if found[0]["missing"]:
         return 2

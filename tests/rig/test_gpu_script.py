@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -366,15 +367,26 @@ def test_the_time_of_a_script_before_exec_counts() -> None:
     assert 1 <= float(done.stdout) < 60
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_a_killed_run_keeps_its_lines_and_is_continued(tmp_path: Path) -> None:
-    hidden = hide(tmp_path / "hidden", "import threading\nthreading.Event().wait()", "torch")
-    first, surroundings = tmp_path / "first.jsonl", environment()
+    number, first, surroundings = tmp_path / "step", tmp_path / "first.jsonl", environment()
+    hangs = f"import os, signal\nopen({str(number)!r}, 'w').write(f'{{os.getpid()}} ')\nsignal.pause()"
+    hidden = hide(tmp_path / "hidden", hangs, "torch")
     surroundings["PYTHONPATH"] = os.pathsep.join([hidden, surroundings["PYTHONPATH"]])
     command = [sys.executable, "-m", "benchmarks.gpu", "--results", str(first), "--patience", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=surroundings) as process:
         assert process.stdout
         process.stdout.readline()
+        wait_until(lambda: number.exists() and number.read_text().endswith(" "))
         process.kill()
+    step = Path("/proc") / number.read_text().strip() / "cmdline"  # empty once it has ended
+    wait_until(lambda: not step.exists() or not step.read_bytes())
     with first.open("a") as file:
         file.write(
             '{"step": "machine", "outcome": "done"}\n{"step": "suite", "outcome": "failed"}\n{"step": "co'
