@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import penstock
 from benchmarks.machine import describe_machine
 from penstock.runtime import calibrate
-from penstock.runtime.device.opening import device_kind, hardware_of, open_accelerator, target_device
+from penstock.runtime.device.opening import hardware_of, open_accelerator
 from penstock.runtime.program import Program
 from penstock.runtime.sim.device import SimDevice
 
@@ -62,12 +62,12 @@ class Target:
 
     @property
     def where(self) -> torch.device:
-        return target_device(self.device)
+        return torch.device("cpu" if self.is_simulated else self.device)
 
     @property
     def is_simulated(self) -> bool:
         """Tell whether no accelerator is there, but its simulation, whose memory is the host's."""
-        return device_kind(self.device) == "sim"
+        return self.device.partition(":")[0] == "sim"
 
     @property
     def rounds(self) -> int:
