@@ -67,7 +67,7 @@ zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour
 sanitize: $(STAMP) ## the native engine and ExecuTorch's delegate under sanitizers of threads, addresses, undefined behaviour
 	@$(VENV)/bin/python -m pytest -n 0 -m sanitize --timeout=0 tests/native tests/backends/executorch/delegate
 
-gpu: $(STAMP) ## ten minutes on a GPU: what is known only there, a line of JSON each (DEVICE=xpu)
+gpu: $(STAMP) ## nine minutes on a GPU: what is known only there, a line of JSON each (DEVICE=xpu)
 	@$(VENV)/bin/python -m benchmarks.gpu --results build/gpu.jsonl $(if $(DEVICE),--device $(DEVICE))
 
 cuda-dry: $(STAMP) ## no GPU: CUDA's tests on torch's CUDA build and a counterfeit libcudart; 0.5 GB to download (WHEEL=FILE)

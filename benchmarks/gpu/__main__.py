@@ -1,8 +1,8 @@
-"""Ten minutes on a GPU: what nobody knows about penstock on real hardware, the most important first.
+"""Nine minutes on a GPU, in two runs: what only real hardware tells about penstock, the most important first.
 
 Each step runs in a process of its own with a limit of its own; one that fails, crashes or hangs is a line
-with its reason, and the next one begins. Every line of the standard output is a JSON object and is printed at
-once; at the end, all lines are appended to the results file, which is replaced whole.
+with its reason, and the next one begins. Every line of the standard output is a JSON object, which is printed
+and appended to the results file at once. At the end, the standard error gets a table of all results.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import isolation, steps
+from benchmarks.gpu import isolation, results, steps
 
 NEEDED = ("torch", "numpy", "safetensors", "networkx", "scipy", "pydantic", "pydantic_core")
 """Packages without which nothing runs. torch brings networkx."""
@@ -35,8 +36,9 @@ USEFUL = {"accelerate": "peers", "diffusers": "peers"}
 
 EXAMPLES = """\
 examples:
-  python -m benchmarks.gpu                                       the first CUDA device, at full size
-  python -m benchmarks.gpu --device xpu --results build/gpu.jsonl
+  python -m benchmarks.gpu --minutes 4.5 --results FIRST         the first CUDA device, at full size
+  python -m benchmarks.gpu --minutes 4.5 --continue FIRST --results SECOND
+                                                                 the steps that FIRST has not finished
   python -m benchmarks.gpu --only machine,suite,copies           three steps
   python -m benchmarks.gpu --device rig --scale 0.0005           tries the script on the rig, measures nothing
 
@@ -54,12 +56,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, xpu, or rig (default: cuda)")
+    parser.add_argument(
+        "--device", default="cuda", help="cuda, cuda:1, xpu, rig, or sim:h200 (default: cuda)"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full sizes (default: 1)")
     parser.add_argument("--only", default="", help="names of steps, separated by ','")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all steps together (default: 10)")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="since this process began, run.sh included (default: 10)"
+    )
     parser.add_argument("--patience", type=float, default=1.0, help="a factor for limits (default: 1)")
-    parser.add_argument("--results", type=Path, help="the file that gets all lines at the end")
+    parser.add_argument("--results", type=Path, help="the file to which each line is appended at once")
+    parser.add_argument(
+        "--continue",
+        type=Path,
+        dest="first",
+        metavar="FILE",
+        help="results whose finished steps are left out",
+    )
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -70,6 +83,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--scale is a share of the full sizes, above 0 and at most 1, got {given.scale}")
     if given.results and given.results.is_dir():
         parser.error(f"--results is a file to append to, got the folder {given.results}")
+    if given.first and not given.first.is_file():
+        parser.error(f"--continue is the results file of a run, and there is no file {given.first}")
     return given
 
 
@@ -94,50 +109,52 @@ def torch_version() -> str:
         return ""
 
 
-def run_all(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the lines of all steps that are asked for, as long as there is time."""
+def run_all(given: argparse.Namespace, finished: Container[str]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of all steps that are asked for and not finished, as long as there is time.
+
+    A step for which less than half of its limit is left does not begin: the next run has the time.
+    """
     lines = {"step": "check", "python": sys.version.split()[0], "device": given.device, **missing()}
     yield lines
     if lines["missing"]:
         return
-    end = time.monotonic() + 60 * given.minutes * given.patience
+    end = time.monotonic() - seconds_since_start() + 60 * given.minutes * given.patience
     arguments = ["--device", given.device, "--scale", str(given.scale)]
     for name in given.only:
-        left = end - time.monotonic()
-        if left <= 0:
-            yield {"step": name, "outcome": "failed", "reason": "all the time is used up"}
+        if name in finished:
             continue
-        yield from isolation.run(name, arguments, min(left, steps.STEPS[name].seconds * given.patience))
+        left, limit = end - time.monotonic(), steps.STEPS[name].seconds * given.patience
+        if left < limit / 2:
+            reason = (
+                f"{max(0, left):.0f} s are left, and it may take {limit:.0f} s: give --continue to a new run"
+            )
+            yield {"step": name, "outcome": "failed", "reason": reason}
+        else:
+            yield from isolation.run(name, arguments, min(left, limit))
 
 
-def append(path: Path, lines: Sequence[str]) -> None:
-    """Append lines to a file, which is there as it was or with all of them, whatever happens."""
-    before = path.read_text() if path.exists() else ""
-    if before and not before.endswith("\n"):
-        before += "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    with partial.open("w") as file:
-        file.write(before + "".join(f"{line}\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+def seconds_since_start() -> float:
+    """Return the age of this process. A shell script that ended in `exec` counts: the process is the same."""
+    with suppress(OSError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.process_time()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if every step is done, 1 if one has failed, and 2 if something that all need is missing."""
+    """Return 0 if every step is done, 1 if one has failed, and 2 if something that all need is missing."""
     given = parse(arguments)
     if given.step:
         return steps.run(given.step, given.device, given.scale, given.limit)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is known is written
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step's process is killed, too
+    before = results.read_lines(given.first) if given.first else []
     found: list[dict[str, Any]] = []
-    try:
-        for line in run_all(given):
-            found.append(line)
-            print(json.dumps(line), flush=True)
-    finally:
-        if given.results:
-            append(given.results, [json.dumps(line) for line in found])
+    for line in run_all(given, results.finished_steps(before)):
+        found.append(line)
+        if given.results:  # before it is printed: what was seen is on the disk
+            results.append_line(given.results, line)
+        print(json.dumps(line), flush=True)
+    print(results.make_table([before, found], steps.STEPS), file=sys.stderr)
     if found[0]["missing"]:
         return 2
     return int(any(line.get("outcome") == "failed" for line in found))

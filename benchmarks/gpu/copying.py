@@ -1,4 +1,4 @@
-"""How fast weights come to the device: page-locking, and copies by the size of their pieces."""
+"""How fast weights come to the device: page-locking, copies by the size of their pieces, kinds of memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.slabs import measure_slabs
 from benchmarks.gpu.target import Report, Target, require
 
 PIECES_MIB = (1, 4, 16, 32, 64, 256)
@@ -24,7 +25,7 @@ PRODUCTS = 16
 
 
 def measure(target: Target, report: Report) -> None:
-    """One line for page-locking, then one for each size of pieces, alone and under matrix products."""
+    """Report a line for page-locking, one for each size of pieces, and one for each kind of slab."""
     device, nbytes = target.open(), target.nbytes(TRANSFER)
     memory: list[torch.Tensor] = []
     seconds = target.seconds(lambda: memory.append(device.allocate_host(nbytes)))
@@ -62,6 +63,7 @@ def measure(target: Target, report: Report) -> None:
         )
         require(equal, f"a transfer in pieces of {piece} bytes arrived with other bytes")
     device.close()
+    measure_slabs(target, report, nbytes)
 
 
 def beside(target: Target, first: Work, second: Work) -> tuple[float, float]:

@@ -1,26 +1,20 @@
-"""A decoder of Llama's shape: streamed at three budgets, replayed as a graph, and beside other libraries."""
+"""A decoder of Llama's shape: streamed at four budgets, and replayed as a graph."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
-from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
 
-from benchmarks.gpu.steps import SkippedError, say
-from benchmarks.gpu.target import Report, Target, on_host, require
+from benchmarks.gpu.target import Report, Target, require
 from penstock.demo.llama import choose_shape, make_meta_decoder
 from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Wrap
 from penstock.schedule.plan import Plan
 
 WEIGHTS = 2 << 30
-SHARES = (0.0, 0.5, 1.0)
+SHARES = (0.0, 0.5, 0.9, 1.0)
 """Budgets, as shares of the way from the floor to all weights."""
 
 TOKENS = (1, 512)
@@ -40,13 +34,21 @@ class Cell:
     def release(self) -> None:
         """Give the resident module's memory back, so that the driver's count is of what streams."""
         del self.module
-        torch.accelerator.empty_cache()
+        self.target.empty_cache()
 
-    def plan(self, program: Program, share: float, wrap: Wrap = "overlap") -> Plan:
+    def plan(
+        self, program: Program, share: float, wrap: Wrap = "overlap", host_memory: int | None = None
+    ) -> Plan:
         floor = program.floor(self.target.device)
         budget = floor + int(share * (program.weight_bytes - floor))
+        return self.plan_within(program, budget, wrap, host_memory)
+
+    def plan_within(
+        self, program: Program, budget: int, wrap: Wrap = "overlap", host_memory: int | None = None
+    ) -> Plan:
+        device = self.target.device
         with self.target.plan_sizes():
-            return program.plan(budget, device=self.target.device, wrap=wrap)
+            return program.plan(budget, device=device, wrap=wrap, host_memory=host_memory)
 
     def compile(self) -> Program:
         return self.target.compile(self.module, {"forward": (self.given,)}, "llama")
@@ -80,7 +82,7 @@ def run_budgets(target: Target, report: Report) -> None:
         cell.release()
         for share in SHARES:
             plan = cell.plan(program, share)
-            torch.accelerator.empty_cache()
+            target.empty_cache()
             before = target.taken()
             with program.load(plan=plan, device=target.device) as streamed:
                 equal = torch.equal(streamed(cell.given), cell.expected)
@@ -121,63 +123,3 @@ def run_replay(target: Target, report: Report) -> None:
             share=share, captured=target.captures, **cell.figures(plan, seconds), called_s=called, equal=equal
         )
         require(equal, "a replayed pass has not the bits of the resident decoder")
-
-
-def offload_with_accelerate(module: nn.Module, where: torch.device) -> None:
-    from accelerate import cpu_offload
-
-    cpu_offload(module, execution_device=where)
-
-
-def offload_with_diffusers(module: nn.Module, where: torch.device, kind: str) -> None:
-    from diffusers.hooks import apply_group_offloading
-
-    if where.type not in ("cuda", "xpu"):
-        raise SkippedError("diffusers copies on streams of cuda and xpu alone")
-    apply_group_offloading(
-        module,
-        onload_device=where,
-        offload_device=torch.device("cpu"),
-        offload_type=kind,
-        use_stream=True,
-        **({"num_blocks_per_group": 1} if kind == "block_level" else {}),
-    )
-
-
-PEERS: dict[str, Callable[[nn.Module, torch.device], None]] = {
-    "accelerate": offload_with_accelerate,
-    "diffusers, blocks": partial(offload_with_diffusers, kind="block_level"),
-    "diffusers, leaves": partial(offload_with_diffusers, kind="leaf_level"),
-}
-
-
-def run_peers(target: Target, report: Report) -> None:
-    """A line for each number of tokens and each peer, which hold all weights in the host's memory.
-
-    A peer that fails is a line, too, and fails the step once all have had their turn.
-    """
-    failed = []
-    for tokens in TOKENS:
-        cell = Cell(target, tokens)
-        for name, offload in PEERS.items():
-            library = name.partition(",")[0]
-            try:
-                if find_spec(library) is None:
-                    raise SkippedError(f"{library} is not installed")
-                found = _peer(target, cell, offload)
-            except SkippedError as reason:
-                found = {"skipped": str(reason)}
-            except Exception as error:
-                traceback.print_exc()
-                found = {"failed": say(error)}
-                failed.append(f"{name} for {tokens} tokens")
-            report(peer=name, tokens=tokens, **found)
-    require(not failed, f"these peers failed: {'; '.join(failed)}")
-
-
-def _peer(target: Target, cell: Cell, offload: Callable[[nn.Module, torch.device], None]) -> dict[str, Any]:
-    module = on_host(cell.module)
-    offload(module, target.where)
-    equal = torch.equal(module(cell.given), cell.expected)
-    times = [target.seconds(partial(module, cell.given)) for _ in range(target.rounds)]
-    return {"seconds": median(times), "resident_s": cell.resident_s, "equal": equal}

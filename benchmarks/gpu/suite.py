@@ -16,6 +16,7 @@ def run(target: Target, report: Report) -> None:
         device = target.open()
         try:
             check(device)
+            device.finish()  # kernels, for which closing does not wait
         except Exception as error:
             failed += 1
             report(check=name, reason=f"{type(error).__name__}: {error}")

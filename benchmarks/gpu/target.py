@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import penstock
 from benchmarks.machine import describe_machine
 from penstock.runtime import calibrate
-from penstock.runtime.device.accelerator import AcceleratorDevice
-from penstock.runtime.device.opening import open_accelerator
+from penstock.runtime.device.opening import hardware_of, open_accelerator
 from penstock.runtime.program import Program
+from penstock.runtime.sim.device import SimDevice
 
 Report = Callable[..., None]
 """Prints one line of figures, which are given by name."""
@@ -62,7 +62,12 @@ class Target:
 
     @property
     def where(self) -> torch.device:
-        return torch.device(self.device)
+        return torch.device("cpu" if self.is_simulated else self.device)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Tell whether no accelerator is there, but its simulation, whose memory is the host's."""
+        return self.device.partition(":")[0] == "sim"
 
     @property
     def rounds(self) -> int:
@@ -93,13 +98,21 @@ class Target:
     def where_is_rig(self) -> bool:
         return self.device.partition(":")[0] == RIG
 
-    def open(self) -> AcceleratorDevice:
+    def open(self) -> Any:
+        if self.is_simulated:
+            return SimDevice(hardware_of(self.device), name=self.device)
         return open_accelerator(self.device)
 
     # Times and memory.
 
     def finish(self) -> None:
-        torch.accelerator.synchronize(self.where)
+        if not self.is_simulated:
+            torch.accelerator.synchronize(self.where)
+
+    def empty_cache(self) -> None:
+        """Have torch's allocator give free memory back, so that the driver's count is of what is held."""
+        if not self.is_simulated:
+            torch.accelerator.empty_cache()
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Seconds of a call and of all that it has enqueued."""
@@ -132,7 +145,9 @@ class Target:
         return seconds
 
     def taken(self) -> int:
-        """Bytes of the device that are taken by any process, by the driver's count."""
+        """Bytes of the device that are taken by any process, by the driver's count; 0 on a simulated one."""
+        if self.is_simulated:
+            return 0
         free, total = torch.accelerator.get_memory_info(self.where)
         return int(total - free)
 
@@ -224,9 +239,11 @@ def require(holds: bool, what: str) -> None:
 def describe(target: Target, report: Report) -> None:
     """What is measured, on what. Raises WrongResultError where the device has no room for the sizes."""
     device = target.open()
-    free, total = device.memory_info
-    facts = {"product": device.product, "free_bytes": free, "total_bytes": total}
+    product = target.device if target.is_simulated else device.product
+    free, total = (device.hardware.memory_nbytes,) * 2 if target.is_simulated else device.memory_info
     device.close()
-    report(**describe_machine(), **facts, scale=target.scale, measures=not target.where_is_rig)
+    facts = {"product": product, "free_bytes": free, "total_bytes": total}
+    measures = not (target.where_is_rig or target.is_simulated)
+    report(**describe_machine(), **facts, scale=target.scale, measures=measures)
     needed = target.nbytes(6 << 30)
     require(free >= needed, f"the largest step needs {needed} bytes of the device, and {free} are free")

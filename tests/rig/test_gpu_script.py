@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import bits, copying, isolation, llama, overlap, passes
+from benchmarks.gpu import bits, copying, disk, hosting, isolation, llama, overlap, passes, peers, results
 from benchmarks.gpu.isolation import ROOT, environment
-from benchmarks.gpu.steps import STEPS, SkippedError
+from benchmarks.gpu.steps import NEED_STREAMS, STEPS, SkippedError
 from benchmarks.gpu.target import Target, WrongResultError
 from penstock.demo.llama import Shape, make_meta_decoder
 from penstock.runtime.device.accelerator import AcceleratorDevice
@@ -74,29 +75,32 @@ class ForkedStep:
         return self.returncode
 
 
-def test_ten_minutes_on_a_gpu_are_tried_on_the_rig(
+def test_both_runs_on_a_gpu_are_tried_on_the_rig(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All steps, but for the time that each would need to import torch; those below have real processes."""
     build()  # outside of the steps' limits
-    results = tmp_path / "build" / "gpu.jsonl"
+    first, second = tmp_path / "build" / "first.jsonl", tmp_path / "second.jsonl"
     monkeypatch.setenv(
         "PYTHONPATH", hide(tmp_path / "hidden", "raise ModuleNotFoundError(__name__)", *ABSENT)
     )
     monkeypatch.setattr(isolation, "subprocess", SimpleNamespace(Popen=ForkedStep, PIPE=subprocess.PIPE))
-    status = script.main([*ON_THE_RIG, "--results", str(results)])
+    begun = [*STEPS][:7]
+    assert script.main([*ON_THE_RIG, "--only", ",".join(begun), "--results", str(first)]) == 0
+    assert script.main([*ON_THE_RIG, "--continue", str(first), "--results", str(second)]) == 0
     printed, said = capsys.readouterr()
     lines = [json.loads(line) for line in printed.splitlines()]
-    assert [json.loads(line) for line in results.read_text().splitlines()] == lines
+    assert results.read_lines(first) + results.read_lines(second) == lines
     outcomes = [(line["step"], line["outcome"]) for line in lines if "outcome" in line]
     assert outcomes == [(step, "done") for step in STEPS], said
-    assert status == 0
+    table = said.rpartition("## machine: done, ")[2]  # the second run's is of all steps
+    assert [part.partition(":")[0] for part in table.split("\n## ")[1:]] == [*STEPS][1:]
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         if "outcome" not in line:
             found[line.pop("step")].append(line)
     assert list(found) == ["check", *STEPS]
-    assert found["check"][0]["missing"] == []
+    assert [line["missing"] for line in found["check"]] == [[], []]
     assert found["machine"][0]["product"] == f"rig, {machine.MEMORY} bytes"
     assert found["machine"][0]["measures"] is False
     assert found["suite"] == [{"checks": len(CHECKS), "faults": len(FAULTS), "failed": 0}]
@@ -105,6 +109,7 @@ def test_ten_minutes_on_a_gpu_are_tried_on_the_rig(
     _check_bits(found["bits"])
     _check_passes(found)
     _check_llama(found)
+    _check_host_and_disk(found)
     backend, ahead = found["inductor"]
     assert (backend["what"], backend["equal"], backend["misses"]) == ("torch.compile", True, 0)
     assert backend["bytes_moved"] > 0
@@ -114,8 +119,31 @@ def test_ten_minutes_on_a_gpu_are_tried_on_the_rig(
     }
 
 
+def test_both_runs_are_tried_on_a_simulated_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps that are quick there, and those that cannot run there."""
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    monkeypatch.setattr(isolation, "subprocess", SimpleNamespace(Popen=ForkedStep, PIPE=subprocess.PIPE))
+    here = ["--device", "sim:h200", *ON_THE_RIG[2:]]
+    both = "machine,suite,copies,overlap,host,disk,peers,inductor,streams,closing"
+    assert script.main([*here, "--only", "machine,suite,copies", "--results", str(first)]) == 0
+    assert script.main([*here, "--only", both, "--continue", str(first), "--results", str(second)]) == 0
+    lines = results.read_lines(first) + results.read_lines(second)
+    said = capsys.readouterr().err
+    assert [line["step"] for line in lines if line.get("outcome") == "done"] == both.split(","), said
+    assert lines[1]["product"] == "sim:h200"
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        found[line["step"]].append(line)
+    assert {step for step in found if "skipped" in found[step][0]} == {*NEED_STREAMS}
+    _check_host_and_disk({step: found[step][:-1] for step in ("host", "disk")})
+
+
 def _check_copies(lines: list[dict[str, Any]]) -> None:
-    locking, *copies = lines
+    locking, *copies, small, huge = lines
+    assert (small["huge"], huge["huge"]) == (False, True)
+    assert all(line["equal"] and line["touch_s_a_gib"] > 0 for line in (small, huge))
     assert locking["nbytes"] == int(copying.TRANSFER * 0.0005) // 4096 * 4096
     assert locking["seconds_a_gib"] > locking["seconds"] > 0
     assert len(copies) == len(copying.PIECES_MIB)
@@ -178,20 +206,47 @@ def _check_llama(found: dict[str, list[dict[str, Any]]]) -> None:
         assert (line["copying_s"] > 0) == (line["share"] < 1)
     assert [line["share"] for line in found["replay"]] == list(llama.SHARES)
     assert all(line["equal"] is True and line["captured"] is False for line in found["replay"])
-    assert [(line["tokens"], line["peer"]) for line in found["peers"]] == [
-        (tokens, peer) for tokens in llama.TOKENS for peer in llama.PEERS
+    assert [(line["tokens"], line["peer"], line.get("penstock", False)) for line in found["peers"]] == [
+        (tokens, *run)
+        for tokens in llama.TOKENS
+        for run in [
+            ("accelerate", False),
+            ("accelerate", True),
+            *((peer, False) for peer in [*peers.PEERS][1:]),
+        ]
     ]
     for line in found["peers"]:
         if line["peer"] == "accelerate":
             assert line["equal"] is True
             assert line["seconds"] > 0
+            assert line["peak_driver_bytes"] > 0
+            assert line.get("within") in (None, line.get("driver_bytes", 0) <= line["peak_driver_bytes"])
         else:
             assert line["skipped"] == "diffusers copies on streams of cuda and xpu alone"
 
 
+def _check_host_and_disk(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert [line["share"] for line in found["host"]] == list(hosting.SHARES)
+    resident, *streamed = found["host"]
+    assert resident["streamed_steps"] == 0
+    for line in streamed:
+        assert line["equal"] is True
+        assert line["streamed_steps"] > 0
+        added = line["call_processor_us"] - resident["call_processor_us"]
+        assert line["call_processor_us_a_streamed_step"] == added / line["streamed_steps"]
+    assert [(line["share"], line["cached"]) for line in found["disk"]] == [
+        (share, cached) for share in disk.SHARES for cached in (False, True)
+    ]
+    for line in found["disk"]:
+        assert line["equal"] is True
+        assert line["misses"] == 0
+        assert 0 < line["pinned_bytes"] <= line["host_memory"] == line["weights"] // 2
+        assert line["staged_bytes_per_s"] == line["staged_bytes"] / line["seconds"] > 0
+
+
 def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path: Path) -> None:
-    results = tmp_path / "gpu.jsonl"
-    results.write_text('{"step": "of another day"}')
+    path = tmp_path / "gpu.jsonl"
+    path.write_text('{"step": "of another day"}')
     arguments = [
         "--device",
         "cuda:7",
@@ -200,7 +255,7 @@ def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path: Path) -> Non
         "--only",
         "machine,copies",
         "--results",
-        str(results),
+        str(path),
     ]
     hidden = hide(tmp_path / "hidden", "raise ModuleNotFoundError(__name__)", *ABSENT)
     status, lines, said = run(arguments, hidden)
@@ -210,9 +265,9 @@ def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path: Path) -> Non
         assert line["outcome"] == "failed"
         assert line["reason"].startswith("StreamError: there is no device 'cuda:7' here")
     assert "Traceback" in said
-    kept = [json.loads(line) for line in results.read_text().splitlines()]
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert kept == [{"step": "of another day"}, *lines]
-    assert {*tmp_path.iterdir()} == {results, Path(hidden)}
+    assert {*tmp_path.iterdir()} == {path, Path(hidden)}
 
 
 def test_a_peer_that_fails_is_a_line_and_the_next_goes_on(
@@ -227,19 +282,22 @@ def test_a_peer_that_fails_is_a_line_and_the_next_goes_on(
     def moved(module: Any, where: torch.device) -> None:
         module.to(where)
 
-    peers = {"torch, crowded": crowded, "torch, absent": absent, "nowhere": moved, "torch": moved}
-    monkeypatch.setattr(llama, "PEERS", peers)
+    offloads = {"torch, crowded": crowded, "torch, absent": absent, "nowhere": moved, "torch": moved}
+    monkeypatch.setattr(peers, "PEERS", offloads)
     lines: list[dict[str, Any]] = []
     with pytest.raises(
         WrongResultError, match=r"peers failed: torch, crowded for 1 tokens; torch, crowded for 512 tokens$"
     ):
-        llama.run_peers(Target("rig", 0.0005, tmp_path), lambda **line: lines.append(line))
-    for tokens, (crowd, other, missing, whole) in zip(llama.TOKENS, (lines[:4], lines[4:]), strict=True):
+        peers.run(Target("rig", 0.0005, tmp_path), lambda **line: lines.append(line))
+    for tokens, found in zip(llama.TOKENS, (lines[:5], lines[5:]), strict=True):
+        crowd, other, missing, whole, within = found
         said = "OutOfMemoryError: rig out of memory."
         assert crowd == {"peer": "torch, crowded", "tokens": tokens, "failed": said}
         assert other == {"peer": "torch, absent", "tokens": tokens, "skipped": "it is of another device"}
         assert missing == {"peer": "nowhere", "tokens": tokens, "skipped": "nowhere is not installed"}
         assert (whole["peer"], whole["tokens"], whole["equal"]) == ("torch", tokens, True)
+        assert within["within"] is True
+        assert 0 < within["driver_bytes"] <= whole["peak_driver_bytes"]
 
 
 def test_a_step_that_crashes_is_a_line(tmp_path: Path) -> None:
@@ -289,10 +347,57 @@ def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path: Path) -> No
 def test_without_time_the_last_steps_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--device", "rig", "--minutes", "0", "--only", "llama,peers"]) == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    left = "0 s are left, and it may take {} s: give --continue to a new run"
     assert lines[1:] == [
-        {"step": step, "outcome": "failed", "reason": "all the time is used up"}
+        {"step": step, "outcome": "failed", "reason": left.format(STEPS[step].seconds)}
         for step in ("llama", "peers")
     ]
+
+
+def test_limits_fit_two_runs() -> None:
+    limits = [step.seconds for step in STEPS.values()]
+    assert sum(limits[:7]) <= 260
+    assert sum(limits[7:]) <= 260
+
+
+def test_the_time_of_a_script_before_exec_counts() -> None:
+    asked = "from benchmarks.gpu.__main__ import seconds_since_start as age; print(age())"
+    command = ["bash", "-c", 'sleep 1; exec "$@"', "run.sh", sys.executable, "-c", asked]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)
+    assert 1 <= float(done.stdout) < 60
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_killed_run_keeps_its_lines_and_is_continued(tmp_path: Path) -> None:
+    number, first, surroundings = tmp_path / "step", tmp_path / "first.jsonl", environment()
+    hangs = f"import os, signal\nopen({str(number)!r}, 'w').write(f'{{os.getpid()}} ')\nsignal.pause()"
+    hidden = hide(tmp_path / "hidden", hangs, "torch")
+    surroundings["PYTHONPATH"] = os.pathsep.join([hidden, surroundings["PYTHONPATH"]])
+    command = [sys.executable, "-m", "benchmarks.gpu", "--results", str(first), "--patience", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=surroundings) as process:
+        assert process.stdout
+        process.stdout.readline()
+        wait_until(lambda: number.exists() and number.read_text().endswith(" "))
+        process.kill()
+    step = Path("/proc") / number.read_text().strip() / "cmdline"  # empty once it has ended
+    wait_until(lambda: not step.exists() or not step.read_bytes())
+    with first.open("a") as file:
+        file.write(
+            '{"step": "machine", "outcome": "done"}\n{"step": "suite", "outcome": "failed"}\n{"step": "co'
+        )
+    assert [line["step"] for line in results.read_lines(first)] == ["check", "machine", "suite"]
+    status, lines, said = run(["--continue", str(first), "--minutes", "0", "--results", str(first)])
+    assert status == 1
+    assert [line["step"] for line in lines] == ["check", *[*STEPS][1:]]
+    assert [line["step"] for line in results.read_lines(first)[3:]] == ["check", *[*STEPS][1:]]
+    assert "## machine: done\n" in said
+    assert "## copies: failed 0 s are left" in said
 
 
 def test_what_is_missing_is_said_before_anything_runs(
@@ -324,6 +429,7 @@ def test_an_older_torch_is_said_before_anything_runs(
     ("arguments", "words"),
     [
         (["--only", "copies,steps"], "there is no step steps: choose from machine, suite"),
+        (["--continue", "/none"], "--continue is the results file of a run, and there is no file /none"),
         (["--results", "/"], "--results is a file to append to, got the folder /"),
         (["--scale", "2"], "--scale is a share of the full sizes, above 0 and at most 1, got 2.0"),
     ],
