@@ -413,13 +413,6 @@ def test_large_copies_are_cut_and_bring_the_same(program: Program, order: str, m
     device.close()
 
 
-def test_the_stream_of_copies_is_none_that_the_caller_can_get(program: Program, late: None) -> None:
-    with load(program, "50%", AcceleratorDevice("rig")) as streamed:
-        inner: Any = streamed._weights.streamer
-        mine = {torch.Stream("rig").stream_id for _ in range(100)}
-        assert inner._copies.stream_id not in mine | {torch.accelerator.current_stream().stream_id}
-
-
 def test_a_transfer_is_put_into_words_only_for_messages(
     program: Program, late: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,8 +47,9 @@ _BACKWARD = "backward: "
 _LARGE = 1 << 20
 """Freed blocks of so many bytes go back to the system.
 
-A Llama with a cap of 96 MiB, trained on 512 tokens with activations of 1.5 MiB each, took 121 MiB above its
-imports, and 317 MiB with blocks of 2 MiB: freed activations stayed in the heap.
+A Llama with a cap of 96 MiB, trained on 512 tokens with activations of 1.5 MiB each, took 317 MiB above its
+imports with blocks of 2 MiB, as freed activations stayed in the heap, and 121 MiB with blocks of 256 KiB.
+With those, a step of 64 tokens of a larger Llama took 566 ms, and 538 with blocks of 1 MiB.
 """
 
 
