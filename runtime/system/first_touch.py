@@ -27,7 +27,7 @@ from penstock.schedule.facts.sizes import format_size
 SYSFS = Path("/sys")
 
 _THREADS = 16
-"""The most threads that take memory at once: more do not clear pages faster."""
+"""The most threads that take memory at once."""
 
 _log = logging.getLogger(__name__)
 
