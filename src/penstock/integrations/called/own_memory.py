@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.integrations.called.facts import NO_FOLDER, ModuleFacts
@@ -53,6 +54,10 @@ def like(value: torch.Tensor, fqn: str, tensor_of: Callable[[str], torch.Tensor]
 @contextmanager
 def plain_tensors_only() -> Iterator[None]:
     """Make the body's new tensors plain ones on the CPU, whatever modes and transforms a call runs in."""
+    if not _is_in_modes():  # a backward comes here for each weight that it reads
+        with torch.no_grad():
+            yield
+        return
     with ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
@@ -61,6 +66,17 @@ def plain_tensors_only() -> Iterator[None]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.device("cpu"))
         yield
+
+
+def _is_in_modes() -> bool:
+    """Tell whether a mode, a transform of functorch or another default device is there."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_inference_mode_enabled()
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _len_torch_dispatch_stack_pre_dispatch() > 0
+    )
 
 
 class OwnMemory:

@@ -170,6 +170,7 @@ class TrainedModule(CalledModule):
                     raise
                 finally:
                     self._pass = None
+                    self._memory.leave()
             self._passes += 1
             self._present = current
             self._check_uses(current)
@@ -194,6 +195,7 @@ class TrainedModule(CalledModule):
             room = self._cap.room - self._largest_step
         else:
             self._begin(current)
+            self._memory.enter()
             if self._whole.is_known(current.arguments, self._room):
                 room = self._room - self._least.taken_by(current.arguments)
                 with self.activations.forward(lambda: self.activations.beyond(room)):
@@ -350,10 +352,12 @@ class TrainedModule(CalledModule):
         self._pass = current
         if current.opened is not None:  # the node has a weight already: steps use memory of their own
             current.open = current.open or next(iter(self._steps.steps.values()))
+        self._memory.enter()
         try:
             with self.activations.hooks(), current.live or nullcontext():
                 return run()
         finally:
+            self._memory.leave()
             self._pass, current.open = before
 
     def _close_step(self, current: _TrainingPass) -> None:

@@ -46,10 +46,9 @@ class PackedWeight:
     def over(self, plain: torch.Tensor) -> torch.Tensor:
         """Return the saved tensor in the memory of `plain`, which has the values of its plain tensor."""
         start = plain.storage_offset() * plain.itemsize + self.start
-        with torch.no_grad():
-            empty = torch.empty(0, dtype=self.dtype)
-            memory = plain.untyped_storage()
-            return empty.set_(memory, start // self.dtype.itemsize, self.shape, self.stride)
+        empty = torch.empty(0, dtype=self.dtype)
+        memory = plain.untyped_storage()
+        return empty.set_(memory, start // self.dtype.itemsize, self.shape, self.stride)
 
 
 @contextmanager
