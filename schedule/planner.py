@@ -308,8 +308,9 @@ def _check_floor(pieces: Pieces, budget: int, names: Sequence[str] | None) -> No
         without = floor(replace(demand, keep=frozenset())).upper_bytes
         taken = format_size(lowest.upper_bytes - without)
         sentence += f", of which keeping {', '.join(kept)} in memory takes {taken}"
+    needs = f"step {lowest.step!r} needs {', '.join(called)} at once"
     raise BudgetError(
-        f"{sentence}: step {lowest.step!r} needs {', '.join(called)} at once; "
+        f"{sentence}: {needs if called else 'so much stays in memory, whatever streams'}; "
         f"give at least {lowest.upper_bytes} bytes{' or keep fewer weights' if kept else ''}",
         floor_bytes=lowest.upper_bytes,
         step=lowest.step,

@@ -76,6 +76,17 @@ def test_a_refusal_names_floor_step_and_weights() -> None:
     assert (caught.value.floor_bytes, caught.value.step, caught.value.weights) == (202, "head", ("a", "b"))
 
 
+def test_a_refusal_says_so_where_no_step_sets_the_floor() -> None:
+    storages = (Storage(8, "mutable"),)
+    traces = (Trace("forward", 0, "", (), 0, 0, "modelled"),)
+    arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
+    problem = Problem(storages, traces, arena, hardware=machine(1e9))
+    with pytest.raises(
+        BudgetError, match="the floor of 8 B: so much stays in memory, whatever streams; give"
+    ):
+        make_plan(problem, 4, names=("cache",))
+
+
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_a_floor_is_found_without_cutting_storages_into_spans(
     kind: ArenaKind, monkeypatch: pytest.MonkeyPatch

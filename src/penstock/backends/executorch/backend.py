@@ -23,7 +23,7 @@ from penstock.backends.executorch.options import (
     from_specs,
     settings_of,
 )
-from penstock.backends.executorch.plain import with_views
+from penstock.backends.executorch.plain import as_torch_exports
 from penstock.backends.executorch.plans import BLOCK, make_plans
 from penstock.backends.executorch.region import PAYLOAD, PROGRAM, Appended, RegionCode
 from penstock.backends.executorch.regions import dim_order_of
@@ -112,7 +112,7 @@ def _lower(
     if settings.kernels == "executorch":
         return find_facts(regions, methods, settings), _add_programs(store, edge_programs)
     for region in regions:
-        with_views(region.program)
+        as_torch_exports(region.program)
     facts, code = compile_methods(regions, methods, settings)
     assert facts.payload.program is not None
     store.add_named_data(facts.payload.program.path, code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,7 +22,14 @@ from penstock.backends.executorch.options import (
     to_spec,
 )
 from penstock.backends.executorch.plain import compiled_late, operators_of
-from penstock.backends.executorch.regions import Regions, Worth, find_regions, tag, whole_method
+from penstock.backends.executorch.regions import (
+    Regions,
+    Worth,
+    find_regions,
+    other_backends,
+    tag,
+    whole_method,
+)
 from penstock.backends.executorch.uses import with_own_uses
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.calls.inputs import describe_method, guards_of
@@ -36,6 +44,8 @@ from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Hardware, Input, Symbol
 from penstock.schedule.facts.sizes import parse_size
+
+_log = logging.getLogger(__name__)
 
 LEAST = 64 << 10
 """Bytes from which on a storage is worth a region: what the disk brings while a delegate is called."""
@@ -148,6 +158,13 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         """
         self._partitioned = True
         found = whole_method(exported_program) if self._compiles else self._regions(exported_program)
+        others = other_backends(exported_program)
+        if others and not found.regions:
+            _log.warning(
+                "penstock streams nothing of a program: %s took what reads weights before; name "
+                "PenstockPartitioner first to have them streamed",
+                " and ".join(others),
+            )
         tags = tag(exported_program, found.regions, "penstock")
         specs = self._specs(exported_program, found)
         return PartitionResult(

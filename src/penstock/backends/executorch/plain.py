@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -20,16 +21,19 @@ def operators_of(exported: ExportedProgram) -> list[OpOverload]:
     return [target for target in targets if isinstance(target, OpOverload)]
 
 
-def with_views(exported: ExportedProgram) -> ExportedProgram:
-    """Returns a program with ATen's operators as it was before ExecuTorch made copies of its views.
+def as_torch_exports(exported: ExportedProgram) -> ExportedProgram:
+    """Returns a program with ATen's operators as `torch.export` makes them: with views, and with numbers.
 
-    The graph is changed in place. It writes nothing but its buffers, in the end, so a view and a copy have
-    the same values. Orders of dimensions are memory formats again, which compilers know. A copy has other
-    strides than the view that it was made of, so formats are found after views are back, and a `view` becomes
-    a `reshape`, which takes any strides.
+    ExecuTorch has made copies of views, and tensors of numbers. The graph is changed in place. It writes
+    nothing but its buffers, in the end, so a view and a copy have the same values. Orders of dimensions are
+    memory formats again, which compilers know. A copy has other strides than the view that it was made of, so
+    formats are found after views are back, and a `view` becomes a `reshape`, which takes any strides.
+    Inductor takes the scale of an attention for a number.
     """
+    numbers = _numbers(exported)
     for node in _operators(exported.graph_module):
         _restore_view(node)
+        _restore_number(node, numbers)
     graph_module = exported.graph_module
     _take_values(graph_module, propagate(graph_module, fake_inputs(graph_module)))
     for node in _operators(graph_module):
@@ -55,6 +59,31 @@ def _restore_view(node: fx.Node) -> None:
         view = getattr(getattr(torch.ops.aten, name.removesuffix("_copy"), None), overload, None)
         if view is not None and any(one.alias_info is not None for one in view._schema.returns):
             node.target = view
+
+
+def _numbers(exported: ExportedProgram) -> dict[str, torch.Tensor]:
+    """What ExecuTorch has made of numbers, by the names of inputs."""
+    values = exported.state_dict
+    named = exported.graph_signature.inputs_to_buffers.items()
+    made = {name: values[fqn] for name, fqn in named if fqn.startswith(_MADE) and fqn in values}
+    return {name: value for name, value in made.items() if value.dim() == 0}
+
+
+def _restore_number(node: fx.Node, numbers: Mapping[str, torch.Tensor]) -> None:
+    """Put a number where arithmetic with a tensor has a constant of the same dtype."""
+    if node.target not in _ARITHMETIC:
+        return
+    value, other = node.args
+    if isinstance(value, fx.Node) and isinstance(other, fx.Node) and other.name in numbers:
+        number = numbers[other.name]
+        if number.dtype == value.meta["val"].dtype:
+            node.args = value, number.item()
+
+
+_MADE = "_lifted_tensor_constant"
+"""How ExecuTorch names the constants that it makes."""
+
+_ARITHMETIC = tuple(getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div"))
 
 
 def _take_values(graph_module: fx.GraphModule, propagated: fx.GraphModule) -> None:

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from executorch.exir.delegate import executorch_call_delegate
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind, TensorArgument
@@ -305,11 +306,22 @@ def _in_order(usage: Usage, groups: Iterable[set[fx.Node]]) -> Regions:
 
 
 def whole_method(exported: ExportedProgram) -> Regions:
-    """Returns one region of all nodes of a program that compute.
+    """Returns one region of all nodes of a program that compute; none if other backends have all weights.
 
-    Raises PassError for results that no delegate of ExecuTorch can have: a number, or a buffer that the
-    program writes too.
+    Raises PassError if other backends have a part of the program, and for results that no delegate of
+    ExecuTorch can have: a number, or a buffer that the program writes too.
     """
+    nodes = exported.graph_module.graph.nodes
+    others = other_backends(exported)
+    if others:
+        weights = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.target is not None}
+        readers = {user for node in nodes if node.name in weights for user in node.users}
+        if all(_is_delegate(user) or user.op == "output" for user in readers):
+            return Regions(())
+        raise PassError(
+            f"{' and '.join(others)} took a part of the program before, and a compiled method is whole: name "
+            'PenstockPartitioner first, or export with kernels="executorch"'
+        )
     specs = exported.graph_signature.output_specs
     for spec in specs:
         if spec.kind is OutputKind.USER_OUTPUT and not isinstance(
@@ -324,9 +336,19 @@ def whole_method(exported: ExportedProgram) -> Regions:
                 f"the program writes buffer {spec.target!r} and returns it, which a compiled method cannot: "
                 'return a copy of it (clone), or export with kernels="executorch"'
             )
-    graph = exported.graph_module.graph
-    names = tuple(node.name for node in graph.nodes if node.op in ("call_function", "get_attr"))
+    names = tuple(node.name for node in nodes if node.op in ("call_function", "get_attr"))
     return Regions((Region(names),) if names else ())
+
+
+def other_backends(exported: ExportedProgram) -> list[str]:
+    """The ids of backends that took parts of a program before."""
+    modules = dict(exported.graph_module.named_modules())
+    calls = [node for node in exported.graph.nodes if _is_delegate(node)]
+    return sorted({str(modules[node.args[0].target].backend_id) for node in calls})
+
+
+def _is_delegate(node: fx.Node) -> bool:
+    return node.target is executorch_call_delegate
 
 
 def tag(exported: ExportedProgram, regions: Sequence[Region], prefix: str) -> list[str]:

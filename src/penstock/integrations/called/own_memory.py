@@ -75,7 +75,7 @@ def _is_in_modes() -> bool:
         or torch.is_inference_mode_enabled()
         or torch._C._len_torch_function_stack() > 0
         or torch._C._len_torch_dispatch_stack() > 0
-        or _len_torch_dispatch_stack_pre_dispatch() > 0
+        or _len_torch_dispatch_stack_pre_dispatch() > 0  # type: ignore[no-untyped-call]
     )
 
 

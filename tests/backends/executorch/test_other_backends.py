@@ -1,0 +1,65 @@
+"""Partitioners of other backends beside penstock's: what they took before is left to them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+from torch import Tensor, nn
+from torch.export import export
+
+from penstock.backends.executorch import PenstockPartitioner
+from penstock.schedule.facts.errors import PassError
+
+
+class Words(nn.Module):
+    """XNNPACK takes the layers and leaves the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(100, 64), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.layers(self.table(words))
+
+
+def delegates(model: nn.Module, given: Tensor, partitioners: Sequence[Any]) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        edge = to_edge_transform_and_lower(export(model.eval(), (given,)), partitioner=list(partitioners))
+        made = edge.to_executorch(ExecutorchBackendConfig(segment_alignment=4096))
+    return [one.id for one in made.executorch_program.execution_plan[0].delegates]
+
+
+@pytest.mark.parametrize("kernels", ["executorch", "aotinductor"])
+def test_where_another_has_all_weights_penstock_says_so(kernels: Any, caplog: Any) -> None:
+    partitioners = XnnpackPartitioner(), PenstockPartitioner(kernels=kernels, least=1)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        assert delegates(nn.Linear(64, 64), torch.randn(4, 64), partitioners) == ["XnnpackBackend"]
+    (said,) = [one.getMessage() for one in caplog.records if one.name.startswith("penstock")]
+    assert said == (
+        "penstock streams nothing of a program: XnnpackBackend took what reads weights before; name "
+        "PenstockPartitioner first to have them streamed"
+    )
+
+
+def test_what_another_has_left_streams() -> None:
+    partitioners = XnnpackPartitioner(), PenstockPartitioner(least=1)
+    assert delegates(Words(), torch.arange(4), partitioners) == ["PenstockBackend", "XnnpackBackend"]
+
+
+def test_a_compiled_method_is_not_without_what_another_has_taken() -> None:
+    partitioners = XnnpackPartitioner(), PenstockPartitioner(kernels="aotinductor")
+    with pytest.raises(PassError, match="XnnpackBackend took a part of the program before, and a compiled"):
+        delegates(Words(), torch.arange(4), partitioners)
+
+
+def test_what_penstock_took_first_is_not_anothers() -> None:
+    partitioners = PenstockPartitioner(least=1), XnnpackPartitioner()
+    assert set(delegates(Words(), torch.arange(4), partitioners)) == {"PenstockBackend"}
