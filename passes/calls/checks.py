@@ -132,6 +132,8 @@ class TensorLeaf:
     def check(self, leaf: Any, seen: _Seen) -> None:
         if not isinstance(leaf, torch.Tensor):
             _refuse_input(self.name, "a tensor", type(leaf).__name__)
+        if leaf.is_nested:  # which has no shape
+            _refuse_input(self.name, "a tensor with a shape", "a nested one")
         if leaf.dtype != self.dtype:
             _refuse_input(self.name, dtype_name(self.dtype), dtype_name(leaf.dtype))
         if leaf.device.type != self.device:

@@ -68,6 +68,14 @@ def test_a_wrong_tensor_is_refused_by_name(dynamic, args, words):
         dynamic.flatten(args, {})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_by_name(dynamic, layout):
+    nested = torch.nested.nested_tensor([torch.randn(7, 8)] * 3, layout=layout)
+    with pytest.raises(StreamError, match="input x: expected a tensor with a shape, got a nested one"):
+        dynamic.flatten((nested, torch.randn(7, 8)), {})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
