@@ -34,7 +34,7 @@ from penstock.passes.lowering.emitted import Observation, observe_cpp
 from penstock.passes.lowering.hollow import example_arguments, shared_memory, without_values
 from penstock.passes.lowering.post_grad import GraphPass, PlacedProbes, ProbePass
 from penstock.passes.lowering.targets import check_ahead, only_device, values_of
-from penstock.passes.lowering.written_buffers import INLINED, OldValues, options_for
+from penstock.passes.lowering.written_buffers import INLINED, NamedLiterals, OldValues, options_for
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.sparse.operators import numbered_reads, with_operators
 from penstock.passes.trace import PRESET_CPU, sum_of
@@ -196,7 +196,9 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
     device = only_device(values_of(exported.graph_module), what)
     check_ahead(device, what)
     weights = Weights({weight.fqn: weight for weight in compiled.payload.tensors}, compiled.payload.storages)
-    before: list[GraphPass] = [*own_passes(compiled.options), OldValues(weights)]
+    shared = shared_memory(weights, device)  # kept until all is compiled
+    hollow = without_values(exported, weights, shared)
+    before: list[GraphPass] = [*own_passes(compiled.options), NamedLiterals(hollow), OldValues(weights)]
     probes = ProbePass(method.graph, weights, _fqn_among(compiled.streamed), before)
     patches = {
         **compiled.options,
@@ -204,8 +206,6 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
         **FIXED,
         "post_grad_custom_post_pass": probes,
     }
-    shared = shared_memory(weights, device)  # kept until all is compiled
-    hollow = without_values(exported, weights, shared)
     reads = compiled.reads_by_units(method.graph)
     files = _run_inductor(with_operators(hollow, method.graph, reads), method.name, patches)
     return Emitted(files, probes.placed or PlacedProbes((), Work()))

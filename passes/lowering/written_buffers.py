@@ -5,6 +5,8 @@
   more.
 - A buffer of few elements is computed with when the program is compiled, as if nobody wrote it: the program
   counts to 1 in each call. `options_for` turns off what does that.
+- With that off, tensors that a forward writes down stay tensors too, and have names of torch's own.
+  `NamedLiterals` gives them the names that they have in the program.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.export import ExportedProgram
+from torch.fx.graph_module import _assign_attr
 
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.lowering.post_grad import with_weights_as_inputs
@@ -37,6 +41,27 @@ def options_for(payload: Payload) -> Mapping[str, Any]:
         for part in weight.parts
     )
     return {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False} if written else {}
+
+
+class NamedLiterals(CustomGraphPass):
+    """Gives each constant of a program that torch has named anew its name again, which its memory tells."""
+
+    def __init__(self, exported: ExportedProgram) -> None:
+        literals = exported.graph_signature.inputs_to_lifted_tensor_constants.values()
+        values = {name: exported.constants[name] for name in literals}
+        self._names = {value.data_ptr(): name for name, value in values.items() if value.numel()}
+
+    def __call__(self, graph: fx.Graph) -> None:
+        module: Any = graph.owning_module
+        for node in graph.nodes:
+            value = getattr(module, node.target, None) if node.op == "get_attr" else None
+            if isinstance(value, torch.Tensor) and (name := self._names.get(value.data_ptr())) is not None:
+                _assign_attr(value, module, name)
+                node.target = name
+
+    def uuid(self) -> bytes:
+        """Returns what tells this pass from others, for Inductor's cache."""
+        return f"penstock: names of literals {sorted(self._names.values())}".encode()
 
 
 class OldValues(CustomGraphPass):

@@ -58,3 +58,29 @@ def test_results_are_of_the_time_when_they_were_computed(tmp_path: Path) -> None
             found, expected = getattr(module, name)(x), methods[name](x)
             for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
                 torch.testing.assert_close(one, other)
+
+
+class Counting(nn.Module):
+    """Counts at places that are written down, here and in a part, and computes with both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(64, 64)
+        self.part.factor = torch.tensor([0.5, 2.0])  # no parameter and no buffer
+        self.register_buffer("count", torch.zeros(4, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.index_put_((torch.tensor([0, 2]),), torch.tensor([2, 3]), accumulate=True)
+        y = self.part(x)[:, torch.tensor([3, 1])] * self.part.factor
+        return y + torch.tensor([0.25]) + self.count.sum()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("compiler")
+def test_tensors_that_a_forward_writes_down_may_stand_beside_a_counter(tmp_path: Path) -> None:
+    model, x = Counting().eval(), torch.randn(4, 64)
+    exported = torch.export.export(model, (x,))
+    program = penstock.compile(exported, tmp_path / "model.penstock", lowering="inductor")
+    with program.load("100%") as module, torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(module(x), model(x))
