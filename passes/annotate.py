@@ -15,6 +15,7 @@ from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.calls.inputs import describe_method
 from penstock.passes.calls.separate_inputs import refuse_shared_inputs
 from penstock.passes.calls.signature import check_signature
+from penstock.passes.graph.dialects import with_plain_fakes, without_tokens
 from penstock.passes.graph.grad_regions import without_grad_regions
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.graph.transforms import without_transforms
@@ -229,6 +230,8 @@ def observe_methods(found: Programs) -> Programs:
 PASSES: tuple[Callable[[Programs], Programs], ...] = (
     each(refuse_lost_values),
     each(refuse_shared_inputs),
+    each(with_plain_fakes),
+    each(without_tokens),
     each(with_computed_buffers),
     each(with_plain_parts),
     each(without_transforms),

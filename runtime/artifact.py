@@ -317,6 +317,11 @@ class _Writer:
         value: torch.Tensor = self._values[s]
         if not has_values(value):
             kind = "meta" if value.device.type == "meta" else "fake"
+            if weight.role == "constant":
+                raise PassError(
+                    f"constant {weight.fqn!r} of the program has no values (torch left it {kind}): export "
+                    "again, outside of any FakeTensorMode, or make it a buffer of the model"
+                )
             raise PassError(f"weight {weight.fqn} has no values (it is {kind}): name the files with weights=")
         return lambda: tensor_chunks(storage_bytes(value)[: self._storages[s].nbytes])
 

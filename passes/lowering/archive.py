@@ -78,7 +78,7 @@ def _saved(exported: ExportedProgram, name: str) -> bytes:
         torch.export.save(strip_weights(exported), buffer)
     except Exception as error:
         raise PassError(
-            f"method {name!r} cannot be saved ({type(error).__name__}: {error}): "
+            f"method {name!r} cannot be saved ({type(error).__name__}: {sentence(error)}): "
             "torch.export.save must accept the program"
         ) from error
     return buffer.getvalue()

@@ -26,6 +26,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from penstock.passes.annotate import Annotated
+from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.graph.propagation import fake_mode_of
 from penstock.passes.graph.torch_state import kept_torch_state
@@ -224,7 +225,7 @@ def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, An
     except Exception as error:
         raise_own(error)
         raise PassError(
-            f"Inductor cannot compile method {method!r} ({type(error).__name__}: {error}): "
+            f"Inductor cannot compile method {method!r} ({type(error).__name__}: {sentence(error)}): "
             "torch._inductor.aoti_compile_and_package must accept the program"
         ) from error
     assert isinstance(files, list)

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.propagation import fake_mode_of
 from penstock.passes.graph.torch_state import kept_torch_state
@@ -218,8 +219,8 @@ def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidde
             opened = _with_plain_memory(exported, found).run_decompositions({})
         except Exception as error:
             raise PassError(
-                f"{refusal}, and torch cannot decompose the program ({type(error).__name__}: {error}): "
-                "dequantise this weight before the export"
+                f"{refusal}, and torch cannot decompose the program "
+                f"({type(error).__name__}: {sentence(error)}): dequantise this weight before the export"
             ) from error
     names = {}
     for fqn, one in found.items():
