@@ -57,9 +57,10 @@ def measure_slabs(target: Target, report: Report, nbytes: int, pci: str | None) 
 
 
 def map_memory(nbytes: int, *, huge: bool) -> torch.Tensor:
-    """Return untouched memory that begins at a huge page, with the kernel's advice for its pages."""
+    """Return untouched memory that begins at a huge page; a kernel without huge pages takes no advice."""
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE)
-    mapping.madvise(_ADVICE[huge])
+    with suppress(OSError):
+        mapping.madvise(_ADVICE[huge])
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + nbytes]

@@ -28,6 +28,7 @@ from benchmarks.gpu import (
     passes,
     peers,
     results,
+    slabs,
     suite,
 )
 from benchmarks.gpu.isolation import ROOT, environment
@@ -295,6 +296,11 @@ def test_two_streams_are_timed_before_the_host_waits_for_either() -> None:
     order = ["products", "the last event of kernels", "copies", "the last event of copies"]
     assert done == [*order, "a wait for kernels", "a wait for copies"]
     assert seconds == (6, 5)
+
+
+def test_a_kernel_without_huge_pages_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slabs, "_ADVICE", {True: 9999})
+    assert slabs.map_memory(8192, huge=True).fill_(1).sum() == 8192
 
 
 def test_wrong_bits_fail_a_step(late: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
