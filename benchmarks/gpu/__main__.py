@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -27,6 +27,9 @@ NEEDED = ("torch", "numpy", "safetensors", "networkx", "scipy", "pydantic", "pyd
 
 LEAST_TORCH = (2, 11)
 """The oldest torch that has what devices are driven by."""
+
+LONGEST_START = 60
+"""The most seconds that a script may take before it runs this one."""
 
 CARRIED = "pydantic pydantic-core annotated-types typing-inspection typing-extensions"
 """What pydantic consists of; pydantic-core's wheel is for one version of Python and one processor."""
@@ -52,7 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     shown = "\n".join(f"  {name:8} {step.seconds:4} s  {step.shows}" for name, step in steps.STEPS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
-        description=f"{__doc__}\nsteps, and how long each may take:\n{shown}",
+        description=f"{__doc__}\nsteps, and how long each may take beside what earlier ones leave:\n{shown}",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -109,51 +112,72 @@ def torch_version() -> str:
         return ""
 
 
-def run_all(given: argparse.Namespace, finished: Container[str]) -> Iterator[dict[str, Any]]:
+class OtherCardError(Exception):
+    """The results that are continued are of another device, or of other sizes."""
+
+
+def run_all(given: argparse.Namespace, before: Sequence[results.Line]) -> Iterator[results.Line]:
     """Yield the lines of all steps that are asked for and not finished, as long as there is time.
 
-    A step for which less than half of its limit is left does not begin: the next run has the time.
+    A step may take its limit, and what earlier ones have left of theirs. One for which less than half of its
+    limit is left does not begin: the next run has the time. A run that continues another measures `machine`
+    again, and goes on if that tells the same device and scale.
     """
     lines = {"step": "check", "python": sys.version.split()[0], "device": given.device, **missing()}
     yield lines
     if lines["missing"]:
         return
-    end = time.monotonic() - seconds_since_start() + 60 * given.minutes * given.patience
+    due = time.monotonic()
+    end = due - seconds_since_start() + 60 * given.minutes * given.patience
     arguments = ["--device", given.device, "--scale", str(given.scale)]
-    for name in given.only:
+    card, finished = results.card_of(before), results.finished_steps(before) - {"machine"}
+    for name in dict.fromkeys([*["machine"] * bool(card), *given.only]):
         if name in finished:
             continue
         left, limit = end - time.monotonic(), steps.STEPS[name].seconds * given.patience
+        due += limit
         if left < limit / 2:
             reason = (
                 f"{max(0, left):.0f} s are left, and it may take {limit:.0f} s: give --continue to a new run"
             )
             yield {"step": name, "outcome": "failed", "reason": reason}
-        else:
-            yield from isolation.run(name, arguments, min(left, limit))
+            continue
+        for line in isolation.run(name, arguments, min(end, due) - time.monotonic()):
+            yield line
+            if card and (here := results.card_of([line]) or card) != card:
+                raise OtherCardError(f"{given.first} is of {card}, and this is {here}: begin anew")
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process. A shell script that ended in `exec` counts: the process is the same."""
+    """Return the age of this process. A shell script that ended in `exec` counts: the process is the same.
+
+    Where the system tells more than `LONGEST_START`, its clocks differ, as a sandbox's may.
+    """
     with suppress(OSError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        if 0 <= age <= LONGEST_START:
+            return age
     return time.process_time()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if every step is done, 1 if one has failed, and 2 if something that all need is missing."""
+    """Return 0 if every step is done, 1 if one has failed, and 2 if no step can be run."""
     given = parse(arguments)
     if given.step:
         return steps.run(given.step, given.device, given.scale, given.limit)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step's process is killed, too
     before = results.read_lines(given.first) if given.first else []
     found: list[dict[str, Any]] = []
-    for line in run_all(given, results.finished_steps(before)):
-        found.append(line)
-        if given.results:  # before it is printed: what was seen is on the disk
-            results.append_line(given.results, line)
-        print(json.dumps(line), flush=True)
+    try:
+        for line in run_all(given, before):
+            found.append(line)
+            if given.results:  # before it is printed: what was seen is on the disk
+                results.append_line(given.results, line)
+            print(json.dumps(line), flush=True)
+    except OtherCardError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(results.make_table([before, found], steps.STEPS), file=sys.stderr)
     if found[0]["missing"]:
         return 2

@@ -62,8 +62,9 @@ def measure(target: Target, report: Report) -> None:
             equal=equal,
         )
         require(equal, f"a transfer in pieces of {piece} bytes arrived with other bytes")
+    pci = device.pci_address
     device.close()
-    measure_slabs(target, report, nbytes)
+    measure_slabs(target, report, nbytes, pci)
 
 
 def beside(target: Target, first: Work, second: Work) -> tuple[float, float]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from benchmarks.gpu.llama import Cell
 from benchmarks.gpu.target import Report, Target, require
+from benchmarks.machine import drop_cache
 
 SHARES = (0.0, 0.5)
 """Budgets, as shares of the way from the floor to all weights."""
@@ -33,7 +32,7 @@ def measure(target: Target, report: Report) -> None:
                 times = []
                 for _ in range(3):
                     if not cached:
-                        drop_pages(program.path)
+                        drop_cache(file for file in program.path.rglob("*") if file.is_file())
                     times.append(target.seconds(call))
                 after = streamed.stats
                 seconds = median(times)
@@ -56,12 +55,3 @@ def measure(target: Target, report: Report) -> None:
         require(equal, "a decoder from the disk has not the bits of the resident one")
         require(after.misses == 0, "the plan missed weights")
         require(after.pinned_bytes <= half, "the host holds more than host_memory allows")
-
-
-def drop_pages(path: Path) -> None:
-    """Have the page cache forget the files of an artifact."""
-    for file in [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]:
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)  # the cache keeps pages that are not written yet
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)

@@ -32,6 +32,14 @@ def finished_steps(lines: Iterable[Line]) -> set[str]:
     return {line["step"] for line in lines if line.get("outcome") == "done"}
 
 
+def card_of(lines: Iterable[Line]) -> str | None:
+    """Return which device lines are of, by its model, and their scale; None without a line that tells it."""
+    for line in lines:
+        if line["step"] == "machine" and "product" in line:
+            return f"{line['product'].partition(', ')[0]} at scale {line['scale']:g}"
+    return None
+
+
 def make_table(runs: Sequence[Sequence[Line]], steps: Iterable[str]) -> str:
     """Return Markdown with tables for each step, from the run that finished it or has most lines of it."""
     tables = []

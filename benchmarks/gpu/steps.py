@@ -33,26 +33,26 @@ class Step:
 
 
 STEPS = {
-    "machine": Step("target:describe", 15, "what is measured, on what, with which software"),
-    "suite": Step("suite:run", 25, "the suite of devices, and faults that it must find"),
+    "machine": Step("target:describe", 45, "what is measured, on what, with which software"),
+    "suite": Step("suite:run", 45, "the suite of devices, and faults that it must find"),
     "copies": Step("copying:measure", 30, "page-locking; copies by size of piece, alone and under products"),
     "bits": Step(
-        "bits:measure", 25, "equal bits at three alignments, with and without bias, 1 and 512 tokens"
+        "bits:measure", 20, "equal bits at three alignments, with and without bias, 1 and 512 tokens"
     ),
-    "overlap": Step("overlap:measure", 30, "copies and kernels of a pass on one timeline of events"),
-    "llama": Step("llama:run_budgets", 100, "a decoder of 2 GiB at four budgets, prediction and limit"),
-    "replay": Step("llama:run_replay", 35, "its passes as graphs"),
-    "host": Step("hosting:measure", 30, "the calling thread's time for a streamed step, called and replayed"),
-    "disk": Step("disk:measure", 35, "a decoder of which the host holds half, the rest comes from the disk"),
+    "overlap": Step("overlap:measure", 20, "copies and kernels of a pass on one timeline of events"),
+    "llama": Step("llama:run_budgets", 90, "a decoder of 2 GiB at four budgets, prediction and limit"),
+    "replay": Step("llama:run_replay", 30, "its passes as graphs"),
+    "host": Step("hosting:measure", 25, "the calling thread's time for a streamed step, called and replayed"),
+    "disk": Step("disk:measure", 30, "a decoder of which the host holds half, the rest comes from the disk"),
     "peers": Step(
         "peers:run", 75, "accelerate and diffusers on the same decoder, penstock within their bytes"
     ),
-    "graphs": Step("passes:run_graphs", 20, "decode as a graph, prefill as calls; broken and late captures"),
-    "inductor": Step("compiled:run", 55, "compiled modules and programs, streamed and not"),
+    "graphs": Step("passes:run_graphs", 15, "decode as a graph, prefill as calls; broken and late captures"),
+    "inductor": Step("compiled:run", 40, "compiled modules and programs, streamed and not"),
     "streams": Step("passes:run_streams", 15, "passes on two streams in turn"),
     "closing": Step("passes:run_closing", 15, "closing while kernels run"),
 }
-"""Their limits fit two runs of 270 s, which begin with the installation of wheels."""
+"""Those up to `llama` fit a run of 270 s that begins with the installation of wheels; the rest, a second."""
 
 
 NEED_STREAMS = ("copies", "overlap", "peers", "inductor", "streams", "closing")

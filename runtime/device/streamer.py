@@ -99,7 +99,6 @@ class DeviceStreamer(StreamEngine):
         steady = (piece for method in self.methods.values() for piece in method.steady.pieces)
         weights.check_held(Range(piece.start, piece.stop) for piece in steady if piece.out)
         self._staging = Staging(device, weights.disk, self._copies, weights.host)
-        self._transfers: dict[int, tuple[Queue, list[_Transfer]]] = {}  # by the id of a queue, which is kept
         self._spent: tuple[list[Event], list[Event]] = [], []  # of kernels, of copies: to be recorded anew
         self._stream: Stream = None  # the one on which the kernels of the step run that was acquired last
         self._closed = False
@@ -124,7 +123,8 @@ class DeviceStreamer(StreamEngine):
             self._closed = True
             with suppress(Exception):
                 self._device.synchronize(self._device.record(self._copies))
-            self._transfers.clear()  # whose views keep the arena alive
+            for queue in (self._position.queue, *(method.steady for method in self.methods.values())):
+                queue.made.clear()  # whose views keep the arena alive
 
     @property
     def in_reader(self) -> bool:
@@ -157,6 +157,7 @@ class DeviceStreamer(StreamEngine):
         self._enter(method)
         if self._device.capturing:  # whose events are none outside of it
             self._reuses = False
+            self._spent = [], []
         self._retire(self._before.ended, self._before.arrived)
         self._before, self._this, self._next = self._this, self._next, _Pass()
         self._arrived = None
@@ -168,9 +169,6 @@ class DeviceStreamer(StreamEngine):
             self._spent[0].extend(ended.values())
             if not self._ring_bytes:
                 self._spent[1].extend(arrived.values())
-
-    def _mark(self, stream: Stream, spent: list[Event]) -> Event:
-        return self._device.mark(stream, spent.pop() if spent and self._reuses else None)
 
     def _wait(self, step: int) -> None:
         self._stream = self._device.current_stream()
@@ -184,13 +182,14 @@ class DeviceStreamer(StreamEngine):
 
     def _await(self, step: int, mark: int) -> None:
         """Make the kernels that are called next run after the transfers which are counted at `mark`."""
-        if self._position.left[mark]:
-            self._issue(lambda: self._position.left[mark] > 0)
-        if self._position.left[mark]:
-            raise StreamError(
-                f"step {step} of graph {self._position.method.graph} needs a transfer that waits for a later "
-                "step: plan it again"
-            )
+        left = self._position.left
+        if left[mark]:
+            self._issue(lambda: left[mark] > 0)
+            if left[mark]:
+                raise StreamError(
+                    f"step {step} of graph {self._position.method.graph} needs a transfer that waits for a "
+                    "later step: plan it again"
+                )
         event = self._this.arrived.get(mark)
         if event is not None:
             self._device.wait(self._stream, event)
@@ -198,7 +197,8 @@ class DeviceStreamer(StreamEngine):
     def _leave(self, step: int, drops: Sequence[Range]) -> None:
         if self._poison:
             self._overwrite(drops)
-        self._this.ended[step] = self._mark(self._stream, self._spent[0])
+        spent = self._spent[0]
+        self._this.ended[step] = self._device.mark(self._stream, spent.pop() if spent else None)
         self._position.ended = step + 1
         self._issue()
 
@@ -249,10 +249,11 @@ class DeviceStreamer(StreamEngine):
         Stops at a transfer whose bytes the disk still reads, unless `block` says to wait for the disk. This
         is what a streamed step costs the host: benchmarks/steps.py --device null measures it.
         """
-        position, device = self._position, self._device
+        position, device, spent = self._position, self._device, self._spent[1]
         while position.may_start(position.index):
-            piece = position.queue.pieces[position.index]
-            transfer = self._transfers_of(position.queue)[position.index]
+            queue = position.queue
+            piece = queue.pieces[position.index]
+            transfer: _Transfer = (queue.made or self._make_transfers(queue))[position.index]
             slot = None if transfer.host_has_all else self._staging.slot_of(transfer.label.item)
             if slot is not None and not self._has_read(slot, block):
                 return
@@ -263,22 +264,23 @@ class DeviceStreamer(StreamEngine):
                 self._copy(transfer.moves, transfer.nbytes, transfer.label)
             else:
                 self._copy_staged(slot, transfer.label)
-            reading = self._next if position.ahead else self._this
+            reading, left = self._next, position.left_ahead
+            if not position.ahead:
+                reading, left = self._this, position.left
             if self._ring_bytes:  # whose disk waits for copies, on the host
                 self._arrived = device.record(self._copies)
             else:
-                self._arrived = self._mark(self._copies, self._spent[1])
+                self._arrived = device.mark(self._copies, spent.pop() if spent else None)
             reading.arrived[piece.mark] = self._arrived
             if slot is not None:
                 self._staging.copied(slot, self._arrived)
-            position.counts[piece.mark] -= 1
+            left[piece.mark] -= 1
             position.advance(1)
 
-    def _transfers_of(self, queue: Queue) -> list[_Transfer]:
-        """Returns the transfers of the pieces of a queue, which are made once."""
-        if id(queue) not in self._transfers:
-            self._transfers[id(queue)] = queue, [self._transfer(piece) for piece in queue.pieces]
-        return self._transfers[id(queue)][1]
+    def _make_transfers(self, queue: Queue) -> list[_Transfer]:
+        """Returns the transfers of the pieces of a queue, which keeps them."""
+        queue.made[:] = map(self._transfer, queue.pieces)
+        return queue.made
 
     def _transfer(self, piece: Piece) -> _Transfer:
         item = Range(piece.start, piece.stop)

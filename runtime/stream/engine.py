@@ -76,7 +76,8 @@ class StreamEngine(ABC):
             return
         if not self._expected or self._expected[-1] != step:
             raise StreamError(f"step {step} of graph {graph} was released without being acquired")
-        self._wait_out(step)
+        if self._keeps:
+            self._wait_out(step)
         self._expected.pop()
         self._leave(step, self.methods[graph].drops.get(step, ()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.passes.probes import streaming_steps
 from penstock.schedule.facts.model import Arena, Range, Schedule, Storage, Trace
@@ -35,12 +36,14 @@ class Queue:
     """The pieces of one pass in issue order, and how many each step waits for.
 
     Entry k of `counts` is what the read of step k waits for, entry n what the call itself waits for before
-    step 0, and entry n + 1 + k what the end of step k waits for: pieces that go out.
+    step 0, and entry n + 1 + k what the end of step k waits for: pieces that go out. `made` is for an engine,
+    to keep what it makes of the pieces for as long as the queue.
     """
 
     graph: int
     pieces: tuple[Piece, ...]
     counts: tuple[int, ...]
+    made: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def of(cls, graph: int, pieces: Iterable[Piece], steps: int) -> Queue:

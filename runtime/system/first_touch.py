@@ -45,7 +45,7 @@ def take_near(address: int, nbytes: int, pci: str | None, device: str) -> None:
         StreamError: If there is not enough memory.
     """
     nbytes = round_up(nbytes, PAGE)
-    cpus, far = _cpus_near(pci)
+    cpus, far = cpus_near(pci)
     fresh, pieces = FreshMemory(), list(huge_pieces(address, nbytes))
     threads = min(_THREADS, len(cpus or _allowed_cpus()), len(pieces))
 
@@ -74,12 +74,12 @@ def _run_on(cpus: frozenset[int]) -> str:
     return ""
 
 
-def _cpus_near(pci: str | None) -> tuple[frozenset[int], str]:
+def cpus_near(pci: str | None) -> tuple[frozenset[int], str]:
     """Returns the CPUs on a PCI device's node that this process may use, or none and why.
 
     Where there is only one node, it returns none and no reason.
     """
-    nodes = _nodes()
+    nodes = cpus_by_node()
     if len(nodes) < 2:
         return frozenset(), ""
     if pci is None:
@@ -95,7 +95,7 @@ def _cpus_near(pci: str | None) -> tuple[frozenset[int], str]:
     return cpus, "" if cpus else f"this process may run on no CPU of the device's node {node}"
 
 
-def _nodes() -> dict[int, frozenset[int]]:
+def cpus_by_node() -> dict[int, frozenset[int]]:
     """Returns the CPUs of each NUMA node that has any. The memory of some GPUs is a node without CPUs."""
     nodes = {}
     for folder in (SYSFS / "devices" / "system" / "node").glob("node[0-9]*"):

@@ -7,9 +7,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,20 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import bits, copying, disk, hosting, isolation, llama, overlap, passes, peers, results
+from benchmarks.gpu import (
+    bits,
+    copying,
+    disk,
+    hosting,
+    isolation,
+    llama,
+    overlap,
+    passes,
+    peers,
+    results,
+    slabs,
+    suite,
+)
 from benchmarks.gpu.isolation import ROOT, environment
 from benchmarks.gpu.steps import NEED_STREAMS, STEPS, SkippedError
 from benchmarks.gpu.target import Target, WrongResultError
@@ -27,30 +39,8 @@ from penstock.runtime.device.accelerator import AcceleratorDevice
 from tests.forked import run_forked
 from tests.rig import machine
 from tests.rig.building import build
+from tests.rig.test_gpu_runs import ABSENT, ON_THE_RIG, hide
 from tests.runtime.device.device_suite import CHECKS, FAULTS
-
-ON_THE_RIG = ("--device", "rig", "--scale", "0.0005", "--patience", "20")
-
-
-def hide(folder: Path, how: str, *packages: str) -> str:
-    """A folder for PYTHONPATH in which these packages are files that do not import."""
-    folder.mkdir()
-    for package in packages:
-        (folder / f"{package}.py").write_text(f"{how}\n")
-    return str(folder)
-
-
-def run(arguments: Sequence[str], hidden: str = "") -> tuple[int, list[dict[str, Any]], str]:
-    """The script's exit status, its lines, and what it printed on its standard error."""
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    surroundings = environment()
-    surroundings["PYTHONPATH"] = os.pathsep.join([hidden, surroundings["PYTHONPATH"]])
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=surroundings, check=False)
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
-
-
-ABSENT = ("pytest", "hypothesis", "typer")
-"""What need not be there."""
 
 STEP = f"""
 import os, signal, sys
@@ -81,9 +71,8 @@ def test_both_runs_on_a_gpu_are_tried_on_the_rig(
     """All steps, but for the time that each would need to import torch; those below have real processes."""
     build()  # outside of the steps' limits
     first, second = tmp_path / "build" / "first.jsonl", tmp_path / "second.jsonl"
-    monkeypatch.setenv(
-        "PYTHONPATH", hide(tmp_path / "hidden", "raise ModuleNotFoundError(__name__)", *ABSENT)
-    )
+    hidden = hide(tmp_path / "hidden", "raise ModuleNotFoundError(__name__)", *ABSENT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([hidden, environment()["PYTHONPATH"]]))
     monkeypatch.setattr(isolation, "subprocess", SimpleNamespace(Popen=ForkedStep, PIPE=subprocess.PIPE))
     begun = [*STEPS][:7]
     assert script.main([*ON_THE_RIG, "--only", ",".join(begun), "--results", str(first)]) == 0
@@ -92,7 +81,8 @@ def test_both_runs_on_a_gpu_are_tried_on_the_rig(
     lines = [json.loads(line) for line in printed.splitlines()]
     assert results.read_lines(first) + results.read_lines(second) == lines
     outcomes = [(line["step"], line["outcome"]) for line in lines if "outcome" in line]
-    assert outcomes == [(step, "done") for step in STEPS], said
+    done = [(step, "done") for step in STEPS]
+    assert outcomes == [*done[:7], done[0], *done[7:]], said  # a second run says that it has the same device
     table = said.rpartition("## machine: done, ")[2]  # the second run's is of all steps
     assert [part.partition(":")[0] for part in table.split("\n## ")[1:]] == [*STEPS][1:]
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -131,7 +121,9 @@ def test_both_runs_are_tried_on_a_simulated_device(
     assert script.main([*here, "--only", both, "--continue", str(first), "--results", str(second)]) == 0
     lines = results.read_lines(first) + results.read_lines(second)
     said = capsys.readouterr().err
-    assert [line["step"] for line in lines if line.get("outcome") == "done"] == both.split(","), said
+    done = both.split(",")
+    done.insert(3, "machine")
+    assert [line["step"] for line in lines if line.get("outcome") == "done"] == done, said
     assert lines[1]["product"] == "sim:h200"
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
@@ -244,32 +236,6 @@ def _check_host_and_disk(found: dict[str, list[dict[str, Any]]]) -> None:
         assert line["staged_bytes_per_s"] == line["staged_bytes"] / line["seconds"] > 0
 
 
-def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.jsonl"
-    path.write_text('{"step": "of another day"}')
-    arguments = [
-        "--device",
-        "cuda:7",
-        "--patience",
-        "20",
-        "--only",
-        "machine,copies",
-        "--results",
-        str(path),
-    ]
-    hidden = hide(tmp_path / "hidden", "raise ModuleNotFoundError(__name__)", *ABSENT)
-    status, lines, said = run(arguments, hidden)
-    assert status == 1
-    assert [line["step"] for line in lines] == ["check", "machine", "copies"]
-    for line in lines[1:]:
-        assert line["outcome"] == "failed"
-        assert line["reason"].startswith("StreamError: there is no device 'cuda:7' here")
-    assert "Traceback" in said
-    kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert kept == [{"step": "of another day"}, *lines]
-    assert {*tmp_path.iterdir()} == {path, Path(hidden)}
-
-
 def test_a_peer_that_fails_is_a_line_and_the_next_goes_on(
     late: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,23 +266,20 @@ def test_a_peer_that_fails_is_a_line_and_the_next_goes_on(
         assert 0 < within["driver_bytes"] <= whole["peak_driver_bytes"]
 
 
-def test_a_step_that_crashes_is_a_line(tmp_path: Path) -> None:
-    hidden = hide(tmp_path / "hidden", "import os\nos.abort()", "torch")
-    status, lines, said = run([*ON_THE_RIG, "--only", "machine"], hidden)
-    assert status == 1
-    assert lines[1]["reason"].startswith("it was killed by SIGABRT: ")
-    assert "Fatal Python error: Aborted" in said
-
-
-def test_what_python_prints_before_a_step_is_not_taken_for_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = "Welcome to this machine\n3\n{}\n"
-    monkeypatch.setenv("PYTHONPATH", hide(tmp_path / "hidden", f"print({said!r}, end='')", "sitecustomize"))
-    (line,) = isolation.run("machine", ["--device", "cuda:7"], 60)
-    assert (line["step"], line["outcome"]) == ("machine", "failed")
-    assert line["reason"].startswith("StreamError: there is no device 'cuda:7' here")
-    assert capsys.readouterr().err.startswith(said)
+def test_each_test_of_cuda_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = tmp_path / "test_three.py"
+    tests.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2\ndef test_three(gone): pass\n")
+    monkeypatch.setattr(suite, "CUDA_TESTS", tests)
+    lines: list[dict[str, Any]] = []
+    assert suite.run_tests(lambda **line: lines.append(line)) == 2
+    two, three, counts = lines
+    assert (two["test"].partition("::")[2], two["reason"]) == ("test_two", "assert 1 == 2")
+    assert three["test"].endswith("::test_three")
+    assert "fixture 'gone' not found" in three["reason"]
+    assert counts == {"tests": 1, "tests_failed": 2, "status": 1}
+    monkeypatch.setattr(suite, "find_spec", lambda name: None)
+    assert suite.run_tests(lambda **line: lines.append(line)) == 0
+    assert lines[-1] == {"skipped": "pytest and hypothesis are not there to run test_three.py"}
 
 
 def test_two_streams_are_timed_before_the_host_waits_for_either() -> None:
@@ -335,119 +298,9 @@ def test_two_streams_are_timed_before_the_host_waits_for_either() -> None:
     assert seconds == (6, 5)
 
 
-def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path: Path) -> None:
-    hidden = hide(tmp_path / "hidden", "import threading\nthreading.Event().wait()", "torch")
-    patience = str(5 / STEPS["machine"].seconds)
-    status, lines, said = run(["--patience", patience, "--only", "machine"], hidden)
-    assert status == 1
-    assert lines[1]["reason"] == "it was killed after its 5 s"
-    assert "torch.py" in said
-
-
-def test_without_time_the_last_steps_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--device", "rig", "--minutes", "0", "--only", "llama,peers"]) == 1
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    left = "0 s are left, and it may take {} s: give --continue to a new run"
-    assert lines[1:] == [
-        {"step": step, "outcome": "failed", "reason": left.format(STEPS[step].seconds)}
-        for step in ("llama", "peers")
-    ]
-
-
-def test_limits_fit_two_runs() -> None:
-    limits = [step.seconds for step in STEPS.values()]
-    assert sum(limits[:7]) <= 260
-    assert sum(limits[7:]) <= 260
-
-
-def test_the_time_of_a_script_before_exec_counts() -> None:
-    asked = "from benchmarks.gpu.__main__ import seconds_since_start as age; print(age())"
-    command = ["bash", "-c", 'sleep 1; exec "$@"', "run.sh", sys.executable, "-c", asked]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)
-    assert 1 <= float(done.stdout) < 60
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_a_killed_run_keeps_its_lines_and_is_continued(tmp_path: Path) -> None:
-    number, first, surroundings = tmp_path / "step", tmp_path / "first.jsonl", environment()
-    hangs = f"import os, signal\nopen({str(number)!r}, 'w').write(f'{{os.getpid()}} ')\nsignal.pause()"
-    hidden = hide(tmp_path / "hidden", hangs, "torch")
-    surroundings["PYTHONPATH"] = os.pathsep.join([hidden, surroundings["PYTHONPATH"]])
-    command = [sys.executable, "-m", "benchmarks.gpu", "--results", str(first), "--patience", "20"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=surroundings) as process:
-        assert process.stdout
-        process.stdout.readline()
-        wait_until(lambda: number.exists() and number.read_text().endswith(" "))
-        process.kill()
-    step = Path("/proc") / number.read_text().strip() / "cmdline"  # empty once it has ended
-    wait_until(lambda: not step.exists() or not step.read_bytes())
-    with first.open("a") as file:
-        file.write(
-            '{"step": "machine", "outcome": "done"}\n{"step": "suite", "outcome": "failed"}\n{"step": "co'
-        )
-    assert [line["step"] for line in results.read_lines(first)] == ["check", "machine", "suite"]
-    status, lines, said = run(["--continue", str(first), "--minutes", "0", "--results", str(first)])
-    assert status == 1
-    assert [line["step"] for line in lines] == ["check", *[*STEPS][1:]]
-    assert [line["step"] for line in results.read_lines(first)[3:]] == ["check", *[*STEPS][1:]]
-    assert "## machine: done\n" in said
-    assert "## copies: failed 0 s are left" in said
-
-
-def test_what_is_missing_is_said_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = script.find_spec
-    for gone, what in ({"pydantic"}, script.CARRIED), ({"scipy", "accelerate"}, "scipy"):
-        monkeypatch.setattr(
-            script, "find_spec", lambda name, gone=gone: None if name in gone else there(name)
-        )
-        assert script.main([]) == 2
-        (line,) = (json.loads(text) for text in capsys.readouterr().out.splitlines())
-        assert line["missing"] == sorted(gone - {"accelerate"})
-        assert line["torch"] == torch.__version__
-        assert line["left_out"] == ({"accelerate": "peers"} if "accelerate" in gone else {})
-        assert f"carry the wheels of {what} and" in line["do"]
-
-
-def test_an_older_torch_is_said_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(script, "version", lambda _: "2.9.1a0+nv25")
-    assert script.main([]) == 2
-    (line,) = (json.loads(text) for text in capsys.readouterr().out.splitlines())
-    assert (line["torch"], line["missing"]) == ("2.9.1a0+nv25", ["torch>=2.11"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--only", "copies,steps"], "there is no step steps: choose from machine, suite"),
-        (["--continue", "/none"], "--continue is the results file of a run, and there is no file /none"),
-        (["--results", "/"], "--results is a file to append to, got the folder /"),
-        (["--scale", "2"], "--scale is a share of the full sizes, above 0 and at most 1, got 2.0"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        script.main(arguments)
-    assert words in capsys.readouterr().err
-
-
-def test_its_help_names_every_step(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        script.main(["--help"])
-    said = capsys.readouterr().out
-    assert all(f"\n  {name} " in said for name in STEPS)
-    assert "examples:\n" in said
+def test_a_kernel_without_huge_pages_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slabs, "_ADVICE", {True: 9999})
+    assert slabs.map_memory(8192, huge=True).fill_(1).sum() == 8192
 
 
 def test_wrong_bits_fail_a_step(late: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock.runtime.device import streamer
+from penstock.runtime.device.accelerator import AcceleratorDevice
+from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.program import Program
+from penstock.schedule.facts.model import Range
 from tests.rig import machine
 from tests.rig.rig_runs import plan_of
 
@@ -54,6 +60,69 @@ def test_closing_waits_for_kernels_on_any_stream(wide: Any, order: str, share: s
     with stream:
         assert torch.equal(output, expected)
     del taken
+
+
+class Counting(AcceleratorDevice):
+    """Counts what is called for kernels to wait for, by whether it is for those of the caller."""
+
+    waits: Counter[bool]
+
+    def _wait(self, stream: Any, event: Any) -> None:
+        self.waits[stream == self.current_stream()] += 1
+        super()._wait(stream, event)
+
+
+def test_a_streamed_step_makes_no_event_and_records_and_waits_once(
+    wide: Any, late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it costs the host. A pass has one event of its own, for which the next one waits."""
+    program, _ = wide
+    calls, copy = Counter[str](), torch.Tensor.copy_
+
+    class Event(torch.Event):
+        def __init__(self, *_: object, **__: object) -> None:
+            calls["events"] += 1
+
+        def record(self, stream: torch.Stream | None = None) -> None:
+            calls["records"] += 1
+            super().record(stream)
+
+    def copied(self: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        calls["copies"] += options == {"non_blocking": True}  # others are those of kernels
+        return copy(self, *given, **options)
+
+    device, values = Counting("rig"), torch.randn(2, 64).to("rig")
+    device.waits = Counter()
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    plan = plan_of(program, "50%")
+    transfers = plan.schedules[0].transfers
+    with torch.no_grad(), load_module(program, plan, LoadOptions("rig"), device=device) as streamed:
+        engine: Any = streamed._weights.streamer
+        steps = len(engine.probed(0))
+        pieces = sum(len(engine._weights.moves(Range(t.start, t.stop))) for t in transfers)
+        for turn in range(5):
+            calls.clear()
+            device.waits.clear()
+            streamed(values)
+            if turn > 1:  # once the pool has the events of two passes
+                assert calls == {"events": 1, "records": steps + len(transfers) + 1, "copies": pieces}
+                assert device.waits == {False: len(transfers), True: len({t.step for t in transfers}) + 1}
+    assert len(transfers) > 1
+
+
+def test_starting_over_keeps_nothing_of_earlier_starts(wide: Any, late: None) -> None:
+    program, _ = wide
+    values, counts = torch.randn(2, 64).to("rig"), []
+    with torch.no_grad(), program.load(plan=plan_of(program, "50%"), device="rig") as streamed:
+        for _ in range(4):
+            streamed._weights.streamer.abort()
+            for _ in range(2):
+                streamed(values)
+            gc.collect()
+            counts.append(sum(isinstance(one, streamer._Transfer) for one in gc.get_objects()))
+    assert counts[0] > 0
+    assert len({*counts}) == 1
 
 
 @pytest.fixture(scope="module")
