@@ -126,7 +126,12 @@ class Applied:
             make = partial(TrainedModule, trained=trained, folder=self.cache.folder)
         with uninterrupted(), ExitStack() as on_error:
             hollow = Hollow(module, sentence, target_device(device), parameters)
-            on_error.callback(lambda files: hollow.filling(files)(), kept)
+
+            @on_error.callback
+            def refill() -> None:
+                if self._restores:
+                    hollow.filling(facts)()
+
             if device != "cpu":  # which had these bytes already
                 self.cap.reserved += buffer_bytes(module)
             self.components[name] = make(
@@ -169,10 +174,9 @@ class Applied:
                 raise StreamError(
                     "the model was never in memory: load it with its library where it should be"
                 )
-            for component in self.components.values():
-                component.save_written()
+            facts = {name: component.save_written() for name, component in self.components.items()}
             self.idle()
-            fills = [hollow.filling(self.components[name].kept) for name, hollow in self._hollow.items()]
+            fills = [hollow.filling(facts[name]) for name, hollow in self._hollow.items()]
             with uninterrupted():
                 written = [component.let_go() for component in self.components.values()]
                 for change in (*fills, *written):

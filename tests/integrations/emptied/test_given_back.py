@@ -12,10 +12,11 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from penstock.integrations import apply, cached
+from penstock.integrations.called.facts import make_facts
+from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.emptied import hollow
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.cache import Cache
-from penstock.runtime.files.tensor_file import TensorFile
 from penstock.schedule.facts.errors import PassError, StreamError
 from tests.integrations import models
 
@@ -58,13 +59,14 @@ def test_one_object_is_one_on_another_device_and_the_same_again_after_it(tmp_pat
     model = quantised()
     weight, bias, output = model[0].weight, model[0].bias, model(X)
     kept = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
+    facts = make_facts(model, [kept])
     given = hollow.Hollow(model, "restore it", META)
     assert {value.device for value in model.parameters()} == {META}
     assert model[0].weight is model[1].weight
     for one in (weight, model[0].weight):
         with pytest.raises(StreamError, match=r"the parameter 0\.weight\.\w+ is not in memory: restore it"):
             one.scale.sum()
-    given.filling([kept])()
+    given.filling(facts)()
     assert model[0].weight is model[1].weight is weight
     assert model[0].bias is bias
     assert {value.device for value in model.parameters()} == {torch.device("cpu")}
@@ -202,19 +204,19 @@ def test_an_apply_that_fails_while_memory_is_given_back_leaves_it(tmp_path, monk
 
 
 def test_a_restore_without_memory_changes_nothing_and_can_be_repeated(tmp_path, monkeypatch):
-    read, reads = TensorFile.get_tensor, []
+    read, reads = OwnMemory.read, []
 
-    def once(file, name):
-        reads.append(name)
+    def once(own, storages):
+        reads.append(storages)
         if len(reads) == 2:
             raise MemoryError("no memory")
-        return read(file, name)
+        return read(own, storages)
 
     model = layers()
     expected = model(X)
     applied = apply(model, "1MB", cache=tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(TensorFile, "get_tensor", once)
+        patched.setattr(OwnMemory, "read", once)
         with pytest.raises(MemoryError):
             applied.restore()
     assert all("not in memory" in repr(value) for value in model.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,9 +86,9 @@ class BetweenCalls:
             self._opened[twin].watched.start()
         return self._opened[twin].watched.value
 
-    def restamp(self, files: Sequence[WeightFile]) -> None:
+    def restamp(self, files: tuple[WeightFile, ...]) -> None:
         """Take up other stamps of the same files."""
-        self.facts = self._own.facts = replace(self.facts, files=tuple(files))
+        self.facts = self._own.facts = replace(self.facts, files=files)
         self._own.close()
 
     def share(self, twin: int) -> None:
