@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -33,7 +33,7 @@ from penstock.integrations.libraries import (
     owner_of,
 )
 from penstock.integrations.own_files import keep_weights
-from penstock.integrations.training.adapting import Adapting, under_new_names
+from penstock.integrations.training.adapting import Adapting
 from penstock.integrations.training.module import TrainedModule
 from penstock.integrations.training.trained import TrainedParameters
 from penstock.passes.building.refusals import refuse_scripted
@@ -112,19 +112,19 @@ class Applied:
         module: nn.Module,
         kept: Sequence[KeptWeights],
         trained: TrainedParameters | None = None,
-    ) -> None:
+        adapting: Adapting | None = None,
+    ) -> Any:
         """Let the weights of a module stream, which `kept` holds in files, and free their memory.
 
-        Parameters that are `trained` stay in memory.
+        Parameters that are `trained` stay in memory, and those of an adapter that `adapting` puts on the
+        module. Returns the model that has it, or the module.
         """
         parameters = trained.parameters if trained else ()
         device = self._options.device
         facts = make_facts(module, kept, parameters, aligned=device != "cpu")
         sentence = _RESTORE if self._restores else _LOAD
-        make: Any = CalledModule
-        if trained is not None:
-            make = partial(TrainedModule, trained=trained, folder=self.cache.folder)
-        with uninterrupted(), ExitStack() as on_error:
+        model: Any = module
+        with uninterrupted() if self._restores else nullcontext(), ExitStack() as on_error:
             hollow = Hollow(module, sentence, target_device(device), parameters)
 
             @on_error.callback
@@ -134,6 +134,13 @@ class Applied:
 
             if device != "cpu":  # which had these bytes already
                 self.cap.reserved += buffer_bytes(module)
+            if adapting is not None:
+                model, facts = adapting.put_on(module, name, facts)
+                trained = TrainedParameters.of(module, name, model)
+                self.reserve(trained)
+            make: Any = CalledModule
+            if trained is not None:
+                make = partial(TrainedModule, trained=trained, folder=self.cache.folder)
             self.components[name] = make(
                 name,
                 module,
@@ -146,6 +153,7 @@ class Applied:
             )
             self._hollow[name] = hollow
             on_error.pop_all()
+        return model
 
     def reserve(self, trained: TrainedParameters) -> None:
         """Leave memory to trained parameters and what comes with them. Raises BudgetError for too much."""
@@ -314,15 +322,7 @@ def load(
     def stream(stored: Stored) -> Any:
         module, names = stored.make()
         files = stored.kept(module, names, applied.cache)
-        if adapting is None:
-            applied.add(stored.name, module, files)
-            return module
-        renamed = under_new_names(module, files)
-        adapted = adapting.put_on(module, stored.name, torch.device("cpu"))
-        trained = TrainedParameters.of(module, stored.name, adapted)
-        applied.reserve(trained)
-        applied.add(stored.name, module, renamed(), trained)
-        return adapted
+        return applied.add(stored.name, module, files, adapting=adapting)
 
     if isinstance(opened, tuple):
         parts, assemble = opened

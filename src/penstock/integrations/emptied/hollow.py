@@ -158,7 +158,7 @@ class Hollow:
             for key, value in child._parameters.items():
                 if value is not None and value.device != device:
                     if id(value) not in moved:
-                        moved[id(value)] = absent_copy(value, names[id(value)], sentence, device)
+                        moved[id(value)] = _absent_copy(value, names[id(value)], sentence, device)
                     self._undo.callback(child._parameters.__setitem__, key, value)
                     child._parameters[key] = moved[id(value)]
             for key, buffer in child._buffers.items():
@@ -194,7 +194,7 @@ class Hollow:
                 self._replace(module, method, _unless_adapted(module, getattr(module, method), refuse(done)))
 
 
-def absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
+def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
     """Return a quantised parameter on a device, like the given one, whose parts are absent."""
     copied = each_part(
         parameter,
