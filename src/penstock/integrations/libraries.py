@@ -131,14 +131,7 @@ def closing(target: Any) -> Any:
     kind = type(target)
     facts = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     closing_class: Any = types.new_class(kind.__name__, (kind,), exec_body=lambda names: names.update(facts))
-    closing_class.__enter__, closing_class.__exit__ = _enter, _exit
+    closing_class.__enter__ = lambda target: target
+    closing_class.__exit__ = lambda target, *_: target.penstock_applied.close()
     target.__class__ = closing_class
     return target
-
-
-def _enter(target: Any) -> Any:
-    return target
-
-
-def _exit(target: Any, *_: object) -> None:
-    target.penstock_applied.close()

@@ -143,11 +143,8 @@ class BetweenCalls:
         if sum(value.nbytes for value in self._written.values()) >= _WAITING:
             self._save()
 
-    def is_shared(self, twin: int) -> bool:
-        """Tell whether another weight lies in the memory of a weight."""
-        return self._shares(twin) is not None
-
-    def _shares(self, twin: int) -> str | None:
+    def shares(self, twin: int) -> str | None:
+        """Return the name of another weight that lies in the memory of a weight, or None."""
         storages = {self.facts.parts[name].storage for name in self._parts(twin)}
         for tied, name in self.names.items():
             if tied != twin and any(self.facts.parts[part].storage in storages for part in self._parts(tied)):
@@ -155,7 +152,7 @@ class BetweenCalls:
         return None
 
     def _refuse_shared(self, twin: int) -> None:
-        name = self._shares(twin)
+        name = self.shares(twin)
         if name is not None:
             raise StreamError(
                 f"the parameter {self.names[twin]} shares its memory with {name}, and was written to: "

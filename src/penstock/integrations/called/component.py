@@ -252,7 +252,7 @@ class CalledModule:
         if not self._active:
             return own(*args, **kwargs)
         current = self._pass
-        if current is None or (wrapped.entry == current.entry and threading.get_ident() != current.thread):
+        if current is None or (threading.get_ident() != current.thread and wrapped.entry == current.entry):
             return self._call(wrapped, args, kwargs)
         current.running.append(path)
         current.threads.add(threading.get_ident())
@@ -311,7 +311,7 @@ class CalledModule:
             if kind not in self._kinds and self.orders[order].unit_bytes > self.facts.few_unit_bytes:
                 return None
             self._room = self._sizes.room(self._cap.nbytes)
-        return order if self._sizes.has_room(arguments, self._room) else None
+        return order if self._sizes.most(arguments) <= self._room else None
 
     @property
     def _terms(self) -> object:
@@ -451,7 +451,7 @@ class CalledModule:
             return True
         if self._standing(current, twin) is not None:  # seen at the end of the step, or of the pass
             return True
-        if has_parts(self._places.twins[twin]) or self._between.is_shared(twin):
+        if has_parts(self._places.twins[twin]) or self._between.shares(twin) is not None:
             return False
         self._units.unwatch(self._steps.storages_of(twin))
         self._own_steps.stay(current, twin, value)
@@ -482,8 +482,8 @@ class CalledModule:
         reads = self._steps.learned.reads.setdefault(fqn, set())
         if reader not in reads and not self._steps.storages_of(twin) <= self._steps.readers.resident:
             reads.add(reader)
-            may_be_step = reader in self._forwards.modules and can_read(reader, self._steps.steps)
-            current.learned |= may_be_step or self._units.watch(fqn, self._places.twins[twin])
+            is_step = reader in self._forwards.modules and can_read(reader, self._steps.steps)
+            current.learned |= is_step or self._units.watch(fqn, self._places.twins[twin])
         return plain_tensors("", self._own_steps.weight(twin, {}))[suffix]
 
     def _check_uses(self, current: Pass) -> None:

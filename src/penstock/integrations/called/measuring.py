@@ -190,10 +190,6 @@ class CallSizes:
         factors = [(one.growth_to(call), one.beside) for one in self._measured]
         return any(f <= _ALIKE or (f <= _FAR and beside * f**2 * _FAR <= room) for f, beside in factors)
 
-    def has_room(self, call: CallArguments, room: int) -> bool:
-        """Tell whether a call runs in `room` bytes."""
-        return self.most(call) <= room
-
     def most(self, call: CallArguments) -> float:
         """Return the most bytes that a call takes beside weights, as far as measured calls tell.
 

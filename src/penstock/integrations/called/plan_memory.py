@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -140,16 +140,11 @@ class PlanMemory:
             if watched.is_viewed
         ]
         self._watched, self._values, self._step_values = [], {}, []
-        self._release(weights, viewed)
-
-    def _release(self, weights: LoadedWeights, viewed: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
-        """Give the memory of a plan back: at once, or when the last view of it is gone."""
         # Tensors would keep the memory of a device alive, and that for which the finalizer waits.
         weights.tensors.clear()
         if not viewed:
             weights.close()
-            return
-        for name, memory in viewed:
+        for name, memory in viewed:  # the last view that goes gives it back
             self._viewed.append((name, weakref.ref(memory)))
             weakref.finalize(memory, weights.close)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.schedule.facts.errors import StreamError
+
+if TYPE_CHECKING:
+    from penstock.integrations.called.component import CalledModule
 
 _FACTS = frozenset(
     {
@@ -41,26 +44,10 @@ def is_plain_subclass(value: torch.Tensor) -> bool:
     return f"{type(value).__module__}.{type(value).__qualname__}" in _PLAIN
 
 
-class Answering(Protocol):
-    """Gives absent tensors their values while that is allowed.
-
-    Each is told by the id of a twin, and by how the name of a part of it ends.
-    """
-
-    def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
-        """Return a tensor with the values, or None where they may not be read now."""
-
-    def share(self, twin: int, suffix: str, value: torch.Tensor) -> None:
-        """Note that a result of an operator shares the memory of `value`, which `answer` has returned."""
-
-    def write(self, twin: int, value: torch.Tensor) -> bool:
-        """Note that an operator has written to `value`, which `answer` has returned; False refuses that."""
-
-
 class Answer(NamedTuple):
     """What answers for an absent tensor: a twin, or the part of one whose name ends with `suffix`."""
 
-    module: Answering
+    module: CalledModule
     twin: int
     suffix: str
 

@@ -41,10 +41,12 @@ class OwnUnits:
         return memory.address + self.facts.storages[storage].phase
 
     @contextmanager
-    def holding(self, storage: int, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Have the bytes of spans of a storage in memory."""
+    def holding(
+        self, storage: int, spans: Sequence[tuple[int, int]], *, counts: bool = True
+    ) -> Iterator[None]:
+        """Have spans of a storage in memory. What no plan will have does not count as units."""
         begun, base = time.perf_counter_ns(), self.address(storage)
-        nbytes = sum(stop - start for start, stop in spans)
+        nbytes = sum(stop - start for start, stop in spans) if counts else 0
         try:
             with _disable_current_modes():
                 for start, stop in _joined(spans):

@@ -353,7 +353,7 @@ class UnitReads:
         read, plan = self._slices(path, s), self._planned
         planned = plan.step_of(current, path, read) if plan is not None and read is not None else None
         read = planned[1] if planned is not None else read
-        numbers = units_in(places, read) if read is not None else None
+        numbers, counts = units_in(places, read) if read is not None else None, True
         if numbers is not None and read is not None and len(numbers) < read.count:
             if numbers:
                 to.note(self._note(current, path, replace(read, operator=SLICES), ("slices", path)), numbers)
@@ -363,11 +363,15 @@ class UnitReads:
         elif to.may_be_whole and self._host.is_read_by(path, s):
             self.whole.add((path, s))
             current.reads.whole = True
-        else:
+        elif to.whole in (None, s):
+            to.whole = s
             to.note(self._note(current, path, s, None))
-        if plan is not None and plan.takes_step(current, path, s):
+        else:
+            counts = False
+        if to.whole in (None, s) and plan is not None and plan.takes_step(current, path, s):
+            to.whole = s
             return plan.arena[s]
-        to.held.enter_context(self.own.holding(s, needed))
+        to.held.enter_context(self.own.holding(s, needed, counts=counts))
         return self.own.address(s)
 
     def _fixed(self, storage: int) -> int | None:
