@@ -63,11 +63,25 @@ class Applied:
     never in memory.
     """
 
-    def __init__(self, target: Any, cap: Cap, cache: Cache, options: LoadOptions, *, restores: bool) -> None:
+    def __init__(
+        self,
+        target: Any,
+        memory: int | str,
+        device: str,
+        cache: str | PathLike[str] | None,
+        options: LoadOptions | None,
+        *,
+        restores: bool,
+        train: bool,
+    ) -> None:
+        target_device(device)  # raises StreamError for one that is not here
+        if train and device != "cpu":
+            raise PassError(f"train=True computes on a CPU: leave device={device!r} out")
         self.target = target
-        self.cap, self.cache = cap, cache
+        self.cap = Cap(parse_size(memory, name="memory"), counts_own=device == "cpu")
+        self.cache = Cache.at(cache)
         self.components: dict[str, CalledModule] = {}
-        self._options, self._restores = options, restores
+        self._options, self._restores = replace(options or LoadOptions(), device=device), restores
         self._hollow: dict[str, Hollow] = {}
         self._training: list[nn.Module] = []  # modules that were in training mode
 
@@ -253,7 +267,7 @@ def apply(
     for name, module in parts.items():
         refuse_scripted(module, name)
         _refuse_moved(module, name)
-    applied = _applied_to(model, memory, device, cache, options, restores=True, train=train)
+    applied = Applied(model, memory, device, cache, options, restores=True, train=train)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
@@ -315,7 +329,7 @@ def load(
         SourceError, PassError: The folder holds no model, or as for `apply`.
     """
     adapting = Adapting.asked(adapter, train=train)
-    applied = _applied_to(None, memory, device, cache, options, restores=False, train=train)
+    applied = Applied(None, memory, device, cache, options, restores=False, train=train)
     folder = local_folder(source)
     opened = open_folder(folder, variant, asked_dtype(dtype), train=train)
 
@@ -332,28 +346,6 @@ def load(
         add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.target.penstock_applied = applied
     return closing(applied.target)
-
-
-def _applied_to(
-    target: Any,
-    memory: int | str,
-    device: str,
-    cache: str | PathLike[str] | None,
-    options: LoadOptions | None,
-    *,
-    restores: bool,
-    train: bool,
-) -> Applied:
-    """Return what components are added to.
-
-    Raises StreamError for a device that is not here, and PassError for training on another one than the CPU.
-    """
-    target_device(device)
-    if train and device != "cpu":
-        raise PassError(f"train=True computes on a CPU: leave device={device!r} out")
-    cap = Cap(parse_size(memory, name="memory"), counts_own=device == "cpu")
-    how = replace(options or LoadOptions(), device=device)
-    return Applied(target, cap, Cache.at(cache), how, restores=restores)
 
 
 def _refuse_moved(module: nn.Module, name: str) -> None:

@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import nn
 from penstock.integrations.adapters import adapted_layers, unmerge_disabled
 from penstock.integrations.called.between_calls import BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
-from penstock.integrations.called.by_units.units import Host, UnitReads
+from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order
 from penstock.integrations.called.forwards import Forwards, Wrapped
 from penstock.integrations.called.kinds import kind_of, refuse_elsewhere, refuse_grad
@@ -113,21 +112,17 @@ class CalledModule:
 
     def _build(self, places: Places) -> None:
         """Find out who reads what. Calls are observed anew."""
-        facts = self._between.facts.renamed(places.twins, self._between.names, places.all_names())
+        facts = self._between.own.facts.renamed(places.twins, self._between.names, places.all_names())
         self._places, self._own = places, OwnMemory(facts, self._device)
-        self._steps = StepWeights(self.module, facts, places)
+        self._steps = StepWeights(self.module, self._own, places)
         self._memory = PlanMemory(self._steps)
-        host = Host(
-            lambda: self._pass,
-            lambda: self._own_steps.room_of_units(self._pass),
-            self._steps.is_read_by,
-            lambda twin: self._own_steps.stay(self._pass, twin),
-        )
+
+        def stay(current: Pass, twin: int) -> torch.Tensor:
+            return self._own_steps.stay(current, twin)
+
         by_units = self._watches and self._options.device == "cpu"
-        self._units = UnitReads(self.module, facts, self._own, host, by_units=by_units)
-        self._own_steps = OwnSteps(
-            self.name, self._steps, self._own, units=self._units, memory=self._memory, cap=self._cap
-        )
+        self._units = UnitReads(self.module, self._steps, self._cap, stay, by_units=by_units)
+        self._own_steps = OwnSteps(self.name, self._steps, self._units, self._memory, self._cap)
         self._steps.find()
         self._units.rest()
         self._adapted = adapted_layers(self.module)
@@ -164,7 +159,7 @@ class CalledModule:
 
     @property
     def facts(self) -> ModuleFacts:
-        """The facts of the module; weights that become units of a stack change them."""
+        """The facts of the module."""
         return self._steps.facts
 
     @property
@@ -210,15 +205,14 @@ class CalledModule:
         with self._cap.lock:
             self._update()
             self._check_files()
-            return self._between.facts
+            return self._between.own.facts
 
     def _check_files(self) -> None:
         """Raise SourceError where a weight file is gone, or has other bytes than there were in memory."""
-        files = self._files.check(self.kept, self._between.facts)
+        files = self._files.check(self.kept, self._between.own.facts)
         if files != self.facts.files:  # files that were touched have other stamps
-            self._between.restamp(files)
-            self._units.facts = self._own.facts = self._steps.facts = replace(self.facts, files=files)
-            self._own.close()
+            self._between.own.restamp(files)
+            self._own.restamp(files)
 
     # Who reads what.
 
@@ -234,9 +228,7 @@ class CalledModule:
         """Read the weights of modules of which values choose by units from now on."""
         self.unload()
         twins = {place.fqn: place.twin for place in self._places.all}
-        self._steps.facts, small = self._units.stack(lists, twins)
-        self._own.facts = self.facts
-        self._steps.learned.small |= small
+        self._steps.learned.small |= self._units.stack(lists, twins)
         self._steps.find()
         self._forget_orders()
 
@@ -279,7 +271,7 @@ class CalledModule:
             with self._cap.calling(self) as alone, one_pass(), torch.no_grad():
                 order = None if alone else self._order_of(entry, kind, arguments)
                 current = self._pass = Pass(entry, order)
-                self._units.awake()
+                self._units.awake(current)
                 run = functools.partial(wrapped.called, *args, **kwargs)
                 try:
                     output, beside = self._run(current, run, arguments)

@@ -15,7 +15,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import StepTime
 from penstock.integrations.called.measuring import ROOM, compiled_graphs
-from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
+from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import Step, Watched
 from penstock.integrations.called.plan_memory import PlanMemory
@@ -31,10 +31,8 @@ _log = logging.getLogger(__name__)
 class OwnSteps:
     """Runs steps that no plan has. `name` is the module's in messages."""
 
-    def __init__(
-        self, name: str, steps: StepWeights, own: OwnMemory, *, units: UnitReads, memory: PlanMemory, cap: Cap
-    ) -> None:
-        self._name, self._steps, self._own, self._units = name, steps, own, units
+    def __init__(self, name: str, steps: StepWeights, units: UnitReads, memory: PlanMemory, cap: Cap) -> None:
+        self._name, self._steps, self._own, self._units = name, steps, steps.own, units
         self._memory, self._cap = memory, cap
 
     def weight(self, twin: int, memory: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -132,13 +130,6 @@ class OwnSteps:
                 part.data.copy_(plain_tensors("", written)[name].data)
         self._stay(current, twin, value, "the call writes")
         return value
-
-    def room_of_units(self, current: Pass | None) -> int:
-        """Return the bytes that reads by units without a plan may take at once."""
-        room = self._cap.room
-        if current is None or current.meter is None:
-            return room
-        return max(0, room - current.own_bytes - max(0, current.meter.peak - SLACK))
 
     def too_little(self, floor: int, beside: int, path: str = "") -> BudgetError:
         """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others."""

@@ -23,8 +23,7 @@ class Residency:
     Attributes:
         module: The path of the module.
         nbytes: Bytes of these weights.
-        how: `"stays"` in memory, `"streams"`, comes `"by units"`, or is `"read at once"` by each operator
-            that asks for it.
+        how: `"stays"` in memory, `"streams"`, or comes `"by units"`.
         why: The reason, in words.
     """
 

@@ -93,10 +93,9 @@ class Hollow:
                 self._absent[name] = _Emptied(*facts, give)
                 on_error.callback(give, data)
             self._put_on(device, module, sentence)
-            describe = module.extra_repr
-            self._replace(
-                module, "extra_repr", lambda: ", ".join(filter(None, (describe(), self.description)))
-            )
+            describe, freed = module.extra_repr, format_size(sum(one.nbytes for one in self._freed))
+            streamed = f"{freed} of parameters streamed by penstock"
+            self._replace(module, "extra_repr", lambda: ", ".join(filter(None, (describe(), streamed))))
             for path, child in module.named_modules():
                 weights_go = any(id(value) not in stays for value in child._parameters.values())
                 if weights_go or (child is module and plain):
@@ -106,20 +105,12 @@ class Hollow:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that were given back."""
-        return sum(absent.nbytes for absent in self._storages if absent.device.type != "meta")
+        return sum(one.nbytes for one in self._freed if one.device.type != "meta")
 
     @property
-    def description(self) -> str:
-        """What `print` says of the module beside its own facts."""
-        nbytes = sum(absent.nbytes for absent in self._storages)
-        return f"{format_size(nbytes)} of parameters streamed by penstock"
-
-    @property
-    def _storages(self) -> Iterable[_Emptied]:
+    def _freed(self) -> Iterable[_Emptied]:
         """A parameter for each storage that has no memory any more."""
-        return {
-            absent.storage: absent for absent in self._absent.values() if absent.storage not in self._shared
-        }.values()
+        return {one.storage: one for one in self._absent.values() if one.storage not in self._shared}.values()
 
     def filling(self, facts: ModuleFacts) -> Callable[[], None]:
         """Read the values of the parameters; returns a function that gives them to the parameters.
