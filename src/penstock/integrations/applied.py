@@ -144,7 +144,7 @@ class Applied:
             @on_error.callback
             def refill() -> None:
                 if self._restores:
-                    hollow.filling(facts)()
+                    hollow.filling(facts, kept)()
 
             if device != "cpu":  # which had these bytes already
                 self.cap.reserved += buffer_bytes(module)
@@ -198,7 +198,10 @@ class Applied:
                 )
             facts = {name: component.save_written() for name, component in self.components.items()}
             self.idle()
-            fills = [hollow.filling(facts[name]) for name, hollow in self._hollow.items()]
+            fills = [
+                hollow.filling(facts[name], self.components[name].kept)
+                for name, hollow in self._hollow.items()
+            ]
             with uninterrupted():
                 written = [component.let_go() for component in self.components.values()]
                 for change in (*fills, *written):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.emptied import hollow
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.cache import Cache
-from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
 X = torch.linspace(-1, 1, 64).reshape(2, 32)
@@ -66,7 +67,7 @@ def test_one_object_is_one_on_another_device_and_the_same_again_after_it(tmp_pat
     for one in (weight, model[0].weight):
         with pytest.raises(StreamError, match=r"the parameter 0\.weight\.\w+ is not in memory: restore it"):
             one.scale.sum()
-    given.filling(facts)()
+    given.filling(facts, [kept])()
     assert model[0].weight is model[1].weight is weight
     assert model[0].bias is bias
     assert {value.device for value in model.parameters()} == {torch.device("cpu")}
@@ -112,6 +113,18 @@ def test_a_buffer_in_the_memory_of_a_parameter_stays_in_it(tmp_path):
     model.third.weight.zero_()
     assert not model.row.any()
     assert not model.all.any()
+
+
+def test_a_value_that_is_read_otherwise_than_it_was_is_not_given_back(tmp_path):
+    """As from a disk that has lost bits, of which the system says nothing."""
+    model = layers()
+    kept = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
+    facts = make_facts(model, [kept])
+    emptied = hollow.Hollow(model, "restore it", torch.device("cpu"))
+    with pytest.raises(SourceError, match=r"other bytes for weight 1\.bias than there were"):
+        emptied.filling(facts, [replace(kept, digests=kept.digests | {"1.bias": "0" * 64})])
+    assert "not in memory" in repr(model[0].weight)
+    emptied.filling(facts, [kept])()
 
 
 def test_what_others_still_hold_of_a_parameter_goes_on(tmp_path):

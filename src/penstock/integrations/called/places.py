@@ -90,6 +90,7 @@ class Places:
     Attributes:
         twins: The twins, by id.
         names: Their names, by id; a tied weight has the first of its names.
+        flat: Modules of torch that keep a list of their weights beside their places.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Places:
                     self.all.append(place)
             elif twin in twins:
                 self.all.append(Place(path, entries, key, twins[twin]))
-        self._flat = [one for one in self._modules.values() if "_flat_weights" in vars(one)]
+        self.flat = tuple(one for one in self._modules.values() if "_flat_weights" in vars(one))
         self.twins = {id(place.twin): place.twin for place in self.all}
         self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
 
@@ -140,11 +141,7 @@ class Places:
             ours = (place.twin, *(values.get(twin) for values in known))
             if there is not None and any(there is one for one in ours):
                 place.entries[place.key] = standing.get(twin, place.twin)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Bring the lists of weights of torch's recurrent modules up to date."""
-        refresh(self._flat)
+        refresh(self.flat)
 
 
 def write_back(values: Values, twins: Values) -> None:

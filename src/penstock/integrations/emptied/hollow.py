@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.emptied.absent import AbsentTensor, make_absent
+from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.weights.subclasses import each_part, plain_tensors
 from penstock.passes.weights.values import storage_bytes, tensor_in
-from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
 
 
@@ -112,13 +113,20 @@ class Hollow:
         """A parameter for each storage that has no memory any more."""
         return {one.storage: one for one in self._absent.values() if one.storage not in self._shared}.values()
 
-    def filling(self, facts: ModuleFacts) -> Callable[[], None]:
+    def filling(self, facts: ModuleFacts, kept: Iterable[KeptWeights]) -> Callable[[], None]:
         """Read the values of the parameters; returns a function that gives them to the parameters.
 
-        It takes the refusals away too. Raises SourceError where a value cannot be read; nothing has changed
-        then.
+        It takes the refusals away too. Raises SourceError where a value cannot be read, or is not what it was
+        in memory; nothing has changed then.
         """
+        digests = {name: digest for weights in kept for name, digest in weights.digests.items()}
         values = self._values(facts) if self._absent else {}
+        for name, absent in self._absent.items():
+            if absent.storage not in self._shared and digest_of(values[name]) != digests[name]:
+                raise SourceError(
+                    f"its file has other bytes for weight {name} than there were in memory: put the file back "
+                    "as it was; until then the model stays as it is"
+                )
 
         def fill() -> None:
             for name, absent in self._absent.items():
