@@ -121,7 +121,7 @@ def test_a_value_that_is_read_otherwise_than_it_was_is_not_given_back(tmp_path):
     kept = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
     facts = make_facts(model, [kept])
     emptied = hollow.Hollow(model, "restore it", torch.device("cpu"))
-    with pytest.raises(SourceError, match=r"other bytes for weight 1\.bias than there were"):
+    with pytest.raises(SourceError, match=r"weight 1\.bias has other bytes than there were"):
         emptied.filling(facts, [replace(kept, digests=kept.digests | {"1.bias": "0" * 64})])
     assert "not in memory" in repr(model[0].weight)
     emptied.filling(facts, [kept])()

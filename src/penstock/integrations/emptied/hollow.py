@@ -124,8 +124,8 @@ class Hollow:
         for name, absent in self._absent.items():
             if absent.storage not in self._shared and digest_of(values[name]) != digests[name]:
                 raise SourceError(
-                    f"its file has other bytes for weight {name} than there were in memory: put the file back "
-                    "as it was; until then the model stays as it is"
+                    f"the file of weight {name} has other bytes than there were in memory: put it back as it "
+                    "was; until then the model stays as it is"
                 )
 
         def fill() -> None:
