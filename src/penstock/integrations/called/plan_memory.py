@@ -155,7 +155,7 @@ class PlanMemory:
 
         Between calls twins stand there: what is written to a weight then has to be kept when the plan goes.
         """
-        self._filled = self._standing.fill(self.present)
+        self._filled += self._standing.fill(self.present)
 
     def leave(self) -> None:
         """Put the twins back."""
