@@ -161,7 +161,7 @@ def measure_mixture(way: str, folder: Path, memory: int) -> dict[str, Any]:
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "min_new_tokens": 40}
     made = model.generate(ids, do_sample=True, **options)
     each = [after - before for before, after in pairwise(moved[12:]) if after > before]
-    pool = re.search(r"a pool of ([\d.]+) MiB", repr(component))
+    pool = re.search(r"a pool of ([\d.]+) MiB", component.plan.residency)
     found = {"MB a token": sum(each) / len(each) / 1e6, "pool, MiB": float(pool[1]) if pool else 0.0}
     return found | {"said": hashlib.sha256(made.numpy().tobytes()).hexdigest()}
 

@@ -130,19 +130,6 @@ def test_generate_encodes_pictures_before_it_calls_the_model(tmp_path):
         assert torch.equal(model.generate(**given), reference.generate(**given))
 
 
-def test_a_layer_that_is_called_alone_gives_what_it_gives_in_memory(streamed):
-    model, reference, _ = streamed
-    states = torch.randn(1, 3, 64)
-    assert torch.equal(model.lm_head(states), reference.lm_head(states))
-    assert torch.equal(model.model(IDS)[0], reference.model(IDS)[0])
-
-
-def test_autocast_gives_what_it_gives_in_memory(streamed):
-    model, reference, _ = streamed
-    with torch.autocast("cpu"):
-        assert torch.equal(model(IDS).logits, reference(IDS).logits)
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch, about what transformers asks of it
 def test_flex_attention_gives_what_it_gives_in_memory(tmp_path):
     model = models.llama(num_hidden_layers=1, attn_implementation="flex_attention")
@@ -168,16 +155,6 @@ def test_parameters_have_no_memory_until_they_are_restored(tmp_path):
 
 
 # What is refused.
-
-
-def test_a_gradient_is_refused(tmp_path):
-    model = models.llama(num_hidden_layers=1)
-    embedded = torch.zeros(1, 3, 64, requires_grad=True)
-    with (
-        apply(model, "400KB", cache=tmp_path),
-        pytest.raises(StreamError, match="requires grad"),
-    ):
-        model(inputs_embeds=embedded)
 
 
 def test_a_model_that_accelerate_has_wrapped_is_refused(tmp_path):

@@ -117,7 +117,7 @@ def test_a_family_has_its_bits_in_little_memory_and_reads_what_its_tokens_ask_fo
             assert same(outputs(model), runs.expected)
         assert component.stats.peak_bytes <= component.stats.budget
         if memory == least:
-            assert ("a pool of" in repr(component)) != whole
+            assert ("a pool of" in component.plan.residency) != whole
             read = runs.bytes_of_last_token(model, component)
             assert whole or read <= runs.nbytes - runs.tables + runs.tables // 3
         applied.restore() if way == "apply" else applied.close()
@@ -130,4 +130,4 @@ def test_experts_that_values_choose_one_after_another_are_read_by_units(tmp_path
         for _ in range(2):
             assert same(outputs(model), expected)
         (component,) = applied.components.values()
-        assert "a pool of" in repr(component)
+        assert "a pool of" in component.plan.residency

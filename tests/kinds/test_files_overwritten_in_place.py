@@ -393,6 +393,32 @@ def test_apply_refuses_a_file_that_was_overwritten_before_the_first_call(two, tm
         assert torch.equal(model(IDS).logits, wanted)
 
 
+class Wrapped(nn.Module):
+    """As an adapter wraps a layer, whose weight has another name from then on."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+def test_a_touched_file_serves_weights_that_have_got_other_names(two, tmp_path):
+    folder, file, _ = two
+    model = models.frozen(LlamaForCausalLM.from_pretrained(folder))
+    wanted = model(IDS).logits.clone()
+    with apply(model, "1GB", cache=tmp_path / "cache") as applied:
+        model(IDS)
+        mlp = model.model.layers[0].mlp
+        mlp.up_proj = Wrapped(mlp.up_proj)
+        touch(file, "rights")
+        applied.idle()
+        assert torch.equal(model(IDS).logits, wanted)
+        mlp.up_proj = mlp.up_proj.base_layer
+    assert torch.equal(model(IDS).logits, wanted)
+
+
 def test_a_quantised_model_has_the_values_of_its_files_as_they_are(tmp_path):
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig

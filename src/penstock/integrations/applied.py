@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -33,7 +33,7 @@ from penstock.integrations.libraries import (
     owner_of,
 )
 from penstock.integrations.own_files import keep_weights
-from penstock.integrations.training.adapting import Adapting, under_new_names
+from penstock.integrations.training.adapting import Adapting
 from penstock.integrations.training.module import TrainedModule
 from penstock.integrations.training.trained import TrainedParameters
 from penstock.passes.building.refusals import refuse_scripted
@@ -63,11 +63,25 @@ class Applied:
     never in memory.
     """
 
-    def __init__(self, target: Any, cap: Cap, cache: Cache, options: LoadOptions, *, restores: bool) -> None:
+    def __init__(
+        self,
+        target: Any,
+        memory: int | str,
+        device: str,
+        cache: str | PathLike[str] | None,
+        options: LoadOptions | None,
+        *,
+        restores: bool,
+        train: bool,
+    ) -> None:
+        target_device(device)  # raises StreamError for one that is not here
+        if train and device != "cpu":
+            raise PassError(f"train=True computes on a CPU: leave device={device!r} out")
         self.target = target
-        self.cap, self.cache = cap, cache
+        self.cap = Cap(parse_size(memory, name="memory"), counts_own=device == "cpu")
+        self.cache = Cache.at(cache)
         self.components: dict[str, CalledModule] = {}
-        self._options, self._restores = options, restores
+        self._options, self._restores = replace(options or LoadOptions(), device=device), restores
         self._hollow: dict[str, Hollow] = {}
         self._training: list[nn.Module] = []  # modules that were in training mode
 
@@ -112,23 +126,35 @@ class Applied:
         module: nn.Module,
         kept: Sequence[KeptWeights],
         trained: TrainedParameters | None = None,
-    ) -> None:
+        adapting: Adapting | None = None,
+    ) -> Any:
         """Let the weights of a module stream, which `kept` holds in files, and free their memory.
 
-        Parameters that are `trained` stay in memory.
+        Parameters that are `trained` stay in memory, and those of an adapter that `adapting` puts on the
+        module. Returns the model that has it, or the module.
         """
         parameters = trained.parameters if trained else ()
         device = self._options.device
         facts = make_facts(module, kept, parameters, aligned=device != "cpu")
         sentence = _RESTORE if self._restores else _LOAD
-        make: Any = CalledModule
-        if trained is not None:
-            make = partial(TrainedModule, trained=trained, folder=self.cache.folder)
-        with uninterrupted(), ExitStack() as on_error:
+        model: Any = module
+        with uninterrupted() if self._restores else nullcontext(), ExitStack() as on_error:
             hollow = Hollow(module, sentence, target_device(device), parameters)
-            on_error.callback(lambda files: hollow.filling(files)(), kept)
+
+            @on_error.callback
+            def refill() -> None:
+                if self._restores:
+                    hollow.filling(facts, kept)()
+
             if device != "cpu":  # which had these bytes already
                 self.cap.reserved += buffer_bytes(module)
+            if adapting is not None:
+                model, facts = adapting.put_on(module, name, facts)
+                trained = TrainedParameters.of(module, name, model)
+                self.reserve(trained)
+            make: Any = CalledModule
+            if trained is not None:
+                make = partial(TrainedModule, trained=trained, folder=self.cache.folder)
             self.components[name] = make(
                 name,
                 module,
@@ -141,6 +167,7 @@ class Applied:
             )
             self._hollow[name] = hollow
             on_error.pop_all()
+        return model
 
     def reserve(self, trained: TrainedParameters) -> None:
         """Leave memory to trained parameters and what comes with them. Raises BudgetError for too much."""
@@ -169,10 +196,12 @@ class Applied:
                 raise StreamError(
                     "the model was never in memory: load it with its library where it should be"
                 )
-            for component in self.components.values():
-                component.save_written()
+            facts = {name: component.save_written() for name, component in self.components.items()}
             self.idle()
-            fills = [hollow.filling(self.components[name].kept) for name, hollow in self._hollow.items()]
+            fills = [
+                hollow.filling(facts[name], self.components[name].kept)
+                for name, hollow in self._hollow.items()
+            ]
             with uninterrupted():
                 written = [component.let_go() for component in self.components.values()]
                 for change in (*fills, *written):
@@ -241,7 +270,7 @@ def apply(
     for name, module in parts.items():
         refuse_scripted(module, name)
         _refuse_moved(module, name)
-    applied = _applied_to(model, memory, device, cache, options, restores=True, train=train)
+    applied = Applied(model, memory, device, cache, options, restores=True, train=train)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
@@ -303,22 +332,14 @@ def load(
         SourceError, PassError: The folder holds no model, or as for `apply`.
     """
     adapting = Adapting.asked(adapter, train=train)
-    applied = _applied_to(None, memory, device, cache, options, restores=False, train=train)
+    applied = Applied(None, memory, device, cache, options, restores=False, train=train)
     folder = local_folder(source)
     opened = open_folder(folder, variant, asked_dtype(dtype), train=train)
 
     def stream(stored: Stored) -> Any:
         module, names = stored.make()
         files = stored.kept(module, names, applied.cache)
-        if adapting is None:
-            applied.add(stored.name, module, files)
-            return module
-        renamed = under_new_names(module, files)
-        adapted = adapting.put_on(module, stored.name, torch.device("cpu"))
-        trained = TrainedParameters.of(module, stored.name, adapted)
-        applied.reserve(trained)
-        applied.add(stored.name, module, renamed(), trained)
-        return adapted
+        return applied.add(stored.name, module, files, adapting=adapting)
 
     if isinstance(opened, tuple):
         parts, assemble = opened
@@ -328,28 +349,6 @@ def load(
         add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.target.penstock_applied = applied
     return closing(applied.target)
-
-
-def _applied_to(
-    target: Any,
-    memory: int | str,
-    device: str,
-    cache: str | PathLike[str] | None,
-    options: LoadOptions | None,
-    *,
-    restores: bool,
-    train: bool,
-) -> Applied:
-    """Return what components are added to.
-
-    Raises StreamError for a device that is not here, and PassError for training on another one than the CPU.
-    """
-    target_device(device)
-    if train and device != "cpu":
-        raise PassError(f"train=True computes on a CPU: leave device={device!r} out")
-    cap = Cap(parse_size(memory, name="memory"), counts_own=device == "cpu")
-    how = replace(options or LoadOptions(), device=device)
-    return Applied(target, cap, Cache.at(cache), how, restores=restores)
 
 
 def _refuse_moved(module: nn.Module, name: str) -> None:

@@ -317,7 +317,7 @@ def open_pipeline(
             arguments |= {} if name.startswith("_") else {name: value}
         elif value[0] is None:
             arguments[name] = None
-        elif (folder / name / _CONFIG).is_file() and _is_module(folder, *value):
+        elif (folder / name / _CONFIG).is_file() and issubclass(_class(folder, *value), nn.Module):
             stored[name] = open_model(folder / name, variant, dtype, as_stored=True)
             _refuse_several(folder, name, value, stored[name])
         else:
@@ -372,10 +372,6 @@ def _class(folder: Path, library: object, name: object) -> Any:
         f"{folder} needs {library}.{name}, which is not a class of transformers or diffusers here: "
         "load it with its own code, and give the result to penstock.integrations.apply"
     )
-
-
-def _is_module(folder: Path, library: str, name: str) -> bool:
-    return issubclass(_class(folder, library, name), nn.Module)
 
 
 def _most(checkpoint: Checkpoint) -> str | None:

@@ -19,6 +19,7 @@ from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.files.stamp import hash_storage, stamp_file
 from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.model import WeightFile
 
 if TYPE_CHECKING:
     from penstock.integrations.called.facts import ModuleFacts
@@ -76,8 +77,8 @@ class KeptFiles:
         self._name = name
         self._states = {file: state_of(file) for weights in kept for file in weights.files}
 
-    def check(self, kept: Sequence[KeptWeights], facts: ModuleFacts) -> ModuleFacts:
-        """Return the facts with the stamps of the files as they are now.
+    def check(self, kept: Sequence[KeptWeights], facts: ModuleFacts) -> tuple[WeightFile, ...]:
+        """Return the stamps of the files as they are now; `facts` has the former ones.
 
         What was in memory is compared with its hashes where the system says that a file may be another one.
         Raises SourceError for a file that is gone, or holds other bytes.
@@ -96,7 +97,7 @@ class KeptFiles:
                 files[number] = stamp_file(file, recorded_path=path)
                 self._compare(file, number, replace(facts, files=tuple(files)), digests)
             self._states[file] = now
-        return facts if tuple(files) == facts.files else replace(facts, files=tuple(files))
+        return tuple(files)
 
     def refuse_lost(self, kept: Iterable[KeptWeights]) -> None:
         """Raise SourceError for a file that is gone."""
@@ -121,7 +122,8 @@ class KeptFiles:
             has_bytes = any(extent.file == number for extent in storage.extents)
             if has_bytes and hash_storage(storage, facts.files, Path(os.devnull)) != whole.get(s):
                 raise SourceError(
-                    f"{file} has been changed since {self._name} was loaded from it: load the model again"
+                    f"{file} has been changed since {self._name} was loaded from it: put the file back, or "
+                    "load the model again"
                 )
 
 

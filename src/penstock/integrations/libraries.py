@@ -99,15 +99,12 @@ def _refuse_shared(modules: Mapping[str, nn.Module]) -> None:
 
 def entries_of(module: nn.Module) -> list[str]:
     """Return the methods other than `forward` through which a module and its parts are called."""
-    methods = [name for name in _CALLED if _is_diffusers(module) and hasattr(module, name)]
+    is_diffusers = type(module).__module__.startswith("diffusers.")
+    methods = [name for name in _CALLED if is_diffusers and hasattr(module, name)]
     base: Any = getattr(module, "base_model", None)
     features = [name for name in _FEATURES if callable(getattr(base, name, None))]
     paths = [path for path, child in module.named_modules() if child is base]
     return methods + [f"{path}.{name}".removeprefix(".") for path in paths for name in features]
-
-
-def _is_diffusers(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("diffusers.")
 
 
 def add_generation_config(model: nn.Module, folder: Path) -> None:
@@ -131,14 +128,7 @@ def closing(target: Any) -> Any:
     kind = type(target)
     facts = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     closing_class: Any = types.new_class(kind.__name__, (kind,), exec_body=lambda names: names.update(facts))
-    closing_class.__enter__, closing_class.__exit__ = _enter, _exit
+    closing_class.__enter__ = lambda target: target
+    closing_class.__exit__ = lambda target, *_: target.penstock_applied.close()
     target.__class__ = closing_class
     return target
-
-
-def _enter(target: Any) -> Any:
-    return target
-
-
-def _exit(target: Any, *_: object) -> None:
-    target.penstock_applied.close()

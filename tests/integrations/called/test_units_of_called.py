@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock.integrations.called.own_memory import OwnMemory
 from penstock.runtime.loading import LoadOptions
 from tests.integrations.called.within import (
     CHECKED,
@@ -294,14 +295,47 @@ class ReadsParts(nn.Module):
         return x + self.parts[0].weight.t()[:1].contiguous()
 
 
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 128, 128) / 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight[0])
+
+
+class ReadsTwo(nn.Module):
+    """An operator of its own reads the weights of two parts whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = Stack(), Stack(), Stack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ (self.first.weight @ self.second.weight).sum(0)
+        x = x + x @ (self.third.weight @ self.first.weight).sum(0)
+        return self.first(x) + self.second(x) + self.third(x)
+
+
 class TestOperators:
-    def test_a_weight_that_a_parent_reads_is_a_step_of_its_own(self, called: Called) -> None:
+    def test_two_weights_that_one_operator_reads_whole_are_there_together(self, called: Called) -> None:
+        model, reference = pair(ReadsTwo())
+        called(model, 0.4, POISONED)
+
+        x = torch.randn(2, 128)
+        assert agrees(model, reference, x, x, x, x)
+
+    def test_each_weight_that_a_parent_reads_is_a_step_of_its_own(
+        self, called: Called, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         model, reference = pair(ReadsParts())
         streamed = called(model, 0.2)  # less than two of eight
 
         x = torch.randn(2, 256)
         assert agrees(model, reference, x, x, x, x)
         before = streamed.stats
+        monkeypatch.setattr(OwnMemory, "read", None)  # the plan has all that is read
         assert agrees(model, reference, x)
         after = streamed.stats
         assert before is not None

@@ -165,13 +165,6 @@ def test_a_damaged_folder_is_refused_by_the_name_of_its_file(tmp_path, file, con
         load(tmp_path, "1MB", cache=tmp_path / "cache")
 
 
-def test_a_gpu_that_is_not_there_is_said(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(StreamError, match="there is no device 'cuda' here"):
-        apply(nn.Linear(2, 2), "1MB", device="cuda", cache=tmp_path)
-
-
 def test_an_apply_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise MemoryError("no memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,12 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from penstock.integrations import apply, cached
+from penstock.integrations.called.facts import make_facts
+from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.emptied import hollow
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.cache import Cache
-from penstock.runtime.files.tensor_file import TensorFile
-from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
 X = torch.linspace(-1, 1, 64).reshape(2, 32)
@@ -58,13 +60,14 @@ def test_one_object_is_one_on_another_device_and_the_same_again_after_it(tmp_pat
     model = quantised()
     weight, bias, output = model[0].weight, model[0].bias, model(X)
     kept = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
+    facts = make_facts(model, [kept])
     given = hollow.Hollow(model, "restore it", META)
     assert {value.device for value in model.parameters()} == {META}
     assert model[0].weight is model[1].weight
     for one in (weight, model[0].weight):
         with pytest.raises(StreamError, match=r"the parameter 0\.weight\.\w+ is not in memory: restore it"):
             one.scale.sum()
-    given.filling([kept])()
+    given.filling(facts, [kept])()
     assert model[0].weight is model[1].weight is weight
     assert model[0].bias is bias
     assert {value.device for value in model.parameters()} == {torch.device("cpu")}
@@ -110,6 +113,18 @@ def test_a_buffer_in_the_memory_of_a_parameter_stays_in_it(tmp_path):
     model.third.weight.zero_()
     assert not model.row.any()
     assert not model.all.any()
+
+
+def test_a_value_that_is_read_otherwise_than_it_was_is_not_given_back(tmp_path):
+    """As from a disk that has lost bits, of which the system says nothing."""
+    model = layers()
+    kept = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
+    facts = make_facts(model, [kept])
+    emptied = hollow.Hollow(model, "restore it", torch.device("cpu"))
+    with pytest.raises(SourceError, match=r"weight 1\.bias has other bytes than there were"):
+        emptied.filling(facts, [replace(kept, digests=kept.digests | {"1.bias": "0" * 64})])
+    assert "not in memory" in repr(model[0].weight)
+    emptied.filling(facts, [kept])()
 
 
 def test_what_others_still_hold_of_a_parameter_goes_on(tmp_path):
@@ -202,19 +217,19 @@ def test_an_apply_that_fails_while_memory_is_given_back_leaves_it(tmp_path, monk
 
 
 def test_a_restore_without_memory_changes_nothing_and_can_be_repeated(tmp_path, monkeypatch):
-    read, reads = TensorFile.get_tensor, []
+    read, reads = OwnMemory.read, []
 
-    def once(file, name):
-        reads.append(name)
+    def once(own, storages):
+        reads.append(storages)
         if len(reads) == 2:
             raise MemoryError("no memory")
-        return read(file, name)
+        return read(own, storages)
 
     model = layers()
     expected = model(X)
     applied = apply(model, "1MB", cache=tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(TensorFile, "get_tensor", once)
+        patched.setattr(OwnMemory, "read", once)
         with pytest.raises(MemoryError):
             applied.restore()
     assert all("not in memory" in repr(value) for value in model.parameters())

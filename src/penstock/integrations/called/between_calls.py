@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.stamp import stamp_file
-from penstock.schedule.facts.catalog import WeightFile, part_nbytes
+from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import ALIGNMENT
 
@@ -53,7 +53,7 @@ class BetweenCalls:
         make_room: What is told of bytes before they are read.
 
     Attributes:
-        facts: The facts of the module, under the names of then, with weights where they are now.
+        own: What reads weights from where they are now, by their names of then.
         twins: The twins, by id.
         names: Their names of then, by id.
     """
@@ -66,10 +66,9 @@ class BetweenCalls:
         keep: Keep | None,
         make_room: Callable[[int], None],
     ) -> None:
-        self.facts, self.twins, self.names = own.facts, places.twins, places.names
+        self.own, self.twins, self.names = own, places.twins, places.names
         self.has_changed = False
         self._kept, self._keep, self._make_room = kept, keep, make_room
-        self._own = own
         self._opened: dict[int, _Opened] = {}
         self._written: dict[int, torch.Tensor] = {}
 
@@ -85,11 +84,6 @@ class BetweenCalls:
             self._opened[twin].is_written = is_written
             self._opened[twin].watched.start()
         return self._opened[twin].watched.value
-
-    def restamp(self, files: Sequence[WeightFile]) -> None:
-        """Take up other stamps of the same files."""
-        self.facts = self._own.facts = replace(self.facts, files=tuple(files))
-        self._own.close()
 
     def share(self, twin: int) -> None:
         """Note that something has a view of the value of a weight."""
@@ -119,13 +113,13 @@ class BetweenCalls:
         staying = {twin: opened.watched.value for twin, opened in self._opened.items()} | self._written
         self._opened.clear()
         self._written.clear()
-        self._own.close()
+        self.own.close()
         return staying
 
     def _read(self, twin: int) -> torch.Tensor:
         memory: dict[int, torch.Tensor] = {}
         with plain_tensors_only():
-            return like(self.twins[twin], self.names[twin], lambda name: self._own.tensor(name, memory))
+            return like(self.twins[twin], self.names[twin], lambda name: self.own.tensor(name, memory))
 
     def _parts(self, twin: int) -> dict[str, torch.Tensor]:
         return plain_tensors(self.names[twin], self.twins[twin])
@@ -143,19 +137,18 @@ class BetweenCalls:
         if sum(value.nbytes for value in self._written.values()) >= _WAITING:
             self._save()
 
-    def is_shared(self, twin: int) -> bool:
-        """Tell whether another weight lies in the memory of a weight."""
-        return self._shares(twin) is not None
-
-    def _shares(self, twin: int) -> str | None:
-        storages = {self.facts.parts[name].storage for name in self._parts(twin)}
+    def shares(self, twin: int) -> str | None:
+        """Return the name of another weight that lies in the memory of a weight, or None."""
+        storages = {self.own.facts.parts[name].storage for name in self._parts(twin)}
         for tied, name in self.names.items():
-            if tied != twin and any(self.facts.parts[part].storage in storages for part in self._parts(tied)):
+            if tied != twin and any(
+                self.own.facts.parts[part].storage in storages for part in self._parts(tied)
+            ):
                 return name
         return None
 
     def _refuse_shared(self, twin: int) -> None:
-        name = self._shares(twin)
+        name = self.shares(twin)
         if name is not None:
             raise StreamError(
                 f"the parameter {self.names[twin]} shares its memory with {name}, and was written to: "
@@ -188,26 +181,27 @@ class BetweenCalls:
         written, former = plain_tensors("", value).values(), self._parts(twin).values()
         if any(new.stride() != old.stride() for new, old in zip(written, former, strict=True)):
             return False  # kernels add up weights that lie otherwise in another order
-        parts = [self.facts.parts[name] for name in self._parts(twin)]
+        parts = [self.own.facts.parts[name] for name in self._parts(twin)]
         return all(
-            part.offset == 0 and part_nbytes(part) == self.facts.storages[part.storage].nbytes
+            part.offset == 0 and part_nbytes(part) == self.own.facts.storages[part.storage].nbytes
             for part in parts
         )
 
     def _place(self, names: Mapping[str, str], kept: KeptWeights, phases: Mapping[str, int]) -> None:
         """Have the facts name the file in which weights are now."""
-        weights = [weight for weight in self.facts.weights if weight.fqn in names]
+        weights = [weight for weight in self.own.facts.weights if weight.fqn in names]
         values = find_values(weights, open_checkpoint(kept.files), Rules(names))
-        storages, first = list(self.facts.storages), len(self.facts.files)
+        storages, first = list(self.own.facts.storages), len(self.own.facts.files)
         placed = values.placed(storages)
         for weight in weights:
             s = weight.parts[0].storage
             extents = tuple(replace(extent, file=extent.file + first) for extent in placed[s].extents)
             storages[s] = replace(storages[s], extents=extents, phase=phases[names[weight.fqn]])
         files = tuple(stamp_file(path, recorded_path=str(path.absolute())) for path in values.files)
-        self.facts = replace(self.facts, files=(*self.facts.files, *files), storages=tuple(storages))
-        self._own.close()
-        self._own.facts = self.facts
+        self.own.facts = replace(
+            self.own.facts, files=(*self.own.facts.files, *files), storages=tuple(storages)
+        )
+        self.own.close()
         self.has_changed = True
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from penstock.integrations.adapters import adapted_layers, unmerge_disabled
 from penstock.integrations.called.between_calls import BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
-from penstock.integrations.called.by_units.units import Host, UnitReads
+from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order
 from penstock.integrations.called.forwards import Forwards, Wrapped
 from penstock.integrations.called.kinds import kind_of, refuse_elsewhere, refuse_grad
@@ -49,8 +49,6 @@ from penstock.schedule.facts.sizes import format_budget, format_size, seconds_si
 from penstock.schedule.plan import Plan
 
 _log = logging.getLogger(__name__)
-
-_Measured = tuple[Any, int | None]
 
 _MOST_ORDERS = 4
 """Orders of one entry that are planned. A call in any other order loads on demand what comes out of turn."""
@@ -93,11 +91,12 @@ class CalledModule:
         self._state = threading.Lock()  # held while a step begins
         self._kinds: dict[object, int] = {}
         self._sizes = CallSizes()
-        self._device = target_device(self._options.device)
+        self._device = device = target_device(self._options.device)
+        self._sizes_of = functools.partial(CallArguments.of, device)
         self._pass: Pass | None = None
         self._passes = 0
         self._room = 0  # bytes that the present plan leaves for calls
-        self._impossible: object = None  # what calls took, the memory and the orders, where no plan fitted
+        self._impossible: object = None  # the terms on which no plan fitted
         self._active = True
         self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins
         places = Places(module, facts.parts)
@@ -105,7 +104,7 @@ class CalledModule:
             for part, plain in plain_tensors(places.names[twin], value).items():
                 answer_with(plain, Answer(self, twin, part.removeprefix(places.names[twin])))
         self._files = KeptFiles(name, self.kept)
-        self._between = BetweenCalls(places, OwnMemory(facts, self._device), self.kept, keep, self._make_room)
+        self._between = BetweenCalls(places, OwnMemory(facts, device), self.kept, keep, self._make_room)
         self._forwards = Forwards(module, entries, self._called)
         self._build(places)
         self._own_bytes = self._places.bytes_of_others()
@@ -113,21 +112,17 @@ class CalledModule:
 
     def _build(self, places: Places) -> None:
         """Find out who reads what. Calls are observed anew."""
-        facts = self._between.facts.renamed(places.twins, self._between.names, places.all_names())
+        facts = self._between.own.facts.renamed(places.twins, self._between.names, places.all_names())
         self._places, self._own = places, OwnMemory(facts, self._device)
-        self._steps = StepWeights(self.module, facts, places)
+        self._steps = StepWeights(self.module, self._own, places)
         self._memory = PlanMemory(self._steps)
-        host = Host(
-            lambda: self._pass,
-            lambda: self._own_steps.room_of_units(self._pass),
-            self._steps.is_read_by,
-            lambda twin: self._own_steps.stay(self._pass, twin),
-        )
+
+        def stay(current: Pass, twin: int) -> torch.Tensor:
+            return self._own_steps.stay(current, twin)
+
         by_units = self._watches and self._options.device == "cpu"
-        self._units = UnitReads(self.module, facts, self._own, host, by_units=by_units)
-        self._own_steps = OwnSteps(
-            self.name, self._steps, self._own, units=self._units, memory=self._memory, cap=self._cap
-        )
+        self._units = UnitReads(self.module, self._steps, self._cap, stay, by_units=by_units)
+        self._own_steps = OwnSteps(self.name, self._steps, self._units, self._memory, self._cap)
         self._steps.find()
         self._units.rest()
         self._adapted = adapted_layers(self.module)
@@ -162,13 +157,9 @@ class CalledModule:
             if self.plan is not None and self.plan.budget + nbytes > self._cap.room:
                 self.unload()
 
-    def __repr__(self) -> str:
-        plan = self.plan.residency if self.residency and self.plan else "no plan yet"
-        return f"CalledModule({self.name}, {plan})"
-
     @property
     def facts(self) -> ModuleFacts:
-        """The facts of the module; weights that become units of a stack change them."""
+        """The facts of the module."""
         return self._steps.facts
 
     @property
@@ -205,24 +196,23 @@ class CalledModule:
         self._units.rest()
         self._forwards.let_go()
         self._end_overrides()
-        for one in self.kept:
-            if one.hold is not None:
-                one.hold.close()
+        for hold in filter(None, (weights.hold for weights in self.kept)):
+            hold.close()
         return functools.partial(write_back, staying, self._between.twins)
 
-    def save_written(self) -> None:
-        """Save weights that were written since the last call. Raises SourceError if a weight file is gone."""
+    def save_written(self) -> ModuleFacts:
+        """Save weights written since the last call; return where all are, or raise as `_check_files`."""
         with self._cap.lock:
             self._update()
-            self._files.refuse_lost(self.kept)
+            self._check_files()
+            return self._between.own.facts
 
     def _check_files(self) -> None:
         """Raise SourceError where a weight file is gone, or has other bytes than there were in memory."""
-        facts = self._files.check(self.kept, self.facts)
-        if facts is not self.facts:  # files that were touched have other stamps
-            self._between.restamp(facts.files)
-            self._units.facts = self._own.facts = self._steps.facts = facts
-            self._own.close()
+        files = self._files.check(self.kept, self._between.own.facts)
+        if files != self.facts.files:  # files that were touched have other stamps
+            self._between.own.restamp(files)
+            self._own.restamp(files)
 
     # Who reads what.
 
@@ -238,9 +228,7 @@ class CalledModule:
         """Read the weights of modules of which values choose by units from now on."""
         self.unload()
         twins = {place.fqn: place.twin for place in self._places.all}
-        self._steps.facts, small = self._units.stack(lists, twins)
-        self._own.facts = self.facts
-        self._steps.learned.small |= small
+        self._steps.learned.small |= self._units.stack(lists, twins)
         self._steps.find()
         self._forget_orders()
 
@@ -256,7 +244,7 @@ class CalledModule:
         if not self._active:
             return own(*args, **kwargs)
         current = self._pass
-        if current is None or (wrapped.entry == current.entry and threading.get_ident() != current.thread):
+        if current is None or (threading.get_ident() != current.thread and wrapped.entry == current.entry):
             return self._call(wrapped, args, kwargs)
         current.running.append(path)
         current.threads.add(threading.get_ident())
@@ -283,7 +271,7 @@ class CalledModule:
             with self._cap.calling(self) as alone, one_pass(), torch.no_grad():
                 order = None if alone else self._order_of(entry, kind, arguments)
                 current = self._pass = Pass(entry, order)
-                self._units.awake()
+                self._units.awake(current)
                 run = functools.partial(wrapped.called, *args, **kwargs)
                 try:
                     output, beside = self._run(current, run, arguments)
@@ -302,9 +290,6 @@ class CalledModule:
             self._note(current, kind)
             return self._own_steps.with_weights(output)
 
-    def _sizes_of(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallArguments:
-        return CallArguments.of(entry, args, kwargs, self._device)
-
     def _order_of(self, entry: str, kind: object, arguments: CallArguments) -> int | None:
         """Return the order that a call probably has; None where it is observed.
 
@@ -312,16 +297,22 @@ class CalledModule:
         """
         own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
         order = self._kinds.get(kind, own[0] if len(own) == 1 else None)
-        terms = self._sizes.beside, self._cap.room, len(self.orders)
-        if order is None or not self._sizes or terms == self._impossible:
+        if order is None or not self._sizes or self._terms == self._impossible:
             return None
         if self._memory.weights is None:
             if kind not in self._kinds and self.orders[order].unit_bytes > self.facts.few_unit_bytes:
                 return None
             self._room = self._sizes.room(self._cap.nbytes)
-        return order if self._sizes.has_room(arguments, self._room) else None
+        return order if self._sizes.most(arguments) <= self._room else None
 
-    def _run(self, current: Pass, call: Callable[[], Any], arguments: CallArguments) -> _Measured:
+    @property
+    def _terms(self) -> object:
+        """What decides whether a plan fits."""
+        return self._sizes.beside, self._cap.room, len(self.orders)
+
+    def _run(
+        self, current: Pass, call: Callable[[], Any], arguments: CallArguments
+    ) -> tuple[Any, int | None]:
         """Return what a call returns, and the bytes that it took beside weights, if they were measured."""
         run = functools.partial(self._units.run_to_end, current, call)
         if current.order is None:
@@ -330,7 +321,7 @@ class CalledModule:
             weights = self._memory.weights or self._open()
         except BudgetError as error:  # the largest step and what a call takes need not come together
             _log.warning("one module is in memory at a time, which is slow: %s", str(error))
-            current.order, self._impossible = None, (self._sizes.beside, self._cap.room, len(self.orders))
+            current.order, self._impossible = None, self._terms
             return self._observed(current, run, arguments)
         self._memory.enter()
         weights.wait()
@@ -342,7 +333,9 @@ class CalledModule:
             output = weights.run(current.order, None, run)
         return output, arguments.allocated + max(live.peak, meter.look())
 
-    def _observed(self, current: Pass, run: Callable[[], Any], arguments: CallArguments) -> _Measured:
+    def _observed(
+        self, current: Pass, run: Callable[[], Any], arguments: CallArguments
+    ) -> tuple[Any, int | None]:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self._check_files()
         self.unload()
@@ -427,8 +420,8 @@ class CalledModule:
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, beside)
         self._units.open(weights, planned.traced)
-        within = f"{format_size(self.plan.budget)} of {format_budget(self._cap.nbytes)}"
-        since = seconds_since(begun)
+        within, since = format_size(self.plan.budget), seconds_since(begun)
+        within += f" of {format_budget(self._cap.nbytes)}"
         _log.info("%s streams within %s, planned in %s: %s", self.name, within, since, self.plan.residency)
         return weights
 
@@ -448,14 +441,18 @@ class CalledModule:
         if (current := self._pass) is None:
             self._between.write(twin)
             return True
-        for values in (self._memory.staying, self._memory.present, current.values):
-            if twin in values:  # what is written there is seen at the end of the step, or of the pass
-                return True
-        if has_parts(self._places.twins[twin]) or self._between.is_shared(twin):
+        if self._standing(current, twin) is not None:  # seen at the end of the step, or of the pass
+            return True
+        if has_parts(self._places.twins[twin]) or self._between.shares(twin) is not None:
             return False
         self._units.unwatch(self._steps.storages_of(twin))
         self._own_steps.stay(current, twin, value)
         return True
+
+    def _standing(self, current: Pass, twin: int) -> torch.Tensor | None:
+        """Return the weight that stands for a twin now, if one does."""
+        values = (self._memory.staying, self._memory.present, current.values)
+        return next((by_twin[twin] for by_twin in values if twin in by_twin), None)
 
     def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
         """Return what a twin, or a part of it, stands for; None once the module is restored.
@@ -469,22 +466,17 @@ class CalledModule:
             with self._cap.lock:  # a call of another thread may begin now
                 return plain_tensors("", self._between.value(twin))[suffix]
         fqn = self._places.names[twin]
-        name = fqn + suffix
         if threading.get_ident() not in current.threads:  # which says nothing of what the call reads
-            return plain_tensors(fqn, self._own_steps.weight(twin, {}))[name]
-        for values in (self._memory.staying, self._memory.present, current.values):
-            if twin in values:
-                return plain_tensors(fqn, values[twin])[name]
-        reader = current.running[-1] if current.running else current.entry
+            return plain_tensors("", self._own_steps.weight(twin, {}))[suffix]
+        if (value := self._standing(current, twin)) is not None:
+            return plain_tensors("", value)[suffix]
+        reader = current.path
         reads = self._steps.learned.reads.setdefault(fqn, set())
-        stays = self._steps.storages_of(twin) <= self._steps.readers.resident
-        if reader not in reads and not stays:
+        if reader not in reads and not self._steps.storages_of(twin) <= self._steps.readers.resident:
             reads.add(reader)
-            may_be_step = reader in self._forwards.modules and can_read(reader, self._steps.steps)
-            current.learned = (
-                current.learned or may_be_step or self._units.watch(fqn, self._places.twins[twin])
-            )
-        return plain_tensors(fqn, self._own_steps.weight(twin, {}))[name]
+            is_step = reader in self._forwards.modules and can_read(reader, self._steps.steps)
+            current.learned |= is_step or self._units.watch(fqn, self._places.twins[twin])
+        return plain_tensors("", self._own_steps.weight(twin, {}))[suffix]
 
     def _check_uses(self, current: Pass) -> None:
         """Raise StreamError if the pass wrote a weight that leaves memory, or keeps a view of it."""

@@ -229,18 +229,14 @@ def registered_weights(module: nn.Module) -> Iterator[tuple[str, dict[str, Any],
     Each is the path of the module in which it is registered, the dictionary that holds it there, its key, its
     value.
     """
-    for path, one in module.named_modules():
-        saved = {
-            key: value for key, value in one._buffers.items() if key not in one._non_persistent_buffers_set
-        }
-        for entries, least in ((one._parameters, 0), (one._buffers, LARGE_BUFFER)):
-            for key, value in entries.items():
-                if (
-                    value is not None
-                    and value.nbytes >= least
-                    and (entries is one._parameters or key in saved)
-                ):
-                    yield path, entries, key, value
+    for path, child in module.named_modules():
+        for key, value in child._parameters.items():
+            if value is not None:
+                yield path, child._parameters, key, value
+        for key, value in child._buffers.items():
+            saved = key not in child._non_persistent_buffers_set
+            if value is not None and value.nbytes >= LARGE_BUFFER and saved:
+                yield path, child._buffers, key, value
 
 
 def joined(path: str, key: str) -> str:

@@ -24,7 +24,6 @@ class Wrapped:
 
     Attributes:
         path: The present path of its module.
-        entry: The path, and behind it the method if that is not `forward`.
         method: The name of the method.
         own: The method as it was.
         called: What stands in its place.
@@ -40,15 +39,10 @@ class Wrapped:
         """Tell whether this is what a call of the module runs."""
         return self.method in ("forward", COMPILED)
 
-    @functools.cached_property
+    @property
     def entry(self) -> str:
-        """The name of the method from the model on."""
+        """The path, and behind it the method if that is not `forward`."""
         return self.path if self.is_forward else f"{self.path}.{self.method}".removeprefix(".")
-
-    def move(self, path: str) -> None:
-        """Note that the module has another path."""
-        self.path = path
-        self.__dict__.pop("entry", None)
 
 
 class Forwards:
@@ -102,7 +96,7 @@ class Forwards:
             if wraps and wraps[0][0].method != method:
                 wraps.pop(0)[1]()
             for wrapped, _ in wraps:
-                wrapped.move(path)
+                wrapped.path = path
             if not wraps or wraps[0][0].method != method:
                 self._wrap(path, module, method)
         self._children = [

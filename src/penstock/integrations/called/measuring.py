@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf, prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class CallArguments(NamedTuple):
 
     @classmethod
     def of(
-        cls, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+        cls, device: torch.device, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallArguments:
         """Return the sizes of the arguments of a call, in caches and objects too."""
         named: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)
@@ -190,10 +190,6 @@ class CallSizes:
         factors = [(one.growth_to(call), one.beside) for one in self._measured]
         return any(f <= _ALIKE or (f <= _FAR and beside * f**2 * _FAR <= room) for f, beside in factors)
 
-    def has_room(self, call: CallArguments, room: int) -> bool:
-        """Tell whether a call runs in `room` bytes."""
-        return self.most(call) <= room
-
     def most(self, call: CallArguments) -> float:
         """Return the most bytes that a call takes beside weights, as far as measured calls tell.
 
@@ -283,19 +279,19 @@ class Running:
 RUNNING = Running()
 
 
-class Meter(Protocol):
-    """Measures the most memory that a call takes beyond what there was before it."""
+class Meter:
+    """Measures the most memory that a call takes beyond what there was before it.
 
-    @property
-    def peak(self) -> int:
-        """The highest peak of all looks."""
+    Attributes:
+        peak: The highest peak of all looks.
+        now: What was taken at the last look.
+    """
 
-    @property
-    def now(self) -> int:
-        """What was taken at the last look."""
+    peak = now = 0
 
     def look(self, own: int = 0) -> int:
         """Return the highest peak of all looks; `own` bytes of memory are left out of the present look."""
+        return self.peak
 
     def restart(self) -> None:
         """Forget the peak since the last look, which had memory that has been given back since."""
@@ -327,38 +323,24 @@ def taken_by(live: LiveBytes, meter: Meter, allowed: int) -> int:
     return max(live.peak, peak - max(0, meter.now - live.now) - allowed)
 
 
-class LiveMeter:
+class LiveMeter(Meter):
     """Measures what operators make."""
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
 
-    @property
-    def peak(self) -> int:
-        return self._live.peak
-
-    @property
-    def now(self) -> int:
-        return self._live.now
-
     def look(self, own: int = 0) -> int:
+        self.peak, self.now = self._live.peak, self._live.now
         return self.peak
 
-    def restart(self) -> None:
-        pass
 
-    def forget(self) -> None:
-        pass
-
-
-class AllocatorMeter:
+class AllocatorMeter(Meter):
     """Measures what torch's allocator gives out on an accelerator: tensors, and workspace of kernels.
 
     It resets the allocator's peak at each look.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.peak = self.now = 0
         self._device = device
         self._base = torch.accelerator.memory_allocated(device)
         self.restart()
@@ -377,7 +359,7 @@ class AllocatorMeter:
         self.restart()
 
 
-class PeakMeter:
+class PeakMeter(Meter):
     """Measures the most memory that this process takes beyond what it has now, kernels' own memory included.
 
     Made within a pass; where another pass runs at the same time, nothing can be said, and it measures none.
@@ -387,7 +369,6 @@ class PeakMeter:
     """
 
     def __init__(self) -> None:
-        self.peak = self.now = 0
         self._can_reset, self._begun, self._alone = True, RUNNING.begun, RUNNING.now <= 1
         self._base = self._file = 0
         _, resident, self._file = self._look()

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from penstock.passes.weights.values import tensor_in
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
 from penstock.runtime.files.source import Source, open_source
+from penstock.schedule.facts.model import WeightFile
 
 
 def use_count(tensor: torch.Tensor) -> int:
@@ -131,6 +133,11 @@ class OwnMemory:
         if part.storage not in memory:
             memory |= self.read([part.storage])
         return tensor_in(memory[part.storage], part)
+
+    def restamp(self, files: tuple[WeightFile, ...]) -> None:
+        """Take up other stamps of the same files."""
+        self.facts = replace(self.facts, files=files)
+        self.close()
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""

@@ -15,7 +15,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import StepTime
 from penstock.integrations.called.measuring import ROOM, compiled_graphs
-from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
+from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import Step, Watched
 from penstock.integrations.called.plan_memory import PlanMemory
@@ -31,10 +31,8 @@ _log = logging.getLogger(__name__)
 class OwnSteps:
     """Runs steps that no plan has. `name` is the module's in messages."""
 
-    def __init__(
-        self, name: str, steps: StepWeights, own: OwnMemory, *, units: UnitReads, memory: PlanMemory, cap: Cap
-    ) -> None:
-        self._name, self._steps, self._own, self._units = name, steps, own, units
+    def __init__(self, name: str, steps: StepWeights, units: UnitReads, memory: PlanMemory, cap: Cap) -> None:
+        self._name, self._steps, self._own, self._units = name, steps, steps.own, units
         self._memory, self._cap = memory, cap
 
     def weight(self, twin: int, memory: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -61,7 +59,9 @@ class OwnSteps:
         storages = tuple(s for s in storages if s not in left_out)
         nbytes = sum(self._steps.facts.storages[s].nbytes for s in storages)
         if current.meter is not None:
-            self._check_room(step, nbytes, current.meter.look() - SLACK)
+            beside = max(0, current.meter.look() - SLACK)
+            if nbytes + beside > self._cap.room:
+                raise self.too_little(nbytes, beside, step.path)
         nested = current.open is not None
         seen = Seen(step.path, step.path)
         if not nested and not self._units.is_member(step.path):
@@ -78,7 +78,8 @@ class OwnSteps:
         filled = step.fill(values)
         before = current.open, current.values
         current.open, current.values = before[0] or step, {**before[1], **values}
-        _start(watched)
+        for _, weight in watched:
+            weight.start()
         current.own_bytes += nbytes
         graphs = compiled_graphs()
         inner = current.inner_ns
@@ -111,42 +112,24 @@ class OwnSteps:
         """Keep weights in memory from now on that a step has written, or of which something keeps views."""
         for twin, watched in used:
             use = "writes" if watched.is_written else "keeps a view of"
-            name = self._steps.places.names[twin]
-            _log.info("%s stays in memory: %s %s it", name, step.path or self._name, use)
-            self._memory.staying[twin] = watched.value
-            self._steps.learned.resident |= self._steps.storages_of(twin)
-        if used:
-            current.learned = True
-            self._memory.settle()
+            self._stay(current, twin, watched.value, f"{step.path or self._name} {use}")
 
-    def stay(self, current: Pass | None, twin: int, written: torch.Tensor | None = None) -> torch.Tensor:
-        """Keep a weight in memory from now on that a call writes to, with the values `written`; return it."""
-        fqn = self._steps.places.names[twin]
-        value = self.weight(twin, {})
-        if written is not None:
-            for part, other in zip(
-                plain_tensors("", value).values(), plain_tensors("", written).values(), strict=True
-            ):
-                part.data.copy_(other.data)
-        _log.info("%s stays in memory: the call writes it", fqn)
+    def _stay(self, current: Pass | None, twin: int, value: torch.Tensor, use: str) -> None:
+        _log.info("%s stays in memory: %s it", self._steps.places.names[twin], use)
         self._memory.staying[twin] = value
         self._steps.learned.resident |= self._steps.storages_of(twin)
         self._memory.settle()
         if current is not None:
             current.learned = True
+
+    def stay(self, current: Pass | None, twin: int, written: torch.Tensor | None = None) -> torch.Tensor:
+        """Keep a weight in memory from now on that a call writes to, with the values `written`; return it."""
+        value = self.weight(twin, {})
+        if written is not None:
+            for name, part in plain_tensors("", value).items():
+                part.data.copy_(plain_tensors("", written)[name].data)
+        self._stay(current, twin, value, "the call writes")
         return value
-
-    def room_of_units(self, current: Pass | None) -> int:
-        """Return the bytes that reads by units without a plan may take at once."""
-        room = self._cap.room
-        if current is None or current.meter is None:
-            return room
-        return max(0, room - current.own_bytes - max(0, current.meter.peak - SLACK))
-
-    def _check_room(self, step: Step, nbytes: int, beside: int) -> None:
-        """Raise BudgetError before a step is read that does not fit the cap beside what the call takes."""
-        if nbytes + max(0, beside) > self._cap.room:
-            raise self.too_little(nbytes, max(0, beside), step.path)
 
     def too_little(self, floor: int, beside: int, path: str = "") -> BudgetError:
         """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others."""
@@ -158,8 +141,3 @@ class OwnSteps:
             f"{format_size(least, up=True)}, or call it with smaller inputs",
             floor_bytes=least,
         )
-
-
-def _start(watched: Sequence[tuple[int, Watched]]) -> None:
-    for _, weight in watched:
-        weight.start()

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Step:
             if value is not None and place.entries.get(place.key) is place.twin:
                 place.entries[place.key] = value
                 filled.append((place, value))
-        self._refresh()
+        refresh(self.flat)
         return filled
 
     def empty(self, filled: Sequence[tuple[Place, torch.Tensor]]) -> None:
@@ -76,11 +76,7 @@ class Step:
         for place, value in filled:
             if place.entries.get(place.key) is value:
                 place.entries[place.key] = place.twin
-        self._refresh()
-
-    def _refresh(self) -> None:
-        for module in self.flat:
-            refresh_flat(module)
+        refresh(self.flat)
 
 
 class Places:
@@ -94,6 +90,7 @@ class Places:
     Attributes:
         twins: The twins, by id.
         names: Their names, by id; a tied weight has the first of its names.
+        flat: Modules of torch that keep a list of their weights beside their places.
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class Places:
                     self.all.append(place)
             elif twin in twins:
                 self.all.append(Place(path, entries, key, twins[twin]))
-        self._flat = [one for one in self._modules.values() if "_flat_weights" in vars(one)]
+        self.flat = tuple(one for one in self._modules.values() if "_flat_weights" in vars(one))
         self.twins = {id(place.twin): place.twin for place in self.all}
         self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
 
@@ -144,12 +141,7 @@ class Places:
             ours = (place.twin, *(values.get(twin) for values in known))
             if there is not None and any(there is one for one in ours):
                 place.entries[place.key] = standing.get(twin, place.twin)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Bring the lists of weights of torch's recurrent modules up to date."""
-        for module in self._flat:
-            refresh_flat(module)
+        refresh(self.flat)
 
 
 def write_back(values: Values, twins: Values) -> None:
@@ -162,9 +154,10 @@ def write_back(values: Values, twins: Values) -> None:
                 twins[twin].data = value.data
 
 
-def refresh_flat(module: Any) -> None:
-    """Bring the list of weights of one of torch's recurrent modules up to date."""
-    module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in module._flat_weights_names]
+def refresh(recurrent: Iterable[Any]) -> None:
+    """Bring the lists of weights of torch's recurrent modules up to date."""
+    for module in recurrent:
+        module.__dict__["_flat_weights"] = [module._parameters.get(key) for key in module._flat_weights_names]
 
 
 class Watched:
@@ -216,11 +209,9 @@ def _sum_of(plain: torch.Tensor) -> int:
         return int(words.sum()) + int(whole[words.nbytes :].sum())
 
 
-class _Overrides:
-    """Counts the models for which `torch.overrides.has_torch_function` leaves twins out."""
-
-    lock = threading.Lock()
-    users = 0
+_overriding = threading.Lock()
+_users = 0
+"""The models for which `torch.overrides.has_torch_function` leaves twins out."""
 
 
 def leave_twins_out() -> Callable[[], None]:
@@ -229,9 +220,16 @@ def leave_twins_out() -> Callable[[], None]:
     They ask `torch.overrides.has_torch_function` of their weights, and take slower kernels, with other bits,
     where one has a function of its own.
     """
+    _count_users(1)
+    return partial(_count_users, -1)
+
+
+def _count_users(more: int) -> None:
+    global _users
     overrides: Any = torch.overrides
-    with _Overrides.lock:
-        if not _Overrides.users:
+    with _overriding:
+        before, _users = _users, _users + more
+        if not before:
             original = overrides.has_torch_function
 
             def has_torch_function(values: Iterable[Any]) -> bool:
@@ -239,16 +237,5 @@ def leave_twins_out() -> Callable[[], None]:
 
             has_torch_function.penstock_original = original  # type: ignore[attr-defined]
             overrides.has_torch_function = has_torch_function
-        _Overrides.users += 1
-    ended = False
-
-    def end() -> None:
-        nonlocal ended
-        with _Overrides.lock:
-            if not ended:
-                ended = True
-                _Overrides.users -= 1
-                if not _Overrides.users:
-                    overrides.has_torch_function = overrides.has_torch_function.penstock_original
-
-    return end
+        elif not _users:
+            overrides.has_torch_function = overrides.has_torch_function.penstock_original

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ class PlanMemory:
         self._staying: list[tuple[int, Watched]] = []  # those of `present`
         self._positions: list[dict[str, list[int]]] = []
         self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # memory that has gone
-        self._standing: list[tuple[Place, torch.Tensor]] = []
+        self._standing = Step("", (), ())  # the places of `present`
+        self._filled: list[tuple[Place, torch.Tensor]] = []
 
     def run(self, current: Pass, step: Step, number: int, begun: int, call: Callable[[], Any]) -> Any:
         """Run the call of a module with its weights in their places: step `number` of the expected order.
@@ -98,11 +99,8 @@ class PlanMemory:
             {path: self._values_of(step, left_out.get(path, ())) for path, step in steps.steps.items()}
             for left_out in orders.left_out
         ]
-        self._standing = [
-            (place, self.present[id(place.twin)])
-            for place in steps.places.all
-            if id(place.twin) in self.present
-        ]
+        places = tuple(place for place in steps.places.all if id(place.twin) in self.present)
+        self._standing = Step("", places, steps.places.flat)
         self._watched = [
             (twin, Watched(value)) for twin, value in self._values.items() if twin not in self.present
         ]
@@ -133,23 +131,18 @@ class PlanMemory:
         if weights is None:
             return
         self.leave()
-        self.present, self._standing, self._staying = {}, [], []
+        self.present, self._staying = {}, []
         viewed = [
             (self._steps.places.names[twin], watched.memory())
             for twin, watched in self._watched
             if watched.is_viewed
         ]
         self._watched, self._values, self._step_values = [], {}, []
-        self._release(weights, viewed)
-
-    def _release(self, weights: LoadedWeights, viewed: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
-        """Give the memory of a plan back: at once, or when the last view of it is gone."""
         # Tensors would keep the memory of a device alive, and that for which the finalizer waits.
         weights.tensors.clear()
         if not viewed:
             weights.close()
-            return
-        for name, memory in viewed:
+        for name, memory in viewed:  # the last view that goes gives it back
             self._viewed.append((name, weakref.ref(memory)))
             weakref.finalize(memory, weights.close)
 
@@ -162,17 +155,12 @@ class PlanMemory:
 
         Between calls twins stand there: what is written to a weight then has to be kept when the plan goes.
         """
-        for place, value in self._standing:
-            if place.entries.get(place.key) is place.twin:
-                place.entries[place.key] = value
-        self._steps.places.refresh()
+        self._filled += self._standing.fill(self.present)
 
     def leave(self) -> None:
         """Put the twins back."""
-        for place, value in self._standing:
-            if place.entries.get(place.key) is value:
-                place.entries[place.key] = place.twin
-        self._steps.places.refresh()
+        self._standing.empty(self._filled)
+        self._filled = []
 
     def next_step(self, current: Pass, step: Step) -> int | None:
         """Return the number of a step in the expected order; None where it has none."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import NO_FOLDER, Order
 from penstock.integrations.called.readers import StepWeights
 from penstock.runtime.choice import PlanRequest, decide_to_load
 from penstock.runtime.loading import LoadOptions
-from penstock.schedule.facts.model import SparseRead
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 
@@ -23,8 +23,7 @@ class Residency:
     Attributes:
         module: The path of the module.
         nbytes: Bytes of these weights.
-        how: `"stays"` in memory, `"streams"`, comes `"by units"`, or is `"read at once"` by each operator
-            that asks for it.
+        how: `"stays"` in memory, `"streams"`, or comes `"by units"`.
         why: The reason, in words.
     """
 
@@ -66,75 +65,61 @@ def plan_orders(
 
     If the plan cannot read some storages by units, the steps of modules read these whole in the next try.
     """
-    merged: set[tuple[int, str, int]] = set()
+    merged: set[tuple[int, str, int]] = set()  # what steps read whole: order, path and storage
     if budget >= steps.facts.nbytes:
-        merged |= {(g, *one) for g, order in enumerate(orders) for one in order.by_units()}
+        merged |= {(graph, *pair) for graph, order in enumerate(orders) for pair in order.by_units()}
     while True:
-        planned = _plan_merged(orders, steps, units, merged, options=options, budget=budget, beside=beside)
-        plan = planned.plan
+        parts = [
+            _traced(order, steps, units, {(path, s) for g, path, s in merged if g == graph})
+            for graph, order in enumerate(orders)
+        ]
+        traced = [part.order for part in parts]
+        resident = steps.readers.resident | steps.learned.small
+        payload = steps.facts.payload(traced, [part.reads for part in parts], resident)
+        request = PlanRequest(
+            budget,
+            device=options.device,
+            arena=options.arena,
+            by_units=any(order.by_units() for order in traced),
+            # Kernels of other devices run long after the host has called them: their times are modelled.
+            traces=payload.traces if options.device == "cpu" else (),
+        )
+        plan = decide_to_load(NO_FOLDER, payload, request, beside)
         unserved = {
             (graph, order.owners[k], read.storage)
-            for graph, order in enumerate(planned.traced)
-            for k, step in enumerate(planned.payload.traces[graph].steps)
+            for graph, order in enumerate(traced)
+            for k, step in enumerate(payload.traces[graph].steps)
             for read in step.sparse
             if plan.pool is None or not plan.pool.has(read)
             if steps.is_read_by(order.owners[k], read.storage)
         }
         if not unserved:
             away = functools.partial(units.keeps, merged=(), resident=set(plan.outside))
-            planned.seen[:] = [order.reduced(away) for order in planned.seen]
-            return planned
+            seen = [part.seen.reduced(away) for part in parts]
+            return PlannedOrders(payload, plan, traced, seen, [part.left_out for part in parts])
         merged |= unserved
 
 
-def _plan_merged(
-    orders: Sequence[Order],
-    steps: StepWeights,
-    units: UnitReads,
-    merged: set[tuple[int, str, int]],
-    *,
-    options: LoadOptions,
-    budget: int,
-    beside: int,
-) -> PlannedOrders:
-    """Plan all orders; the steps of modules read whole what `merged` has: order, path and storage."""
-    readers, small = steps.readers, steps.learned.small
-    reads: list[dict[str, tuple[int, ...]]] = []
-    traced: list[Order] = []
-    seen: list[Order] = []
-    left_out: list[dict[str, set[int]]] = []
-    for graph, order in enumerate(orders):
-        joined = {(path, s) for g, path, s in merged if g == graph}
-        out = {
-            path: units.left_out(path, storages, joined) | (small & set(storages))
-            for path, storages in readers.storages.items()
-        }
-        reads.append(
-            {
-                path: tuple(s for s in storages if s not in out[path])
-                for path, storages in readers.storages.items()
-            }
-        )
-        own = order.reduced(functools.partial(units.keeps, merged=joined, resident=steps.resident))
-        seen.append(own)
-        traced.append(own.reduced(functools.partial(_has_reads, reads[-1])))
-        left_out.append({path: storages for path, storages in out.items() if storages})
-    payload = steps.facts.payload(traced, reads, readers.resident | small)
-    by_units = any(order.by_units() for order in traced)
-    request = PlanRequest(
-        budget,
-        device=options.device,
-        arena=options.arena,
-        by_units=by_units,
-        # Kernels of other devices run long after the host has called them: their times are modelled.
-        traces=payload.traces if options.device == "cpu" else (),
+class _Traced(NamedTuple):
+    """An order as a plan has it, and as passes show it; by path, what steps read, and what operators do."""
+
+    order: Order
+    seen: Order
+    reads: dict[str, tuple[int, ...]]
+    left_out: dict[str, set[int]]
+
+
+def _traced(order: Order, steps: StepWeights, units: UnitReads, merged: set[tuple[str, int]]) -> _Traced:
+    reads: dict[str, tuple[int, ...]] = {}
+    left_out: dict[str, set[int]] = {}
+    for path, storages in steps.readers.storages.items():
+        if out := units.left_out(path, storages, merged) | (steps.learned.small & set(storages)):
+            left_out[path] = out
+        reads[path] = tuple(s for s in storages if s not in out)
+    seen = order.reduced(functools.partial(units.keeps, merged=merged, resident=steps.resident))
+    return _Traced(
+        seen.reduced(lambda path, read: read is not None or bool(reads.get(path))), seen, reads, left_out
     )
-    plan = decide_to_load(NO_FOLDER, payload, request, beside)
-    return PlannedOrders(payload, plan, traced, seen, left_out)
-
-
-def _has_reads(reads: Mapping[str, tuple[int, ...]], path: str, read: SparseRead | int | None) -> bool:
-    return read is not None or bool(reads.get(path))
 
 
 def residency_of(plan: Plan, steps: StepWeights, name: str) -> tuple[Residency, ...]:

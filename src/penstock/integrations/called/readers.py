@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
+from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.places import Places, Step
 from penstock.passes.weights.subclasses import plain_tensors
 
@@ -66,7 +67,7 @@ class StepWeights:
     """Which weights the steps of a module read; `find` is called before anything else.
 
     Attributes:
-        facts: The facts of the module.
+        own: What reads weights from their files, with the facts of the module.
         places: The places of its weights.
         learned: What calls have shown of it.
         readers: The modules whose calls are steps.
@@ -76,8 +77,8 @@ class StepWeights:
     readers: Readers
     steps: dict[str, Step]
 
-    def __init__(self, module: nn.Module, facts: ModuleFacts, places: Places) -> None:
-        self.facts, self.places, self.learned = facts, places, Learned()
+    def __init__(self, module: nn.Module, own: OwnMemory, places: Places) -> None:
+        self.own, self.places, self.learned = own, places, Learned()
         self._module = module
 
     def find(self) -> None:
@@ -88,6 +89,11 @@ class StepWeights:
             path: self.places.step(path, fqns, [fqn for fqn in fqns if path in reads.get(fqn, ())])
             for path, fqns in self.readers.fqns.items()
         }
+
+    @property
+    def facts(self) -> ModuleFacts:
+        """The facts of the module; weights that become units of a stack change them."""
+        return self.own.facts
 
     def storages_of(self, twin: int) -> set[int]:
         """Return the storages of a weight."""

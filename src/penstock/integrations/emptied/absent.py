@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.files.reading import bytes_at
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import ALIGNMENT
+
+if TYPE_CHECKING:
+    from penstock.integrations.called.component import CalledModule
 
 _FACTS = frozenset(
     {
@@ -44,26 +44,10 @@ def is_plain_subclass(value: torch.Tensor) -> bool:
     return f"{type(value).__module__}.{type(value).__qualname__}" in _PLAIN
 
 
-class Answering(Protocol):
-    """Gives absent tensors their values while that is allowed.
-
-    Each is told by the id of a twin, and by how the name of a part of it ends.
-    """
-
-    def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
-        """Return a tensor with the values, or None where they may not be read now."""
-
-    def share(self, twin: int, suffix: str, value: torch.Tensor) -> None:
-        """Note that a result of an operator shares the memory of `value`, which `answer` has returned."""
-
-    def write(self, twin: int, value: torch.Tensor) -> bool:
-        """Note that an operator has written to `value`, which `answer` has returned; False refuses that."""
-
-
 class Answer(NamedTuple):
     """What answers for an absent tensor: a twin, or the part of one whose name ends with `suffix`."""
 
-    module: Answering
+    module: CalledModule
     twin: int
     suffix: str
 
@@ -242,48 +226,3 @@ def _refuse_values(args: Any, kwargs: Any) -> NoReturn:
     leaves = pytree.tree_leaves((args, kwargs))
     sentences = [_sentence_of(leaf) for leaf in leaves if isinstance(leaf, AbsentTensor)]
     raise StreamError(sentences[0] if sentences else "a parameter is not in memory: call the model itself")
-
-
-@dataclass(frozen=True)
-class Emptied:
-    """An absent tensor, its former device and storage, and what gives it values again.
-
-    Of the storage these are a number, its bytes, and its address modulo ALIGNMENT, which is 0 off the CPU.
-    """
-
-    value: torch.Tensor
-    device: torch.device
-    storage: int
-    nbytes: int
-    phase: int
-    inference: bool
-    give: Callable[[torch.Tensor], None]
-
-    @classmethod
-    def made_of(cls, value: torch.Tensor, name: str, sentence: str, empty: torch.UntypedStorage) -> Emptied:
-        storage, device, inference = value.untyped_storage(), value.device, value.is_inference()
-        phase = storage.data_ptr() % ALIGNMENT if device.type == "cpu" else 0
-        give = make_absent(value, name, sentence, empty)
-        return cls(value, device, storage._cdata, storage.nbytes(), phase, inference, give)
-
-    def memory(self) -> torch.UntypedStorage:
-        """Return memory of the size of its former storage, in which kernels compute the same last bits."""
-        if self.device.type == "cpu":
-            return bytes_at(self.phase, self.nbytes).untyped_storage()
-        return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-
-    def filled(self, memory: torch.UntypedStorage, stored: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a tensor like it at its place in the storage `memory`, with the values of those in files.
-
-        The rows of several, one tensor after another, are its rows.
-        """
-        with torch.inference_mode(self.inference):
-            empty = torch.empty(0, dtype=self.value.dtype, device=self.device)
-            offset, stride = self.value.storage_offset(), self.value.stride()
-            value = empty.set_(memory, offset, self.value.shape, stride)
-            if len(stored) == 1:
-                return value.copy_(stored[0])
-            rows = torch.split(value.view(-1), [part.numel() for part in stored])
-            for row, part in zip(rows, stored, strict=True):
-                row.copy_(part.view(-1))
-            return value

@@ -5,22 +5,21 @@ from __future__ import annotations
 import copy
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.integrations.called.facts import joined, registered_weights
-from penstock.integrations.emptied.absent import AbsentTensor, Emptied, make_absent
-from penstock.integrations.kept import KeptWeights, digest_of, names_of
+from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
+from penstock.integrations.called.own_memory import OwnMemory
+from penstock.integrations.emptied.absent import AbsentTensor, make_absent
+from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.weights.subclasses import each_part, plain_tensors
-from penstock.runtime.checkpoint.binding import tensor_names
-from penstock.runtime.files.tensor_file import TensorFile, open_tensors
+from penstock.passes.weights.values import storage_bytes, tensor_in
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
 
@@ -46,6 +45,16 @@ def uninterrupted() -> Iterator[None]:
             before(*pending[0])
 
 
+class _Emptied(NamedTuple):
+    """An absent tensor: its former device and storage, and what gives it values again."""
+
+    device: torch.device
+    storage: int
+    nbytes: int  # of the storage
+    is_inference: bool
+    give: Callable[[torch.Tensor], None]
+
+
 class Hollow:
     """A module whose parameters have no memory; uses that would need it raise StreamError.
 
@@ -67,9 +76,9 @@ class Hollow:
         staying = plain_parts(
             [*module.named_buffers(), *((fqn, value) for fqn, value in weights if id(value) in stays)]
         )
-        storages = [value.untyped_storage() for value in staying.values() if id(value) not in emptied]
-        self._shared = {storage._cdata: storage for storage in storages}
-        self._absent: dict[str, Emptied] = {}
+        stay = [value for value in staying.values() if id(value) not in emptied]
+        self._shared = {value.untyped_storage()._cdata: storage_bytes(value) for value in stay}
+        self._absent: dict[str, _Emptied] = {}
         self._undo = ExitStack()
         empty: dict[int, torch.UntypedStorage] = {}
         with ExitStack() as on_error:
@@ -80,13 +89,14 @@ class Hollow:
                 data = value.data
                 if (number := data.untyped_storage()._cdata) not in empty:
                     empty[number] = torch.empty(0, device=device).untyped_storage()
-                self._absent[name] = absent = Emptied.made_of(value, name, sentence, empty[number])
-                on_error.callback(absent.give, data)
+                facts = data.device, number, data.untyped_storage().nbytes(), value.is_inference()
+                give = make_absent(value, name, sentence, empty[number])
+                self._absent[name] = _Emptied(*facts, give)
+                on_error.callback(give, data)
             self._put_on(device, module, sentence)
-            describe = module.extra_repr
-            self._replace(
-                module, "extra_repr", lambda: ", ".join(filter(None, (describe(), self.description)))
-            )
+            describe, freed = module.extra_repr, format_size(sum(one.nbytes for one in self._freed))
+            streamed = f"{freed} of parameters streamed by penstock"
+            self._replace(module, "extra_repr", lambda: ", ".join(filter(None, (describe(), streamed))))
             for path, child in module.named_modules():
                 weights_go = any(id(value) not in stays for value in child._parameters.values())
                 if weights_go or (child is module and plain):
@@ -96,28 +106,27 @@ class Hollow:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that were given back."""
-        return sum(absent.nbytes for absent in self._storages if absent.device.type != "meta")
+        return sum(one.nbytes for one in self._freed if one.device.type != "meta")
 
     @property
-    def description(self) -> str:
-        """What `print` says of the module beside its own facts."""
-        nbytes = sum(absent.nbytes for absent in self._storages)
-        return f"{format_size(nbytes)} of parameters streamed by penstock"
-
-    @property
-    def _storages(self) -> Iterable[Emptied]:
+    def _freed(self) -> Iterable[_Emptied]:
         """A parameter for each storage that has no memory any more."""
-        return {
-            absent.storage: absent for absent in self._absent.values() if absent.storage not in self._shared
-        }.values()
+        return {one.storage: one for one in self._absent.values() if one.storage not in self._shared}.values()
 
-    def filling(self, kept: Sequence[KeptWeights]) -> Callable[[], None]:
-        """Read the values that files keep; returns a function that gives them to the parameters.
+    def filling(self, facts: ModuleFacts, kept: Iterable[KeptWeights]) -> Callable[[], None]:
+        """Read the values of the parameters; returns a function that gives them to the parameters.
 
-        It takes the refusals away too. Raises SourceError where a value is missing, or is not what it was in
-        memory; nothing has changed then.
+        It takes the refusals away too. Raises SourceError where a value cannot be read, or is not what it was
+        in memory; nothing has changed then.
         """
-        values = self._values(kept) if self._absent else {}
+        digests = {name: digest for weights in kept for name, digest in weights.digests.items()}
+        values = self._values(facts) if self._absent else {}
+        for name, absent in self._absent.items():
+            if absent.storage not in self._shared and digest_of(values[name]) != digests[name]:
+                raise SourceError(
+                    f"the file of weight {name} has other bytes than there were in memory: put it back as it "
+                    "was; until then the model stays as it is"
+                )
 
         def fill() -> None:
             for name, absent in self._absent.items():
@@ -127,26 +136,17 @@ class Hollow:
 
         return fill
 
-    def _values(self, kept: Sequence[KeptWeights]) -> dict[str, torch.Tensor]:
+    def _values(self, facts: ModuleFacts) -> dict[str, torch.Tensor]:
         """Return the values of the parameters in new memory, tied as they were."""
-        memory, values, names_in_files = dict(self._shared), {}, names_of(kept)
-        digests = {name: digest for weights in kept for name, digest in weights.digests.items()}
-        with ExitStack() as stack:
-            files = _opened([file for weights in kept for file in weights.files], stack)
-            for name, absent in self._absent.items():
-                names = tensor_names(name, names_in_files)
-                if lost := [stored for stored in names if stored not in files]:
-                    folder = kept[0].files[0].parent
-                    raise SourceError(f"{folder} has no {lost[0]} any more: the model stays as it is")
-                if absent.storage not in memory:
-                    memory[absent.storage] = absent.memory()
-                stored = [files[stored][1].get_tensor(stored) for stored in names]
-                values[name] = absent.filled(memory[absent.storage], stored)
-                if digest_of(values[name]) != digests[name]:
-                    raise SourceError(
-                        f"{files[names[0]][0]} has other bytes for weight {name} than there were in memory: "
-                        "put the file back as it was; until then the model stays as it is"
-                    )
+        own, memory = OwnMemory(facts, torch.device("cpu")), dict(self._shared)
+        values: dict[str, torch.Tensor] = {}
+        for name, absent in self._absent.items():
+            part = facts.parts[name]
+            if absent.storage not in memory:
+                memory[absent.storage] = own.read([part.storage])[part.storage].to(absent.device)
+            with torch.inference_mode(absent.is_inference):
+                values[name] = tensor_in(memory[absent.storage], part)
+        own.close()
         return values
 
     def _put_on(self, device: torch.device, module: nn.Module, sentence: str) -> None:
@@ -157,7 +157,7 @@ class Hollow:
             for key, value in child._parameters.items():
                 if value is not None and value.device != device:
                     if id(value) not in moved:
-                        moved[id(value)] = absent_copy(value, names[id(value)], sentence, device)
+                        moved[id(value)] = _absent_copy(value, names[id(value)], sentence, device)
                     self._undo.callback(child._parameters.__setitem__, key, value)
                     child._parameters[key] = moved[id(value)]
             for key, buffer in child._buffers.items():
@@ -193,19 +193,7 @@ class Hollow:
                 self._replace(module, method, _unless_adapted(module, getattr(module, method), refuse(done)))
 
 
-def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, tuple[Path, TensorFile]]:
-    """Return the file of each tensor in files, and what reads it while `stack` is open."""
-    where: dict[str, tuple[Path, TensorFile]] = {}
-    for file in files:
-        try:
-            opened = stack.enter_context(open_tensors(file))
-        except SourceError as error:
-            raise SourceError(f"the weights cannot be read again from {file}: {error}") from error
-        where |= {name: (file, opened) for name in opened.entries}
-    return where
-
-
-def absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
+def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
     """Return a quantised parameter on a device, like the given one, whose parts are absent."""
     copied = each_part(
         parameter,

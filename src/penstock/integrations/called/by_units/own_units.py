@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.integrations.called.by_units.reads import operator_of
-from penstock.integrations.called.facts import ModuleFacts
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.passes.sparse.calls import SparseCall
 from penstock.runtime.arena.base import tensor_at
@@ -23,28 +22,27 @@ from penstock.schedule.facts.model import SparseRead
 class OwnUnits:
     """Units in memory of their own, while one operator runs: where no plan has any."""
 
-    def __init__(
-        self, facts: ModuleFacts, own: OwnMemory, room: Callable[[], int], measure: Callable[[int], None]
-    ) -> None:
-        self.facts, self._own, self._room, self._measure = facts, own, room, measure
+    def __init__(self, own: OwnMemory, room: Callable[[], int], measure: Callable[[int], None]) -> None:
+        self._own, self._room, self._measure = own, room, measure
         self._memory: dict[int, Reservation] = {}
         self._held = 0
         self.read_ns = 0
 
     def address(self, storage: int) -> int:
         """Return where a storage begins in address space that takes memory only for units."""
-        memory = self._memory.get(storage)
+        memory, facts = self._memory.get(storage), self._own.facts.storages[storage]
         if memory is None:
-            one = self.facts.storages[storage]
-            memory = self._memory[storage] = Reservation(one.phase + one.nbytes)
+            memory = self._memory[storage] = Reservation(facts.phase + facts.nbytes)
             memory.map_anonymous(0, memory.nbytes)
-        return memory.address + self.facts.storages[storage].phase
+        return memory.address + facts.phase
 
     @contextmanager
-    def holding(self, storage: int, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Have the bytes of spans of a storage in memory."""
+    def holding(
+        self, storage: int, spans: Sequence[tuple[int, int]], *, counts: bool = True
+    ) -> Iterator[None]:
+        """Have spans of a storage in memory. What no plan will have does not count as units."""
         begun, base = time.perf_counter_ns(), self.address(storage)
-        nbytes = sum(stop - start for start, stop in spans)
+        nbytes = sum(stop - start for start, stop in spans) if counts else 0
         try:
             with _disable_current_modes():
                 for start, stop in _joined(spans):

@@ -20,7 +20,8 @@ from penstock.schedule.facts.model import SparseRead
 class Bringing:
     """One operator whose operands are brought: what is held for it, its steps, what is left of the pool.
 
-    `may_be_whole` tells that the step of the module may bring from now on what the operator reads whole.
+    `may_be_whole` tells that the step of the module may bring from now on what the operator reads whole, and
+    `whole` is the storage that a step of the operator's own brings: one step is open at a time.
     """
 
     current: Any
@@ -28,6 +29,7 @@ class Bringing:
     seen: list[Seen]
     left: int
     may_be_whole: bool
+    whole: int | None = None
 
     def note(self, step: Seen, numbers: Sequence[int] = ()) -> None:
         """Take note of a step of the operator."""

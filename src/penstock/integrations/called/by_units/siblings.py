@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from penstock.integrations.called.by_units.reads import Seen
-from penstock.integrations.called.facts import ModuleFacts
+from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.readers import is_compiled
 from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.sparse.division import LEAST, LEAST_UNIT
@@ -21,7 +21,7 @@ class Siblings:
 
     Args:
         module: The module.
-        facts: Its facts.
+        own: What reads its weights, with its facts.
         uses: By storage, the number of weights in it.
         is_watched: Tells whether a storage is read by units already.
     """
@@ -29,11 +29,11 @@ class Siblings:
     def __init__(
         self,
         module: nn.Module,
-        facts: ModuleFacts,
+        own: OwnMemory,
         uses: Mapping[int, int],
         is_watched: Callable[[int], bool],
     ) -> None:
-        self.facts, self.lists = facts, _sibling_lists(module)
+        self._own, self.lists = own, _sibling_lists(module)
         self._module, self._uses, self._is_watched = module, uses, is_watched
 
     def chosen(self, entry: str, steps: Sequence[Seen]) -> list[str]:
@@ -73,12 +73,12 @@ class Siblings:
                 groups.append(fqns)
                 nbytes += value.nbytes * len(names)
             else:
-                small |= {self.facts.parts[part].storage for fqn in fqns for part in self._parts_of(fqn)}
-        small_bytes = sum(self.facts.storages[s].nbytes for s in small)
+                small |= {self._own.facts.parts[part].storage for fqn in fqns for part in self._parts_of(fqn)}
+        small_bytes = sum(self._own.facts.storages[s].nbytes for s in small)
         return (groups, small) if groups and small_bytes <= _SMALL * nbytes else None
 
     def _parts_of(self, fqn: str) -> list[str]:
-        return [name for name in self.facts.parts if name == fqn or name.startswith(f"{fqn}.")]
+        return [name for name in self._own.facts.parts if name == fqn or name.startswith(f"{fqn}.")]
 
     def _like(self, path: str) -> object:
         return _structure_of(self._module.get_submodule(f"{path}.{self.lists[path][0]}")), len(
@@ -86,10 +86,10 @@ class Siblings:
         )
 
     def _may_stack(self, fqns: Sequence[str]) -> bool:
-        if not all(fqn in self.facts.parts for fqn in fqns):
+        if not all(fqn in self._own.facts.parts for fqn in fqns):
             return False
-        parts = [self.facts.parts[fqn] for fqn in fqns]
-        storages = [self.facts.storages[part.storage] for part in parts]
+        parts = [self._own.facts.parts[fqn] for fqn in fqns]
+        storages = [self._own.facts.storages[part.storage] for part in parts]
         alone = all(self._uses[p.storage] == 1 and not self._is_watched(p.storage) for p in parts)
         first = storages[0]
         same = all((s.nbytes, s.phase, s.kind) == (first.nbytes, first.phase, "streamable") for s in storages)

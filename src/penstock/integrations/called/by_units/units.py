@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,8 +39,8 @@ from penstock.integrations.called.by_units.watched import (
     written_by,
 )
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
-from penstock.integrations.called.own_memory import OwnMemory
-from penstock.integrations.called.readers import is_compiled
+from penstock.integrations.called.readers import StepWeights, is_compiled
+from penstock.integrations.cap import SLACK, Cap
 from penstock.integrations.emptied.absent import CLASS
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.tiles import LEAST as TILED
@@ -51,15 +51,6 @@ from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Part, SparseRead
 from penstock.schedule.sparse.division import LEAST
-
-
-class Host(NamedTuple):
-    """What reads by units ask of the module: the pass, the memory left, who reads what, and to stay."""
-
-    current: Callable[[], Any]
-    room: Callable[[], int]
-    is_read_by: Callable[[str, int], bool]
-    stay: Callable[[int], torch.Tensor]
 
 
 class UnitReads:
@@ -75,21 +66,29 @@ class UnitReads:
     """
 
     def __init__(
-        self, module: nn.Module, facts: ModuleFacts, own: OwnMemory, host: Host, *, by_units: bool
+        self,
+        module: nn.Module,
+        steps: StepWeights,
+        cap: Cap,
+        stay: Callable[[Any, int], torch.Tensor],
+        *,
+        by_units: bool,
     ) -> None:
         self.roots: dict[int, Root] = {}
         self.whole: set[tuple[str, int]] = set()
         self.spoiled = False
-        self.own = OwnUnits(facts, own, host.room, self._measure)
-        self.facts, self._host, self._module = facts, host, module
+        self.own = OwnUnits(steps.own, self._room, self._measure)
+        self._steps, self._cap, self._stay = steps, cap, stay
+        self._current: Any = None  # the pass that runs
         self._homes: dict[int, str] = {}
         self._twins: dict[int, tuple[str, list[tuple[torch.Tensor, type]]]] = {}
         self._stayed: dict[int, int] = {}
         self._planned: Planned | None = None
         self._lock = threading.RLock()
+        facts = self.facts
         named = [name for name, _ in module.named_parameters() if name in facts.parts]
         self._uses = Counter(facts.parts[name].storage for name in named)
-        self.siblings = Siblings(module, facts, self._uses, lambda s: s in self.roots)
+        self.siblings = Siblings(module, steps.own, self._uses, lambda s: s in self.roots)
         self._by_units = by_units
         if not by_units:
             self.siblings.lists.clear()
@@ -101,6 +100,11 @@ class UnitReads:
                     continue
                 if not path.startswith(compiled) and self._may_have_units(one, facts.parts[name]):
                     self.watch(name, value)
+
+    @property
+    def facts(self) -> ModuleFacts:
+        """The facts of the module."""
+        return self._steps.facts
 
     def _may_have_units(self, owner: nn.Module, part: Part) -> bool:
         nbytes = self.facts.storages[part.storage].nbytes
@@ -115,23 +119,26 @@ class UnitReads:
         part = self.facts.parts.get(fqn) if self._by_units else None
         if part is None or part.storage in self.roots or self._uses[part.storage] != 1:
             return False
-        storage = self.facts.storages[part.storage]
-        if storage.kind != "streamable" or isinstance(twin, WatchedTensor) or part.storage in self._stayed:
+        if part.storage in self._stayed:
             return False
         says = f"the parameter {fqn} is not in memory, and calls of the model have units of it alone"
-        self.roots[part.storage] = root = Root(part, storage.nbytes, says, self._run)
+        self.roots[part.storage] = root = Root(
+            part, self.facts.storages[part.storage].nbytes, says, self._run
+        )
         self._twins[part.storage] = fqn, [(twin, type(twin))]
         root.watch(twin)
         return True
 
-    def awake(self) -> None:
-        """Have watched twins serve a call by units."""
+    def awake(self, current: Any) -> None:
+        """Have watched twins serve a pass by units."""
+        self._current = current
         for _, twins in self._twins.values():
             for twin, kind in twins:
                 twin.__class__ = WatchedParameter if issubclass(kind, nn.Parameter) else WatchedTensor
 
     def rest(self) -> None:
         """Have watched twins be absent like all others, between calls."""
+        self._current = None
         for _, twins in self._twins.values():
             for twin, kind in twins:
                 twin.__class__ = kind
@@ -146,10 +153,10 @@ class UnitReads:
         for twin, kind in self._twins.pop(storage)[1]:
             twin.__class__ = kind
 
-    def stack(self, paths: Sequence[str], places: Mapping[str, torch.Tensor]) -> tuple[ModuleFacts, set[int]]:
+    def stack(self, paths: Sequence[str], places: Mapping[str, torch.Tensor]) -> set[int]:
         """Have the weights of one name in the modules of a list be the units of one storage.
 
-        Returns the facts from now on, and the storages of weights that are too small for that.
+        This changes the facts. Returns the storages of weights that are too small for that.
         """
         groups: list[tuple[str, list[str]]] = []
         small: set[int] = set()
@@ -161,7 +168,7 @@ class UnitReads:
         for path in paths:
             del self.siblings.lists[path]
         first = len(self.facts.storages)
-        self.facts = self.own.facts = self.siblings.facts = self.facts.stacked([fqns for _, fqns in groups])
+        self._steps.own.facts = self.facts.stacked([fqns for _, fqns in groups])
         for s, (path, fqns) in enumerate(groups, first):
             storage, part = self.facts.storages[s], self.facts.parts[fqns[0]]
             stride = storage.nbytes // len(fqns) // ITEM_SIZES[part.dtype]
@@ -172,7 +179,7 @@ class UnitReads:
             self._twins[s], self._homes[s] = (name, [(places[fqn], type(places[fqn])) for fqn in fqns]), path
             for unit, fqn in enumerate(fqns):
                 root.watch(places[fqn], unit)
-        return self.facts, small
+        return small
 
     def is_member(self, path: str) -> bool:
         """Tell whether a module is in a list whose weights are units: its calls are no steps."""
@@ -186,9 +193,11 @@ class UnitReads:
         self, path: str, storages: Sequence[int], merged: Collection[tuple[str, int]] = ()
     ) -> set[int]:
         """Return the storages that the step of a module does not bring, as its operators do."""
-        return {
-            s for s in storages if s in self.roots and (path, s) not in self.whole and (path, s) not in merged
-        }
+        return {s for s in storages if self._is_by_operator(path, s, merged)}
+
+    def _is_by_operator(self, path: str, storage: int, merged: Collection[tuple[str, int]]) -> bool:
+        whole = (path, storage) in self.whole or (path, storage) in merged
+        return storage in self.roots and not whole
 
     def keeps(
         self,
@@ -201,9 +210,7 @@ class UnitReads:
         if read is None:
             return True
         s = read if isinstance(read, int) else read.storage
-        return (
-            s in self.roots and (path, s) not in self.whole and (path, s) not in merged and s not in resident
-        )
+        return self._is_by_operator(path, s, merged) and s not in resident
 
     def settle(self, orders: Sequence[Order]) -> None:
         """Stop watching what the steps of modules read whole only."""
@@ -249,7 +256,7 @@ class UnitReads:
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator that reads watched tensors."""
         with self._lock:
-            current, first = self._host.current(), next(iter(watched_in(args, kwargs)))
+            current, first = self._current, next(iter(watched_in(args, kwargs)))
             if current is None:
                 raise StreamError(root_of(first).says)
             begun, self.own.read_ns = time.perf_counter_ns(), 0
@@ -277,9 +284,17 @@ class UnitReads:
 
     def _measure(self, held: int) -> None:
         """Have the memory of an observed pass measured, of which `held` bytes are units."""
-        current = self._host.current()
+        current = self._current
         if current is not None and current.meter is not None:
             current.meter.look(current.own_bytes + held)
+
+    def _room(self) -> int:
+        """Return the bytes that reads by units without a plan may take at once."""
+        current = self._current
+        if current is None or current.meter is None:
+            return self._cap.room
+        taken: int = current.own_bytes + max(0, current.meter.peak - SLACK)
+        return max(0, self._cap.room - taken)
 
     def _have_stay(self, storage: int) -> None:
         if storage not in self._stayed:
@@ -289,7 +304,7 @@ class UnitReads:
                     f"{self.roots[storage].says}, and the call writes to one: restore() the model first"
                 )
             self._let_go(storage)
-            value = self._host.stay(id(twin))
+            value = self._stay(self._current, id(twin))
             self._stayed[storage] = value.data_ptr() - self.facts.parts[name].offset
 
     def _contracted(self, current: Any, form: Form, seen: list[Seen]) -> Callable[[], Any] | None:
@@ -353,21 +368,25 @@ class UnitReads:
         read, plan = self._slices(path, s), self._planned
         planned = plan.step_of(current, path, read) if plan is not None and read is not None else None
         read = planned[1] if planned is not None else read
-        numbers = units_in(places, read) if read is not None else None
+        numbers, counts = units_in(places, read) if read is not None else None, True
         if numbers is not None and read is not None and len(numbers) < read.count:
             if numbers:
                 to.note(self._note(current, path, replace(read, operator=SLICES), ("slices", path)), numbers)
             if plan is not None and planned is not None and plan.hold(*planned, numbers, to):
                 return plan.pool[s]
             needed = [read.unit(number) for number in numbers]
-        elif to.may_be_whole and self._host.is_read_by(path, s):
+        elif to.may_be_whole and self._steps.is_read_by(path, s):
             self.whole.add((path, s))
             current.reads.whole = True
-        else:
+        elif to.whole in (None, s):
+            to.whole = s
             to.note(self._note(current, path, s, None))
-        if plan is not None and plan.takes_step(current, path, s):
+        else:
+            counts = False
+        if to.whole in (None, s) and plan is not None and plan.takes_step(current, path, s):
+            to.whole = s
             return plan.arena[s]
-        to.held.enter_context(self.own.holding(s, needed))
+        to.held.enter_context(self.own.holding(s, needed, counts=counts))
         return self.own.address(s)
 
     def _fixed(self, storage: int) -> int | None:

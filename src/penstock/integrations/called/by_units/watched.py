@@ -31,31 +31,10 @@ from penstock.schedule.facts.errors import StreamError
 
 _VIEWS = frozenset(
     {
-        *(
-            "transpose",
-            "t",
-            "permute",
-            "view",
-            "unsqueeze",
-            "squeeze",
-            "select",
-            "narrow",
-            "chunk",
-            "split",
-            "unbind",
-        ),
-        *("detach", "expand", "movedim", "moveaxis", "swapaxes", "swapdims", "mT", "T", "mH", "H", "view_as"),
-        *(
-            "unflatten",
-            "as_strided",
-            "diagonal",
-            "__iter__",
-            "data",
-            "alias",
-            "expand_as",
-            "tensor_split",
-            "unfold",
-        ),
+        *("transpose", "t", "T", "mT", "H", "mH", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"),
+        *("view", "view_as", "unflatten", "unsqueeze", "squeeze", "expand", "expand_as", "as_strided"),
+        *("select", "narrow", "chunk", "split", "tensor_split", "unbind", "unfold", "diagonal", "__iter__"),
+        *("detach", "data", "alias"),
     }
 )
 """Functions whose results are views. Of complex tensors mH and H are none, as values change."""
