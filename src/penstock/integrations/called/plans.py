@@ -14,6 +14,7 @@ from penstock.runtime.loading import LoadOptions
 from penstock.schedule.facts.model import SparseRead
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
+from penstock.schedule.report.verdict import slow_launches
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,13 @@ def _plan_merged(
     )
     plan = decide_to_load(NO_FOLDER, payload, request, beside)
     return PlannedOrders(payload, plan, traced, seen, left_out)
+
+
+def advice_on(plan: Plan) -> str:
+    """Say that the calling thread is a plan's limit, and what would help; empty if it is not."""
+    limit = slow_launches(plan)
+    helps = "larger batches help, and penstock.compile, whose programs can be captured and replayed as graphs"
+    return f"; {limit}: {helps}" if limit else ""
 
 
 def _has_reads(reads: Mapping[str, tuple[int, ...]], path: str, read: SparseRead | int | None) -> bool:
