@@ -211,16 +211,16 @@ def _best(plan: Decisions) -> str:
 
 
 def _twice(plan: Decisions) -> list[str]:
-    """The sentence on what would halve the plan's time, or none if that is not known.
+    """The sentence on what would halve the plan's time, or help at all; none if that is not known.
 
     It takes for granted that plans for larger budgets come as near to `best_ns` as this plan does.
     """
     half, compute = plan.predicted_ns // 2, plan.compute_ns
+    if limit_of(plan) == "host":
+        return [_replayed(plan)]
     if compute > half:
         return [f"Only faster compute makes it twice as fast: compute alone takes {format_time(compute)}."]
     limit, disk = limit_of(plan), plan.hardware.disk_bytes_per_s
-    if limit == "host":
-        return [_replayed(plan)]
     if plan.pool is not None or not plan.sizes or (limit == "disk" and best_ns(plan, plan.budget) > half):
         return []
     if limit == "disk" and plan.host and disk:
