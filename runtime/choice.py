@@ -132,8 +132,8 @@ def _within_host(plan: Plan, folder: Path, payload: Payload, request: PlanReques
 def _wrapped(find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
     """The plan that `find` makes of a request which leaves the wrap open: calls overlap.
 
-    Copies join at the ends of calls if the calling thread is the limit, and calls take no longer so. Then
-    calls can be captured as graphs, whose replay is one launch for all steps.
+    If the calling thread is their limit, copies join at the ends of calls, so that calls can be captured as
+    graphs: the replay of one is one launch for all steps. It must be faster, though copies hide less.
     """
     plan = find(replace(request, wrap="overlap"))
     if not (limit := slow_launches(plan)) or any(any(schedule.staged) for schedule in plan.schedules):
@@ -142,8 +142,7 @@ def _wrapped(find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
         joining = find(replace(request, wrap="barrier"))
     except BudgetError:  # what one method keeps for another is held whole then
         return plan
-    replayed, called = replayed_ns(joining), joining.predicted_ns
-    if replayed >= plan.predicted_ns or called > NEARLY * plan.predicted_ns:
+    if (replayed := replayed_ns(joining)) >= plan.predicted_ns:
         return plan
     replays = f"calls can be captured as graphs, whose replays take {format_time(replayed)} a pass"
     _log.info("%s; planned with wrap='barrier', so that %s", limit, replays)
