@@ -175,6 +175,8 @@ def test_reads_by_units_that_cannot_be(path: str, value: Any, sentence: str) -> 
         ("traces.0.steps.0.reads", [1, 0], "$.traces[0].steps[0].reads: expected one storage or more, ascen"),
         ("traces.0.steps.0.reads", [0, 3], "$.traces[0].steps[0].reads: expected indices of 3 storages"),
         ("traces.0.steps.1.lead_ns", -1, "$.traces[0].steps[1].lead_ns: expected 0 or more, got -1"),
+        ("hardware.host_step_ns", -1, "$.hardware.host_step_ns: expected 0 or more, got -1"),
+        ("hardware.host_step_ns", 5.8, "$.hardware.host_step_ns: expected a valid integer, got 5.8"),
         ("hardware.flops_per_s", 0, "$.hardware.flops_per_s: expected a rate above 0"),
         ("plans.0.arena.layout", [0], "$.plans[0].arena.layout: expected 3 offsets, got 1"),
         ("plans.0.addresses", [0], "$.plans[0].addresses: expected 0 offsets, got 1"),
