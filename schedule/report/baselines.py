@@ -96,9 +96,11 @@ def least_recently_used(setting: Setting) -> int | None:
     On a cyclic scan, such a cache never holds what is read next (Sleator and Tarjan, CACM 28(2), 1985).
     """
     held: OrderedDict[int, int] = OrderedDict()
+    copied: set[int] = set()
     period = 0
     for _ in range(3):  # the third pass is a steady one
-        period, streamed = setting.trace.compute_ns, 0
+        period = setting.trace.compute_ns
+        copied.clear()
         for step in setting.trace.steps:
             missing = [s for s in step.reads if s not in held]
             for s in step.reads:
@@ -110,7 +112,8 @@ def least_recently_used(setting: Setting) -> int | None:
                 return None
             period += sum(setting.hardware.copy_ns(setting.sizes[s]) for s in missing)
             period += setting.hardware.link_fill_ns * bool(missing)
-            streamed += bool(missing)
+            copied.update(missing)
+    streamed = sum(not copied.isdisjoint(step.reads) for step in setting.trace.steps)
     return max(period, setting.hardware.host_step_ns * streamed)
 
 

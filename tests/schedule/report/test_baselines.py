@@ -73,6 +73,9 @@ def test_the_least_recently_used_policy_finds_what_returns_soon() -> None:
     """0 is read every other step: with two places it stays, and each of the others is copied."""
     one = setting(4, cap=2, reads=((0, 1), (0, 2), (0, 3)))
     assert us(baselines.least_recently_used(one)) == 3_000
+    twice = setting(3, cap=1, reads=((0,), (0,), (1,), (2,)))
+    slow = replace(twice, hardware=replace(twice.hardware, host_step_ns=2_000 * US))
+    assert us(baselines.least_recently_used(slow)) == 8_000  # of four steps, each reads what leaves
 
 
 def test_every_copy_pays_its_latency() -> None:
