@@ -22,6 +22,7 @@ from penstock.runtime import calibrate
 from penstock.runtime.device.opening import hardware_of, open_accelerator
 from penstock.runtime.program import Program
 from penstock.runtime.sim.device import SimDevice
+from penstock.schedule.facts.hardware import HOST_STEP_NS
 
 Report = Callable[..., None]
 """Prints one line of figures, which are given by name."""
@@ -162,7 +163,7 @@ class Target:
             calibrate,
             _DEVICE_MATRIX=self.width(4096),
             _DEVICE_BUFFER=self.nbytes(256 << 20),
-            HOST_STEP_NS=int(self.scale * calibrate.HOST_STEP_NS),
+            HOST_STEP_NS=int(self.scale * HOST_STEP_NS),
         )
 
     # Modules and programs.
