@@ -86,11 +86,11 @@ class Result:
 KEYS: dict[str, Callable[..., object]] = {
     "space.pieces:span_groups": lambda runs, granule: (len(runs), granule),
     "planner:relax": lambda problem, pieces, tiers, which: (which, *(tier.nbytes for tier in tiers)),
-    "search.one_trace:steady_period_ns": lambda trace, schedule, *_, enough=None: (
+    "search.one_trace:steady_period_ns": lambda trace, schedule, *_, enough=None, launched=(): (
         schedule.transfers,
         enough,
     ),
-    "search.task:steady_period_ns": lambda trace, schedule, *_, enough=None: (
+    "search.task:steady_period_ns": lambda trace, schedule, *_, enough=None, launched=(): (
         trace.graph,
         schedule.transfers,
         enough,

@@ -24,10 +24,10 @@ from penstock.passes.graph.grad_regions import inline_grad_regions
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.transforms import inline_transforms
 from penstock.passes.weights.naming import weights_among
+from penstock.schedule.clock.launches import acting_steps
 from penstock.schedule.facts.errors import PassError, StreamError
-from penstock.schedule.facts.model import Range, Storage, Trace, Weight
+from penstock.schedule.facts.model import Storage, Trace, Weight
 from penstock.schedule.plan import Plan
-from penstock.schedule.space.spans import merged, subtract
 
 if TYPE_CHECKING:
     from penstock.schedule.payload.codec import Payload
@@ -167,27 +167,10 @@ def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list
     All other steps read and write only bytes that never leave the device. Raises PassError if the plan has no
     schedule for method number `graph`.
     """
-    trace = next((trace for trace in plan.traces if trace.graph == graph), None)
-    schedule = next((schedule for schedule in plan.schedules if schedule.graph == graph), None)
-    if trace is None or schedule is None:
+    known = {trace.graph for trace in plan.traces} & {schedule.graph for schedule in plan.schedules}
+    if graph not in known:
         raise PassError(f"the plan has no schedule for graph {graph}: make a plan for this program")
-    acting = {drop.step for drop in schedule.drops} | {transfer.step for transfer in schedule.transfers}
-    # A negative `after` is a step of the pass before; numbers beyond a trace are those of no step below.
-    acting |= {transfer.after for transfer in schedule.transfers}
-    follows = {one.graph: one.graph if one.follows is None else one.follows for one in plan.traces}
-    following = next(one for one in plan.schedules if follows[one.graph] == graph)
-    acting |= {len(trace.steps) + transfer.after for transfer in following.transfers}
-    resident = merged(plan.resident)  # neighbouring ranges may cover a storage together
-    leaving = {
-        s
-        for s, (start, storage) in enumerate(zip(plan.arena.layout, storages, strict=True))
-        if start >= 0 and s not in plan.outside and subtract([Range(start, start + storage.nbytes)], resident)
-    }
-    return [
-        k
-        for k, step in enumerate(trace.steps)
-        if k in acting or not leaving.isdisjoint((*step.reads, *step.writes))
-    ]
+    return list(acting_steps(plan, graph, [storage.nbytes for storage in storages]))
 
 
 def _trace_of(payload: Payload, method: str | None) -> Trace:

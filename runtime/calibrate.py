@@ -33,6 +33,7 @@ from penstock.runtime.measurements import (
 )
 from penstock.runtime.system.trials import LEAST, SECONDS, Trials, repeat
 from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.hardware import HOST_STEP_NS
 from penstock.schedule.facts.model import Hardware, Weight
 
 _LEAST_MATRIX, _MATRIX, _DEVICE_MATRIX = 128, 1024, 4096
@@ -118,6 +119,7 @@ def measure_accelerator(device: str, weights: Sequence[Weight], files: WeightFil
         memory_nbytes=opened.memory_info[1],
         disk_bytes_per_s=disk.median if disk else None,
         note=noted(f"measured on {opened.model}", said, (products, memory, copies, disk)),
+        host_step_ns=HOST_STEP_NS,
     )
 
 

@@ -8,6 +8,7 @@ the plan or loads it, until figures are measured again or the page cache holds a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,13 +30,15 @@ from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
 from penstock.schedule.facts.model import Arena, Hardware, Pool, SparseRead, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
-from penstock.schedule.facts.sizes import format_budget, format_size
+from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.host import with_host
 from penstock.schedule.ladder import ladder
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import RUNGS, SMALL, Floor, check_floor, floor, make_plan
+from penstock.schedule.report.verdict import slow_launches
+from penstock.schedule.report.whatif import replayed_ns
 from penstock.schedule.sparse.division import (
     NEARLY,
     Division,
@@ -50,6 +53,8 @@ from penstock.schedule.sparse.replay import expectation
 from penstock.schedule.sparse.routes import Routes, profile_of, served_profile
 from penstock.schedule.verify.proof import verify_plan
 
+_log = logging.getLogger(__name__)
+
 _REPLAYED = 12
 """The number of pools for which recorded routes are replayed."""
 
@@ -58,6 +63,7 @@ _REPLAYED = 12
 class PlanRequest:
     """What a caller asks of a plan. Sizes are in bytes; `Program.plan` documents every field.
 
+    Without a `wrap`, calls overlap, except where `find_plan` finds that their replays as graphs are faster.
     Without `by_units`, everything is read whole: units are brought by calls that penstock itself makes.
     Without `tiles`, no product is computed by tiles, whose bits are certified in Python.
     """
@@ -68,7 +74,7 @@ class PlanRequest:
     keep: tuple[str, ...] = ()
     hardware: Hardware | str = "auto"
     traces: tuple[Trace, ...] = ()
-    wrap: Wrap = "overlap"
+    wrap: Wrap | None = None
     host_memory: int | None = None
     spill: str | None = None
     by_units: bool = True
@@ -81,6 +87,8 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
 
     If the caller gives hardware or times, the plan is always made anew.
     """
+    if request.wrap is None:
+        return _wrapped(partial(find_plan, folder, payload), request)
     if request.hardware != "auto" or request.traces or request.routes:
         return decide(folder, payload, request)
     key = replace(request, keep=tuple(sorted(request.keep)))
@@ -119,6 +127,26 @@ def _within_host(plan: Plan, folder: Path, payload: Payload, request: PlanReques
         verify_plan(payload.storages, payload.traces, made)
         return made
     return decide(folder, payload, replace(request, host_memory=limit))
+
+
+def _wrapped(find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
+    """The plan that `find` makes of a request which leaves the wrap open: calls overlap.
+
+    If the calling thread is their limit, copies join at the ends of calls, so that calls can be captured as
+    graphs: the replay of one is one launch for all steps. It must be faster, though copies hide less.
+    """
+    plan = find(replace(request, wrap="overlap"))
+    if not (limit := slow_launches(plan)) or any(any(schedule.staged) for schedule in plan.schedules):
+        return plan
+    try:
+        joining = find(replace(request, wrap="barrier"))
+    except BudgetError:  # what one method keeps for another is held whole then
+        return plan
+    if (replayed := replayed_ns(joining)) >= plan.predicted_ns:
+        return plan
+    replays = f"calls can be captured as graphs, whose replays take {format_time(replayed)} a pass"
+    _log.info("%s; planned with wrap='barrier', so that %s", limit, replays)
+    return joining
 
 
 def decide(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
@@ -322,7 +350,7 @@ def _problem_of(folder: Path, asked: _Asked, request: PlanRequest) -> Problem:
         asked.keep,
         pool=asked.pool,
         hardware=hardware,
-        wrap=request.wrap,
+        wrap=request.wrap or "overlap",
         host=request.host_memory,
     )
 

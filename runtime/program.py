@@ -193,7 +193,7 @@ class Program:
         *,
         hardware: Hardware | str = "auto",
         keep: Sequence[str] = (),
-        wrap: Wrap = "overlap",
+        wrap: Wrap | None = None,
         device: str = "cpu",
         arena: str | None = None,
         traces: Sequence[Trace] | None = None,
@@ -203,12 +203,13 @@ class Program:
     ) -> Plan:
         """Decide what stays and what streams within `budget` (bytes, `32MiB`, or `50%` of the weights).
 
-        `keep` holds patterns of FQNs that stay on the device. `arena` asks for a kind of arena
-        instead of the fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware.
-        `traces` replaces the modelled times, by measured ones for example
-        (`StreamedModule.measure`). `host_memory` limits what the host of that hardware holds of the
-        weights: the rest comes from its disk. `activations` is the rung of a program that is trained, as for
-        `load`; a budget is of weights only, so "auto" is the one that keeps all.
+        `keep` holds patterns of FQNs that stay on the device. `arena` asks for a kind of arena instead of the
+        fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware. `traces` replaces
+        the modelled times, by those of `StreamedModule.measure` for example. `host_memory` limits what the
+        host of that hardware holds of the weights: the rest comes from its disk. `activations` is the rung of
+        a program that is trained, as for `load`; a budget is of weights only, so "auto" keeps all. Without a
+        `wrap`, copies go on across calls ("overlap"), or join at their ends ("barrier") where replays as
+        graphs are faster.
 
         With measured hardware and modelled times, an equal plan that was made before on this machine is used
         again, and `load` runs the plan that this returns. A plan for this machine that a load would find no

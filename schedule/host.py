@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Decisions, HostTier, Range, Schedule, Transfer
 from penstock.schedule.facts.sizes import format_budget, format_size
@@ -84,8 +85,9 @@ def host_bytes(plan: Decisions) -> int:
 def _timed(plan: _P) -> _P:
     """The plan whose schedules have the periods of the exact event graph."""
     timed = []
-    for schedule, trace in zip(plan.schedules, plan.traces, strict=True):
-        period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap)
+    for which, (schedule, trace) in enumerate(zip(plan.schedules, plan.traces, strict=True)):
+        launched = launched_steps(plan, which)
+        period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap, launched=launched)
         timed.append(replace(schedule, predicted_ns=period))
     return replace(plan, schedules=tuple(timed))
 

@@ -88,7 +88,9 @@ def run_budgets(target: Target, report: Report) -> None:
                 equal = torch.equal(streamed(cell.given), cell.expected)
                 seconds = target.usual_seconds(partial(streamed, cell.given))
                 trace, stats, taken = streamed.measure(cell.given), streamed.stats, target.taken()
-            again = program.plan(plan.budget, device=target.device, hardware=plan.hardware, traces=[trace])
+            again = program.plan(
+                plan.budget, device=target.device, hardware=plan.hardware, traces=[trace], wrap=plan.wrap
+            )
             report(
                 share=share,
                 weights=program.weight_bytes,

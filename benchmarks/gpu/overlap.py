@@ -72,10 +72,8 @@ def measure(target: Target, report: Report) -> None:
     program = target.compile(module, {"forward": (given,)}, "overlap")
     floor = program.floor(target.device)
     with target.plan_sizes():
-        plans = [
-            program.plan(floor + int(share * (program.weight_bytes - floor)), device=target.device)
-            for share in SHARES
-        ]
+        budgets = (floor + int(share * (program.weight_bytes - floor)) for share in SHARES)
+        plans = [program.plan(budget, device=target.device, wrap="overlap") for budget in budgets]
     opened = target.open()
     opened.close()
     for share, plan in zip(SHARES, plans, strict=True):

@@ -22,6 +22,7 @@ from penstock.runtime import calibrate
 from penstock.runtime.device.opening import hardware_of, open_accelerator
 from penstock.runtime.program import Program
 from penstock.runtime.sim.device import SimDevice
+from penstock.schedule.facts.hardware import HOST_STEP_NS
 
 Report = Callable[..., None]
 """Prints one line of figures, which are given by name."""
@@ -152,11 +153,17 @@ class Target:
         return int(total - free)
 
     def plan_sizes(self) -> AbstractContextManager[object]:
-        """Has what plans need to know of the device measured with matrices and copies of the scaled sizes."""
+        """Has what plans need to know of the device measured with matrices and copies of the scaled sizes.
+
+        Launches are scaled too: they would be the limit of all small programs, and are not of large ones.
+        """
         if self.scale >= 1:
             return nullcontext()
         return patch.multiple(
-            calibrate, _DEVICE_MATRIX=self.width(4096), _DEVICE_BUFFER=self.nbytes(256 << 20)
+            calibrate,
+            _DEVICE_MATRIX=self.width(4096),
+            _DEVICE_BUFFER=self.nbytes(256 << 20),
+            HOST_STEP_NS=int(self.scale * HOST_STEP_NS),
         )
 
     # Modules and programs.

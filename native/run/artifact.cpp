@@ -11,7 +11,7 @@ namespace penstock {
 
 namespace {
 
-constexpr int OLDEST = 5, NEWEST = 11;  // versions of payloads
+constexpr int OLDEST = 5, NEWEST = 12;  // versions of payloads
 
 uint64_t number(const std::string &data, size_t at, int nbytes) {
     uint64_t value = 0;

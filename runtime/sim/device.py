@@ -119,6 +119,7 @@ class SimDevice:
     """`hardware` gives the clock and the memory; without one there is no limit and copies take no time.
 
     `waits` counts how often the host has waited, by for what: `a disk`, `a stream` or `the device`.
+    `launched_ns` is the virtual time at which the calling thread has launched all streamed steps so far.
     """
 
     def __init__(self, hardware: Hardware | None = None, *, name: str = "sim") -> None:
@@ -126,7 +127,7 @@ class SimDevice:
         self.torch_device = torch.device("cpu")
         self.hardware = hardware
         self.detector = RaceDetector()
-        self.copied_ns = 0
+        self.copied_ns = self.launched_ns = 0
         self.waits: Counter[str] = Counter()
         self._kernels = SimStream(KERNELS, of_kernels=True)  # the one that is current
         self._of_kernels = [self._kernels]
@@ -341,8 +342,12 @@ class SimDevice:
     # The accesses of the program's kernels, reported by the module that runs on this device.
 
     def compute(self, ns: int) -> None:
-        """Advance the virtual clock of the stream that is current by `ns` nanoseconds."""
-        self._kernels.time_ns += ns
+        """Advance the virtual clock of the stream that is current by `ns` ns, from the latest launch on."""
+        self._kernels.time_ns = max(self._kernels.time_ns, self.launched_ns) + ns
+
+    def launch(self) -> None:
+        """Count the time that the calling thread takes to launch a streamed step."""
+        self.launched_ns += self.hardware.host_step_ns if self.hardware else 0
 
     @_whole
     def kernels_touch(

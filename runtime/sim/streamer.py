@@ -48,6 +48,7 @@ class SimStreamer:
         steps = self._traces[graph].steps
         self._pass_over(graph, step)
         self._device.compute(steps[step].lead_ns)
+        self._device.launch()
         self._streamer.acquire(graph, step)
         self._touch(steps[step])
 

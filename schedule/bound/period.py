@@ -36,6 +36,11 @@ has to stay for good, and larger copies can take turns.
 The reported bound is a dual objective, computed here from the solver's multipliers with every variable
 bounded: by weak duality it is a bound whatever the solver did. (The fluid relaxation of integrated
 prefetching and caching: Albers, Garg and Leonardi, J. ACM 47(6), 2000.)
+
+The calling thread launches every step that reads bytes which do not always stay. What stays has room beside
+the other bytes that any one step reads. So without one of them, the launched steps still read all bytes that
+do not fit into the memory, and are no fewer than the largest steps of the trace that read as many. The time
+of that many launches and one more is reported where it is above the dual objective.
 """
 
 from __future__ import annotations
@@ -127,7 +132,19 @@ def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], which: int = 
     wait_ns = max(0.0, dual * program.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
     kept = solution[program.columns(0).kept] * program.unit_bytes
     shared = float(solution[program.columns(0).largest[0]]) * program.unit_bytes
-    return Relaxation(trace.compute_ns + math.floor(wait_ns), tuple(kept.tolist()), gaps, groups, shared)
+    launching = problem.hardware.host_step_ns * _fewest_streamed(groups, trace, tiers[0].nbytes, which)
+    bound = max(trace.compute_ns + math.floor(wait_ns), launching)
+    return Relaxation(bound, tuple(kept.tolist()), gaps, groups, shared)
+
+
+def _fewest_streamed(groups: Sequence[Group], trace: Trace, nbytes: int, which: int) -> int:
+    """The fewest steps of trace number `which` that can read bytes which do not always stay in `nbytes`."""
+    weights = [group for group in groups if not group.produced and (group.kept or group.reads[which])]
+    always = sum(group.nbytes for group in weights if group.kept)
+    excess = sum(group.nbytes for group in weights) - nbytes
+    needed = needed_bytes(weights, len(trace.steps), which=which)
+    read = itertools.accumulate(sorted((one - always for one in needed), reverse=True), initial=0)
+    return sum(total < excess for total in read) + (excess > 0)
 
 
 def _solve_in_granules(program: LinearProgram, granule: int) -> tuple[float, numpy.ndarray] | None:

@@ -1,20 +1,21 @@
 """The event graph of a schedule, its steady period, and when everything happens from a cold start.
 
 The events of a pass are the end of each step's read, the end of each transfer, the end of each read of the
-disk, and the start of the call. An event happens at the maximum, over its incoming edges, of the time of the
-edge's source plus the edge's weight. The source of an edge of height 1 is an event of the pass before. This
-is a linear system over the (max, +) semiring. Its period, which is what one more pass costs in the limit, is
-the maximum of weight over height among all cycles. (Baccelli, Cohen, Olsder and Quadrat, Synchronization and
-Linearity, 1992, chapters 2 and 3.)
+disk, the start of the call, and the end of the launch of each streamed step (`launches.py`). An event happens
+at the maximum, over its incoming edges, of the time of the edge's source plus the edge's weight. The source
+of an edge of height 1 is an event of the pass before. This is a linear system over the (max, +) semiring. Its
+period, which is what one more pass costs in the limit, is the maximum of weight over height among all cycles.
+(Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, chapters 2 and 3.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.schedule.clock.launches import launch_edges
 from penstock.schedule.clock.units import UnitCopies, unit_edges
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware, Schedule, Trace, Wrap
@@ -39,11 +40,11 @@ Steady times repeat after a few passes; this number is a multiple of 1, 2, 3, 4 
 class PassTimes:
     """The times of one pass, in nanoseconds since the first call began: a pair (start, end) for each event.
 
-    A read starts when the lead of its step has ended and its spans have arrived. It takes the time of its
-    step, and longer where the end of the step waits for copies out. `transfers` are those for the reads of
-    this pass, some of which start during the pass before. `stages` are the reads of the disk for these
-    transfers, in order. `units` are the copies of units that the pass asked for, within the time of whose
-    steps it waited for them.
+    A read starts when the lead of its step has ended, its spans have arrived, and the step has been launched.
+    It takes the time of its step, and longer where the end of the step waits for copies out. `transfers` are
+    those for the reads of this pass, some of which start during the pass before. `stages` are the reads of
+    the disk for these transfers, in order. `units` are the copies of units that the pass asked for, within
+    the time of whose steps it waited for them. `launches` are those of its streamed steps, in order.
     """
 
     call_start: int
@@ -51,13 +52,17 @@ class PassTimes:
     transfers: tuple[tuple[int, int], ...]
     stages: tuple[tuple[int, int], ...] = ()
     units: tuple[tuple[int, int], ...] = ()
+    launches: tuple[tuple[int, int], ...] = ()
 
 
-def build_graph(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> networkx.DiGraph:
+def build_graph(
+    trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap, *, launched: Sequence[int] = ()
+) -> networkx.DiGraph:
     """The event graph with attributes `weight` (ns) and `height` (passes, 0 or 1) on its edges.
 
     The nodes are ("step", k), the end of the read of step k; ("transfer", i), the end of transfer i;
-    ("call", 0), the moment at which a pass begins; and ("stage", q), the end of the disk's q-th read.
+    ("call", 0), the moment at which a pass begins; ("stage", q), the end of the disk's q-th read; and
+    ("launch", k), the end of the launch of step k, one of those in `launched`.
     """
     import networkx
 
@@ -65,19 +70,29 @@ def build_graph(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap
     names = [("step", k) for k in range(steps)] + [("transfer", i) for i in range(transfers)]
     names.append(("call", 0))
     names += [("stage", q) for q in range(len(_staged(schedule)))]
+    begin = len(names)
+    names += [("launch", k) for k in launched]
     graph = networkx.DiGraph()
     graph.add_nodes_from(names)
-    for source, target, weight, height in _edges(trace, schedule, hardware, wrap):
+    edges = [*_edges(trace, schedule, hardware, wrap), *launch_edges(trace, hardware, launched, begin)]
+    for source, target, weight, height in edges:
         graph.add_edge(names[source], names[target], weight=weight, height=height)
     return graph
 
 
 def steady_period_ns(
-    trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap, *, enough: float = math.inf
+    trace: Trace,
+    schedule: Schedule,
+    hardware: Hardware,
+    wrap: Wrap,
+    *,
+    enough: float = math.inf,
+    launched: Sequence[int] = (),
 ) -> int:
     """The exact maximum cycle ratio of the event graph, rounded up to whole nanoseconds.
 
-    Of a ratio above `enough`, the result is only some number above `enough` that the ratio is not below.
+    Of a ratio above `enough`, the result is only some number above `enough` that the ratio is not below. No
+    launch of the steps in `launched` waits for another event: their only cycle is that of all launches.
 
     This is Lawler's parametric search, driven by the cycles that are found (Lawler, Combinatorial
     Optimization, 1976, section 3.13; compared with Howard's algorithm and others by Dasdan, ACM
@@ -97,7 +112,7 @@ def steady_period_ns(
     lines = _lines(schedule, hardware)
     copying = max((sum(hardware.moving_ns(schedule.transfers[i]) for i in one) for one in lines), default=0)
     staging = sum(hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule))
-    weight, height = max(trace.compute_ns, copying, staging), 1
+    weight, height = max(trace.compute_ns, copying, staging, hardware.host_step_ns * len(launched)), 1
     while True:
         known = weight > enough * height
         cycle = None if known else _heavier_cycle(edges, count, weight, height)
@@ -113,24 +128,28 @@ def simulate(
     wrap: Wrap,
     passes: int,
     *,
+    launched: Sequence[int] = (),
     units: Sequence[UnitCopies] = (),
 ) -> tuple[PassTimes, ...]:
     """The times at which every read and transfer of the first `passes` passes starts and ends.
 
     At time 0 the first call begins, and only the resident ranges are on the device. Transfers that a steady
-    pass has in flight when its call begins start at time 0, too. `units` are the copies of units of the first
-    passes; later ones have none.
+    pass has in flight when its call begins start at time 0, too. `launched` are the streamed steps, if their
+    launches take time. `units` are the copies of units of the first passes; later ones have none.
 
     Raises:
         PlanError: transfers and steps wait for each other within one pass.
     """
     edges = list(_edges(trace, schedule, hardware, wrap))
     steps, transfers = trace.steps, schedule.transfers
-    call, count = len(steps) + len(transfers), _count(trace, schedule)
+    call, begin = len(steps) + len(transfers), _count(trace, schedule)
+    edges += launch_edges(trace, hardware, launched, begin)
+    count = begin + len(launched)
     alone = _System(edges, count, schedule.graph)
     copy_ns = [hardware.moving_ns(t) for t in transfers]
     disk_ns = [hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule)]
-    least = [0] * len(steps) + [hardware.link_fill_ns + ns for ns in copy_ns] + [0] + disk_ns
+    launch_ns = [hardware.host_step_ns] * len(launched)
+    least = [0] * len(steps) + [hardware.link_fill_ns + ns for ns in copy_ns] + [0] + disk_ns + launch_ns
     lines = _lines(schedule, hardware)
     line = next((one for one in lines if any(transfers[i].direction == "in" for i in one)), [])
     before: list[int] | None = None
@@ -142,13 +161,14 @@ def simulate(
             added = unit_edges((trace, schedule, hardware), line, (last, own), count)
             system = _System([*edges, *added], count + len(own), schedule.graph)
         now = system.next([*least, *(copy.ns for copy in own)], before)
-        reads = _reads(trace, schedule, now)
+        reads = _reads(trace, schedule, now, zip(launched, now[begin:count], strict=True))
         spans = [
             tuple((end - ns, end) for end, ns in zip(ends, taken, strict=True))
             for ends, taken in (
                 (now[len(steps) : call], copy_ns),
-                (now[call + 1 : count], disk_ns),
+                (now[call + 1 : begin], disk_ns),
                 (now[count:], [copy.ns for copy in own]),
+                (now[begin:count], launch_ns),
             )
         ]
         result.append(PassTimes(now[call], reads, *spans))
@@ -179,8 +199,13 @@ class _System:
         return now
 
 
-def _reads(trace: Trace, schedule: Schedule, now: list[int]) -> tuple[tuple[int, int], ...]:
-    """When the reads of a pass begin, and when their steps end, from the times of all events."""
+def _reads(
+    trace: Trace, schedule: Schedule, now: list[int], launches: Iterable[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """When the reads of a pass begin, and when their steps end, from the times of all events.
+
+    `launches` are pairs of a step and the end of its launch.
+    """
     n, began = len(trace.steps), []
     ended = now[n + len(schedule.transfers)]
     for k, step in enumerate(trace.steps):
@@ -189,6 +214,8 @@ def _reads(trace: Trace, schedule: Schedule, now: list[int]) -> tuple[tuple[int,
     for i, t in enumerate(schedule.transfers):
         if t.direction == "in":
             began[t.step] = max(began[t.step], now[n + i])
+    for k, launched_at in launches:
+        began[k] = max(began[k], launched_at)
     return tuple(zip(began, now[:n], strict=True))
 
 
@@ -206,15 +233,17 @@ class Simulation:
     period_ns: int
 
 
-def settle(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> Simulation:
+def settle(
+    trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap, *, launched: Sequence[int] = ()
+) -> Simulation:
     """Simulate a fixed number of passes, after which they are steady as a rule."""
-    passes = simulate(trace, schedule, hardware, wrap, _SETTLING + _WINDOW + 1)
+    passes = simulate(trace, schedule, hardware, wrap, _SETTLING + _WINDOW + 1, launched=launched)
     period = -(-(passes[-1].call_start - passes[-1 - _WINDOW].call_start) // _WINDOW)
     return Simulation(passes[0], passes[-2], passes[1].call_start - passes[0].call_start, period)
 
 
 def stalls_of(trace: Trace, times: PassTimes) -> list[int]:
-    """Nanoseconds for which each step of a pass waits: for the spans that it reads, and for copies out."""
+    """Nanoseconds for which each step of a pass waits: for its spans, its launch, and copies out."""
     ended, found = times.call_start, []
     for step, (_, end) in zip(trace.steps, times.reads, strict=True):
         found.append(end - ended - step.lead_ns - step.read_ns)

@@ -111,6 +111,11 @@ class Loads:
         rows: numpy.ndarray = self.number >= numpy.array(counts, dtype=numpy.int64)[self.gap]
         return rows
 
+    def steps_using(self, spans: numpy.ndarray) -> list[int]:
+        """The steps that use one of some spans, of which `spans` is a mask."""
+        steps: list[int] = numpy.unique(self.step[spans[self.span]]).tolist()
+        return steps
+
     def never_in(self, rows: numpy.ndarray) -> numpy.ndarray:
         """A mask over all spans: true for those that none of these rows copies."""
         never: numpy.ndarray = self.written < 0

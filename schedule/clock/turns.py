@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from penstock.schedule.clock.event_graph import settle, steady_period_ns
+from penstock.schedule.clock.event_graph import PassTimes, settle, steady_period_ns
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.facts.model import Arena, Decisions, Drop, Pool, Range, Schedule, Trace, Transfer
 from penstock.schedule.space.spans import merged, subtract
 
@@ -139,8 +140,10 @@ def _parts(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Tra
     held = subtract(plan.boundary_of(schedule), merged(_in_flight(schedule)))
     schedule = _within_reach(schedule, starts)
     held += _in_flight(schedule)
-    period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap)
-    times, bound = _times(plan, trace, schedule, turn), schedule.lower_bound_ns
+    launched = launched_steps(replace(plan, traces=(trace,), schedules=(schedule,)), 0)
+    period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap, launched=launched)
+    steady = settle(trace, schedule, plan.hardware, plan.wrap, launched=launched).steady
+    times, bound = _times(steady, turn), schedule.lower_bound_ns
     periods = _shares(period, times)
     bounds = [None if bound is None else bound * ns // (period or 1) for ns in periods]
     boundaries = _boundaries(plan, replace(schedule, boundary=tuple(held)), starts, turn)
@@ -168,9 +171,8 @@ def _in_flight(schedule: Schedule) -> list[Range]:
     return [Range(t.start, t.stop) for t in schedule.transfers if t.after < 0 and t.direction == "in"]
 
 
-def _times(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Trace]) -> list[int]:
+def _times(steady: PassTimes, turn: Sequence[Trace]) -> list[int]:
     """Nanoseconds from the beginning of each call to the beginning of the next, in a steady round."""
-    steady = settle(trace, schedule, plan.hardware, plan.wrap).steady
     begins, ended = [steady.call_start], 0
     for one in turn:
         ended += len(one.steps)

@@ -30,6 +30,10 @@ from pinned memory were reported to reach, in one direction.
   one by one, on a V100 (NVIDIA's developer blog, Getting Started with CUDA Graphs, 2019). On a CPU: torch
   2.13 took 2.1 us for a product of eight numbers by eight, on the virtual machine of docs/benchmarks.md.
 
+- The calling thread's time for a streamed step of a device: 5.8 us, which `benchmarks/steps.py --device null`
+  measured on a virtual machine (docs/benchmarks.md) and a device whose streams and copies do nothing. The
+  program's own kernels, and the driver's part of a copy or an event, are not in it.
+
 The disk behind the host of every device is an NVMe disk that reads 7 GB/s.
 
 No preset has a rate of copies out (`write_bytes_per_s`), or is `duplex`: what a forward keeps is taken to
@@ -53,6 +57,7 @@ _DISK_LATENCY_NS = 20_000
 _COPY_LATENCY_NS = 5_000
 _ANSWER_NS = 100_000
 _DEVICE_KERNEL_NS = 3_400
+HOST_STEP_NS = 5_800
 _HOST_KERNEL_NS = 2_100
 
 
@@ -67,6 +72,7 @@ def _device(name: str, tflops: float, memory_gb_per_s: float, link_gb_per_s: flo
         disk_bytes_per_s=_DISK,
         disk_latency_ns=_DISK_LATENCY_NS,
         note="a preset, from public figures",
+        host_step_ns=HOST_STEP_NS,
     )
 
 

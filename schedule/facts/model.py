@@ -159,6 +159,8 @@ class Hardware:
     behind the host of a device; the rate is None if there is no such disk or it is not known. `note` says
     where the figures come from. `write_bytes_per_s` is the rate of copies out of the arena, None if they are
     as fast as those into it. With `duplex` the link carries both at once, each at its own rate.
+    `host_step_ns` is what it takes the thread that calls a program to launch one streamed step on a device:
+    to enqueue its waits, its copy and its events. It is 0 on a CPU, where the steps have that time.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -174,6 +176,7 @@ class Hardware:
     note: str = ""
     write_bytes_per_s: float | None = None
     duplex: bool = False
+    host_step_ns: int = 0
 
     @property
     def uneven(self) -> bool:

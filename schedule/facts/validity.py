@@ -30,6 +30,9 @@ LARGEST_SIZE = 1 << 50
 _LONGEST = (1 << 63) - 1
 """The most nanoseconds that a payload says: 292 years."""
 
+_WHOLE = ("link_latency_ns", "link_in_flight_bytes", "memory_nbytes", "disk_latency_ns", "host_step_ns")
+"""The figures of a machine that are whole numbers."""
+
 _UNKNOWN = ("disk_bytes_per_s", "write_bytes_per_s")
 """The rates of a machine that may be missing."""
 
@@ -184,9 +187,14 @@ def check_machine(hardware: Hardware) -> None:
 
 
 def _figure_faults(hardware: Hardware) -> Iterator[str]:
-    for name in ("link_latency_ns", "link_in_flight_bytes", "memory_nbytes", "disk_latency_ns"):
-        if (getattr(hardware, name) or 0) < 0:
-            yield f"{name}: expected 0 or more, got {getattr(hardware, name)}"
+    for name in _WHOLE:
+        value = getattr(hardware, name)
+        if value is None and name == "memory_nbytes":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            yield f"{name}: expected a whole number, got {value!r}"
+        elif value < 0:
+            yield f"{name}: expected 0 or more, got {value}"
     for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", *_UNKNOWN):
         rate = getattr(hardware, name)
         if rate is None and name in _UNKNOWN:

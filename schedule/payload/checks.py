@@ -103,6 +103,9 @@ def _version(payload: Payload) -> Iterator[str]:
     traced = (*payload.traces, *(trace for plan in payload.plans for trace in plan.traces))
     sparse = any(step.sparse for trace in traced for step in trace.steps)
     reads = (one for trace in traced for step in trace.steps for one in step.sparse)
+    machines = [payload.hardware, *(plan.hardware for plan in payload.plans)]
+    if payload.version < 12 and any(one and one.host_step_ns for one in machines):
+        yield f"$.version: expected 12 of a payload whose machine has host_step_ns, got {payload.version}"
     if payload.version < 11 and any(one.computed for one in reads):
         yield f"$.version: expected 11 of a payload with computed units, got {payload.version}"
     if payload.version < 9 and (sparse or any(plan.pool for plan in payload.plans)):

@@ -23,7 +23,7 @@ from penstock.schedule.verify.proof import verify_plan
 if TYPE_CHECKING:
     import networkx
 
-VERSIONS = (5, 6, 7, 8, 9, 10, 11)
+VERSIONS = (5, 6, 7, 8, 9, 10, 11, 12)
 """The versions that are read; the last one is written."""
 
 Lowering = Literal["none", "eager", "inductor", "executorch"]

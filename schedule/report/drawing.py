@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.schedule.atomic_file import refuse_existing, replace_file, reporting
 from penstock.schedule.clock.event_graph import simulate
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import PlanError, SourceError
 from penstock.schedule.facts.model import Decisions
@@ -125,7 +126,8 @@ def _cells(intervals: Iterable[Interval], view: View, columns: int) -> str:
 def _events(plan: Decisions, which: int, names: Sequence[str], passes: int) -> Iterator[Event]:
     """Yield the events of one method in the Trace Event Format."""
     trace, schedule = plan.traces[which], plan.schedules[which]
-    times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1)
+    launched = launched_steps(plan, which)
+    times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1, launched=launched)
     view = View(times[:-1], 0, times[-1].call_start)
     picture = Picture(plan, which, Views(view, view), copies_of(plan, schedule), ())
     copied = list(copied_by(plan, which, names))

@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from penstock.schedule.clock.event_graph import build_graph
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions
@@ -42,15 +43,17 @@ def event_graph(plan: Decisions, method: str | None = None) -> networkx.DiGraph:
     plan = joined(plan)
     which = _number_of(plan, method)
     trace, schedule = plan.traces[which], plan.schedules[which]
-    graph = build_graph(trace, schedule, plan.hardware, plan.wrap)
+    launched = launched_steps(plan, which)
+    graph = build_graph(trace, schedule, plan.hardware, plan.wrap, launched=launched)
     graph.graph |= {"method": trace.method, "shape": trace.shape, "period_ns": schedule.predicted_ns}
     view = views_of(plan, which).steady
     times, begin = view.passes[view.focus], view.begins[view.focus]
     spans = {
-        "step": times.reads,
-        "transfer": times.transfers,
-        "stage": times.stages,
-        "call": ((begin, begin),),
+        "step": dict(enumerate(times.reads)),
+        "transfer": dict(enumerate(times.transfers)),
+        "stage": dict(enumerate(times.stages)),
+        "call": {0: (begin, begin)},
+        "launch": dict(zip(launched, times.launches, strict=True)),
     }
     described = {kind: _described(plan, which, kind) for kind in spans}
     for (kind, number), facts in graph.nodes.items():
@@ -100,6 +103,8 @@ def _described(plan: Decisions, which: int, kind: str) -> list[dict[str, Any]]:
     trace, schedule = plan.traces[which], plan.schedules[which]
     if kind == "call":
         return [{"name": "call", "bytes": 0, "pass": 0}]
+    if kind == "launch":
+        return [{"name": step.name, "bytes": 0, "pass": 0} for step in trace.steps]
     if kind == "step":
         released = [0] * len(trace.steps)
         for drop in schedule.drops:

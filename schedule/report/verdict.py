@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from penstock.schedule.clock.launches import launched_steps, launches_ns
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.hardware import host_beside
 from penstock.schedule.facts.model import Decisions, Method
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.report.baselines import REST
-from penstock.schedule.report.whatif import best_ns, other_policies
+from penstock.schedule.report.whatif import best_ns, other_policies, replayed_ns
 
-Limit = Literal["compute", "link", "disk", "memory", "units"]
+Limit = Literal["compute", "link", "disk", "memory", "units", "host"]
 
 _ALIKE = 1.02
 """Two times are called equal if their ratio is at most this."""
@@ -55,7 +56,8 @@ def copying_ns(plan: Decisions) -> int:
 def limit_of(plan: Decisions) -> Limit:
     """The resource that sets the plan's time, or `memory` if compute, link and disk wait for one another.
 
-    It is `units` if passes are expected to wait for units longer than for anything else.
+    It is `units` if passes are expected to wait for units longer than for anything else, and `host` if the
+    launches of the streamed steps take the calling thread as long as the passes.
     """
     predicted = plan.predicted_ns
     copying = copying_ns(plan)
@@ -67,6 +69,9 @@ def limit_of(plan: Decisions) -> Limit:
     predicted -= waits
     reading = sum(plan.hardware.disk_ns(nbytes) for s in plan.schedules for nbytes in s.staged if nbytes)
     busiest = max(copying, reading)
+    launching = sum(launches_ns(plan, which) for which in range(len(plan.traces)))
+    if launching >= busiest and predicted <= launching * _ALIKE:
+        return "host"
     if predicted > busiest * 1.05:
         return "memory"
     return "link" if busiest == copying else "disk"
@@ -105,6 +110,17 @@ def units_of(plan: Decisions) -> tuple[str, str]:
         return holds, "how long passes wait for them has not been estimated"
     expected, worst = format_time(sum(pool.expected_ns)), format_time(sum(pool.worst_ns))
     return holds, f"expected {expected} if all are asked for equally often, at worst {worst}"
+
+
+def slow_launches(plan: Decisions) -> str:
+    """The methods for whose calls the calling thread is the limit, in words; empty if there is none."""
+    plan, found = joined(plan), []
+    for which, (trace, schedule) in enumerate(zip(plan.traces, plan.schedules, strict=True)):
+        steps, taken = len(launched_steps(plan, which)), launches_ns(plan, which)
+        if taken >= schedule.predicted_ns and taken > trace.compute_ns * _ALIKE:
+            beside = f"{format_time(taken)} a pass, compute {format_time(trace.compute_ns)}"
+            found.append(f"launching the {steps:,} streamed steps of {trace.method} takes {beside}")
+    return f"the calling thread is the limit: {', '.join(found)}" if found else ""
 
 
 def _units(plan: Decisions) -> list[str]:
@@ -169,6 +185,9 @@ def _limit(plan: Decisions) -> str:
                 f"The disk limits it: of {moved} a pass, {read} are more than a host of {held} holds, and "
                 f"reading them takes {predicted}, compute {compute}."
             )
+        case "host":
+            both = f"launching the streamed steps takes {predicted}, compute {compute}"
+            return f"The calling thread limits it: {both}."
         case "units":
             waits = format_time(sum(plan.pool.expected_ns) if plan.pool else 0)
             return f"Units limit it: of {predicted}, a pass is expected to wait {waits} for them."
@@ -192,11 +211,13 @@ def _best(plan: Decisions) -> str:
 
 
 def _twice(plan: Decisions) -> list[str]:
-    """The sentence on what would halve the plan's time, or none if that is not known.
+    """The sentence on what would halve the plan's time, or help at all; none if that is not known.
 
     It takes for granted that plans for larger budgets come as near to `best_ns` as this plan does.
     """
     half, compute = plan.predicted_ns // 2, plan.compute_ns
+    if limit_of(plan) == "host":
+        return [_replayed(plan)]
     if compute > half:
         return [f"Only faster compute makes it twice as fast: compute alone takes {format_time(compute)}."]
     limit, disk = limit_of(plan), plan.hardware.disk_bytes_per_s
@@ -212,6 +233,18 @@ def _twice(plan: Decisions) -> list[str]:
     if link and plan.written_bytes and plan.hardware.write_bytes_per_s:
         link += f" in and {_gigabytes(2 * plan.hardware.write_bytes_per_s)} out"
     return [f"Twice as fast takes a budget of about {format_size(budget)}{link}."]
+
+
+def _replayed(plan: Decisions) -> str:
+    """The sentence on what would help a plan whose limit is the calling thread."""
+    if plan.wrap == "barrier":
+        return (
+            f"A call that is captured and replayed as a graph takes {format_time(replayed_ns(plan))} a pass."
+        )
+    return (
+        "Larger batches give each launch more to do; with wrap='barrier', calls can be captured and replayed "
+        "as graphs, each of which is one launch."
+    )
 
 
 def _staged(plan: Decisions) -> int:

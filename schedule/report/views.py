@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.schedule.clock.event_graph import PassTimes, simulate
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions, Range, Schedule
 from penstock.schedule.space.spans import merged
@@ -94,10 +95,11 @@ class Views:
 def views_of(plan: Decisions, which: int) -> Views:
     """Simulates schedule number `which` until a pass takes the predicted time, or up to a limit of passes."""
     trace, schedule = plan.traces[which], plan.schedules[which]
+    launched = launched_steps(plan, which)
     events = len(trace.steps) + len(schedule.transfers) + 1
     count = 4
     while True:
-        passes = simulate(trace, schedule, plan.hardware, plan.wrap, count + 1)
+        passes = simulate(trace, schedule, plan.hardware, plan.wrap, count + 1, launched=launched)
         taken = passes[-2].call_start - passes[-3].call_start
         settled = abs(taken - schedule.predicted_ns) <= 1
         if settled or 2 * count > _MOST_PASSES or 2 * count * events > _MOST_EVENTS:

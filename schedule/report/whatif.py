@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.hardware import host_beside
 from penstock.schedule.facts.model import Decisions, Hardware, Trace
@@ -105,6 +106,15 @@ def best_ns(plan: Decisions, budget: int) -> int:
         taken = max(0, alive - left) / (hardware.write_bytes_per_s or hardware.link_bytes_per_s)
         copying = max(brought, taken) if hardware.duplex else brought + taken
         found += max(trace.compute_ns, int(copying * 1e9))
+    return found
+
+
+def replayed_ns(plan: Decisions) -> int:
+    """Nanoseconds of a pass of each method whose call is replayed as a graph: one launch for all steps."""
+    plan, found = joined(plan), 0
+    alone = replace(plan.hardware, host_step_ns=0)
+    for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
+        found += max(plan.hardware.host_step_ns, steady_period_ns(trace, schedule, alone, plan.wrap))
     return found
 
 

@@ -30,6 +30,7 @@ def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
         "link": ("The link", f"busy {format_share(busy)} of the time"),
         "disk": ("The disk", "the host does not hold all that streams"),
         "memory": ("Memory", "too little room to copy ahead"),
+        "host": ("The calling thread", "it launches the steps that stream"),
         "units": ("Units", "calls wait for rows or experts"),
     }[limit_of(plan)]
     total, near = sum(plan.sizes), "the solver gave none in time"

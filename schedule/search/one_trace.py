@@ -236,7 +236,8 @@ class OneTrace:
                 continue
             schedule = Schedule(self.trace.graph, streaming.transfers, (), 0)
             facts = (self.trace, schedule, self.hardware, self.wrap)
-            period = steady_period_ns(*facts, enough=self._worst_ns())
+            launched = self.loads.steps_using(~stays)
+            period = steady_period_ns(*facts, enough=self._worst_ns(), launched=launched)
             self.ranked.append(_Candidate(period, busy, streaming, rows))
         self.ranked.sort(key=lambda one: (one.period_ns, one.busy_ns))
         del self.ranked[2 * _JOINED :]

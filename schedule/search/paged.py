@@ -107,7 +107,8 @@ def _share_for_all(
             assert one is not None  # with nothing put off, there is memory for each copy when it is needed
             streams.append(one)
             schedule = Schedule(trace.graph, one.transfers, (), 0)
-            period += steady_period_ns(trace, schedule, problem.hardware, problem.wrap)
+            launched = loads.steps_using(~numpy.array(stays))
+            period += steady_period_ns(trace, schedule, problem.hardware, problem.wrap, launched=launched)
         if len(streams) == len(plans) and (best is None or period < best[0]):
             best = (period, tuple(streams), stays)
     assert best is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.bound.period import Relaxation
 from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.clock.launches import leaving_storages, streamed_steps
 from penstock.schedule.facts.model import Drop, Range, Schedule, Transfer
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.space.pieces import Pieces
@@ -43,7 +45,23 @@ class Draft:
 
     def periods_ns(self, problem: Problem) -> list[int]:
         """The steady period of each trace, in nanoseconds."""
-        return [
-            steady_period_ns(trace, Schedule(trace.graph, *stream, 0), problem.hardware, problem.wrap)
+        schedules = [
+            Schedule(trace.graph, *stream, 0)
             for trace, stream in zip(problem.traces, self.streams, strict=True)
+        ]
+        facts = zip(problem.traces, schedules, self._launched(problem, schedules), strict=True)
+        return [
+            steady_period_ns(trace, schedule, problem.hardware, problem.wrap, launched=launched)
+            for trace, schedule, launched in facts
+        ]
+
+    def _launched(self, problem: Problem, schedules: Sequence[Schedule]) -> list[tuple[int, ...]]:
+        """The streamed steps of each trace; none where nothing streams, or launches take no time."""
+        if not problem.hardware.host_step_ns or not self.arena_bytes:
+            return [()] * len(schedules)
+        sizes = [storage.nbytes for storage in problem.storages]
+        leaving = leaving_storages(problem.arena, sizes, problem.outside, self.resident)
+        return [
+            streamed_steps(trace, schedule, schedule, leaving)
+            for trace, schedule in zip(problem.traces, schedules, strict=True)
         ]

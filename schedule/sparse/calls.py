@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count, groupby
 
 from penstock.schedule.clock.event_graph import simulate, stalls_of
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.clock.units import UnitCopy
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions
@@ -75,7 +76,8 @@ def _in_a_row(plan: Decisions, driven: Driven, graph: int, calls: Sequence[_Made
     which = next(k for k, trace in enumerate(plan.traces) if trace.graph == graph)
     trace, schedule = plan.traces[which], plan.schedules[which]
     copies = [tuple(_copies(plan, driven, made)) for *_, made in calls]
-    times = simulate(trace, schedule, plan.hardware, plan.wrap, len(calls) + 1, units=copies)
+    facts = (trace, schedule, plan.hardware, plan.wrap)
+    times = simulate(*facts, len(calls) + 1, launched=launched_steps(plan, which), units=copies)
     for (number, call, made), now, behind in zip(calls, times, times[1:], strict=False):
         missed = [driven.moved_by(change, [*change.bring, *change.ahead]) for _, _, change in made]
         yield Call(

@@ -56,8 +56,11 @@ def test_one_preset(penstock: Command) -> None:
     done = penstock("hardware", "h200")
     assert "4800 GB/s" in done.out
     assert "the same rate, which is assumed, in turn with what arrives" in " ".join(done.out.split())
+    assert "launching a step takes 5.8 us of the calling thread" in " ".join(done.out.split())
     assert "rtx4090" not in done.out
-    assert json.loads(penstock("hardware", "h200", "--json").out)["memory_bytes_per_s"] == 4.8e12
+    h200 = json.loads(penstock("hardware", "h200", "--json").out)
+    assert (h200["memory_bytes_per_s"], h200["host_step_ns"]) == (4.8e12, 5_800)
+    assert "launching" not in penstock("hardware", "laptop").out  # whose steps have that time
 
 
 def test_measuring_again_forgets_this_machine_and_takes_every_dtype_that_was_known(

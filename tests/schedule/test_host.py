@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule.clock.event_graph import build_graph, simulate, steady_period_ns
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Hardware, HostTier, Range, Schedule, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Problem
@@ -141,12 +142,13 @@ def test_the_event_graph_with_a_disk_agrees_with_the_oracle(p: RandomProblem, sh
     plan = make_plan(problem, lowest + (total - lowest) * parts // 6)
     verify_plan(p.storages, p.traces, plan)
     assert isinstance(plan.host, HostTier)
-    for schedule, trace in zip(plan.schedules, p.traces, strict=True):
+    for which, (schedule, trace) in enumerate(zip(plan.schedules, p.traces, strict=True)):
         assert schedule.lower_bound_ns is None or schedule.lower_bound_ns <= schedule.predicted_ns
-        graph = build_graph(trace, schedule, hardware, plan.wrap)
+        launched = launched_steps(plan, which)
+        graph = build_graph(trace, schedule, hardware, plan.wrap, launched=launched)
         if graph.number_of_edges() <= _FEW:  # all its cycles can be listed
             assert schedule.predicted_ns == ceil(heaviest(graph))
-        passes = simulate(trace, schedule, hardware, plan.wrap, 40)
+        passes = simulate(trace, schedule, hardware, plan.wrap, 40, launched=launched)
         taken = (passes[-1].call_start - passes[-13].call_start) / 12
         assert taken <= schedule.predicted_ns
         for one in passes:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Arena, ArenaKind, Hardware, Range, Step, Storage, Trace
@@ -128,6 +129,22 @@ def test_a_negative_latency_is_refused() -> None:
         make_plan(replace(p, hardware=machine(1e9, latency_ns=-1)), 2 * UNIT)
 
 
+@pytest.mark.parametrize(
+    ("launch", "fault"),
+    [
+        (-1, "expected 0 or more, got -1"),
+        (5.8, "expected a whole number, got 5.8"),
+        (math.nan, "expected a whole number, got nan"),
+        (None, "expected a whole number, got None"),
+        (True, "expected a whole number, got True"),
+    ],
+)
+def test_a_launch_takes_whole_nanoseconds(launch: object, fault: str) -> None:
+    p = equal_problem(4, 1)
+    with pytest.raises(PlanError, match=rf"'toy': host_step_ns: {fault}; give its figures"):
+        make_plan(replace(p, hardware=replace(p.hardware, **{"host_step_ns": launch})), 2 * UNIT)
+
+
 def test_kept_storages_are_resident() -> None:
     p = equal_problem(6, 1)
     for kind in ("paged", "contiguous"):
@@ -166,8 +183,10 @@ def check(p: RandomProblem) -> None:
         plan = make_plan(p, budget)
         verify_plan(p.storages, p.traces, plan)
         whole = joined(plan)
-        for schedule, trace in zip(whole.schedules, whole.traces, strict=True):
-            assert schedule.predicted_ns == steady_period_ns(trace, schedule, p.hardware, p.wrap)
+        for which, (schedule, trace) in enumerate(zip(whole.schedules, whole.traces, strict=True)):
+            facts = (trace, schedule, p.hardware, p.wrap)
+            launched = launched_steps(whole, which)
+            assert schedule.predicted_ns == steady_period_ns(*facts, launched=launched)
     if lowest.upper_bytes:
         with pytest.raises(BudgetError):
             make_plan(p, lowest.upper_bytes - 1)

@@ -41,10 +41,13 @@ def machine(link_bytes_per_s: float, *, latency_ns: int = 0, in_flight: int = 0)
 
 def hardwares() -> st.SearchStrategy[Hardware]:
     return st.builds(
-        lambda rate, latency, in_flight: machine(rate, latency_ns=latency, in_flight=in_flight),
+        lambda rate, latency, in_flight, launch: replace(
+            machine(rate, latency_ns=latency, in_flight=in_flight), host_step_ns=launch
+        ),
         st.sampled_from([1e7, 1e8, 1e9, 3e9, 7.7e10]),
         st.sampled_from([0, 0, 1, 100, 2_000]),
         st.sampled_from([0, 0, 1, 5_000, 20_000]),
+        st.sampled_from([0, 0, 10, 3_000]),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.runtime.program import Program
 from penstock.runtime.sparse.recorder import read_routes
 from penstock.schedule.clock.event_graph import settle, stalls_of
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.plan import Plan
@@ -70,10 +71,11 @@ def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
 def simulated(plan: Plan) -> list[dict[str, Any]]:
     """The times in ns of the first and of a steady pass of each method on a virtual clock, as JSON."""
     facts, plan = [], joined(plan)
-    for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
+    for which, (trace, schedule) in enumerate(zip(plan.traces, plan.schedules, strict=True)):
         if not trace.steps:
             continue
-        done = settle(trace, schedule, plan.hardware, plan.wrap)
+        launched = launched_steps(plan, which)
+        done = settle(trace, schedule, plan.hardware, plan.wrap, launched=launched)
         stalls = stalls_of(trace, done.steady)
         facts.append(
             {

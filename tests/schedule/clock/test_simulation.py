@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.schedule.clock.event_graph import settle, stalls_of
+from penstock.schedule.clock.launches import launched_steps
 from penstock.schedule.planner import floor, make_plan
 from tests.hunt import scaled
 from tests.schedule.traces import RandomProblem, equal_problem, problems
@@ -19,8 +20,8 @@ UNIT = 4096
 def test_simulation_and_prediction_agree_to_the_nanosecond(p: RandomProblem) -> None:
     budget = p.budget(floor(p).upper_bytes)
     plan = make_plan(p, budget)
-    for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
-        done = settle(trace, schedule, plan.hardware, plan.wrap)
+    for which, (trace, schedule) in enumerate(zip(plan.traces, plan.schedules, strict=True)):
+        done = settle(trace, schedule, plan.hardware, plan.wrap, launched=launched_steps(plan, which))
         assert done.period_ns == schedule.predicted_ns
 
 

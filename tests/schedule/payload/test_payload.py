@@ -42,7 +42,7 @@ def test_version_5_is_read() -> None:
     tree["storages"][2]["extents"] = []
     old = Payload.from_bytes(json.dumps(tree).encode())
     storages = (*WHOLE.storages[:2], replace(WHOLE.storages[2], extents=()))
-    assert old == replace(WHOLE, files=WHOLE.files[:1], storages=storages)  # and its version is 11
+    assert old == replace(WHOLE, files=WHOLE.files[:1], storages=storages)  # and its version is 12
 
 
 def test_version_6_is_read_and_has_no_turns() -> None:
@@ -99,7 +99,7 @@ def test_version_9_is_read_and_its_compiled_code_reads_whole() -> None:
     del tree["probes"][0]["units"]
     assert Payload.from_bytes(json.dumps(tree).encode()) == WHOLE
     eager = replace(PAYLOAD, version=9, lowering="eager", probes=WHOLE.probes)
-    assert Payload.from_bytes(eager.to_bytes()) == replace(eager, version=11)
+    assert Payload.from_bytes(eager.to_bytes()) == replace(eager, version=12)
     with pytest.raises(PayloadError, match="expected 10 of compiled code that reads by units, got 9"):
         replace(PAYLOAD, version=9).to_bytes()
     assert POOLED.pool is not None
@@ -122,6 +122,18 @@ def test_version_10_is_read_and_computes_nothing_from_units() -> None:
     assert Payload.from_bytes(computes.to_bytes()) == computes
     with pytest.raises(PayloadError, match="expected 11 of a payload with computed units, got 10"):
         replace(computes, version=10).to_bytes()
+
+
+def test_version_11_is_read_and_launches_take_no_time() -> None:
+    tree = json.loads(PAYLOAD.to_bytes())
+    tree["version"] = 11
+    for machine in (tree["hardware"], *(plan["hardware"] for plan in tree["plans"])):
+        del machine["host_step_ns"]
+    assert Payload.from_bytes(json.dumps(tree).encode()) == PAYLOAD
+    launches = replace(PAYLOAD, hardware=replace(HARDWARE, host_step_ns=5_800))
+    assert Payload.from_bytes(launches.to_bytes()) == launches
+    with pytest.raises(PayloadError, match="expected 12 of a payload whose machine has host_step_ns, got 11"):
+        replace(launches, version=11).to_bytes()
 
 
 def produced_example() -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:

@@ -54,10 +54,28 @@ def test_ten_equal_weights(policy, cap: float, compute_us: int, expected: float 
     assert us(policy(setting(10, cap=cap, compute_us=compute_us))) == expected
 
 
+@pytest.mark.parametrize(
+    ("policy", "cap", "expected"),
+    [
+        (baselines.everything_resident, 10, 1_000),
+        (baselines.on_demand, 1, 30_000),
+        (baselines.one_block_ahead, 2, 30_000),
+        (baselines.some_of_every_group, 7, 15_000),  # five stay
+        (baselines.least_recently_used, 9, 30_000),
+    ],
+)
+def test_policies_launch_the_steps_that_they_stream(policy, cap: float, expected: float) -> None:
+    one = setting(10, cap=cap, compute_us=100)
+    assert us(policy(replace(one, hardware=replace(one.hardware, host_step_ns=3_000 * US)))) == expected
+
+
 def test_the_least_recently_used_policy_finds_what_returns_soon() -> None:
     """0 is read every other step: with two places it stays, and each of the others is copied."""
     one = setting(4, cap=2, reads=((0, 1), (0, 2), (0, 3)))
     assert us(baselines.least_recently_used(one)) == 3_000
+    twice = setting(3, cap=1, reads=((0,), (0,), (1,), (2,)))
+    slow = replace(twice, hardware=replace(twice.hardware, host_step_ns=2_000 * US))
+    assert us(baselines.least_recently_used(slow)) == 8_000  # of four steps, each reads what leaves
 
 
 def test_every_copy_pays_its_latency() -> None:

@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 
 from penstock.schedule.facts.hardware import PRESETS, host_beside
-from penstock.schedule.facts.model import UNEVEN, Input, Method, Symbol
-from penstock.schedule.facts.sizes import parse_size
+from penstock.schedule.facts.model import UNEVEN, Input, Method, Symbol, Wrap
+from penstock.schedule.facts.sizes import format_time, parse_size
 from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.report.baselines import REST
 from penstock.schedule.report.verdict import limit_of, tokens_of, verdict
-from penstock.schedule.report.whatif import other_policies
+from penstock.schedule.report.whatif import other_policies, replayed_ns
+from penstock.schedule.report.words import cards_of
+from tests.schedule.clock.test_launches import tiny_plan
 from tests.schedule.report.report_plans import plan_behind_a_disk
 from tests.schedule.report.test_whatif import GB, plan_for
 
@@ -81,6 +83,20 @@ def test_a_disk_behind_a_small_host_limits() -> None:
     sentences = verdict(plan, {})
     assert any(one.startswith("The disk limits it: of ") for one in sentences)
     assert sentences[-1].startswith("Twice as fast takes a host that holds about ")
+
+
+@pytest.mark.parametrize("wrap", ["overlap", "barrier"])
+def test_the_thread_that_launches_limits_tiny_steps(wrap: Wrap) -> None:
+    plan = tiny_plan(8, budget=4, launch_ns=500, wrap=wrap)
+    assert limit_of(plan) == "host"
+    *_, limit, best, helps = verdict(plan, {})
+    assert limit == "The calling thread limits it: launching the streamed steps takes 2.5 us, compute 800 ns."
+    assert best == "This is the best streaming possible."
+    again = f"A call that is captured and replayed as a graph takes {format_time(replayed_ns(plan))} a pass."
+    assert (helps == again) == (wrap == "barrier")
+    assert ("larger batches" in helps.lower()) == ("wrap='barrier'" in helps) == (wrap == "overlap")
+    assert ("What limits it", "The calling thread", "it launches the steps that stream") in cards_of(plan)
+    assert limit_of(replace(plan, hardware=replace(plan.hardware, host_step_ns=0))) != "host"
 
 
 def test_a_slow_pass_and_a_missing_bound_are_said_plainly() -> None:

@@ -385,7 +385,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Schedule]]:
         seen: list[Schedule] = []
         enoughs = [] if enoughs is None else enoughs
 
-        def period(trace: object, schedule: Schedule, *_: object, enough: float) -> int:
+        def period(trace: object, schedule: Schedule, *_: object, enough: float, launched: object) -> int:
             enoughs.append(enough)
             seen.append(schedule)
             return periods[len(seen) - 1]

@@ -102,6 +102,8 @@ def _show_preset(preset: Hardware, *, json: bool) -> None:
     facts.append(("kept values leave at", f"{written}, {ways} what arrives"))
     if preset.disk_bytes_per_s is not None:
         facts.append(("from the disk at", f"{_gb(preset.disk_bytes_per_s)} GB/s"))
+    if preset.host_step_ns:
+        facts.append(("launching a step takes", f"{preset.host_step_ns / 1e3:g} us of the calling thread"))
     if preset.memory_nbytes is not None:
         facts.append(("memory of the device", f"{_gb(preset.memory_nbytes)} GB"))
     console.print_facts(preset.name, [*facts, ("where from", preset.note)])

@@ -34,7 +34,7 @@ from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, one_pass
 from penstock.integrations.called.places import Places, Step, leave_twins_out, write_back
 from penstock.integrations.called.plan_memory import PlanMemory
-from penstock.integrations.called.plans import Residency, plan_orders, residency_of
+from penstock.integrations.called.plans import Residency, advice_on, plan_orders, residency_of
 from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import Answer, answer_with
@@ -420,9 +420,9 @@ class CalledModule:
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, beside)
         self._units.open(weights, planned.traced)
-        within, since = format_size(self.plan.budget), seconds_since(begun)
-        within += f" of {format_budget(self._cap.nbytes)}"
-        _log.info("%s streams within %s, planned in %s: %s", self.name, within, since, self.plan.residency)
+        within = f"{format_size(self.plan.budget)} of {format_budget(self._cap.nbytes)}"
+        done = f"{within}, planned in {seconds_since(begun)}: {self.plan.residency}"
+        _log.info("%s streams within %s%s", self.name, done, advice_on(self.plan))
         return weights
 
     # Reads and writes that a plan does not foresee.

@@ -14,6 +14,7 @@ from penstock.runtime.choice import PlanRequest, decide_to_load
 from penstock.runtime.loading import LoadOptions
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
+from penstock.schedule.report.verdict import slow_launches
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,13 @@ def _traced(order: Order, steps: StepWeights, units: UnitReads, merged: set[tupl
     return _Traced(
         seen.reduced(lambda path, read: read is not None or bool(reads.get(path))), seen, reads, left_out
     )
+
+
+def advice_on(plan: Plan) -> str:
+    """Say that the calling thread is a plan's limit, and what would help; empty if it is not."""
+    limit = slow_launches(plan)
+    helps = "larger batches help, and penstock.compile, whose programs can be captured and replayed as graphs"
+    return f"; {limit}: {helps}" if limit else ""
 
 
 def residency_of(plan: Plan, steps: StepWeights, name: str) -> tuple[Residency, ...]:
