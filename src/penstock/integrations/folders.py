@@ -162,8 +162,8 @@ def local_folder(source: object, revision: str | None = None) -> Path:
     if Path(source).is_file():
         raise SourceError(f"{source} is a file: give the folder that it is in, {Path(source).parent}")
     raise SourceError(
-        f"{str(source)!r} is neither a folder nor a model in the local cache: download it first, as penstock "
-        "does not"
+        f"{str(source)!r} is neither a folder nor a model in the local cache: download it first, with "
+        f"`hf download {source}`"
     )
 
 
