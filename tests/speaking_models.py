@@ -15,11 +15,11 @@ WORDS = ["".join(letters) for letters in product("bdklmnrt", "aeio", "bdgv", "ae
 """The vocabulary: 512 words."""
 
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] == 'user' and 'baba' or 'dada' }} {{ message['content'] }} "
-    "{% endfor %}{% if add_generation_prompt %}dada{% endif %}"
+    "{% for message in messages %}{{ message['role'] == 'user' and 'baba' or 'dada' }} "
+    "{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}dada{% endif %}"
 )
 
-PROMPT = "lado mibe kora neda"
+PROMPT = "lado mibe koga neda"
 
 
 def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:

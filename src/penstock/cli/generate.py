@@ -105,6 +105,7 @@ def generate(
         import transformers.modeling_utils  # which has libraries complain as they are imported
 
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     with console.spinner(f"reading {model}"):
         folder = find_folder(model)
         tokenizer = read_tokenizer(folder, chat=chat)
@@ -134,21 +135,19 @@ def find_folder(source: str) -> Path:
 
     Raises SourceError where it cannot be.
     """
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub import constants
 
-    from penstock.integrations.folders import local_folder
+    from penstock.integrations.folders import is_hub_name, local_folder
 
+    can_download = is_hub_name(source) and not Path(source).exists() and not constants.HF_HUB_OFFLINE
     try:
         folder = local_folder(source)
-        if Path(source).is_dir() or any(folder.glob("*.safetensors")):
-            return folder
     except SourceError:
-        with suppress(ValueError):
-            validate_repo_id(source)
-            if not Path(source).exists():
-                return _download(source)
+        if can_download:
+            return _download(source)
         raise
-    return _download(source)  # of which only the configuration, or the tokenizer, is in the cache
+    # The cache may have the configuration alone, or the tokenizer.
+    return folder if any(folder.glob("*.safetensors")) or not can_download else _download(source)
 
 
 def _download(name: str) -> Path:
@@ -169,8 +168,8 @@ def _download(name: str) -> Path:
         raise
     except Exception as error:  # of the hub, of its library, and of the network below it
         raise SourceError(
-            f"{name!r} is neither a folder nor a model in the local cache, and the hub does not give it "
-            f"({first_line(error)}): where it does, type `hf download {name}`"
+            f"{name!r} is neither a folder nor a model in the local cache, and cannot be downloaded now "
+            f"({first_line(error)}): download it with `hf download {name}`"
         ) from error
 
 
@@ -191,7 +190,7 @@ def read_tokenizer(folder: Path, *, chat: bool) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise SourceError(
-            f"{folder} has no tokenizer that transformers can read ({first_line(error)}): put "
+            f"{folder} has no tokenizer that transformers can read ({first_line(error).rstrip(': ')}): put "
             "tokenizer.json and tokenizer_config.json beside the weights"
         ) from error
     if chat and not tokenizer.chat_template:
