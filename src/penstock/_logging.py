@@ -34,12 +34,12 @@ def set_up() -> None:
         _ROOT.warning("%s=%s is no level: give %s", _VARIABLE, asked, ", ".join(_LEVELS))
 
 
-def show() -> None:
-    """Print messages of level `info` and above on stderr from now on, as with PENSTOCK_LOG=info.
+def show(asked: bool) -> None:
+    """If asked, print messages of level `info` and above on stderr from now on, as with PENSTOCK_LOG=info.
 
     Does nothing where they are printed already, by PENSTOCK_LOG, an earlier call, or `shown`.
     """
-    if not os.environ.get(_VARIABLE) and not _is_printing():
+    if asked and not os.environ.get(_VARIABLE) and not _is_printing():
         _print("penstock: %(message)s", logging.INFO)
 
 

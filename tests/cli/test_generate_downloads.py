@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
-from tests.cli.test_generate import expected, uncounted, words  # noqa: F401
+from tests.cli.test_generate_command import expected, uncounted, words  # noqa: F401
 from tests.speaking_models import PROMPT, save_model
 
 NAME, COMMIT = "nobody/tiny", "a" * 40

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,58 +34,61 @@ EXAMPLES = (
 )
 
 _DOWNLOADED = ("model.safetensors", "model-*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-"""The files of a model on the hub that loading it and its tokenizer may read."""
-
-_BELOW = "*/*"
-"""Files in folders of a model on the hub: other formats of it."""
+"""What loading a model of the hub and its tokenizer may read. Folders there have it in other formats."""
 
 _NO_FASTER = 1.02
 """A plan that is faster by at most this factor is called no faster."""
 
 
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help="The folder of a language model, or its name on the hub, from where it is downloaded if the "
+        "local cache does not have it.",
+        show_default=False,
+    ),
+]
+_Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="For weights, activations and caches together: 8GB, or 50% of the weights. Default: what is "
+        "free, less a reserve.",
+        callback=options.check_size("--memory"),
+    ),
+]
+_Prompt = Annotated[str | None, typer.Option(help="The text to go on from; with --chat, the first message.")]
+_Chat = Annotated[
+    bool, typer.Option("--chat", help="A conversation, by the model's chat template: each line is a message.")
+]
+_Assistant = Annotated[
+    str | None,
+    typer.Option(
+        help="A small model that proposes tokens, so that weights are read once for several. It stays in "
+        "memory, and counts."
+    ),
+]
+_Lookup = Annotated[
+    int | None,
+    typer.Option(min=1, help="Propose so many tokens at once from the text so far, where it repeats itself."),
+]
+_MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")]
+_Seed = Annotated[
+    int, typer.Option(min=0, max=2**63 - 1, help="Seed, for models whose configuration says to sample.")
+]
+_Verbose = Annotated[bool, typer.Option("--verbose", help="Print what is planned and written.")]
+
+
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="The folder of a language model, or its name on the hub, from where it is downloaded if the "
-            "local cache does not have it.",
-            show_default=False,
-        ),
-    ],
+    model: _Model,
     *,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="For weights, activations and caches together: 8GB, or 50% of the weights. Default: what is "
-            "free, less a reserve.",
-            callback=options.check_size("--memory"),
-        ),
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="The text to go on from; with --chat, the first message.")
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="A conversation, by the model's chat template: each line is a message."),
-    ] = False,
-    assistant: Annotated[
-        str | None,
-        typer.Option(
-            help="A small model that proposes tokens, so that weights are read once for several. It stays in "
-            "memory, and counts."
-        ),
-    ] = None,
-    lookup: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Propose so many tokens at once from the text so far, where it repeats itself."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed, for models whose configuration says to sample.")
-    ] = 0,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print what is planned and written.")] = False,
+    memory: _Memory = None,
+    prompt: _Prompt = None,
+    chat: _Chat = False,
+    assistant: _Assistant = None,
+    lookup: _Lookup = None,
+    max_new_tokens: _MaxNewTokens = 256,
+    seed: _Seed = 0,
+    verbose: _Verbose = False,
     json: options.Json = False,
 ) -> None:
     """Print what a language model says, token by token, within a cap of memory.
@@ -153,17 +157,15 @@ def find_folder(source: str) -> Path:
 def _download(name: str) -> Path:
     """Download a model from the hub, after a line that says how many bytes it has. Raises SourceError."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import filter_repo_objects
 
-    chosen = {"allow_patterns": list(_DOWNLOADED), "ignore_patterns": [_BELOW]}
     try:
         stored = HfApi().model_info(name, files_metadata=True).siblings or []
-        files = list(filter_repo_objects(stored, **chosen, key=lambda file: file.rfilename))
+        files = [file for file in stored if _is_downloaded(file.rfilename)]
         if not any(file.rfilename.endswith(".safetensors") for file in files):
             raise SourceError(f"{name} has no model.safetensors on the hub: choose a model that has one")
         nbytes = sum(file.size or 0 for file in files)
         typer.echo(f"penstock: downloading {nbytes:,} bytes ({format_size(nbytes)}) of {name}", err=True)
-        return Path(snapshot_download(name, **chosen))
+        return Path(snapshot_download(name, allow_patterns=[file.rfilename for file in files]))
     except PenstockError:
         raise
     except Exception as error:  # of the hub, of its library, and of the network below it
@@ -171,6 +173,10 @@ def _download(name: str) -> Path:
             f"{name!r} is neither a folder nor a model in the local cache, and cannot be downloaded now "
             f"({first_line(error)}): download it with `hf download {name}`"
         ) from error
+
+
+def _is_downloaded(path: str) -> bool:
+    return "/" not in path and any(fnmatchcase(path, pattern) for pattern in _DOWNLOADED)
 
 
 def read_tokenizer(folder: Path, *, chat: bool) -> Any:

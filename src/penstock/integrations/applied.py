@@ -237,10 +237,9 @@ def apply(
     Args:
         model: A module, a model of transformers, or a pipeline of diffusers. It is in eval mode until it is
             restored.
-        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, a number, or a percentage
-            of all weights (`"50%"`). On a GPU these are bytes of the GPU. Default: what the system, or a
-            control group, has free once the weights are out of memory, less a reserve of a fifth of that,
-            and of 64 MiB at least.
+        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, a number, or `"50%"` of
+            all weights. On a GPU these are the GPU's. Default: what the system, or a control group, has free
+            once the weights are out of memory, less a fifth, and less 64 MiB at least.
         device: Where the model computes: `"cpu"`, `"cuda"`, `"cuda:1"`, another accelerator of torch's, or a
             simulated one (`"sim:rtx4090"`). Its parameters and buffers are on that device until it is
             restored.
@@ -250,8 +249,7 @@ def apply(
             the model in memory, bit for bit. These parameters stay in memory, and the model in its mode.
             `memory` counts them four times, with their gradients and two moments of AdamW, and what a forward
             saves for its backward. Gradients of gradients are refused.
-        verbose: Print the log from INFO on to stderr from now on, as PENSTOCK_LOG=info does: what takes long,
-            how much memory the default is, what was planned.
+        verbose: Print the log to stderr from now on, as PENSTOCK_LOG=info does.
         options: How weights are loaded, for measurements and debugging.
 
     Returns:
@@ -262,8 +260,7 @@ def apply(
     """
     if train and not isinstance(model, nn.Module):
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
-    if verbose:
-        show()
+    show(verbose)
     begun, parts = monotonic(), components_of(model)
     for name, module in parts.items():
         refuse_scripted(module, name)
@@ -323,20 +320,17 @@ def load(
         variant: The variant of the weights (`"fp16"`), for components that have it.
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
-        train: As for `apply`; `adapter` says what is trained.
-        adapter: A configuration of peft, the folder of a saved adapter, or a function of the model such as
-            `lambda model: get_peft_model(model, config)`, whose result is returned. Its first values are
-            drawn from torch's generator as it is.
+        train: As for `apply`; `adapter` says what is trained: a configuration of peft, the folder of a saved
+            adapter, or a function of the model such as `lambda model: get_peft_model(model, config)`, whose
+            result is returned. Its first values are drawn from torch's generator as it is.
 
     Raises:
         SourceError, PassError: The folder holds no model, or as for `apply`.
     """
-    if verbose:
-        show()
+    show(verbose)
     adapting = Adapting.asked(adapter, train=train)
     applied = _applied_to(None, memory, device, cache, options, restores=False, train=train)
-    folder = local_folder(source)
-    opened = open_folder(folder, variant, asked_dtype(dtype), train=train)
+    opened = open_folder(folder := local_folder(source), variant, asked_dtype(dtype), train=train)
 
     def stream(stored: Stored) -> Any:
         module, names = stored.make()

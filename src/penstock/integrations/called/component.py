@@ -245,9 +245,7 @@ class CalledModule:
     def _forget_orders(self) -> None:
         self.orders.clear()
         self._kinds.clear()
-        self._latest: tuple[int, Sequence[Seen]] | None = (
-            None  # number of the last call's order, and its steps
-        )
+        self._latest: tuple[int, Sequence[Seen]] | None = None  # the last call's order, and its steps
 
     # Calls.
 
