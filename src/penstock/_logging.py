@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 _VARIABLE, _LEVELS = "PENSTOCK_LOG", ("debug", "info", "warning")
 
@@ -32,10 +34,23 @@ def set_up() -> None:
         _ROOT.warning("%s=%s is no level: give %s", _VARIABLE, asked, ", ".join(_LEVELS))
 
 
+def show(asked: bool) -> None:
+    """If asked, print messages of level `info` and above on stderr from now on, as with PENSTOCK_LOG=info.
+
+    Does nothing where they are printed already, by PENSTOCK_LOG, an earlier call, or `shown`.
+    """
+    if asked and not os.environ.get(_VARIABLE) and not _is_printing():
+        _print("penstock: %(message)s", logging.INFO)
+
+
+def _is_printing() -> bool:
+    return any(isinstance(handler, _Printing) for handler in _ROOT.handlers)
+
+
 @contextmanager
 def shown() -> Iterator[None]:
     """Print messages of level `info` and above on stderr, as with PENSTOCK_LOG=info, while a command runs."""
-    if os.environ.get(_VARIABLE):  # messages are printed already, from the level that was asked for
+    if os.environ.get(_VARIABLE) or _is_printing():  # from the level that was asked for
         yield
         return
     level, propagate = _ROOT.level, _ROOT.propagate
@@ -48,9 +63,17 @@ def shown() -> Iterator[None]:
         _ROOT.propagate = propagate
 
 
+class _Printing(logging.StreamHandler[TextIO]):
+    """Prints on what stderr is when a message comes, which programs and tests may replace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def _print(form: str, level: int | str) -> logging.Handler:
     """Let a new handler print messages from a level on, and keep them from handlers of the root logger."""
-    handler = logging.StreamHandler()
+    handler = _Printing()
     handler.setFormatter(logging.Formatter(form))
     _ROOT.addHandler(handler)
     _ROOT.setLevel(level)

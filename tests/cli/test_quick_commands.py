@@ -34,11 +34,18 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", ["--help", "plan --help", "cache list", "hardware"])
+@pytest.mark.parametrize("command", ["--help", "plan --help", "generate --help", "cache list", "hardware"])
 def test_no_torch_is_imported(command: str, tmp_path: Path) -> None:
     done = run(command, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
+
+
+def test_the_package_is_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock", "plan", "none", "--budget", "50%"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("penstock: none is not an artifact: there is no such folder; ")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +56,7 @@ def test_no_torch_is_imported(command: str, tmp_path: Path) -> None:
         ("simulate empty --budget 50% --hardware h200", "empty is not an artifact: it has no payload.json; "),
         ("relink empty", "empty is not an artifact: it has no payload.json; "),
         ("verify payload.json", "payload.json is not an artifact: it is a file; "),
+        ("generate other", "there is nothing to say: give --prompt TEXT, or --chat for a conversation"),
         ("compile other full", "full exists; choose another output, or overwrite it with --force"),
         ("compile other full --force", "full is not an artifact and will not be overwritten; "),
     ],

@@ -194,7 +194,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 
 def test_a_name_that_is_not_in_the_cache_is_not_downloaded():
-    with pytest.raises(SourceError, match="download it first, as penstock does not"):
+    with pytest.raises(SourceError, match="download it first, with `hf download nobody/nothing`"):
         load("nobody/nothing", "1MB")
 
 

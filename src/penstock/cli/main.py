@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import typer
 
 COMMANDS = (
+    "generate",
     "preflight",
     "doctor",
     "convert",

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._logging import show
 from penstock.integrations.adapters import by_adapter
 from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
 from penstock.integrations.called.measuring import buffer_bytes
 from penstock.integrations.called.plans import Residency
-from penstock.integrations.cap import Cap
+from penstock.integrations.cap import ANY_TOTAL, Cap, asked_memory
 from penstock.integrations.emptied.hollow import Hollow, uninterrupted
 from penstock.integrations.folders import Stored, asked_dtype, local_folder, open_folder
 from penstock.integrations.kept import KeptWeights
@@ -66,7 +67,7 @@ class Applied:
     def __init__(
         self,
         target: Any,
-        memory: int | str,
+        memory: int | str | None,
         device: str,
         cache: str | PathLike[str] | None,
         options: LoadOptions | None,
@@ -77,13 +78,15 @@ class Applied:
         target_device(device)  # raises StreamError for one that is not here
         if train and device != "cpu":
             raise PassError(f"train=True computes on a CPU: leave device={device!r} out")
+        most = ANY_TOTAL if memory is None else parse_size(memory, total=ANY_TOTAL, name="memory")
         self.target = target
-        self.cap = Cap(parse_size(memory, name="memory"), counts_own=device == "cpu")
+        self.cap = Cap(most, counts_own=device == "cpu")  # until the weights are known: `settle`
         self.cache = Cache.at(cache)
         self.components: dict[str, CalledModule] = {}
         self._options, self._restores = replace(options or LoadOptions(), device=device), restores
         self._hollow: dict[str, Hollow] = {}
         self._training: list[nn.Module] = []  # modules that were in training mode
+        self._trained_bytes = 0  # of trained parameters and what comes with them
 
     def __repr__(self) -> str:
         state = f"streamed within {format_budget(self.cap.nbytes)} on {self._options.device}"
@@ -96,15 +99,29 @@ class Applied:
 
     @property
     def memory(self) -> int:
-        """Bytes that weights and calls may take together. Set it between calls: `applied.memory = "6GB"`."""
+        """Bytes that weights and calls may take together. Set it between calls: `applied.memory = "6GB"`.
+
+        `"50%"` is half of all weights, and None what is free, as for `apply`.
+        """
         return self.cap.nbytes
 
     @memory.setter
-    def memory(self, memory: int | str) -> None:
-        nbytes = parse_size(memory, name="memory")
+    def memory(self, memory: int | str | None) -> None:
         with self.cap.lock:
             self.idle()
-            self.cap.nbytes = nbytes
+            self.settle(memory)
+
+    def settle(self, memory: int | str | None) -> None:
+        """Set the cap, once the weights are known and out of memory. Raises BudgetError."""
+        total = sum(component.facts.nbytes for component in self.components.values())
+        nbytes = asked_memory(memory, total, self._options.device)
+        self._refuse_trained(nbytes)
+        self.cap.nbytes = nbytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights that calls have brought into memory so far, from the disk or the page cache."""
+        return self.cap.bytes_read
 
     def idle(self) -> None:
         """Give the memory of weights back until the next call, which loads them again."""
@@ -171,14 +188,18 @@ class Applied:
 
     def reserve(self, trained: TrainedParameters) -> None:
         """Leave memory to trained parameters and what comes with them. Raises BudgetError for too much."""
-        nbytes = trained.nbytes
-        if nbytes >= self.cap.nbytes:
+        self.cap.reserved = self._trained_bytes = trained.nbytes
+        self._refuse_trained(self.cap.nbytes)
+        _log.info("%s are for trained parameters, their gradients and AdamW", format_size(trained.nbytes))
+
+    def _refuse_trained(self, memory: int) -> None:
+        """Raise BudgetError where trained parameters leave nothing of `memory`."""
+        nbytes = self._trained_bytes
+        if nbytes >= memory:
             raise BudgetError(
                 f"trained parameters, their gradients and two moments of AdamW take {format_size(nbytes)} of "
-                f"memory={format_budget(self.cap.nbytes)}: train fewer, or give more"
+                f"memory={format_budget(memory)}: train fewer, or give more"
             )
-        self.cap.reserved = nbytes
-        _log.info("%s are for trained parameters, their gradients and AdamW", format_size(nbytes))
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""
@@ -227,12 +248,13 @@ class Applied:
 
 def apply(
     model: Any,
-    memory: int | str,
+    memory: int | str | None = None,
     *,
     device: str = "cpu",
     example: Any = None,
     cache: str | PathLike[str] | None = None,
     train: bool = False,
+    verbose: bool = False,
     options: LoadOptions | None = None,
 ) -> Applied:
     """Let a module, a transformers model or a diffusers pipeline run in `memory` bytes, as it is.
@@ -245,8 +267,9 @@ def apply(
     Args:
         model: A module, a model of transformers, or a pipeline of diffusers. It is in eval mode until it is
             restored.
-        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, or a number. On a GPU
-            these are bytes of the GPU.
+        memory: Bytes for weights, activations, inputs and caches together: `"8GB"`, a number, or `"50%"` of
+            all weights. On a GPU these are the GPU's. Default: what the system, or a control group, has free
+            once the weights are out of memory, less a fifth, and less 64 MiB at least.
         device: Where the model computes: `"cpu"`, `"cuda"`, `"cuda:1"`, another accelerator of torch's, or a
             simulated one (`"sim:rtx4090"`). Its parameters and buffers are on that device until it is
             restored.
@@ -256,6 +279,7 @@ def apply(
             the model in memory, bit for bit. These parameters stay in memory, and the model in its mode.
             `memory` counts them four times, with their gradients and two moments of AdamW, and what a forward
             saves for its backward. Gradients of gradients are refused.
+        verbose: Print the log to stderr from now on, as PENSTOCK_LOG=info does.
         options: How weights are loaded, for measurements and debugging.
 
     Returns:
@@ -266,6 +290,7 @@ def apply(
     """
     if train and not isinstance(model, nn.Module):
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
+    show(verbose)
     begun, parts = monotonic(), components_of(model)
     for name, module in parts.items():
         refuse_scripted(module, name)
@@ -275,6 +300,7 @@ def apply(
         on_error.push(applied)
         for name, module in parts.items():
             _empty(applied, name, module, train=train)
+        applied.settle(memory)
         freed = format_size(applied.freed_bytes)
         kind, since = type(model).__name__, seconds_since(begun)
         _log.info("%s is ready after %s: %s of weights given back", kind, since, freed)
@@ -300,7 +326,7 @@ def _empty(applied: Applied, name: str, module: nn.Module, *, train: bool) -> No
 
 def load(
     source: str | PathLike[str],
-    memory: int | str,
+    memory: int | str | None = None,
     *,
     device: str = "cpu",
     example: Any = None,
@@ -309,6 +335,7 @@ def load(
     cache: str | PathLike[str] | None = None,
     train: bool = False,
     adapter: Any = None,
+    verbose: bool = False,
     options: LoadOptions | None = None,
 ) -> Any:
     """Return a transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
@@ -319,22 +346,21 @@ def load(
 
     Args:
         source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
-        memory, device, example, cache, options: As for `apply`.
+        memory, device, example, cache, verbose, options: As for `apply`.
         variant: The variant of the weights (`"fp16"`), for components that have it.
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
-        train: As for `apply`; `adapter` says what is trained.
-        adapter: A configuration of peft, the folder of a saved adapter, or a function of the model such as
-            `lambda model: get_peft_model(model, config)`, whose result is returned. Its first values are
-            drawn from torch's generator as it is.
+        train: As for `apply`; `adapter` says what is trained: a configuration of peft, the folder of a saved
+            adapter, or a function of the model such as `lambda model: get_peft_model(model, config)`, whose
+            result is returned. Its first values are drawn from torch's generator as it is.
 
     Raises:
         SourceError, PassError: The folder holds no model, or as for `apply`.
     """
+    show(verbose)
     adapting = Adapting.asked(adapter, train=train)
     applied = Applied(None, memory, device, cache, options, restores=False, train=train)
-    folder = local_folder(source)
-    opened = open_folder(folder, variant, asked_dtype(dtype), train=train)
+    opened = open_folder(folder := local_folder(source), variant, asked_dtype(dtype), train=train)
 
     def stream(stored: Stored) -> Any:
         module, names = stored.make()
@@ -347,6 +373,7 @@ def load(
     else:
         applied.target = stream(opened)
         add_generation_config(next(iter(components_of(applied.target).values())), folder)
+    applied.settle(memory)
     applied.target.penstock_applied = applied
     return closing(applied.target)
 

@@ -1,17 +1,26 @@
-"""The memory that all components of a model may hold together, and what planning has left in it."""
+"""The memory that all components of a model may hold together: what was asked for, and what is left of it."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
+
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of, target_device
+from penstock.runtime.system.limits import memory_limit
 from penstock.runtime.system.own_memory import (
     anonymous_bytes,
     give_back_unused,
     give_back_when_freed,
 )
+from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.sizes import format_size, parse_size
+
+_log = logging.getLogger(__name__)
 
 SLACK = 64 << 20
 """Bytes that a process may take beside its libraries and the cap."""
@@ -24,6 +33,55 @@ _LEAST = 16 << 20
 
 Planning leaves 19 MiB for a model of 150 layers, and 47 MiB for one of 1,500.
 """
+
+
+_RESERVE = 5
+"""Without `memory=`, one part in so many of what is free is left to other programs, and SLACK at least."""
+
+ANY_TOTAL = 1 << 60
+"""The bytes of which a percentage is taken while a model's size is not known."""
+
+
+def asked_memory(memory: int | str | None, total: int, device: str = "cpu") -> int:
+    """Return the bytes that `memory=` asks for; the log says what None stands for.
+
+    A percentage is of `total` bytes, the weights of the model. Raises BudgetError for what is no size.
+    """
+    if memory is not None:
+        return parse_size(memory, total=total, name="memory")
+    nbytes, words = default_memory(device)
+    _log.info("%s", words)
+    return nbytes
+
+
+def default_memory(device: str = "cpu") -> tuple[int, str]:
+    """Return the bytes that are free, less a reserve, and a sentence about both.
+
+    Raises BudgetError where too little is free, and where the system does not say.
+    """
+    free, place = _free_memory(device)
+    reserve = max(SLACK, free // _RESERVE)
+    if free <= reserve:
+        raise BudgetError(
+            f"{place} has {format_size(free)} of memory left, of which {format_size(reserve)} are a reserve: "
+            "end other programs, or give memory="
+        )
+    nbytes = free - reserve
+    words = f"memory is {format_size(nbytes)}: {place} has {format_size(free)} left, of which "
+    return nbytes, words + f"{format_size(reserve)} are a reserve"
+
+
+def _free_memory(device: str) -> tuple[int, str]:
+    """Return the bytes that are free on a device, and what has them."""
+    if device_kind(device) == ACCELERATOR:
+        return torch.accelerator.get_memory_info(target_device(device))[0], device
+    hardware = hardware_of(device)
+    if hardware is not None and hardware.memory_nbytes is not None:
+        return hardware.memory_nbytes, device
+    limit = memory_limit()
+    if limit is None:
+        raise BudgetError("this system does not say how much memory is free: give memory=")
+    return limit.left, limit.name
 
 
 class Holder(Protocol):
@@ -45,6 +103,7 @@ class Cap:
         self.nbytes = nbytes
         self.lock = threading.RLock()
         self.reserved = 0  # bytes of trained parameters and what comes with them, and of buffers on a device
+        self.bytes_read = 0  # of weights, by calls without a plan and by plans that were closed
         self._counts_own = counts_own
         self._left = 0
         self._working = False
@@ -74,6 +133,10 @@ class Cap:
     def room(self) -> int:
         """Bytes that remain for weights and calls."""
         return max(0, self.nbytes - self.reserved - self.own)
+
+    def count_read(self, nbytes: int) -> None:
+        """Count bytes of weights that came into memory."""
+        self.bytes_read += nbytes
 
     def turn(self, holder: Holder) -> None:
         """Give the memory to `holder`; the component that had it unloads."""

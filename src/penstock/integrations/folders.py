@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -41,6 +42,8 @@ from penstock.schedule.facts.errors import PassError, SourceError
 _PIPELINE, _CONFIG = "model_index.json", "config.json"
 
 _NAMED = 3
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 _ADAPTER = "adapter_config.json"
 """In a folder with this file, transformers loads another model and puts the adapter into it."""
@@ -161,10 +164,17 @@ def local_folder(source: object, revision: str | None = None) -> Path:
         return _snapshot(str(source), revision)
     if Path(source).is_file():
         raise SourceError(f"{source} is a file: give the folder that it is in, {Path(source).parent}")
+    if not is_hub_name(str(source)):
+        raise SourceError(f"there is no folder {source}: give a model's folder, or its name on the hub")
     raise SourceError(
-        f"{str(source)!r} is neither a folder nor a model in the local cache: download it first, as penstock "
-        "does not"
+        f"{str(source)!r} is neither a folder nor a model in the local cache: download it first, with "
+        f"`hf download {source}`"
     )
+
+
+def is_hub_name(source: str) -> bool:
+    """Tell whether a model on the hub may have this name, as `NAME` or `OWNER/NAME`."""
+    return _HUB_NAME.fullmatch(source) is not None
 
 
 def _snapshot(name: str, revision: str | None) -> Path:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from penstock.integrations.called import component
+from penstock.integrations.called import plans as planning
 from penstock.schedule.facts.errors import BudgetError
 
 
@@ -23,7 +23,7 @@ def plans():
     Tiny calls take more memory than weights, which would all stay.
     """
     shares = {"now": 0.5}
-    original = component.plan_orders
+    original = planning.plan_orders
 
     def plan_orders(orders, options, steps, units, *, budget, beside):
         plan = functools.partial(original, orders, options, steps, units, beside=beside)
@@ -35,7 +35,7 @@ def plans():
             return plan(budget=error.floor_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(component, "plan_orders", plan_orders)
+        patch.setattr(planning, "plan_orders", plan_orders)
         yield shares
 
 

@@ -39,6 +39,16 @@ def answered() -> Iterator[None]:
             sys.exit(STATUS)
 
 
+@contextmanager
+def left_to_body() -> Iterator[None]:
+    """Leave Ctrl-C to the body, as KeyboardInterrupt, within `answered`."""
+    before = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+
+
 def _answer(heard: int, pressed: Event) -> None:
     """Wait for SIGINT on the descriptor `heard`, then set `pressed` and say so; end when it is closed."""
     while numbers := os.read(heard, 1):

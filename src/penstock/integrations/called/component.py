@@ -34,7 +34,13 @@ from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, one_pass
 from penstock.integrations.called.places import Places, Step, leave_twins_out, write_back
 from penstock.integrations.called.plan_memory import PlanMemory
-from penstock.integrations.called.plans import Residency, advice_on, plan_orders, residency_of
+from penstock.integrations.called.plans import (
+    PlannedOrders,
+    Residency,
+    advice_on,
+    plan_calls,
+    residency_of,
+)
 from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import Answer, answer_with
@@ -85,8 +91,7 @@ class CalledModule:
         self.name, self.module, self.kept = name, module, list(kept)
         self.plan: Plan | None = None
         self.orders: list[Order] = []
-        self._cap = cap
-        self._options = options or LoadOptions()
+        self._cap, self._options = cap, options or LoadOptions()
         self._process = os.getpid()
         self._state = threading.Lock()  # held while a step begins
         self._kinds: dict[object, int] = {}
@@ -94,8 +99,7 @@ class CalledModule:
         self._device = device = target_device(self._options.device)
         self._sizes_of = functools.partial(CallArguments.of, device)
         self._pass: Pass | None = None
-        self._passes = 0
-        self._room = 0  # bytes that the present plan leaves for calls
+        self._passes = self._room = 0  # calls so far, and bytes that the present plan leaves for them
         self._impossible: object = None  # the terms on which no plan fitted
         self._active = True
         self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins
@@ -104,7 +108,8 @@ class CalledModule:
             for part, plain in plain_tensors(places.names[twin], value).items():
                 answer_with(plain, Answer(self, twin, part.removeprefix(places.names[twin])))
         self._files = KeptFiles(name, self.kept)
-        self._between = BetweenCalls(places, OwnMemory(facts, device), self.kept, keep, self._make_room)
+        own = OwnMemory(facts, device, cap.count_read)
+        self._between = BetweenCalls(places, own, self.kept, keep, self._make_room)
         self._forwards = Forwards(module, entries, self._called)
         self._build(places)
         self._own_bytes = self._places.bytes_of_others()
@@ -113,9 +118,9 @@ class CalledModule:
     def _build(self, places: Places) -> None:
         """Find out who reads what. Calls are observed anew."""
         facts = self._between.own.facts.renamed(places.twins, self._between.names, places.all_names())
-        self._places, self._own = places, OwnMemory(facts, self._device)
+        self._places, self._own = places, OwnMemory(facts, self._device, self._cap.count_read)
         self._steps = StepWeights(self.module, self._own, places)
-        self._memory = PlanMemory(self._steps)
+        self._memory = PlanMemory(self._steps, self._cap.count_read)
 
         def stay(current: Pass, twin: int) -> torch.Tensor:
             return self._own_steps.stay(current, twin)
@@ -235,6 +240,7 @@ class CalledModule:
     def _forget_orders(self) -> None:
         self.orders.clear()
         self._kinds.clear()
+        self._latest: tuple[int, Sequence[Seen]] | None = None  # the last call's order, and its steps
 
     # Calls.
 
@@ -357,7 +363,7 @@ class CalledModule:
         planned = self._memory.orders.seen if current.order is not None and self._memory.orders else None
         known = current.number_among(planned or self.orders, self.facts.few_unit_bytes)
         if known is not None:
-            self._kinds[kind] = known
+            self._kinds[kind], self._latest = known, (known, current.steps)
             return
         if lists := self._units.siblings.chosen(current.entry, current.steps):
             self._stack(lists)
@@ -401,29 +407,30 @@ class CalledModule:
     def _open(self) -> LoadedWeights:
         """Plan for all orders that are known, and load."""
         self._check_files()
-        begun, facts = time.monotonic(), self.facts
-        staying = sum(facts.storages[s].nbytes for s in self._steps.learned.resident)
-        beside, self._room = self._sizes.beside, self._sizes.room(self._cap.nbytes)
-        known = (self.orders, self._options, self._steps, self._units)
-        plan = functools.partial(plan_orders, *known, beside=beside)
+        begun = time.monotonic()
         with self._cap.working():
-            room = self._cap.room
-            budget = max(1, min(facts.nbytes, room - self._room) - staying)
-            try:
-                planned = plan(budget=budget)
-            except BudgetError as error:
-                floor = error.floor_bytes or 0
-                if floor + staying + beside > room:
-                    raise self._own_steps.too_little(floor + staying, beside) from error
-                planned = plan(budget=floor)
-                self._room = room - floor - staying
+            planned, self._room = self._plan_for(self.orders, self._cap.nbytes, self._cap.room)
         self.plan = planned.plan
-        weights = self._memory.load(planned, self._options, beside)
+        weights = self._memory.load(planned, self._options, self._sizes.beside)
         self._units.open(weights, planned.traced)
         within = f"{format_size(self.plan.budget)} of {format_budget(self._cap.nbytes)}"
         done = f"{within}, planned in {seconds_since(begun)}: {self.plan.residency}"
         _log.info("%s streams within %s%s", self.name, done, advice_on(self.plan))
         return weights
+
+    def _plan_for(self, orders: Sequence[Order], memory: int, room: int) -> tuple[PlannedOrders, int]:
+        """Plan orders in `room` bytes of `memory`; returned with the plan are the bytes that calls have."""
+        known, error = (orders, self._options, self._steps, self._units), self._own_steps.too_little
+        return plan_calls(*known, sizes=self._sizes, memory=memory, room=room, too_little=error)
+
+    def planned_within(self, memory: int) -> Plan | None:
+        """Return how calls like the last one would be planned within `memory` bytes; None before any plan."""
+        with self._cap.lock:
+            if self._latest is None:
+                return None
+            number, steps = self._latest
+            order = self.orders[number].timed([one.time for one in steps])
+            return self._plan_for([order], memory, memory - self._cap.nbytes + self._cap.room)[0].plan
 
     # Reads and writes that a plan does not foresee.
 

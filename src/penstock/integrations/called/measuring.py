@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -359,6 +359,28 @@ class AllocatorMeter(Meter):
         self.restart()
 
 
+def highest_resident() -> int:
+    """Return the most bytes that this process has had resident, which looks of PeakMeter reset.
+
+    Returns 0 where the system does not say.
+    """
+    try:
+        return max(PeakMeter.highest, _resident_sizes().get("VmHWM", 0))
+    except OSError:
+        return 0
+
+
+def _resident_sizes() -> dict[str, int]:
+    """Return the resident size of this process, its peak since a reset, and the bytes of files in it."""
+    facts: dict[str, int] = {}
+    with open(_STATUS, "rb") as status:
+        for line in status:
+            name, _, value = line.partition(b":")
+            if name in (b"VmHWM", b"VmRSS", b"RssFile", b"RssShmem"):
+                facts[name.decode()] = int(value.split()[0]) << 10
+    return facts
+
+
 class PeakMeter(Meter):
     """Measures the most memory that this process takes beyond what it has now, kernels' own memory included.
 
@@ -367,6 +389,9 @@ class PeakMeter(Meter):
     The kernel keeps the highest resident size of a process (`VmHWM`); it is reset at each look. Pages of
     files, such as those of libraries that run for the first time, are left out. A look takes 12 us.
     """
+
+    highest: ClassVar[int] = 0
+    """The highest peak of this process that a look of any meter has seen."""
 
     def __init__(self) -> None:
         self._can_reset, self._begun, self._alone = True, RUNNING.begun, RUNNING.now <= 1
@@ -393,12 +418,8 @@ class PeakMeter(Meter):
 
     def _look(self) -> tuple[int, int, int]:
         """Return the peak, the resident size and the bytes of it that files hold; and reset the peak."""
-        facts: dict[str, int] = {}
-        with open(_STATUS, "rb") as status:
-            for line in status:
-                name, _, value = line.partition(b":")
-                if name in (b"VmHWM", b"VmRSS", b"RssFile", b"RssShmem"):
-                    facts[name.decode()] = int(value.split()[0]) << 10
+        facts = _resident_sizes()
+        PeakMeter.highest = max(PeakMeter.highest, facts.get("VmHWM", 0))
         if self._can_reset:
             try:
                 clear = os.open(_CLEAR, os.O_WRONLY | os.O_CLOEXEC)

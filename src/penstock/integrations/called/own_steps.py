@@ -57,11 +57,9 @@ class OwnSteps:
         storages = self._steps.readers.storages[step.path]
         left_out = self._units.left_out(step.path, storages)
         storages = tuple(s for s in storages if s not in left_out)
-        nbytes = sum(self._steps.facts.storages[s].nbytes for s in storages)
+        nbytes = self._bytes_at_once(step.path)
         if current.meter is not None:
-            beside = max(0, current.meter.look() - SLACK)
-            if nbytes + beside > self._cap.room:
-                raise self.too_little(nbytes, beside, step.path)
+            self._check_room(nbytes, current.meter.look() - SLACK)
         nested = current.open is not None
         seen = Seen(step.path, step.path)
         if not nested and not self._units.is_member(step.path):
@@ -130,6 +128,21 @@ class OwnSteps:
                 part.data.copy_(plain_tensors("", written)[name].data)
         self._stay(current, twin, value, "the call writes")
         return value
+
+    def _check_room(self, nbytes: int, beside: int) -> None:
+        """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
+
+        Its number is for the largest step, which may be still to come.
+        """
+        if nbytes + max(0, beside) > self._cap.room:
+            largest = max(self._steps.steps, key=self._bytes_at_once)
+            raise self.too_little(self._bytes_at_once(largest), max(0, beside), largest)
+
+    def _bytes_at_once(self, path: str) -> int:
+        """Return the bytes of weights that the step of a module reads whole."""
+        storages = self._steps.readers.storages[path]
+        left_out = self._units.left_out(path, storages)
+        return sum(self._steps.facts.storages[s].nbytes for s in storages if s not in left_out)
 
     def too_little(self, floor: int, beside: int, path: str = "") -> BudgetError:
         """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others."""

@@ -24,7 +24,7 @@ from penstock.schedule.facts.errors import StreamError
 
 
 class PlanMemory:
-    """What the present plan has in memory, which may be none.
+    """What the present plan has in memory, which may be none. `count` is told the bytes that it has read.
 
     Attributes:
         weights: The loaded plan, None where there is none.
@@ -34,13 +34,14 @@ class PlanMemory:
         probed: By order, the steps that wait for reads.
     """
 
-    def __init__(self, steps: StepWeights) -> None:
+    def __init__(self, steps: StepWeights, count: Callable[[int], None]) -> None:
         self.weights: LoadedWeights | None = None
         self.orders: PlannedOrders | None = None
         self.staying: dict[int, torch.Tensor] = {}
         self.present: dict[int, torch.Tensor] = {}
         self.probed: list[frozenset[int]] = []
-        self._steps = steps
+        self._steps, self._count = steps, count
+        self._counted = 0  # bytes of the present plan of which `count` was told
         self._values: dict[int, torch.Tensor] = {}  # weights over the memory of the plan
         # By order and path, the values of a step, and those of them that it puts in places.
         self._step_values: list[dict[str, tuple[Values, Values]]] = []
@@ -84,7 +85,7 @@ class PlanMemory:
 
     def load(self, orders: PlannedOrders, options: LoadOptions, beside: int) -> LoadedWeights:
         """Load a plan; calls take `beside` bytes beside its weights."""
-        self.orders = orders
+        self.orders, self._counted = orders, 0
         self.weights = weights = load_weights(NO_FOLDER, orders.payload, orders.plan, options, beside)
         steps, outside = self._steps, set(orders.plan.outside)
         with plain_tensors_only():
@@ -127,10 +128,11 @@ class PlanMemory:
 
     def close(self) -> None:
         """Give the memory of the plan back."""
-        weights, self.weights = self.weights, None
+        weights = self.weights
         if weights is None:
             return
         self.leave()
+        self.weights = None
         self.present, self._staying = {}, []
         viewed = [
             (self._steps.places.names[twin], watched.memory())
@@ -158,9 +160,14 @@ class PlanMemory:
         self._filled += self._standing.fill(self.present)
 
     def leave(self) -> None:
-        """Put the twins back."""
+        """Put the twins back, and count what was read."""
         self._standing.empty(self._filled)
         self._filled = []
+        if self.weights is not None:
+            plan = self.weights.plan
+            read = self.weights.counters.bytes_moved + sum(plan.sizes[s] for s in plan.outside)
+            self._count(read - self._counted)
+            self._counted = read
 
     def next_step(self, current: Pass, step: Step) -> int | None:
         """Return the number of a step in the expected order; None where it has none."""

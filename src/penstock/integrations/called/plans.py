@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import NO_FOLDER, Order
+from penstock.integrations.called.measuring import CallSizes
 from penstock.integrations.called.readers import StepWeights
 from penstock.runtime.choice import PlanRequest, decide_to_load
 from penstock.runtime.loading import LoadOptions
+from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.report.verdict import slow_launches
@@ -51,6 +53,34 @@ class PlannedOrders:
     traced: list[Order]
     seen: list[Order]
     left_out: list[dict[str, set[int]]]
+
+
+def plan_calls(
+    orders: Sequence[Order],
+    options: LoadOptions,
+    steps: StepWeights,
+    units: UnitReads,
+    *,
+    sizes: CallSizes,
+    memory: int,
+    room: int,
+    too_little: Callable[[int, int], BudgetError],
+) -> tuple[PlannedOrders, int]:
+    """Plan all orders within `room` bytes of `memory`; returned with the plan are the bytes that calls have.
+
+    Raises what `too_little` makes of the least bytes of weights and those that calls take, if there is no
+    room for both.
+    """
+    storages, beside, calls = steps.facts.storages, sizes.beside, sizes.room(memory)
+    staying = sum(storages[s].nbytes for s in steps.learned.resident)
+    plan = functools.partial(plan_orders, orders, options, steps, units, beside=beside)
+    try:
+        return plan(budget=max(1, min(steps.facts.nbytes, room - calls) - staying)), calls
+    except BudgetError as error:
+        floor = error.floor_bytes or 0
+        if floor + staying + beside > room:
+            raise too_little(floor + staying, beside) from error
+        return plan(budget=floor), room - floor - staying
 
 
 def plan_orders(

@@ -1,0 +1,482 @@
+"""`penstock generate`: text of a language model in bounded memory, token by token."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock._extras import require
+from penstock.cli.terminal import console, options
+from penstock.cli.terminal.inputs import fail, first_line
+from penstock.cli.terminal.interrupts import left_to_body
+from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, SourceError
+from penstock.schedule.facts.sizes import format_budget, format_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.integrations.called.component import CalledModule
+    from penstock.schedule.plan import Plan
+
+EXAMPLES = (
+    "penstock generate Qwen/Qwen3-8B --memory 8GB --prompt 'Once upon a time'",
+    "penstock generate Qwen/Qwen3-8B --memory 50% --chat",
+    "penstock generate Qwen/Qwen3-8B --memory 8GB --prompt 'Once upon a time' --assistant Qwen/Qwen3-0.6B",
+    "penstock generate my-model/ --prompt 'Once upon a time' --lookup 4 --max-new-tokens 32 --json",
+)
+
+_DOWNLOADED = ("model.safetensors", "model-*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+"""What loading a model of the hub and its tokenizer may read. Folders there have it in other formats."""
+
+_NO_FASTER = 1.02
+"""A plan that is faster by at most this factor is called no faster."""
+
+
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help="The folder of a language model, or its name on the hub, from where it is downloaded if the "
+        "local cache does not have it.",
+        show_default=False,
+    ),
+]
+_Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="For weights, activations and caches together: 8GB, or 50% of the weights. Default: what is "
+        "free, less a reserve.",
+        callback=options.check_size("--memory"),
+    ),
+]
+_Prompt = Annotated[str | None, typer.Option(help="The text to go on from; with --chat, the first message.")]
+_Chat = Annotated[
+    bool, typer.Option("--chat", help="A conversation, by the model's chat template: each line is a message.")
+]
+_Assistant = Annotated[
+    str | None,
+    typer.Option(
+        help="A small model that proposes tokens, so that weights are read once for several. It stays in "
+        "memory, and counts."
+    ),
+]
+_Lookup = Annotated[
+    int | None,
+    typer.Option(min=1, help="Propose so many tokens at once from the text so far, where it repeats itself."),
+]
+_MaxNewTokens = Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")]
+_Seed = Annotated[
+    int, typer.Option(min=0, max=2**63 - 1, help="Seed, for models whose configuration says to sample.")
+]
+_Verbose = Annotated[bool, typer.Option("--verbose", help="Print what is planned and written.")]
+
+
+def generate(
+    model: _Model,
+    *,
+    memory: _Memory = None,
+    prompt: _Prompt = None,
+    chat: _Chat = False,
+    assistant: _Assistant = None,
+    lookup: _Lookup = None,
+    max_new_tokens: _MaxNewTokens = 256,
+    seed: _Seed = 0,
+    verbose: _Verbose = False,
+    json: options.Json = False,
+) -> None:
+    """Print what a language model says, token by token, within a cap of memory.
+
+    The last line, on stderr, has tokens a second, the bytes of weights that were read, the peak of memory,
+    what limited the rate, and what twice the memory would give. In a chat, Ctrl-D ends; Ctrl-C stops an
+    answer, and pressed twice it ends.
+    """
+    if prompt is None and not chat:
+        fail("there is nothing to say: give --prompt TEXT, or --chat for a conversation")
+    if chat and json:
+        fail("--json prints one answer and --chat makes several: leave one of them out")
+    if assistant is not None and lookup is not None:
+        fail("--assistant and --lookup both propose tokens: leave one of them out")
+    require("transformers", purpose="penstock generate")
+    with console.spinner("importing"), console.quiet():
+        import torch
+        import transformers.modeling_utils  # which has libraries complain as they are imported
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with console.spinner(f"reading {model}"):
+        folder = find_folder(model)
+        tokenizer = read_tokenizer(folder, chat=chat)
+        helper = None if assistant is None else find_folder(assistant)
+    session = _Session(folder, tokenizer, memory, verbose=verbose, shows=not json)
+    session.limits["max_new_tokens"] = max_new_tokens
+    if lookup is not None:
+        session.limits["prompt_lookup_num_tokens"] = lookup
+    if helper is not None:
+        session.assist(helper)
+    torch.manual_seed(seed)
+    if chat:
+        _converse(session, prompt)
+        return
+    answer = session.answer(tokenizer(prompt, return_tensors="pt"))
+    if json:
+        console.print_json(answer.facts())
+    else:
+        typer.echo(answer.summary(), err=True)
+
+
+# Where the model is.
+
+
+def find_folder(source: str) -> Path:
+    """Return the folder of a model, which is downloaded where the local cache of the hub does not have it.
+
+    Raises SourceError where it cannot be.
+    """
+    from huggingface_hub import constants
+
+    from penstock.integrations.folders import is_hub_name, local_folder
+
+    can_download = is_hub_name(source) and not Path(source).exists() and not constants.HF_HUB_OFFLINE
+    try:
+        folder = local_folder(source)
+    except SourceError:
+        if can_download:
+            return _download(source)
+        raise
+    # The cache may have the configuration alone, or the tokenizer.
+    return folder if any(folder.glob("*.safetensors")) or not can_download else _download(source)
+
+
+def _download(name: str) -> Path:
+    """Download a model from the hub, after a line that says how many bytes it has. Raises SourceError."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        stored = HfApi().model_info(name, files_metadata=True).siblings or []
+        files = [file for file in stored if _is_downloaded(file.rfilename)]
+        if not any(file.rfilename.endswith(".safetensors") for file in files):
+            raise SourceError(f"{name} has no model.safetensors on the hub: choose a model that has one")
+        nbytes = sum(file.size or 0 for file in files)
+        typer.echo(f"penstock: downloading {nbytes:,} bytes ({format_size(nbytes)}) of {name}", err=True)
+        return Path(snapshot_download(name, allow_patterns=[file.rfilename for file in files]))
+    except PenstockError:
+        raise
+    except Exception as error:  # of the hub, of its library, and of the network below it
+        raise SourceError(
+            f"{name!r} is neither a folder nor a model in the local cache, and cannot be downloaded now "
+            f"({first_line(error)}): download it with `hf download {name}`"
+        ) from error
+
+
+def _is_downloaded(path: str) -> bool:
+    return "/" not in path and any(fnmatchcase(path, pattern) for pattern in _DOWNLOADED)
+
+
+def read_tokenizer(folder: Path, *, chat: bool) -> Any:
+    """Return the tokenizer of a folder; code of its own is not run.
+
+    Raises SourceError where there is none, or none that can `chat`.
+    """
+    from transformers import AutoTokenizer
+
+    from penstock.integrations.folders import is_pipeline
+
+    if is_pipeline(folder):
+        raise SourceError(
+            f"{folder} holds a pipeline of diffusers, which makes no text: give a language model"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise SourceError(
+            f"{folder} has no tokenizer that transformers can read ({first_line(error).rstrip(': ')}): put "
+            "tokenizer.json and tokenizer_config.json beside the weights"
+        ) from error
+    if chat and not tokenizer.chat_template:
+        raise SourceError(
+            f"{folder} has no chat template: give a model that was trained to chat, or leave --chat out"
+        )
+    return tokenizer
+
+
+# What it says.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said to one prompt, and what that took.
+
+    Attributes:
+        text: What it said, without special tokens.
+        tokens: The numbers of its tokens.
+        prompt_tokens: How many tokens the prompt has.
+        first_seconds: Seconds until the first tokens.
+        tokens_per_second: The rate after the first two calls, which measure and plan, or after the first one
+            where there are no more; None for one call.
+        bytes_read: Bytes of weights that came into memory, from the disk or the page cache.
+        peak_bytes: The most memory that the process had so far; 0 where the system does not say.
+        library_bytes: The same when no weight had been in memory yet.
+        memory: The cap.
+        limit: What limited the rate, in words.
+        with_twice: Tokens a second with twice the memory, as far as plans predict; None where nobody knows.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    first_seconds: float
+    tokens_per_second: float | None
+    bytes_read: int
+    peak_bytes: int
+    library_bytes: int
+    memory: int
+    limit: str
+    with_twice: float | None
+
+    def facts(self) -> dict[str, Any]:
+        """The answer as JSON."""
+        return {
+            "text": self.text,
+            "tokens": len(self.tokens),
+            "token_ids": list(self.tokens),
+            "prompt_tokens": self.prompt_tokens,
+            "seconds_to_first_token": self.first_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "bytes_read": self.bytes_read,
+            "peak_bytes": self.peak_bytes,
+            "library_bytes": self.library_bytes,
+            "memory": self.memory,
+            "limit": self.limit,
+            "tokens_per_second_with_twice_the_memory": self.with_twice,
+        }
+
+    def summary(self) -> str:
+        """One line about what the answer took."""
+        count, rate = len(self.tokens), self.tokens_per_second
+        parts = [f"{count} token{'s' * (count != 1)}" + (f", {_number(rate)} a second" if rate else "")]
+        parts.append(f"read {format_size(self.bytes_read)} of weights within {format_budget(self.memory)}")
+        if self.peak_bytes:
+            libraries = format_size(self.library_bytes)
+            parts.append(
+                f"peak memory {format_size(self.peak_bytes)}, {libraries} of it Python and libraries"
+            )
+        parts.append(self.limit)
+        if rate and self.with_twice:
+            more = self.with_twice > _NO_FASTER * rate
+            gives = f"about {_number(self.with_twice)} a second" if more else "no more"
+            parts.append(f"twice the memory would give {gives}")
+        return "; ".join(parts)
+
+
+def _number(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+class _Stream:
+    """Hands tokens to a streamer of transformers, and notes when they came. The first are the prompt's."""
+
+    def __init__(self, shown: Any) -> None:
+        self._shown, self._begun = shown, False
+        self.tokens: list[int] = []
+        self.times: list[tuple[float, int]] = []  # of each call: when it ended, and the tokens so far
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the tokens of one call."""
+        if self._begun:
+            self.tokens += value.flatten().tolist()
+            self.times.append((time.perf_counter(), len(self.tokens)))
+        self._begun = True
+        if self._shown is not None:
+            self._shown.put(value)
+
+    def end(self) -> None:
+        """Show what is still held back."""
+        if self._shown is not None:
+            self._shown.end()
+
+
+class _Session:
+    """A loaded model and its tokenizer. `limits` are options of its `generate`."""
+
+    def __init__(
+        self, folder: Path, tokenizer: Any, memory: str | None, *, verbose: bool, shows: bool
+    ) -> None:
+        from transformers import PreTrainedModel
+
+        from penstock.integrations import load
+        from penstock.integrations.called.measuring import highest_resident
+        from penstock.integrations.cap import default_memory
+
+        nbytes: int | str
+        if memory is None:
+            nbytes, words = default_memory()
+            typer.echo(f"penstock: {words}", err=True)
+        else:
+            nbytes = memory
+        self.tokenizer, self.limits, self._shows = tokenizer, dict[str, Any](), shows
+        with console.spinner(f"loading {folder}"):
+            self._model = load(folder, nbytes, verbose=verbose)
+        if not isinstance(self._model, PreTrainedModel) or not self._model.can_generate():
+            raise PassError(f"{folder} holds a {type(self._model).__name__}, which generates no text")
+        self._before = highest_resident()
+        self._applied = self._model.penstock_applied
+        (component,) = self._applied.components.values()
+        self._component: CalledModule = component
+
+    def assist(self, folder: Path) -> None:
+        """Let the model in a folder propose tokens; it counts in the memory. Raises BudgetError."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        with console.spinner(f"loading {folder}"):
+            helper = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+        nbytes = sum(weight.nbytes for weight in helper.parameters())
+        if nbytes >= self._applied.memory:
+            raise BudgetError(
+                f"the assistant takes {format_size(nbytes)} of {format_budget(self._applied.memory)}: choose "
+                "a smaller one, or give more with --memory"
+            )
+        self._applied.cap.reserved += nbytes
+        self.limits["assistant_model"] = helper
+        with suppress(Exception):  # without a tokenizer of its own it has that of the model
+            other = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            if other.get_vocab() != self.tokenizer.get_vocab():
+                self.limits |= {"tokenizer": self.tokenizer, "assistant_tokenizer": other}
+
+    def encode(self, messages: Sequence[dict[str, str]]) -> Any:
+        """Return a conversation as the model's template has it. Raises SourceError if that refuses it."""
+        form = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), **form)
+        except Exception as error:  # what the template raises
+            raise SourceError(f"the chat template refuses the conversation: {first_line(error)}") from error
+
+    def stream(self) -> _Stream:
+        """Return what takes the tokens of one answer."""
+        from transformers import TextStreamer
+
+        shown = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        return _Stream(shown if self._shows else None)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def answer(self, inputs: Any, stream: _Stream | None = None) -> Answer:
+        """Generate from the tokens of a prompt into `stream`. Raises PassError where transformers refuses."""
+        ids, stream = inputs["input_ids"], stream or self.stream()
+        if not ids.shape[1]:
+            fail("the prompt has no tokens: give --prompt some text")
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+        beams = (self._model.generation_config.num_beams or 1) > 1
+        read, begun = self._applied.bytes_read, time.perf_counter()
+        try:
+            made = self._model.generate(**given, **self.limits, streamer=None if beams else stream)
+        except ValueError as error:
+            raise PassError(
+                f"transformers cannot generate with these options: {first_line(error)}"
+            ) from error
+        if beams:  # known only now
+            stream.put(ids)
+            stream.put(made[0, 1 if self._model.config.is_encoder_decoder else ids.shape[1] :])
+            stream.end()
+        return self._measured(stream, ids.shape[1], begun, read)
+
+    def _measured(self, stream: _Stream, prompt_tokens: int, begun: float, read: int) -> Answer:
+        from penstock.integrations.called.measuring import highest_resident
+
+        times = stream.times[1:] if len(stream.times) > 2 else stream.times
+        (first, at_first), (last, at_last) = times[0], times[-1]
+        calls = len(times) - 1
+        seconds, each = (last - first) / max(1, at_last - at_first), (at_last - at_first) / max(1, calls)
+        limit, with_twice = self._outlook(seconds, each) if calls else ("only one call was made", None)
+        return Answer(
+            self.text(stream.tokens),
+            tuple(stream.tokens),
+            prompt_tokens,
+            stream.times[0][0] - begun,
+            1 / seconds if calls else None,
+            self._applied.bytes_read - read,
+            highest_resident(),
+            self._before,
+            self._applied.memory,
+            limit,
+            with_twice,
+        )
+
+    def _outlook(self, seconds: float, each: float) -> tuple[str, float | None]:
+        """Return what limits the rate, and the rate with twice the memory, as plans predict it.
+
+        A token took `seconds`, and a call made `each` of them. What the plan does not predict, such as the
+        time of an assistant, stays as it was measured.
+        """
+        memory = self._applied.memory
+        present, twice = self._plan(memory), self._plan(2 * memory)
+        if twice is None:
+            return "memory limits it: one module is in memory at a time", None
+        then = twice.expected_ns(0) / 1e9 / each
+        if present is None:
+            return "memory limits it: one module is in memory at a time", 1 / then
+        if not present.streamed_bytes and present.pool is None:
+            return "all weights fit, so computing limits it, and more memory would give nothing", None
+        now = present.expected_ns(0) / 1e9 / each
+        return _limit(present), 1 / (seconds - min(seconds, now) * max(0.0, 1 - then / now))
+
+    def _plan(self, memory: int) -> Plan | None:
+        """Return the plan for calls like the last one; None where none fits."""
+        try:
+            return self._component.planned_within(memory)
+        except BudgetError:
+            return None
+
+
+def _limit(plan: Plan) -> str:
+    """Return what limits a plan, in words."""
+    from penstock.schedule.report.verdict import limit_of
+
+    match limit_of(plan):
+        case "compute":
+            return "computing limits it"
+        case "memory":
+            return "memory limits it: there is too little to read ahead"
+        case "units":
+            return "reading the rows or experts that tokens ask for limits it"
+    return f"reading weights limits it, at {plan.hardware.link_bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _converse(session: _Session, first: str | None) -> None:
+    """Answer each line of stdin until it ends. Ctrl-C stops an answer; without an answer since, it ends."""
+    messages: list[dict[str, str]] = []
+    stopped = False
+    with left_to_body():
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "") if first is None else first
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if stopped:
+                    raise
+                stopped = True
+                typer.echo("\npenstock: Ctrl-C again ends, and so does Ctrl-D", err=True)
+                continue
+            first = None
+            if not line.strip():
+                continue
+            messages.append({"role": "user", "content": line})
+            stream = session.stream()
+            try:
+                answer = session.answer(session.encode(messages), stream)
+                typer.echo(answer.summary(), err=True)
+                stopped = False
+            except KeyboardInterrupt:
+                stream.end()
+                stopped = True
+            messages.append({"role": "assistant", "content": session.text(stream.tokens)})
