@@ -27,7 +27,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order
 from penstock.integrations.called.forwards import Forwards, Wrapped
-from penstock.integrations.called.kinds import kind_of, refuse_elsewhere, refuse_grad
+from penstock.integrations.called.kinds import KnownKinds, kind_of, refuse_elsewhere, refuse_grad
 from penstock.integrations.called.measuring import ROOM, CallArguments, CallSizes, meters_of, taken_by
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.own_steps import OwnSteps
@@ -94,7 +94,7 @@ class CalledModule:
         self._cap, self._options = cap, options or LoadOptions()
         self._process = os.getpid()
         self._state = threading.Lock()  # held while a step begins
-        self._kinds: dict[object, int] = {}
+        self._kinds = KnownKinds()
         self._sizes = CallSizes()
         self._device = device = target_device(self._options.device)
         self._sizes_of = functools.partial(CallArguments.of, device)
@@ -302,7 +302,7 @@ class CalledModule:
         That is so, too, where it may take more memory than there is room for beside the plan.
         """
         own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
-        order = self._kinds.get(kind, own[0] if len(own) == 1 else None)
+        order = self._kinds.expected(kind, own[0] if len(own) == 1 else None)
         if order is None or not self._sizes or self._terms == self._impossible:
             return None
         if self._memory.weights is None:
@@ -363,16 +363,17 @@ class CalledModule:
         planned = self._memory.orders.seen if current.order is not None and self._memory.orders else None
         known = current.number_among(planned or self.orders, self.facts.few_unit_bytes)
         if known is not None:
-            self._kinds[kind], self._latest = known, (known, current.steps)
+            self._kinds.note(kind, known)
+            self._latest = known, current.steps
             return
         if lists := self._units.siblings.chosen(current.entry, current.steps):
             self._stack(lists)
             return
         own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
         if len(own) == _MOST_ORDERS:
-            self._kinds[kind] = own[-1]
+            self._kinds.note(kind, own[-1])
             return
-        self._kinds[kind] = len(self.orders)
+        self._kinds.note(kind, len(self.orders))
         self.orders.append(current.as_order())
         self._units.settle(self.orders)
         self.unload()

@@ -25,6 +25,39 @@ def kind_of(entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> objec
     return entry, tuple(map(_fact, args)), tuple((name, _fact(value)) for name, value in kwargs.items())
 
 
+class KnownKinds:
+    """The orders that calls of each kind have run in.
+
+    The next one is expected to run in the order that came last behind the two calls before it: a step cache
+    of diffusers has calls of one kind run whole, or in part, by turns.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._last
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._last: dict[object, int] = {}
+        self._behind: dict[object, int] = {}
+        self._before: tuple[int, ...] = ()
+
+    def note(self, kind: object, order: int) -> None:
+        """Remember the order of a call."""
+        self._last[kind] = self._behind[kind, self._before] = order
+        self._before = (*self._before[-1:], order)
+
+    def last(self, kind: object) -> int | None:
+        """Return the order of the last call of a kind; None if there was none."""
+        return self._last.get(kind)
+
+    def expected(self, kind: object, default: int | None) -> int | None:
+        """Return the order that a call of a kind probably has; `default` if none has run."""
+        return self._behind.get((kind, self._before), self._last.get(kind, default))
+
+
 def _fact(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(min(size, 2) for size in value.shape)

@@ -316,7 +316,7 @@ class TrainedModule(CalledModule):
             if len(backward) > before:
                 self._steps.find()
         super()._note(current, kind)
-        graph = self._kinds.get(kind)
+        graph = self._kinds.last(kind)
         if isinstance(current, _TrainingPass) and current.in_backward and graph is not None:
             self._last = self.orders[graph]
 
