@@ -241,7 +241,7 @@ def test_ctrl_c_stops_an_answer_and_twice_the_conversation(folder: Path) -> None
             process.send_signal(signal.SIGINT)
             assert set((first + process.stdout.readline()).split()) <= set(speaking_models.WORDS)
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate()
+        rest, errors = process.communicate(timeout=120)
     assert (process.returncode, rest, errors) == (130, "", "")
 
 
