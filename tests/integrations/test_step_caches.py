@@ -1,4 +1,4 @@
-"""Step caches of diffusers leave blocks out of calls: the bits of the model in memory, and no reads in vain."""
+"""Step caches of diffusers leave blocks out of calls: bits of the model in memory, no reads in vain."""
 
 from __future__ import annotations
 
