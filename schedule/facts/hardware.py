@@ -7,11 +7,21 @@ from pinned memory were reported to reach, in one direction.
 
 - t4: NVIDIA T4 data sheet: 65 TFLOPS, 320 GB/s, 16 GB, PCIe 3.0 x16 (15.8 GB/s of which 12 are reached).
 - l4: NVIDIA L4 data sheet: 242 TFLOPS with sparsity, 300 GB/s, 24 GB, PCIe 4.0 x16.
+- a10: NVIDIA A10 data sheet: 125 TFLOPS, 600 GB/s, 24 GB, PCIe 4.0 x16.
+- l40s: NVIDIA L40S data sheet: 362 TFLOPS, 864 GB/s, 48 GB, PCIe 4.0 x16.
+- a6000: NVIDIA RTX A6000 data sheet: 309.7 TFLOPS with sparsity, 768 GB/s, 48 GB, PCIe 4.0 x16.
+- rtx3060: NVIDIA's page of the card: 360 GB/s, 12 GB, PCIe 4.0 x16; 25.5 TFLOPS are its 28 multiprocessors at
+  1.777 GHz, by the rate of one in the Ampere GA102 architecture paper.
+- rtx3090: NVIDIA Ampere GA102 architecture paper: 71 TFLOPS, 936 GB/s, 24 GB, PCIe 4.0 x16.
+- rtx4070: NVIDIA's page of the card: 504 GB/s, 12 GB, PCIe 4.0 x16; 58.3 TFLOPS are its 46 multiprocessors at
+  2.475 GHz, by the rate of one of the rtx4090.
+- rtx4080: NVIDIA Ada architecture paper, appendix A: 97.5 TFLOPS, 716.8 GB/s, 16 GB, PCIe 4.0 x16.
 - rtx4090: NVIDIA Ada architecture paper, appendix A: 165.2 TFLOPS, 1008 GB/s, 24 GB, PCIe 4.0 x16.
 - rtx5090: NVIDIA RTX Blackwell architecture paper, appendix A: 209.5 TFLOPS, 1792 GB/s, 32 GB, PCIe 5.0 x16.
 - a100: NVIDIA A100 data sheet, 80 GB SXM: 312 TFLOPS, 2039 GB/s, PCIe 4.0 x16.
 - h100: NVIDIA H100 data sheet, SXM: 989 TFLOPS, 3350 GB/s, 80 GB, PCIe 5.0 x16.
 - h200: NVIDIA H200 data sheet, SXM: 989 TFLOPS, 4800 GB/s, 141 GB, PCIe 5.0 x16.
+- b200: NVIDIA HGX B200 data sheet, one of eight: 2250 TFLOPS, 8000 GB/s, 180 GB, PCIe 5.0 x16.
 - gh200: NVIDIA GH200 data sheet, 96 GB HBM3: 989 TFLOPS, 4000 GB/s; NVLink-C2C is 450 GB/s in one
   direction, of which public threads report 342.
 - mi300x: AMD Instinct MI300X data sheet: 1307 TFLOPS, 5300 GB/s, 192 GB, PCIe 5.0 x16.
@@ -22,7 +32,7 @@ from pinned memory were reported to reach, in one direction.
   NVMe disk behind PCIe 4.0 x4 that reads 7 GB/s. server: 64 cores with AVX-512 bfloat16 at 2.5 GHz,
   DDR5-4800 in twelve channels (461 GB/s), an NVMe disk behind PCIe 5.0 x4 that reads 14 GB/s. A read costs
   20 us beside its bytes when others are in flight, and the first bytes come after 100 us.
-- Hosts of devices, for the policy that computes on the host what does not fit. desktop (rtx4090, rtx5090): 16
+- Hosts of devices, for the policy that computes on the host what does not fit. desktop (rtx cards): 16
   cores with AVX2 at 4.5 GHz (2.3 TFLOPS in float32), DDR5-5600 in two channels, 64 GB. grace (gh200): NVIDIA
   Grace data sheet, half of its two chips: 7.1 TFLOPS in float32, 500 GB/s, 480 GB. All other devices have the
   server.
@@ -46,10 +56,16 @@ measure the machine, or give a `Hardware` with both figures.
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Hardware, Trace, Work
+from penstock.schedule.facts.sizes import parse_size
+from penstock.schedule.facts.validity import check_machine
 
 _GB = 10**9
 _DISK = 7.0 * _GB
@@ -95,11 +111,19 @@ PRESETS: dict[str, Hardware] = {
     for hardware in (
         _device("t4", 65, 320, 12, 16),
         _device("l4", 121, 300, 25, 24),
+        _device("a10", 125, 600, 25, 24),
+        _device("l40s", 362, 864, 25, 48),
+        _device("a6000", 154.8, 768, 25, 48),
+        _device("rtx3060", 25.5, 360, 25, 12),
+        _device("rtx3090", 71, 936, 25, 24),
+        _device("rtx4070", 58.3, 504, 25, 12),
+        _device("rtx4080", 97.5, 716.8, 25, 16),
         _device("rtx4090", 165.2, 1008, 25, 24),
         _device("rtx5090", 209.5, 1792, 55, 32),
         _device("a100", 312, 2039, 25, 80),
         _device("h100", 989.4, 3350, 55, 80),
         _device("h200", 989.4, 4800, 55, 141),
+        _device("b200", 2250, 8000, 55, 180),
         _device("gh200", 989.4, 4000, 342, 96),
         _device("mi300x", 1307.4, 5300, 55, 192),
         _host("laptop", 0.9, 90, 7, 32),
@@ -107,36 +131,107 @@ PRESETS: dict[str, Hardware] = {
     )
 }
 
-_HOSTS = {
-    "rtx4090": _host("desktop", 2.3, 90, 7, 64),
-    "rtx5090": _host("desktop", 2.3, 90, 7, 64),
-    "gh200": _host("grace", 7.1, 500, 7, 480),
+_DESKTOP, _GRACE = _host("desktop", 2.3, 90, 7, 64), _host("grace", 7.1, 500, 7, 480)
+"""The hosts of rtx cards, and of gh200; all other devices have the preset `server`."""
+
+_FIGURES = {
+    "memory": "memory_nbytes",
+    "link": "link_bytes_per_s",
+    "disk": "disk_bytes_per_s",
+    "bandwidth": "memory_bytes_per_s",
+    "tflops": "flops_per_s",
 }
-"""The hosts of devices whose host is not a preset; all other devices have the preset `server`."""
+"""What may be changed of a preset: `rtx4090,memory=24GB,link=12GB/s,tflops=150`."""
+
+_MOST = 1 << 20
+"""The most bytes of a file with a machine's figures."""
 
 
 def find_hardware(name: Hardware | str) -> Hardware:
     """The preset of that name, or the hardware that is given.
 
-    Raises PlanError for an unknown name; the message suggests the nearest preset.
+    A name may be that of a JSON file, as `penstock hardware h200 --json` prints it (`mine.json`), and figures
+    of a preset may be changed: `rtx4090,memory=24GB,link=12GB/s`.
+
+    Raises PlanError for an unknown name or figure; the message suggests a preset of the same number.
     """
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str):
         raise PlanError(f"hardware is {name!r}, expected a Hardware or a name of one of {', '.join(PRESETS)}")
-    if name in PRESETS:
-        return PRESETS[name]
-    near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5)
+    if name.endswith(".json"):
+        return _from_file(Path(name))
+    preset, *changes = name.split(",")
+    if preset in PRESETS:
+        return _changed(name, PRESETS[preset], changes) if changes else PRESETS[preset]
+    same = [one for one in PRESETS if re.findall(r"\d+", one) == re.findall(r"\d+", preset)]
+    near = difflib.get_close_matches(preset.lower(), same, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    names = ", ".join(PRESETS)
-    raise PlanError(f"there is no hardware {name!r}: {hint}give one of {names}")
+    raise PlanError(
+        f"there is no hardware {preset!r}: {hint}give one of {', '.join(PRESETS)}, one with figures of yours "
+        "('rtx3090,memory=10GB,link=12GB/s'), or a .json file such as `penstock hardware h200 --json` prints"
+    )
+
+
+def _changed(name: str, preset: Hardware, changes: Sequence[str]) -> Hardware:
+    figures: dict[str, Any] = {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in _FIGURES:
+            raise PlanError(f"hardware {name!r}: expected one of {', '.join(_FIGURES)} and =, got {change!r}")
+        try:
+            number = _figure(key, value)
+        except (BudgetError, ValueError):
+            form = {"memory": "24GB", "tflops": "150"}.get(key, "12GB/s")
+            raise PlanError(
+                f"hardware {name!r}: expected a figure such as {key}={form}, got {change!r}"
+            ) from None
+        figures[_FIGURES[key]] = number
+    hardware = replace(preset, name=name, note=f"{preset.note}, with figures that were given", **figures)
+    check_machine(hardware)
+    return hardware
+
+
+def _figure(key: str, text: str) -> float:
+    """The value of a figure. Raises BudgetError or ValueError for what is none, or a rate without a unit."""
+    if key == "memory":
+        return parse_size(text)
+    if key == "tflops":
+        return float(text) * 1e12
+    rate = parse_size(text.removesuffix("/s"))
+    if rate < 1_000_000:
+        raise ValueError(text)
+    return float(rate)
+
+
+def _from_file(path: Path) -> Hardware:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        if not path.is_file():
+            raise PlanError(
+                f"there is no file {path}: `penstock hardware h200 --json` prints one to begin with"
+            )
+        with path.open("rb") as file:
+            hardware = TypeAdapter(Hardware).validate_json(file.read(_MOST))
+    except (OSError, ValidationError) as error:
+        why = error.strerror if isinstance(error, OSError) else ""
+        if isinstance(error, ValidationError):
+            fault = error.errors(include_url=False)[0]
+            why = ": ".join([*map(str, fault["loc"]), fault["msg"]])
+        raise PlanError(
+            f"{path} has no figures of a machine ({why}): write what `penstock hardware h200 --json` prints"
+        ) from error
+    check_machine(hardware)
+    return hardware
 
 
 def host_beside(hardware: Hardware) -> Hardware | None:
     """The host that could compute what does not fit on a device; None for a CPU and for unknown hardware."""
-    if hardware.name not in PRESETS or hardware.disk_bytes_per_s is None:
+    preset = hardware.name.partition(",")[0]
+    if preset not in PRESETS or hardware.disk_bytes_per_s is None:
         return None
-    return _HOSTS.get(hardware.name, PRESETS["server"])
+    return _DESKTOP if preset.startswith("rtx") else _GRACE if preset == "gh200" else PRESETS["server"]
 
 
 def roofline_ns(work: Work, hardware: Hardware) -> int:

@@ -70,7 +70,7 @@ def test_an_image_is_the_sum_of_its_turns_and_a_policy_has_to_fit_all() -> None:
     [
         (["--cap", "much"], "cap 'much' is not a size"),
         (["--pixels", "100"], "100 is not a multiple of 16"),
-        (["--hardware", "rtx4091"], "did you mean 'rtx4090'"),
+        (["--hardware", "RTX4090"], "did you mean 'rtx4090'"),
     ],
 )
 def test_impossible_options_are_refused(options: list[str], said: str) -> None:

@@ -88,7 +88,7 @@ def test_a_factory_that_cannot_be_used_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("command", "options", "words"),
     [
-        ("preflight", ("--hardware", "h20"), "did you mean 'h200'"),
+        ("preflight", ("--hardware", "H200"), "did you mean 'h200'"),
         ("preflight", ("--hardware", "auto"), "a model that was never built has none"),
         (
             "preflight",

@@ -97,7 +97,7 @@ def test_noise_and_age_are_told(penstock: Command, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["h20"], "did you mean 'h200'"), (["h200", "--measure"], "is a preset: leave out one of them")],
+    [(["H200"], "did you mean 'h200'"), (["h200", "--measure"], "is another: leave out one of them")],
 )
 def test_what_is_refused(penstock: Command, arguments: list[str], words: str) -> None:
     done = penstock("hardware", *arguments)

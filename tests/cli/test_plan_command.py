@@ -141,7 +141,7 @@ def test_an_output_is_replaced_with_force_only(
 def test_hardware_that_does_not_exist_suggests_the_nearest(
     penstock: Command, artifact: Path, command: str
 ) -> None:
-    done = penstock(command, artifact, "--budget", "50%", "--hardware", "rtx4091")
+    done = penstock(command, artifact, "--budget", "50%", "--hardware", "RTX4090")
     assert done.status == 2
     assert "did you mean 'rtx4090'" in done.err
     assert "Traceback" not in done.err

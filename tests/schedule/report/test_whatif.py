@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
 import pytest
 
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.hardware import PRESETS, find_hardware, with_times
+from penstock.schedule.facts.hardware import PRESETS, find_hardware, host_beside, with_times
 from penstock.schedule.facts.model import Hardware, Step, Storage, Trace, Work
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.validity import check_machine
@@ -51,17 +55,77 @@ def test_a_sweep_goes_from_the_floor_to_everything_and_never_gets_slower() -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("rtx4091", "'rtx4090'"), ("H100", "'h100'"), ("a1000", "'a100'")]
+    ("name", "hint"), [("RTX-4090", "'rtx4090'"), ("H100", "'h100'"), ("gtx3090", "'rtx3090'")]
 )
-def test_the_nearest_preset_is_suggested(name: str, hint: str) -> None:
+def test_a_preset_of_the_same_number_is_suggested(name: str, hint: str) -> None:
     with pytest.raises(PlanError, match=f"there is no hardware '{name}': did you mean {hint}"):
         find_hardware(name)
 
 
-def test_an_unknown_machine_lists_all() -> None:
-    with pytest.raises(PlanError, match=r"one of t4, l4, rtx4090, .*, laptop, server") as raised:
-        find_hardware("toaster")
+@pytest.mark.parametrize("name", ["toaster", "rtx3080", "a1000"])
+def test_an_unknown_machine_lists_all(name: str) -> None:
+    with pytest.raises(PlanError, match=r"one of t4, l4, .*, laptop, server, one with figures of") as raised:
+        find_hardware(name)
     assert "did you mean" not in str(raised.value)
+
+
+def test_figures_of_a_preset_may_be_changed() -> None:
+    name = "rtx4090,memory=20GB,link=12.5GB/s,disk=3GB,bandwidth=900GB/s,tflops=150"
+    assert find_hardware(name) == replace(
+        PRESETS["rtx4090"],
+        name=name,
+        memory_nbytes=20 * 10**9,
+        link_bytes_per_s=12.5e9,
+        disk_bytes_per_s=3e9,
+        memory_bytes_per_s=9e11,
+        flops_per_s=1.5e14,
+        note="a preset, from public figures, with figures that were given",
+    )
+    assert host_beside(find_hardware("rtx4090,memory=20GB")) == host_beside(PRESETS["rtx4090"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("speed=3", "expected one of memory, link, disk, bandwidth, tflops and =, got 'speed=3'"),
+        ("link=12", "a figure such as link=12GB/s, got 'link=12'"),
+        ("memory=lots", "a figure such as memory=24GB, got 'memory=lots'"),
+        ("tflops=x", "a figure such as tflops=150, got 'tflops=x'"),
+        ("tflops=-1", "flops_per_s: expected a rate above 0"),
+    ],
+)
+def test_wrong_figures_are_refused(changes: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        find_hardware(f"rtx4090,{changes}")
+
+
+def test_figures_may_come_from_a_file(tmp_path: Path) -> None:
+    mine = replace(PRESETS["laptop"], name="mine", link_bytes_per_s=3e9)
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(asdict(mine)))
+    assert find_hardware(str(file)) == mine
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "Invalid JSON"),
+        ("[]", "object"),
+        (json.dumps(asdict(PRESETS["laptop"]) | {"link_bytes_per_s": "fast"}), "link_bytes_per_s: .*number"),
+        (json.dumps(asdict(PRESETS["laptop"]) | {"speed": 1}), "speed: "),
+        (json.dumps(asdict(PRESETS["laptop"]) | {"link_bytes_per_s": 0}), "expected a rate above 0"),
+    ],
+)
+def test_a_file_without_figures_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    with pytest.raises(PlanError, match=words):
+        find_hardware(str(file))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"no file .*: `penstock hardware h200 --json` prints one to begin"):
+        find_hardware(str(tmp_path / "mine.json"))
 
 
 @pytest.mark.parametrize("name", PRESETS)

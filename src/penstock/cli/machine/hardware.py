@@ -12,13 +12,18 @@ import typer
 from penstock.cli.terminal import console
 from penstock.cli.terminal.inputs import fail
 from penstock.cli.terminal.options import Json, check_hardware, offer
-from penstock.schedule.facts.hardware import PRESETS
+from penstock.schedule.facts.hardware import PRESETS, find_hardware
 from penstock.schedule.facts.model import Hardware
 
 if TYPE_CHECKING:
     from penstock.runtime.measurements import Measurement
 
-EXAMPLES = ("penstock hardware", "penstock hardware h200", "penstock hardware --measure")
+EXAMPLES = (
+    "penstock hardware",
+    "penstock hardware h200",
+    "penstock hardware rtx4090,memory=20GB,link=12GB/s --json",
+    "penstock hardware --measure",
+)
 
 
 _PRESET_LEGEND = (
@@ -36,7 +41,7 @@ def hardware(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A preset, or auto: this machine.",
+            help="A preset, one with other figures, a .json file, or auto: this machine.",
             callback=lambda given: given and check_hardware(given),
             autocompletion=offer("auto", *PRESETS),
             show_default=False,
@@ -47,10 +52,10 @@ def hardware(
     json: Json = False,
 ) -> None:
     """List the hardware that plans can be made for, and the speeds that were measured."""
-    if name in PRESETS:
+    if name not in (None, "auto"):
         if measure:
-            fail(f"--measure is about this machine, and {name} is a preset: leave out one of them")
-        _show_preset(PRESETS[name], json=json)
+            fail(f"--measure is about this machine, and {name} is another: leave out one of them")
+        _show_preset(find_hardware(name), json=json)
         return
     if measure:
         with console.spinner("measuring"):

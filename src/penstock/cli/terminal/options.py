@@ -22,8 +22,10 @@ _ANY_TOTAL = 1 << 60
 
 
 def check_hardware(given: str) -> str:
-    """Raise PlanError, which suggests the nearest preset, for a name that is no preset and not `auto`."""
-    return given if given == "auto" else find_hardware(given).name
+    """Raise PlanError for what names no hardware and is not `auto`."""
+    if given != "auto":
+        find_hardware(given)
+    return given
 
 
 def check_presets(given: list[str]) -> list[str]:
@@ -33,7 +35,7 @@ def check_presets(given: list[str]) -> list[str]:
             "--hardware auto measures how fast this machine reads a model's files, and a model that was "
             f"never built has none: give one of {', '.join(PRESETS)}, or compile it for `penstock plan`"
         )
-    return [find_hardware(name).name for name in given]
+    return [check_hardware(name) for name in given]
 
 
 def check_size(name: str, *, share: bool = True) -> Callable[[_Given], _Given]:
@@ -129,7 +131,8 @@ EngineName = Annotated[
 HardwareName = Annotated[
     str,
     typer.Option(
-        help="A preset (rtx4090, h200, laptop, ...) instead of this machine, measured.",
+        help="A preset (rtx4090, h200, laptop, ...), with figures of yours (rtx4090,link=12GB/s), or a "
+        ".json file, instead of this machine, measured.",
         callback=check_hardware,
         autocompletion=offer("auto", *PRESETS),
     ),
@@ -137,7 +140,8 @@ HardwareName = Annotated[
 PresetNames = Annotated[
     list[str],
     typer.Option(
-        help="A preset (t4, rtx4090, h200, ...). May be given again.",
+        help="A preset (t4, rtx4090, h200, ...), with figures of yours (rtx4090,link=12GB/s), or a .json "
+        "file. May be given again.",
         callback=check_presets,
         autocompletion=offer(*PRESETS),
     ),
