@@ -324,10 +324,11 @@ def test_attributes_of_weights_are_there_in_their_steps(tmp_path):
 
 def test_torch_is_as_it_was_once_nothing_is_applied(tmp_path):
     asked = torch.overrides.has_torch_function
+    own = getattr(asked, "penstock_original", asked)  # models of other tests may still be loaded
     with applied(made(Blocks), 0.4, tmp_path):
         with applied(made(Experts), 0.4, tmp_path):
-            assert torch.overrides.has_torch_function is not asked
-        assert torch.overrides.has_torch_function is not asked
+            assert torch.overrides.has_torch_function is not own
+        assert torch.overrides.has_torch_function is not own
     assert torch.overrides.has_torch_function is asked
 
 
