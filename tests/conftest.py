@@ -9,12 +9,15 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from tests.engines import COMPILER, ENGINES
 from tests.kept_code import keeping
 
 settings.register_profile("penstock", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("penstock")
+# Hypothesis also draws constants of the modules that are loaded, and each worker has loaded others.
+providers._get_local_constants = providers.Constants
 
 # torch reads it as it is imported. Kernels are compiled as ever, and what calls them in seconds less.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")

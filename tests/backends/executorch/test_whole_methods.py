@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.backends.executorch import PenstockPartitioner
-from penstock.backends.executorch.plain import operators_of, with_views
+from penstock.backends.executorch.plain import as_torch_exports, operators_of
 from penstock.passes.graph.nodes import with_aten_operators
 from tests.backends.executorch.conftest import Lower
 
@@ -36,7 +36,7 @@ def test_views_and_memory_formats_are_those_of_the_model() -> None:
     edge = with_aten_operators(to_edge(program).exported_program())
     copies = {target.name() for target in operators_of(edge)}
     assert {"aten::permute_copy", "dim_order_ops::_to_dim_order_copy"} <= copies
-    restored = with_views(edge)
+    restored = as_torch_exports(edge)
     names = {target.name() for target in operators_of(restored)}
     assert {"aten::permute", "aten::select.int", "aten::_to_copy"} <= names
     assert not any(name.endswith("view_copy") or name.startswith("dim_order_ops") for name in names)
@@ -75,7 +75,7 @@ class Heads(nn.Module):
 def test_a_view_of_a_contiguous_copy_of_a_transposed_value(lower: Lower, dynamic: bool) -> None:
     x, sizes = torch.randn(2, 4, 64), torch.export.Dim("length", min=2, max=8)
     program = torch.export.export(Heads().eval(), (x,), dynamic_shapes=({1: sizes},) if dynamic else None)
-    restored = with_views(with_aten_operators(to_edge(program).exported_program()))
+    restored = as_torch_exports(with_aten_operators(to_edge(program).exported_program()))
     assert torch.equal(restored.module()(x), program.module()(x))
     formats = [
         node.kwargs.get("memory_format")
