@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from penstock.integrations import apply
+from penstock.integrations.called.measuring import PeakMeter
 from tests.integrations import models
 
 
@@ -86,3 +89,24 @@ def test_a_call_that_may_take_more_runs_one_module_at_a_time(call, count, tmp_pa
         assert count() == 1
         assert torch.equal(call(model), call(reference))
         assert count() == 0
+
+
+def test_the_weights_of_a_step_are_gone_before_more_is_measured(tmp_path, monkeypatch):
+    weights, left = [], []
+
+    class Seen(nn.Linear):
+        def forward(self, x):
+            weights.append(weakref.ref(self.weight))
+            return super().forward(x)
+
+    restart = PeakMeter.restart
+
+    def restarted(meter):
+        left.append(sum(weight() is not None for weight in weights))
+        restart(meter)
+
+    monkeypatch.setattr(PeakMeter, "restart", restarted)
+    model = nn.Sequential(*(Seen(256, 256, bias=False) for _ in range(3))).eval()
+    with torch.no_grad(), apply(model, "700KB", cache=tmp_path):
+        model(torch.randn(1, 256))
+    assert (len(weights), left) == (3, [0] * 3)

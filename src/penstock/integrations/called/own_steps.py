@@ -76,8 +76,7 @@ class OwnSteps:
         filled = step.fill(values)
         before = current.open, current.values
         current.open, current.values = before[0] or step, {**before[1], **values}
-        for _, weight in watched:
-            weight.start()
+        _start(watched)
         current.own_bytes += nbytes
         graphs = compiled_graphs()
         inner = current.inner_ns
@@ -154,3 +153,9 @@ class OwnSteps:
             f"{format_size(least, up=True)}, or call it with smaller inputs",
             floor_bytes=least,
         )
+
+
+def _start(watched: Sequence[tuple[int, Watched]]) -> None:
+    """Begin to watch weights; no variable of the step refers to one when its memory is given back."""
+    for _, weight in watched:
+        weight.start()
