@@ -64,6 +64,7 @@ def test_nothing_runs_before_somebody_waits_if_late() -> None:
     device = CudaDevice("cuda")
     copies, there = device.open_stream("copies"), device.allocate(8, "a test")
     source, back = device.allocate_host(8), device.allocate_host(8)
+    back.zero_()
     with ordered("late"):
         device.copy(copies, there, [Move(source, 0, 0, 8)], "a copy")
         device.copy_out(copies, there, [Move(back, 0, 0, 8)], "a copy back")

@@ -310,7 +310,7 @@ def test_a_dtype_that_is_none_is_refused(folder):
 
 def test_a_device_that_is_none_is_refused_before_anything_is_opened(folder, tmp_path):
     (folder / "config.json").write_text("no JSON")
-    with pytest.raises(PlanError, match="there is no hardware 'rtx': did you mean"):
+    with pytest.raises(PlanError, match="there is no hardware 'rtx': give one of"):
         load(folder, "1MB", device="sim:rtx", cache=tmp_path / "cache")
 
 

@@ -225,7 +225,7 @@ def test_hardware_is_a_preset_by_its_name_and_anything_else_is_refused():
     _, exported = export(CASES["Nested"])
     assert annotate(exported, hardware="t4") == annotate(exported, hardware=PRESETS["t4"])
     assert annotate(exported, hardware="t4").traces != annotate(exported).traces
-    with pytest.raises(PlanError, match="there is no hardware 'rtx409': did you mean 'rtx4090'"):
-        annotate(exported, hardware="rtx409")
+    with pytest.raises(PlanError, match="there is no hardware 'RTX4090': did you mean 'rtx4090'"):
+        annotate(exported, hardware="RTX4090")
     with pytest.raises(PlanError, match="hardware is 3, expected a Hardware or a name"):
         annotate(exported, hardware=3)
