@@ -141,7 +141,7 @@ def test_version_and_help(penstock: Command) -> None:
         ("penstock pl", {"plan"}),
         ("penstock plan model.penstock --hard", {"--hardware"}),
         ("penstock plan model.penstock --hardware h", {"h100", "h200"}),
-        ("penstock run model.penstock --device sim:rtx4", {"sim:rtx4090"}),
+        ("penstock run model.penstock --device sim:rtx5", {"sim:rtx5090"}),
         ("penstock simulate model.penstock --arena p", {"pooled", "paged"}),
         ("penstock run model.penstock --engine n", {"native"}),
         ("penstock convert model.pt --dtype b", {"bfloat16"}),
