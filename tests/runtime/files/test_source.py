@@ -87,6 +87,7 @@ def test_written_in_the_middle_of_a_read(
     own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, file = own_file
+    memory = Memory(NBYTES)
     real = os.preadv
 
     def write_after(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -97,7 +98,7 @@ def test_written_in_the_middle_of_a_read(
     with Source([file], folder) as source:
         monkeypatch.setattr(os, "preadv", write_after)
         with pytest.raises(SourceError, match="changed while in use"):
-            source.read_into(0, 0, Memory(NBYTES).base, NBYTES)
+            source.read_into(0, 0, memory.base, NBYTES)
 
 
 def test_truncation_that_shows_as_an_invalid_read(
@@ -105,6 +106,7 @@ def test_truncation_that_shows_as_an_invalid_read(
 ) -> None:
     # Some file systems refuse a direct read that begins at an end within a block.
     folder, file = own_file
+    memory = Memory(NBYTES)
 
     def refuse(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
@@ -113,7 +115,7 @@ def test_truncation_that_shows_as_an_invalid_read(
         os.truncate(folder / file.path, 1000)
         monkeypatch.setattr(os, "preadv", refuse)
         with pytest.raises(SourceError, match="truncated while in use"):
-            source.read_into(0, 0, Memory(NBYTES).base, NBYTES)
+            source.read_into(0, 0, memory.base, NBYTES)
 
 
 def test_refuses_ranges_outside_the_file(source: Source, file: tuple[Path, WeightFile]) -> None:
