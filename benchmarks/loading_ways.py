@@ -93,8 +93,8 @@ def read_alone(folder: Path, *, new_memory: bool) -> float:
     from concurrent.futures import ThreadPoolExecutor
 
     import penstock
-    from penstock.runtime.files.rates import READERS
     from penstock.runtime.files.source import open_source
+    from penstock.runtime.system.threads import READERS
 
     program = penstock.open(folder / "model.penstock")
     payload = program.payload

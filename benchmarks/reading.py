@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.loading_ways import PIECE, forget_pages
 from benchmarks.machine import describe_machine
-from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.source import Mode, Source
 from penstock.runtime.files.stamp import stamp_file
+from penstock.runtime.system.threads import READERS
 from penstock.schedule.facts.sizes import parse_size
 
 ROOM = 64 << 20

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.files.rates import READERS, measure_answer, measure_populate, measure_read
+from penstock.runtime.files.rates import measure_answer, measure_populate, measure_read
 from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.files.source import Mode, Source
 from penstock.runtime.files.spill_rates import measure_writes
@@ -32,6 +32,7 @@ from penstock.runtime.measurements import (
 )
 from penstock.runtime.system.memory import supports_move
 from penstock.runtime.system.mounts import find_mount
+from penstock.runtime.system.threads import READERS
 from penstock.runtime.system.trials import Trials
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import WeightFile

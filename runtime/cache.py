@@ -32,7 +32,13 @@ from penstock.runtime.files.artifact_files import PAYLOAD
 from penstock.runtime.files.safetensors_file import close_read, reading
 from penstock.runtime.system.atomic import remove_folder
 from penstock.runtime.system.ownership import Writer, find_writer, find_writer_inside, make_private
-from penstock.schedule.atomic_file import is_unfinished, remove_stale, writing_privately
+from penstock.schedule.atomic_file import (
+    is_unfinished,
+    remove_stale,
+    replace_file,
+    write_all,
+    writing_privately,
+)
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PenstockError, SourceError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
@@ -60,6 +66,14 @@ _ATTEMPTS = 50
 def user_cache() -> Path:
     """The folder for machine rates, plans, and the weights of applied models. It may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+def remember(path: Path, data: bytes) -> None:
+    """Write a file in the user's cache. A failure is ignored, since the file can be made again."""
+    with suppress(OSError, PenstockError):
+        make_private(path.parent)
+        with writing_privately(), replace_file(path, force=True) as fd:
+            write_all(fd, data)
 
 
 @dataclass(frozen=True)

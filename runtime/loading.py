@@ -32,7 +32,6 @@ from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_devic
 from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
 from penstock.runtime.files.source import Mode, Source, open_source
 from penstock.runtime.files.spill_file import open_spill_file, spills, with_places
@@ -50,7 +49,7 @@ from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.passes import LoadedWeights, Resources
 from penstock.runtime.stream.probe_calls import HostClock
 from penstock.runtime.stream.streamer import ArenaStreamer
-from penstock.runtime.system.threads import ParkedTeam
+from penstock.runtime.system.threads import READERS, ParkedTeam
 from penstock.runtime.training.module import TrainingModule
 from penstock.runtime.training.parameters import read_parameters
 from penstock.schedule.facts.errors import StreamError

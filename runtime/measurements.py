@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from penstock.runtime.cache import user_cache
+from penstock.runtime.cache import remember, user_cache
 from penstock.runtime.system.limits import memory_limit
 from penstock.runtime.system.trials import Trials
 from penstock.schedule.bounded_file import read_bounded
@@ -251,8 +251,6 @@ def _read(path: Path, state: tuple[int, ...]) -> tuple[Measurement, ...]:
 
 
 def _write(known: tuple[Measurement, ...]) -> None:
-    from penstock.runtime.remembered import remember  # which imports the planner
-
     now = time.time()
     remember(_path(), encode(_File(tuple(one for one in known if now - one.taken_at < WEEK))))
 

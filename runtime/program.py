@@ -29,7 +29,6 @@ from penstock.runtime.choice import (
 )
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
 from penstock.runtime.files.artifact_files import read_artifact, replace_payload
-from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.safetensors_file import read_header, reading
 from penstock.runtime.files.sealed import check_folder
 from penstock.runtime.files.source import Source
@@ -45,6 +44,7 @@ from penstock.runtime.memory_split import (
 )
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.sparse.recorder import read_routes
+from penstock.runtime.system.threads import READERS
 from penstock.runtime.training.parameters import PARAMETERS, read_parameters
 from penstock.runtime.training.rungs import (
     AUTO,

@@ -1,4 +1,4 @@
-"""Remembers results that take time to find in the user's cache, above all plans."""
+"""Remembers plans, which take time to find, in the user's cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock._version import __version__
-from penstock.runtime.cache import PLANS, user_cache
-from penstock.runtime.files.artifact_files import DIGEST
-from penstock.runtime.system.ownership import make_private
-from penstock.schedule.atomic_file import replace_file, write_all, writing_privately
+from penstock.runtime.cache import PLANS, remember, user_cache
+from penstock.runtime.files.artifact_files import artifact_digest
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.problem import Problem
@@ -28,14 +26,6 @@ MOST = 64
 
 NEARNESS = 1.01
 """How much further from the bound, as a factor, decisions may be under other figures without a new search."""
-
-
-def remember(path: Path, data: bytes) -> None:
-    """Write a file in the user's cache. A failure is ignored, since the file can be made again."""
-    with suppress(OSError, PenstockError):
-        make_private(path.parent)
-        with writing_privately(), replace_file(path, force=True) as fd:
-            write_all(fd, data)
 
 
 def remembered_plan(
@@ -89,14 +79,6 @@ def _read(path: Path, payload: Payload, budget: int) -> tuple[Plan | None, float
         if plan.budget == budget:
             return plan, float(stored["nearness"])
     return None, 0.0
-
-
-def artifact_digest(folder: Path) -> str | None:
-    """The hash of an artifact's payload; None if there is no artifact, as for a program in memory."""
-    try:
-        return read_bounded(folder / DIGEST, "a digest").decode().partition(" ")[0]
-    except (OSError, PenstockError, ValueError):
-        return None
 
 
 def _forget_oldest(folder: Path) -> None:

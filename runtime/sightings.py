@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.runtime.arrival import WeightFiles
+from penstock.runtime.files.artifact_files import artifact_digest
 from penstock.runtime.measurements import Measurement, Subject, forget, recall, record, this_machine
-from penstock.runtime.remembered import artifact_digest
 from penstock.runtime.stream.interface import Counters
 from penstock.runtime.system.trials import Trials
 from penstock.schedule.facts.hardware import with_times

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from penstock.runtime.device.protocol import FileRead
-from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.queue import PIECE
-from penstock.runtime.system.threads import WorkerPool
+from penstock.runtime.system.threads import READERS, WorkerPool
 from penstock.schedule.facts.errors import StreamError
 
 

@@ -136,3 +136,11 @@ def _check_program(path: Path, sha256: str) -> None:
             f"the lowered program {path} is not the one compiled: its sha256 was {sha256} and is {found}; "
             "compile again"
         )
+
+
+def artifact_digest(folder: Path) -> str | None:
+    """The hash of an artifact's payload; None if there is no artifact, as for a program in memory."""
+    try:
+        return read_bounded(folder / DIGEST, "a digest").decode().partition(" ")[0]
+    except (OSError, PenstockError, ValueError):
+        return None

@@ -23,11 +23,9 @@ from penstock.runtime.system.memory import (
     round_up,
 )
 from penstock.runtime.system.page_cache import is_cached
+from penstock.runtime.system.threads import READERS
 from penstock.runtime.system.trials import MOST, Trials
 from penstock.schedule.facts.errors import SourceError
-
-READERS = 3
-"""The number of reading threads: two did not keep the disk busy during compute, four were no faster."""
 
 _BLOCK = 2 << 20
 """The bytes that are read at a time."""

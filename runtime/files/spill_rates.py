@@ -12,9 +12,9 @@ from itertools import count
 from pathlib import Path
 
 from penstock.runtime.files.direct_file import memory_view
-from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.spill_file import open_scratch
 from penstock.runtime.system.memory import Reservation
+from penstock.runtime.system.threads import READERS
 from penstock.runtime.system.trials import Trials
 
 _BLOCK, _BLOCKS = 2 << 20, 32

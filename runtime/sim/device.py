@@ -25,9 +25,9 @@ import torch
 from penstock.runtime.arena.base import POISON
 from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
 from penstock.runtime.device.resident import BLOCK
-from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.source import Source
 from penstock.runtime.sim.races import Clock, RaceDetector
+from penstock.runtime.system.threads import READERS
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.sizes import format_size

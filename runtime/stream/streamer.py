@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.runtime.arena.base import WeightArena
-from penstock.runtime.files.rates import READERS
 from penstock.runtime.stream.engine import StreamEngine
 from penstock.runtime.stream.queue import MethodTable, Piece
-from penstock.runtime.system.threads import ReaderThreads
+from penstock.runtime.system.threads import READERS, ReaderThreads
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Range, Storage
 from penstock.schedule.plan import Plan

@@ -11,6 +11,9 @@ import torch
 
 from penstock.schedule.facts.errors import StreamError
 
+READERS = 3
+"""The number of reading threads: two did not keep the disk busy during compute, four were no faster."""
+
 _SHARED_OUT = 1 << 17
 """The number of elements for which torch uses several threads: it gives each of them 32,768 or more."""
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.runtime.cache import Cache
-from penstock.runtime.remembered import remember
+from penstock.runtime.cache import Cache, remember
 from penstock.runtime.system.atomic import write_artifact
 
 OTHER, GROUP = 65534, 12345
