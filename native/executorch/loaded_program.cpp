@@ -15,7 +15,7 @@ using executorch::runtime::Program;
 
 namespace {
 
-constexpr int OLDEST = 6, NEWEST = 12;  // versions of payloads
+constexpr int PAYLOAD_VERSION = 12;
 constexpr int64_t ALIGNMENT = 64;      // an address modulo this is a storage's phase
 constexpr const char *CODE = "penstock.program.";
 
@@ -52,11 +52,11 @@ Json read_payload(const NamedDataMap &map, const std::string &key) {
     const std::string title = "the program's " + key;
     Json payload = parse_json(copy_of(read_checked(map, key), title), title);
     const Json &version = payload.at("version");
-    const bool known = version.is_number_integer() && version >= OLDEST && version <= NEWEST;
+    const bool known = version.is_number_integer() && version == PAYLOAD_VERSION;
     if (payload.at("format") != "penstock" || !known)
         throw Failure(PS_PAYLOAD, "the program's payload has version " + version.dump() +
-                                      ", and this delegate reads versions " + std::to_string(OLDEST) + " to " +
-                                      std::to_string(NEWEST) + ": export it again");
+                                      ", and this delegate reads version " +
+                                      std::to_string(PAYLOAD_VERSION) + ": export it again");
     return payload;
 }
 

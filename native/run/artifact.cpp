@@ -11,7 +11,7 @@ namespace penstock {
 
 namespace {
 
-constexpr int OLDEST = 5, NEWEST = 12;  // versions of payloads
+constexpr int PAYLOAD_VERSION = 12;
 
 uint64_t number(const std::string &data, size_t at, int nbytes) {
     uint64_t value = 0;
@@ -42,11 +42,10 @@ Artifact::Artifact(const std::string &folder) : folder_(folder) {
     try {
         payload_ = parse_json(text_, path);
         const Json &version = payload_.at("version");
-        const bool known = version.is_number_integer() && version >= OLDEST && version <= NEWEST;
+        const bool known = version.is_number_integer() && version == PAYLOAD_VERSION;
         if (payload_.at("format") != "penstock" || !known)
-            throw Failure(PS_PAYLOAD, path + " has version " + version.dump() + ", and this program reads versions " +
-                                          std::to_string(OLDEST) + " to " + std::to_string(NEWEST) +
-                                          ": compile again");
+            throw Failure(PS_PAYLOAD, path + " has version " + version.dump() + ", and this program reads version " +
+                                          std::to_string(PAYLOAD_VERSION) + ": compile again");
         if (payload_.at("lowering") != "inductor")
             throw Failure(PS_PLAN, folder + " is a program for Python: compile it with --lowering inductor");
         read_program();

@@ -40,11 +40,8 @@ from penstock.passes.graph.nodes import copy_graph_module, dtype_name, placehold
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.payload.text import short
 
-VERSIONS = (3, 4, 5)
-"""The versions that are read; the last one is written.
-
-Version 4 does not say which weights require grad, and version 3 nothing of what they are like.
-"""
+VERSION = 5
+"""The version that is written, and the only one that is read."""
 
 Like = tuple[str, tuple[int, ...], tuple[int, ...]]
 """The dtype, shape and strides of a tensor."""
@@ -137,7 +134,7 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
     held = [activations.held] if activations.held != (0, ()) else []
     try:
         stored = {
-            "version": VERSIONS[-1],
+            "version": VERSION,
             "graph": encode_graph(exported.graph_module),
             "weights": [
                 [*pair, *like, pair[1] in code.with_grad]
@@ -165,13 +162,12 @@ def decode_method(data: bytes, *, trust: bool = False) -> MethodCode:
     except (ValueError, RecursionError):
         refuse(data[:80], "JSON")
     version = stored.get("version") if isinstance(stored, dict) else None
-    if version not in VERSIONS:
-        reads = " or ".join(map(str, VERSIONS))
-        raise PassError(f"expected JSON of version {reads}, got {short(version)}: compile again")
+    if type(version) is not int or version != VERSION:
+        raise PassError(f"expected JSON of version {VERSION}, got {short(version)}: compile again")
     if not stored.keys() >= {"graph", "weights", "signature", "activations"}:
         raise PassError("a part of the method is missing: compile again")
     check_operators(stored["graph"], trust=trust)
-    weights = _checked_weights(stored["weights"], version)
+    weights = _checked_weights(stored["weights"])
     signature = decode_signature(stored["signature"], trust=trust)
     _check_inputs(stored["graph"]["nodes"], [one[0] for one in weights], signature)
     return MethodCode(
@@ -179,11 +175,9 @@ def decode_method(data: bytes, *, trust: bool = False) -> MethodCode:
         signature,
         tuple((name, fqn) for name, fqn, *_ in weights),
         partial(decode_activations, stored["activations"]),
-        tuple((dtype, tuple(shape), tuple(stride)) for _, _, dtype, shape, stride, *_ in weights)
-        if version > 3
-        else None,
+        tuple((dtype, tuple(shape), tuple(stride)) for _, _, dtype, shape, stride, _ in weights),
         _checked_strides(stored.get("strides", [])),
-        frozenset(fqn for _, fqn, *like in weights if like[3:] == [True]),
+        frozenset(fqn for _, fqn, *_, requires_grad in weights if requires_grad),
     )
 
 
@@ -195,15 +189,15 @@ def _checked_strides(stored: Any) -> dict[int, tuple[int, ...]]:
     return {number: tuple(stride) for number, stride in stored}
 
 
-def _checked_weights(stored: Any, version: int) -> list[Any]:
-    fields = (str, str, str, list, list, bool)[: version + 1 if version > 3 else 2]
+def _checked_weights(stored: Any) -> list[Any]:
+    fields = (str, str, str, list, list, bool)
     for one in stored if isinstance(stored, list) else [stored]:
         fits = isinstance(one, list) and len(one) == len(fields)
         if not fits or not all(isinstance(*pair) for pair in zip(one, fields, strict=True)):
             refuse(one, "weight")
-        if any(type(size) is not int for sizes in one[3:5] for size in sizes):
+        if any(type(size) is not int for size in (*one[3], *one[4])):
             refuse(one, "weight of static size")
-        if one[5:] == [True] and not _is_inexact(one[2]):
+        if one[5] and not _is_inexact(one[2]):
             refuse(one, "weight with gradients")
     return list(stored)
 

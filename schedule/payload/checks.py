@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 def check_payload(payload: Payload, source: str) -> None:
     """Raise PayloadError with the first fault of `payload`; `source` names the payload in the message."""
     for check in (
-        _version,
         _program,
         _files,
         _storages,
@@ -92,48 +91,6 @@ def _path(value: str, path: str, *, absolute: bool) -> Iterator[str]:
         yield f"{path}: expected a path relative to the artifact's folder, got {value!r}"
     elif not rooted and ("\\" in value or {"..", "."} & set(value.split("/")) or "" in value.split("/")):
         yield f"{path}: expected a path inside the artifact's folder, got {value!r}"
-
-
-def _version(payload: Payload) -> Iterator[str]:
-    """What a version has brought is in no payload of an older one."""
-    named = next((file.key for file in payload.files if file.kind == "named"), None)
-    if payload.version == 5 and (named is not None or payload.lowering == "executorch"):
-        got = "lowering 'executorch'" if named is None else f"the named data {named!r}"
-        yield f"$.version: expected 6 of a payload for a .pte, got 5 with {got}"
-    traced = (*payload.traces, *(trace for plan in payload.plans for trace in plan.traces))
-    sparse = any(step.sparse for trace in traced for step in trace.steps)
-    reads = (one for trace in traced for step in trace.steps for one in step.sparse)
-    machines = [payload.hardware, *(plan.hardware for plan in payload.plans)]
-    if payload.version < 12 and any(one and one.host_step_ns for one in machines):
-        yield f"$.version: expected 12 of a payload whose machine has host_step_ns, got {payload.version}"
-    if payload.version < 11 and any(one.computed for one in reads):
-        yield f"$.version: expected 11 of a payload with computed units, got {payload.version}"
-    if payload.version < 9 and (sparse or any(plan.pool for plan in payload.plans)):
-        yield f"$.version: expected 9 of a payload with reads by units, got {payload.version}"
-    if payload.version < 10 and any(order.units for order in payload.probes):
-        yield f"$.version: expected 10 of compiled code that reads by units, got {payload.version}"
-    if payload.version < 10 and any(plan.pool and not plan.pool.dense for plan in payload.plans):
-        yield f"$.version: expected 10 of a pool that leaves dense reads out, got {payload.version}"
-    if payload.version < 8:
-        for what in sorted(set(_of_version_8(payload))):
-            yield f"$.version: expected 8 of a payload with {what}, got {payload.version}"
-
-
-def _of_version_8(payload: Payload) -> Iterator[str]:
-    """What the payload has that no older version knows."""
-    if any(storage.kind == "produced" for storage in payload.storages):
-        yield "produced storages"
-    if any(weight.role == "value" for weight in payload.weights):
-        yield "kept values"
-    traces = (*payload.traces, *(trace for plan in payload.plans for trace in plan.traces))
-    if any(step.writes for trace in traces for step in trace.steps):
-        yield "steps that write"
-    schedules = (schedule for plan in payload.plans for schedule in plan.schedules)
-    if any(t.direction == "out" for schedule in schedules for t in schedule.transfers):
-        yield "copies out"
-    machines = [payload.hardware, *(plan.hardware for plan in payload.plans)]
-    if any(one and (one.duplex or one.write_bytes_per_s is not None) for one in machines):
-        yield "a rate of copies out"
 
 
 def _program(payload: Payload) -> Iterator[str]:
@@ -328,8 +285,6 @@ def _traces(payload: Payload) -> Iterator[str]:
     yield from turn_faults(payload.traces, "$.traces")
     for i, trace in enumerate(payload.traces):
         yield from trace_faults(trace, f"$.traces[{i}]", len(payload.storages))
-        if payload.version < 7 and trace.follows is not None:
-            yield f"$.traces[{i}].follows: expected version 7 of a payload with it, got {payload.version}"
         for j, step in enumerate(trace.steps):
             for s in step.reads:
                 if payload.storages[s].kind not in ("streamable", "produced"):

@@ -7,7 +7,7 @@ express (on indices, extents and parts) are checked by `checks.py`, on writing a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from penstock.schedule.facts.errors import PayloadError, PlanError
@@ -23,8 +23,8 @@ from penstock.schedule.verify.proof import verify_plan
 if TYPE_CHECKING:
     import networkx
 
-VERSIONS = (5, 6, 7, 8, 9, 10, 11, 12)
-"""The versions that are read; the last one is written."""
+VERSION = 12
+"""The version that is written, and the only one that is read."""
 
 Lowering = Literal["none", "eager", "inductor", "executorch"]
 
@@ -68,7 +68,7 @@ class Payload:
 
     __pydantic_config__: ClassVar = STRICT
     format: Literal["penstock"] = "penstock"
-    version: int = VERSIONS[-1]
+    version: int = VERSION
     lowering: Lowering
     program: ProgramFile | None = None
     torch: str
@@ -101,7 +101,7 @@ class Payload:
         _check_version(tree, source)
         payload = decode(Payload, text, tree, source)
         check_payload(payload, source)
-        return replace(payload, version=VERSIONS[-1])
+        return payload
 
     @property
     def tensors(self) -> tuple[Weight, ...]:
@@ -172,9 +172,8 @@ def _check_version(tree: Any, source: str) -> None:
         got = tree.get("format") if isinstance(tree, dict) else tree
         raise PayloadError(f"{source}: $.format: expected 'penstock', got {short(got)}; this is no payload")
     version = tree.get("version")
-    if isinstance(version, bool) or version not in VERSIONS:
-        reads = ", ".join(map(str, VERSIONS))
+    if isinstance(version, bool) or version != VERSION:
         raise PayloadError(
-            f"{source}: $.version: this penstock reads version {reads}, got {short(version)}; "
+            f"{source}: $.version: this penstock reads version {VERSION}, got {short(version)}; "
             "compile again, or use the penstock that wrote it"
         )

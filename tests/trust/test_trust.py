@@ -106,21 +106,10 @@ def test_trust_goes_where_a_program_goes(copy):
         penstock.open(copy, True)  # it is asked for by name
 
 
-def test_code_of_version_3_still_runs(copy, artifact):
-    def older(stored):
-        stored["version"] = 3
-        stored["weights"] = [weight[:2] for weight in stored["weights"]]
-
-    change_code(copy, older)
-    assert torch.equal(use(copy)["out"], use(artifact)["out"])
-
-
-@pytest.mark.parametrize("version", [2, 6, "3", None, 3.5, True])
+@pytest.mark.parametrize("version", [4, 6, "5", None, 5.0, True])
 def test_other_versions_say_what_to_do(copy, version):
     change_code(copy, lambda stored: stored.update(version=version))
-    with pytest.raises(
-        penstock.PayloadError, match=r"expected JSON of version 3 or 4 or 5, got .*: compile again"
-    ):
+    with pytest.raises(penstock.PayloadError, match=r"expected JSON of version 5, got .*: compile again"):
         use(copy)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.backends.executorch.plans import floors
-from penstock.schedule.payload.codec import VERSIONS
+from penstock.schedule.payload.codec import VERSION
 from tests.backends.executorch.conftest import Lowered
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
@@ -19,7 +19,7 @@ from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 def test_facts_as_json(penstock: Command, lowered_decoder: Lowered) -> None:
     shown = json.loads(penstock("inspect", lowered_decoder.path, "--json").out)
     exported = lowered_decoder.exported
-    assert (shown["version"], shown["lowering"]) == (VERSIONS[-1], "executorch")
+    assert (shown["version"], shown["lowering"]) == (VERSION, "executorch")
     assert [w["fqn"] for w in shown["weights"]] == [w.fqn for w in exported.payload.weights]
     assert shown["weights"][0]["parts"][0]["dtype"] == "float32"
     assert len(shown["regions"]) == len(exported.regions)

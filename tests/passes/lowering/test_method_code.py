@@ -15,7 +15,7 @@ from penstock.passes.calls.stored_graph import decode_graph, decode_value, encod
 from penstock.passes.graph.retarget import move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import PROGRAM
-from penstock.passes.lowering.method_code import VERSIONS, decode_method, encode_method, method_code
+from penstock.passes.lowering.method_code import VERSION, decode_method, encode_method, method_code
 from penstock.passes.probes import streaming
 from penstock.schedule.facts.errors import PassError, PayloadError
 from penstock.schedule.payload.codec import ProgramFile
@@ -133,7 +133,7 @@ def test_json_of_another_version_is_refused(tmp_path):
         stored = json.loads(archive.read("forward.json"))
     with zipfile.ZipFile(tmp_path / PROGRAM, "w") as archive:
         archive.writestr(
-            "forward.json", json.dumps({**stored, "version": VERSIONS[-1] + 1, "graph": "of the future"})
+            "forward.json", json.dumps({**stored, "version": VERSION + 1, "graph": "of the future"})
         )
     with pytest.raises(PayloadError, match=r"expected JSON of version .*: compile again"):
         eager.load(tmp_path, payload)

@@ -12,14 +12,14 @@ from torch.export import export
 
 import penstock
 from penstock.backends.executorch import read
-from penstock.schedule.payload.codec import VERSIONS
+from penstock.schedule.payload.codec import VERSION
 from tests.backends.executorch.delegate.pte_models import PROMPT, WIDTH, Files, Mlp, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
 from tests.backends.executorch.forging import FORGERIES, deep, fields, forge
 
 CALL = Call([rows()])
 
-_NEWEST = f'"version": {VERSIONS[-1]}'.encode()
+_NEWEST = f'"version": {VERSION}'.encode()
 
 
 @pytest.fixture
@@ -162,8 +162,7 @@ def test_a_plan_with_a_pool(runner, files):
 def test_a_payload_of_a_version_to_come(runner, files):
     forge(files.pte, payload=fields(lambda one: one.update(version=99)))
     sentence = (
-        "the program's payload has version 99, and this delegate reads versions 6 to "
-        f"{VERSIONS[-1]}: export it again"
+        f"the program's payload has version 99, and this delegate reads version {VERSION}: export it again"
     )
     _refused(runner, Program(files), "InvalidProgram", sentence)
 
