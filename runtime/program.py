@@ -289,7 +289,7 @@ class Program:
         of the device, in place of a budget; the bytes that it leaves for weights are logged (`split_memory`).
         `host_memory` is a cap on the weights that the host of a device holds, by default 80 % of the
         available memory; other weights are read from the files in every pass. `activations` says what a
-        program that is trained keeps for its backward: "keep" everything, all but cheap values ("cut"), or
+        program that is trained keeps for its backward: "keep" everything, or
         what goes from layer to layer ("layers"); of these, "auto" is the one that is predicted to be fastest
         within `device_memory`, and "keep" with a budget. `spill` is the folder for what leaves memory in
         training, by default the system's for temporary files. `page_lock=False` uses ordinary memory if the

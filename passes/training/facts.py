@@ -23,15 +23,15 @@ TRAINABLE = "trainable"
 COPIES = 4
 """What is counted for each trained parameter: itself, its gradient, and the two moments of AdamW."""
 
-Keeping = Literal["keep", "cut", "layers", "segments"]
-"""What becomes of values that the backward needs: kept, all but cheap ones kept, kept between layers only.
+Keeping = Literal["keep", "layers", "segments"]
+"""What becomes of values that the backward needs: kept, kept between layers only.
 
 The last one is the only rung of a program whose backward runs autograd on one segment after another.
 """
 
 SEGMENTS: Final = "segments"
 
-RUNGS: tuple[Keeping, ...] = ("keep", "cut", "layers")
+RUNGS: tuple[Keeping, ...] = ("keep", "layers")
 """The rungs of a ladder: each keeps fewer bytes than the one before, and computes more."""
 
 

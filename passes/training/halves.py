@@ -44,7 +44,7 @@ from penstock.passes.training.facts import (
 )
 from penstock.passes.training.joint import Joint, result_positions, trace_joint
 from penstock.passes.training.partition import Partition, partition
-from penstock.passes.training.recomputing import cut, keep, layers
+from penstock.passes.training.recomputing import keep, layers
 from penstock.passes.training.segments import segment_joint
 from penstock.passes.training.slots import NO_SLOTS, Slots, find_slots
 from penstock.passes.weights.lifted import KEPT, Catalog, Weights
@@ -57,7 +57,7 @@ Losses = Collection[str] | Collection[Collection[str]]
 NOWHERE: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 
 
-_AGAIN = {"keep": keep, "cut": cut, "layers": layers, "segments": keep}
+_AGAIN = {"keep": keep, "layers": layers, "segments": keep}
 """What the backward computes again on each rung."""
 
 

@@ -1,4 +1,4 @@
-"""What the backward computes again instead of keeping it: cheap values (`cut`), or whole layers (`layers`).
+"""What the backward computes again instead of keeping it: nothing (`keep`), or whole layers (`layers`).
 
 Computed again are only operators that give the same bits from the same values: no random ones, whose draws
 are kept (a dropout's mask), none with effects, and none from outside of torch, of which nothing is known. A
@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from penstock.passes.graph import in_place
 from penstock.passes.graph.nodes import needed, size_hint, tensors_of
-from penstock.passes.graph.propagation import FLOPS, storages_of
+from penstock.passes.graph.propagation import storages_of
 from penstock.passes.training.joint import Joint
 from penstock.passes.training.partition import forward_of, partition, steady_storages, unpacked
 from penstock.passes.weights.usage import is_view
@@ -29,9 +29,6 @@ _BY_GRAD_MODE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 _KNOWN = ("aten", in_place.NAMESPACE)
 """Namespaces of operators whose tags tell whether they give the same bits again."""
 
-_INFINITE = 2**30
-"""A capacity that no cut contains; all others add up to less. The solver counts in 32 bits."""
-
 _LIMITS, _MOST_PLACES = 32, 256
 """How many sizes of the largest segment are tried, and of how many positions its ends are chosen."""
 
@@ -39,19 +36,6 @@ _LIMITS, _MOST_PLACES = 32, 256
 def keep(joint: Joint, frozen: Collection[str] = ()) -> frozenset[fx.Node]:
     """Returns what is computed again if all is kept that the backward reads: nothing."""
     return frozenset()
-
-
-def cut(joint: Joint, frozen: Collection[str] = ()) -> frozenset[fx.Node]:
-    """Returns what is computed again if fewest bytes are kept, and no product is computed twice.
-
-    The values that are kept are a minimal cut between what the forward is given and what the backward needs,
-    each value with its bytes as its capacity. Of several minimal cuts it is the one behind which the least is
-    computed. Nor is a value computed again that reads more bytes of weights than it has itself: a row of an
-    embedding's table is kept, and a matrix that is unpacked from fewer bits is not.
-    """
-    values = _Values(joint, frozen)
-    cheap = {node for node in values.repeatable if values.is_cheap(node)}
-    return frozenset(cheap - _minimal_cut(values, cheap))
 
 
 def layers(joint: Joint, frozen: Collection[str] = ()) -> frozenset[fx.Node]:
@@ -132,13 +116,6 @@ class _Values:
             is_view(node) and node.op != "placeholder"
         )
 
-    def is_cheap(self, node: fx.Node) -> bool:
-        """Tells whether a node multiplies no matrices, and reads no weight that is larger than its value."""
-        made = sum(_storage_bytes(node).values())
-        given = [one for one in node.all_input_nodes if self.is_given(one)]
-        reads = max((sum(_storage_bytes(one).values()) for one in given), default=0)
-        return is_view(node) or (not node.meta.get(FLOPS, 0) and reads <= made)
-
     @cached_property
     def needed(self) -> dict[int, int]:
         """The bytes of each storage that the backward reads, where nothing is computed again."""
@@ -194,38 +171,6 @@ def _storage_bytes(node: fx.Node) -> dict[int, int]:
     """The bytes of the storages of a node's value at the exported sizes."""
     tensors = tensors_of(node.meta.get("val"))
     return {storages_of(one)[0]: size_hint(one.untyped_storage().nbytes()) for one in tensors}
-
-
-def _minimal_cut(values: _Values, cheap: Collection[fx.Node]) -> set[fx.Node]:
-    """The values to keep so that the bytes of them are the fewest."""
-    import numpy as np
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-    nodes = [node for node in values.nodes if not values.is_given(node)]
-    number = {
-        node: 2 * k for k, node in enumerate(nodes)
-    }  # where a value is made; one more: where it is read
-    source, sink = 2 * len(nodes), 2 * len(nodes) + 1
-    owned = {node: sum(_storage_bytes(node).values()) for node in nodes if values.owns(node)}
-    unit = sum(owned.values()) // (_INFINITE // 2) + 1
-    edges: list[tuple[int, int, int]] = []
-    for node, k in number.items():
-        edges.append((k, k + 1, owned[node] // unit + 1 if node in owned else _INFINITE))
-        if node in cheap:
-            edges += [(number[one] + 1, k, _INFINITE) for one in node.all_input_nodes if one in number]
-        else:
-            edges.append((source, k, _INFINITE))
-        if any(user in values.own for user in node.users):
-            edges.append((k + 1, sink, _INFINITE))
-    starts, ends, capacities = np.array(edges, dtype=np.int32).T
-    size = (sink + 1, sink + 1)
-    graph = csr_matrix((capacities, (starts, ends)), shape=size)
-    left = graph - maximum_flow(graph, source, sink).flow
-    left.data = (left.data > 0).astype(np.int32)
-    left.eliminate_zeros()
-    behind = {int(k) for k in breadth_first_order(left.T.tocsr(), sink, return_predecessors=False)}
-    return {node for node, k in number.items() if k + 1 in behind and k not in behind}
 
 
 def _segments(values: _Values) -> Sequence[int]:

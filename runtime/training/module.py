@@ -58,7 +58,7 @@ class TrainingModule(StreamedModule):
 
     @property
     def activations(self) -> str:
-        """What is kept for the backward: "keep", "cut", "layers" or "segments"."""
+        """What is kept for the backward: "keep", "layers" or "segments"."""
         return self._rung.name
 
     @outside_dynamo

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, export
-from torch.nn import functional
 
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import annotate
@@ -44,8 +43,8 @@ def held(halves: Halves, name: str) -> Activations:
 
 def test_each_rung_keeps_fewer_bytes_and_takes_less_memory(decoder: tuple[nn.Module, Halves]) -> None:
     found = [held(decoder[1], name) for name in RUNGS]
-    assert found[0].held_bytes() > found[1].held_bytes() > 2 * found[2].held_bytes()
-    assert found[0].peak() > found[1].peak() > found[2].peak()
+    assert found[0].held_bytes() > 2 * found[1].held_bytes()
+    assert found[0].peak() > found[1].peak()
 
 
 def test_layers_keep_what_goes_from_one_to_the_next_and_what_is_random(
@@ -72,12 +71,13 @@ def test_random_values_are_drawn_once(decoder: tuple[nn.Module, Halves]) -> None
         assert not drawn
 
 
-def test_a_cut_computes_no_product_twice(decoder: tuple[nn.Module, Halves]) -> None:
+def test_layers_compute_products_twice_where_a_gradient_needs_them(
+    decoder: tuple[nn.Module, Halves],
+) -> None:
     counts = [len(list(products(backward_of(decoder[1], name)))) for name in RUNGS]
-    assert counts[0] == counts[1]
     # In each block three views of one weight, the gate with its adapter, and what the other adapter's second
     # product is of; behind the last value that is kept, the last product of the block, and the head.
-    assert counts[2] == counts[0] + 3 * (3 + 3 + 1) + 2
+    assert counts[1] == counts[0] + 3 * (3 + 3 + 1) + 2
 
 
 def test_weights_are_read_once_more_where_layers_are_computed_again(
@@ -91,7 +91,6 @@ def test_weights_are_read_once_more_where_layers_are_computed_again(
     }
     once, forward = reads["backward"], reads["forward"]
     large = {name for name, one in zip(names, payload.storages, strict=True) if one.nbytes > 32 << 10}
-    assert {name: once[name] for name in large} == {name: reads["backward_cut"][name] for name in large}
     more = {name for name in large if name.endswith(("packed", "gate.base.weight"))}
     more |= {"blocks.2.back.weight"}
     for name in large - {"embed.weight"}:
@@ -112,29 +111,6 @@ def test_gradients_are_equal_on_every_rung(decoder: tuple[nn.Module, Halves]) ->
         for fqn, gradient in gradients.items():
             assert gradient.any()
             assert torch.equal(gradient, module.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
-
-
-class Unpacked(nn.Module):
-    """A linear whose weight is stored in one byte for each number, behind a trained one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 64)
-        self.register_buffer("packed", torch.randint(-9, 9, (64, 64), dtype=torch.int8))
-        self.table = nn.Embedding(512, 64)
-
-    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        y = functional.linear(self.up(x), self.packed.to(torch.float32) * 0.1)  # type: ignore[operator]
-        return (self.up(y) * self.table(rows)).square().mean()
-
-
-def test_a_matrix_is_unpacked_again_and_a_table_is_not_read_again() -> None:
-    inputs = torch.randn(4, 64), torch.arange(4)
-    exported = export(Unpacked(), inputs, strict=False)
-    halves = divide(exported, trained(exported), rungs=("cut",))
-    assert held(halves, "cut").held_bytes() < 64 * 64  # neither the matrix, nor what is made of it
-    targets = [node.target for node in backward_of(halves, "cut").graph.nodes]
-    assert aten.embedding.default not in targets
 
 
 def test_a_rung_that_saves_nothing_is_left_out() -> None:

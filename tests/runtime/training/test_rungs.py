@@ -99,9 +99,9 @@ def test_what_is_kept_is_what_is_counted(program: Program, rung: str) -> None:
 
 
 def test_each_rung_keeps_less_and_reads_more(program: Program) -> None:
-    keep, cut, layers = rung_bytes(program)
-    assert keep.kept_bytes > cut.kept_bytes > 2 * layers.kept_bytes
-    assert keep.activation_bytes > cut.activation_bytes > layers.activation_bytes
+    keep, layers = rung_bytes(program)
+    assert keep.kept_bytes > 2 * layers.kept_bytes
+    assert keep.activation_bytes > layers.activation_bytes
     assert keep.activation_bytes > keep.kept_bytes
     assert layers.backward_read_bytes > 1.3 * keep.backward_read_bytes
 
@@ -144,14 +144,14 @@ def test_a_plan_of_a_rung_is_loaded_as_that_rung(program: Program) -> None:
 
 
 def test_other_names_are_refused(program: Program, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="choose from 'auto', 'keep', 'cut', 'layers'"):
+    with pytest.raises(PlanError, match="choose from 'auto', 'keep', 'layers'"):
         program.load("100%", activations="all")
     linear = nn.Linear(4, 4)
     plain = penstock.compile(export(linear, (torch.ones(1, 4),)), tmp_path / "plain.penstock")
     with pytest.raises(PlanError, match="is for programs that compile_training made"):
         plain.load("100%", activations="keep")
     for asked in ("keep", ["all"], []):
-        with pytest.raises(PassError, match=r"expected a list of 'keep', 'cut', 'layers'"):
+        with pytest.raises(PassError, match=r"expected a list of 'keep', 'layers'"):
             penstock.compile_training(
                 linear, tmp_path / "m", example=(torch.ones(1, 4),), trainable=["*"], activations=asked
             )

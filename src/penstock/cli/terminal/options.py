@@ -14,7 +14,7 @@ from penstock.schedule.facts.sizes import parse_size
 
 _Given = str | list[str] | None
 _ARENAS = ("mapped", "pooled", "contiguous", "paged")
-_ACTIVATIONS = ("auto", "keep", "cut", "layers")
+_ACTIVATIONS = ("auto", "keep", "layers")
 _ENGINES = ("auto", "native", "python")
 _DTYPES = ("bfloat16", "float16", "float32")
 _ANY_TOTAL = 1 << 60
@@ -116,7 +116,7 @@ ArenaName = Annotated[
 Activations = Annotated[
     str,
     typer.Option(
-        help="What a program that is trained keeps for its backward: keep, cut or layers.",
+        help="What a program that is trained keeps for its backward: keep or layers.",
         autocompletion=offer(*_ACTIVATIONS),
     ),
 ]
