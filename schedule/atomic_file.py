@@ -63,9 +63,9 @@ def replace_file(path: Path, *, force: bool) -> Iterator[int]:
 
 def write_all(fd: int, data: bytes) -> None:
     """Write all bytes to a descriptor: the system may take fewer at once. Raises OSError where it refuses."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(fd, remaining) :]
 
 
 def is_unfinished(path: Path) -> bool:

@@ -50,24 +50,24 @@ def with_host(plan: _P, nbytes: int) -> _P:
     copied = copied_ranges(plan)
     if sum(r.nbytes for r in copied) <= nbytes:
         return replace(plan, host=HostTier(nbytes, copied))
-    spilled = sum(one.nbytes for one in spilled_ranges(plan))
+    spilled = sum(spilled_range.nbytes for spilled_range in spilled_ranges(plan))
     least = granule + spilled
     rings = {(nbytes - spilled) // part // granule * granule for part in _RINGS} - {0}
     if nbytes < least:
-        what = "weights pass through it in pieces" + (", beside what is copied out" if spilled else "")
+        passing = "weights pass through it in pieces" + (", beside what is copied out" if spilled else "")
         raise BudgetError(
             f"the host memory of {format_budget(nbytes)} is below the floor of {format_size(least)}: "
-            f"{what}; give at least {least} bytes",
+            f"{passing}; give at least {least} bytes",
             floor_bytes=least,
         )
-    found = (_timed(_with_ring(plan, nbytes, ring)) for ring in sorted(rings))
-    return min(found, key=lambda one: one.predicted_seconds)
+    plans = (_timed(_with_ring(plan, nbytes, ring)) for ring in sorted(rings))
+    return min(plans, key=lambda candidate: candidate.predicted_seconds)
 
 
 def copied_ranges(plan: Decisions) -> tuple[Range, ...]:
     """The ranges that are ever copied: in a steady pass, or when the boundary is loaded."""
     transfers = [r for schedule in plan.schedules for r in _ranges(schedule)]
-    boundaries = [item for schedule in plan.schedules for item in plan.boundary_of(schedule)]
+    boundaries = [piece for schedule in plan.schedules for piece in plan.boundary_of(schedule)]
     return merged(transfers + subtract(boundaries, merged(plan.resident)), _breaks(plan))
 
 
@@ -78,15 +78,15 @@ def _breaks(plan: Decisions) -> frozenset[int]:
 
 def host_bytes(plan: Decisions) -> int:
     """Bytes of host memory for streamed weights, the ring included."""
-    held = copied_ranges(plan) if plan.host is None else plan.host.resident
-    return sum(item.nbytes for item in held) + max((s.staging_bytes for s in plan.schedules), default=0)
+    copied = copied_ranges(plan) if plan.host is None else plan.host.resident
+    return sum(piece.nbytes for piece in copied) + max((s.staging_bytes for s in plan.schedules), default=0)
 
 
 def _timed(plan: _P) -> _P:
     """The plan whose schedules have the periods of the exact event graph."""
     timed = []
-    for which, (schedule, trace) in enumerate(zip(plan.schedules, plan.traces, strict=True)):
-        launched = launched_steps(plan, which)
+    for number, (schedule, trace) in enumerate(zip(plan.schedules, plan.traces, strict=True)):
+        launched = launched_steps(plan, number)
         period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap, launched=launched)
         timed.append(replace(schedule, predicted_ns=period))
     return replace(plan, schedules=tuple(timed))
@@ -94,11 +94,11 @@ def _timed(plan: _P) -> _P:
 
 def staged_bytes(transfer: Transfer, resident: Sequence[Range]) -> int:
     """Bytes of a transfer that the host does not hold; `resident` are its ranges, sorted and disjoint."""
-    held = 0
+    resident_bytes = 0
     first = bisect_right(resident, transfer.start, key=lambda r: r.stop)
-    for one in resident[first : bisect_left(resident, transfer.stop, key=lambda r: r.start)]:
-        held += min(one.stop, transfer.stop) - max(one.start, transfer.start)
-    return transfer.stop - transfer.start - held
+    for piece in resident[first : bisect_left(resident, transfer.stop, key=lambda r: r.start)]:
+        resident_bytes += min(piece.stop, transfer.stop) - max(piece.start, transfer.start)
+    return transfer.stop - transfer.start - resident_bytes
 
 
 def spilled_ranges(plan: Decisions) -> tuple[Range, ...]:
@@ -116,8 +116,8 @@ def _with_ring(plan: _P, nbytes: int, ring: int) -> _P:
         for s in plan.schedules
     ]
     weights = [replace(s, transfers=tuple(t for t in s.transfers if staged_bytes(t, spilled))) for s in cut]
-    held = _held(weights, nbytes - ring - sum(one.nbytes for one in spilled))
-    resident = merged((*spilled, *held), _breaks(plan))
+    staying = _held(weights, nbytes - ring - sum(piece.nbytes for piece in spilled))
+    resident = merged((*spilled, *staying), _breaks(plan))
     schedules = tuple(
         replace(s, staged=tuple(staged_bytes(t, resident) for t in s.transfers), staging_bytes=ring)
         for s in cut
@@ -137,7 +137,7 @@ def _held(schedules: Sequence[Schedule], room: int) -> tuple[Range, ...]:
         for t in schedule.transfers:
             inside = edges[bisect_left(edges, t.start) : bisect_right(edges, t.stop)]
             counts.update(Range(a, b) for a, b in itertools.pairwise(inside))
-    held: list[Range] = []
+    chosen: list[Range] = []
     for often in sorted(set(counts.values()), reverse=True):
         cells = [cell for cell, count in counts.items() if count == often]
         share = min(1.0, room / sum(cell.nbytes for cell in cells))
@@ -145,10 +145,10 @@ def _held(schedules: Sequence[Schedule], room: int) -> tuple[Range, ...]:
         for cell in cells:
             owed += cell.nbytes * share
             if cell.nbytes <= room and owed >= cell.nbytes / 2:
-                held.append(cell)
+                chosen.append(cell)
                 room -= cell.nbytes
                 owed -= cell.nbytes
-    return merged(held)
+    return merged(chosen)
 
 
 def _parts(transfer: Transfer, piece: int, spilled: Sequence[Range]) -> Iterator[Transfer]:

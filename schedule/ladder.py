@@ -31,8 +31,8 @@ def budgets(lowest: int, highest: int, rungs: int = RUNGS) -> tuple[int, ...]:
             f"a ladder has two plans or more, got {rungs}: the floor's, and one that streams nothing"
         )
     most, steps = max(0, highest - 2 * lowest), rungs - 3
-    found = {highest - int(most * _LAST ** (-k / max(1, steps))) for k in range(steps + 1)}
-    return tuple(sorted({lowest, highest, *(one for one in found if one > lowest)}))
+    spaced = {highest - int(most * _LAST ** (-k / max(1, steps))) for k in range(steps + 1)}
+    return tuple(sorted({lowest, highest, *(nbytes for nbytes in spaced if nbytes > lowest)}))
 
 
 def ladder(make: Callable[[int], Plan], lowest: int, highest: int, rungs: int = RUNGS) -> tuple[Plan, ...]:
@@ -41,12 +41,12 @@ def ladder(make: Callable[[int], Plan], lowest: int, highest: int, rungs: int = 
     A plan that is no faster than the one below it and moves no fewer bytes is left out: nothing is gained by
     its memory. Raises PlanError for fewer than two rungs.
     """
-    found: list[Plan] = []
+    plans: list[Plan] = []
     for budget in budgets(lowest, highest, rungs):
         plan = make(budget)
-        if not found or _gains(plan, found[-1]):
-            found.append(plan)
-    return tuple(found)
+        if not plans or _gains(plan, plans[-1]):
+            plans.append(plan)
+    return tuple(plans)
 
 
 def _gains(plan: Plan, lower: Plan) -> bool:

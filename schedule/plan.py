@@ -30,14 +30,14 @@ class Plan(Decisions):
 
         What a forward keeps for its backward is counted apart, and so is what is read by units.
         """
-        kept = sum(self.sizes[s] for s in self.produced) if self.sizes else 0
+        produced_bytes = sum(self.sizes[s] for s in self.produced) if self.sizes else 0
         outside = sum(self.sizes[s] for s in {*self.outside} - self.produced) if self.sizes else 0
-        resident = format_size(sum(one.nbytes for one in self.resident) + outside)
-        total = f" of {format_size(sum(self.sizes) - kept)}" if self.sizes else ""
+        resident = format_size(sum(piece.nbytes for piece in self.resident) + outside)
+        total = f" of {format_size(sum(self.sizes) - produced_bytes)}" if self.sizes else ""
         streamed = format_size(self.streamed_bytes)
         written = ""
         if self.produced:
-            values = f" of {format_size(kept)}" if kept else ""
+            values = f" of {format_size(produced_bytes)}" if produced_bytes else ""
             written = f", {format_size(self.written_bytes)}{values} of kept values written out"
         budget = format_budget(self.budget, sum(self.sizes))
         units = ""

@@ -73,14 +73,14 @@ def _floor(pieces: Pieces) -> Floor:
     demand, outside, most = pieces.demand, pieces.demand.outside_bytes, pieces.demand.streamed_bytes
     steps = [
         (nbytes, step)
-        for which, trace in enumerate(demand.traces)
+        for number, trace in enumerate(demand.traces)
         for nbytes, step in zip(
-            needed_bytes(pieces.copied_runs, len(trace.steps), which=which), trace.steps, strict=True
+            needed_bytes(pieces.copied_runs, len(trace.steps), number=number), trace.steps, strict=True
         )
     ]
     if not steps:
         return Floor(outside, outside, "", ())
-    lower, step = max(steps, key=lambda one: one[0])
+    lower, step = max(steps, key=lambda needed: needed[0])
     upper = max(lower, tight(pieces.blocks).nbytes) if demand.arena.kind == "contiguous" else lower
     reads = tuple(
         s
@@ -122,19 +122,19 @@ def _plan(problem: Problem, budget: int, names: Sequence[str] | None, effort: fl
     cap = budget - problem.outside_bytes
     if problem.streamed_bytes <= cap:
         outside = tuple(sorted((*outside, *problem.streamed)))
-        found, schedules = _nothing_streamed(problem)
+        draft, schedules = _nothing_streamed(problem)
     else:
         pieces = Pieces(problem)
         _check_floor(pieces, budget, names)
-        found, schedules = _fastest(problem, pieces, cap, effort)
+        draft, schedules = _fastest(problem, pieces, cap, effort)
     plan = Plan(
         budget=budget,
         arena=problem.arena,
-        arena_bytes=found.arena_bytes,
+        arena_bytes=draft.arena_bytes,
         outside=outside,
-        addresses=found.addresses,
-        resident=found.resident,
-        boundary=found.boundary,
+        addresses=draft.addresses,
+        resident=draft.resident,
+        boundary=draft.boundary,
         wrap=problem.wrap,
         schedules=schedules,
         traces=problem.traces,
@@ -170,12 +170,15 @@ def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
         return None
     if _place_of(plan.pool) != _place_of(problem.pool):
         return None
-    boundaries = tuple(one.boundary for one in plan.schedules if one.boundary is not None)
-    found = Draft(plan.arena_bytes, plan.addresses, plan.resident, plan.boundary, streams, boundaries)
+    boundaries = tuple(schedule.boundary for schedule in plan.schedules if schedule.boundary is not None)
+    draft = Draft(plan.arena_bytes, plan.addresses, plan.resident, plan.boundary, streams, boundaries)
     cap = plan.budget - problem.outside_bytes
-    bounds = tuple(one.bound_ns if one else None for one in _relaxed(problem, Pieces(problem), cap))
+    bounds = tuple(
+        relaxation.bound_ns if relaxation else None for relaxation in _relaxed(problem, Pieces(problem), cap)
+    )
     schedules = tuple(
-        replace(one, lower_bound_ns=bound) for one, bound in zip(_timed(problem, found), bounds, strict=True)
+        replace(schedule, lower_bound_ns=bound)
+        for schedule, bound in zip(_timed(problem, draft), bounds, strict=True)
     )
     timed = replace(
         plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware, pool=problem.pool
@@ -205,7 +208,7 @@ def _planned_traces(problem: Problem) -> tuple[Trace, ...]:
 def _relaxed(problem: Problem, pieces: Pieces, cap: int) -> tuple[Relaxation | None, ...]:
     """The relaxation of each trace within `cap` bytes of arena; None where the solver failed."""
     tiers = _tiers(problem, pieces, cap)
-    return tuple(relax(problem, pieces, tiers, which) for which in range(len(problem.traces)))
+    return tuple(relax(problem, pieces, tiers, number) for number in range(len(problem.traces)))
 
 
 def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple[Draft, tuple[Schedule, ...]]:
@@ -217,11 +220,11 @@ def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple
         if best and _least_ns(problem, rung) >= _total_ns(best[1]):
             break
         relaxed = _relaxed(problem, pieces, rung)
-        bounds = bounds or tuple(one.bound_ns if one else None for one in relaxed)
-        found = _careful(search, Task(problem, pieces, rung, relaxed, effort))
-        schedules = _timed(problem, found)
+        bounds = bounds or tuple(relaxation.bound_ns if relaxation else None for relaxation in relaxed)
+        draft = _careful(search, Task(problem, pieces, rung, relaxed, effort))
+        schedules = _timed(problem, draft)
         if best is None or _total_ns(schedules) < _total_ns(best[1]):
-            best = found, schedules
+            best = draft, schedules
     assert best is not None
     return best[0], tuple(
         replace(schedule, lower_bound_ns=bound) for schedule, bound in zip(best[1], bounds, strict=True)
@@ -230,16 +233,16 @@ def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple
 
 def _careful(search: Callable[[Task], Draft], task: Task) -> Draft:
     """The draft found, or one nearly as fast that waits less where the link is late."""
-    problem, found = task.problem, search(task)
+    problem, draft = task.problem, search(task)
     in_flight = _LATE * problem.hardware.link_in_flight_bytes
     late = replace(problem, hardware=replace(problem.hardware, link_in_flight_bytes=in_flight))
-    enough = _CARE * sum(found.periods_ns(problem))
-    waiting = sum(found.periods_ns(late))
+    enough = _CARE * sum(draft.periods_ns(problem))
+    waiting = sum(draft.periods_ns(late))
     if waiting <= enough or task.effort < 1:
-        return found
+        return draft
     other = search(replace(task, problem=late))
     better = sum(other.periods_ns(late)) < waiting and sum(other.periods_ns(problem)) <= enough
-    return other if better else found
+    return other if better else draft
 
 
 def _tiers(problem: Problem, pieces: Pieces, cap: int) -> tuple[Tier, ...]:
@@ -281,10 +284,10 @@ def _least_ns(problem: Problem, cap: int) -> int:
     return total
 
 
-def _timed(problem: Problem, found: Draft) -> tuple[Schedule, ...]:
+def _timed(problem: Problem, draft: Draft) -> tuple[Schedule, ...]:
     """The schedules of a draft, with their steady periods."""
-    boundaries = found.boundaries or (None,) * len(problem.traces)
-    facts = zip(problem.traces, found.streams, found.periods_ns(problem), boundaries, strict=True)
+    boundaries = draft.boundaries or (None,) * len(problem.traces)
+    facts = zip(problem.traces, draft.streams, draft.periods_ns(problem), boundaries, strict=True)
     return tuple(Schedule(trace.graph, *stream, ns, boundary=last) for trace, stream, ns, last in facts)
 
 
@@ -299,19 +302,19 @@ def _check_floor(pieces: Pieces, budget: int, names: Sequence[str] | None) -> No
         return
     called = [names[s] if names else f"storage {s}" for s in lowest.reads]
     least = format_size(lowest.upper_bytes, up=True)
-    given = format_budget(budget)
-    if given == least:  # a few bytes short
-        given, least = f"{budget:,} bytes", f"{lowest.upper_bytes:,} bytes"
-    sentence = f"the budget of {given} is below the floor of {least}"
-    kept = [names[s] if names else f"storage {s}" for s in sorted(demand.keep)]
-    if kept:
+    budget_text = format_budget(budget)
+    if budget_text == least:  # a few bytes short
+        budget_text, least = f"{budget:,} bytes", f"{lowest.upper_bytes:,} bytes"
+    sentence = f"the budget of {budget_text} is below the floor of {least}"
+    kept_names = [names[s] if names else f"storage {s}" for s in sorted(demand.keep)]
+    if kept_names:
         without = floor(replace(demand, keep=frozenset())).upper_bytes
         taken = format_size(lowest.upper_bytes - without)
-        sentence += f", of which keeping {', '.join(kept)} in memory takes {taken}"
+        sentence += f", of which keeping {', '.join(kept_names)} in memory takes {taken}"
     needs = f"step {lowest.step!r} needs {', '.join(called)} at once"
     raise BudgetError(
         f"{sentence}: {needs if called else 'so much stays in memory, whatever streams'}; "
-        f"give at least {lowest.upper_bytes} bytes{' or keep fewer weights' if kept else ''}",
+        f"give at least {lowest.upper_bytes} bytes{' or keep fewer weights' if kept_names else ''}",
         floor_bytes=lowest.upper_bytes,
         step=lowest.step,
         weights=tuple(called) if names else (),
@@ -321,6 +324,6 @@ def _check_floor(pieces: Pieces, budget: int, names: Sequence[str] | None) -> No
 def _nothing_streamed(problem: Problem) -> tuple[Draft, tuple[Schedule, ...]]:
     """The draft and the schedules of a plan without copies, whose passes take as long as their compute."""
     addresses = (-1,) * len(problem.storages) if problem.arena.kind == "contiguous" else ()
-    found = Draft(0, addresses, (), (), tuple(((), ()) for _ in problem.traces))
-    timed = zip(_timed(problem, found), problem.traces, strict=True)
-    return found, tuple(replace(one, lower_bound_ns=trace.compute_ns) for one, trace in timed)
+    draft = Draft(0, addresses, (), (), tuple(((), ()) for _ in problem.traces))
+    timed = zip(_timed(problem, draft), problem.traces, strict=True)
+    return draft, tuple(replace(schedule, lower_bound_ns=trace.compute_ns) for schedule, trace in timed)

@@ -58,14 +58,14 @@ def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> N
     _, first, group = numpy.unique(groups, return_index=True, return_inverse=True)
     sizes = program.sizes[first]
     gaps = numpy.bincount(group)
-    made = program.spilled[first]  # of the produced bytes, none has to be copied
+    produced_bytes = program.spilled[first]  # of the produced bytes, none has to be copied
     for tier, shape in enumerate(program.tiers):
         its = program.columns(tier)
         room = (shape.nbytes - always) / program.unit_bytes
-        excess = float(sizes[~made].sum()) - room
+        excess = float(sizes[~produced_bytes].sum()) - room
         resident = its.resident[: len(sizes)]
         # Bytes of a group that no gap copies again are never dropped.
-        rows = program.at_most.add((gaps - 1 + made) * sizes)
+        rows = program.at_most.add((gaps - 1 + produced_bytes) * sizes)
         program.at_most.put(rows[group], its.kept, 1.0)
         program.at_most.put(rows, resident, -1.0)
         rows = program.equals.add(numpy.array([room]))
@@ -76,7 +76,7 @@ def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> N
             program.least_shared[tier] = shape.granule / program.unit_bytes
             if shape.latency_ns:
                 _add_fewest(program, tier, room, excess)
-            if shape.latency_ns and not tier and program.phases.complete and not made.any():
+            if shape.latency_ns and not tier and program.phases.complete and not produced_bytes.any():
                 _add_pairs(program, group, room, excess)
         if shape.most_at_once:
             _add_single(program, tier, groups)

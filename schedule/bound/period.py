@@ -104,21 +104,21 @@ def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
     if len(cut) > _CUT:
         return nbytes
     sums = {sum(some) for count in range(len(cut) + 1) for some in itertools.combinations(cut, count)}
-    return max(one + (nbytes - one) // granule * granule for one in sums if one <= nbytes)
+    return max(total + (nbytes - total) // granule * granule for total in sums if total <= nbytes)
 
 
-def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], which: int = 0) -> Relaxation | None:
-    """Solve the relaxation for trace number `which` of the problem; None if the solver fails in time.
+def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], number: int = 0) -> Relaxation | None:
+    """Solve the relaxation for trace number `number` of the problem; None if the solver fails in time.
 
     The first tier is the device's.
     """
-    groups, trace = pieces.copied, problem.traces[which]
-    gaps = gaps_of(groups, trace, which=which)
+    groups, trace = pieces.copied, problem.traces[number]
+    gaps = gaps_of(groups, trace, number=number)
     if not gaps:
         return Relaxation(trace.compute_ns, (), (), groups, 0.0)
     sizes = numpy.array([groups[gap.group].nbytes for gap in gaps], dtype=float)
     phases = _phases(gaps, trace, problem.wrap)
-    needed = numpy.array(needed_bytes(groups, len(trace.steps), which=which), dtype=float)
+    needed = numpy.array(needed_bytes(groups, len(trace.steps), number=number), dtype=float)
     shares = numpy.array([gap.group for gap in gaps])
     always = sum(group.nbytes for group in groups if group.kept)
     spilled = numpy.array([groups[gap.group].produced for gap in gaps])
@@ -130,20 +130,22 @@ def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], which: int = 
         return None
     dual, solution = solved
     wait_ns = max(0.0, dual * program.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
-    kept = solution[program.columns(0).kept] * program.unit_bytes
+    kept_bytes = solution[program.columns(0).kept] * program.unit_bytes
     shared = float(solution[program.columns(0).largest[0]]) * program.unit_bytes
-    launching = problem.hardware.host_step_ns * _fewest_streamed(groups, trace, tiers[0].nbytes, which)
+    launching = problem.hardware.host_step_ns * _fewest_streamed(groups, trace, tiers[0].nbytes, number)
     bound = max(trace.compute_ns + math.floor(wait_ns), launching)
-    return Relaxation(bound, tuple(kept.tolist()), gaps, groups, shared)
+    return Relaxation(bound, tuple(kept_bytes.tolist()), gaps, groups, shared)
 
 
-def _fewest_streamed(groups: Sequence[Group], trace: Trace, nbytes: int, which: int) -> int:
-    """The fewest steps of trace number `which` that can read bytes which do not always stay in `nbytes`."""
-    weights = [group for group in groups if not group.produced and (group.kept or group.reads[which])]
+def _fewest_streamed(groups: Sequence[Group], trace: Trace, nbytes: int, number: int) -> int:
+    """The fewest steps of trace number `number` that can read bytes which do not always stay in `nbytes`."""
+    weights = [group for group in groups if not group.produced and (group.kept or group.reads[number])]
     always = sum(group.nbytes for group in weights if group.kept)
     excess = sum(group.nbytes for group in weights) - nbytes
-    needed = needed_bytes(weights, len(trace.steps), which=which)
-    read = itertools.accumulate(sorted((one - always for one in needed), reverse=True), initial=0)
+    needed = needed_bytes(weights, len(trace.steps), number=number)
+    read = itertools.accumulate(
+        sorted((nbytes_at_step - always for nbytes_at_step in needed), reverse=True), initial=0
+    )
     return sum(total < excess for total in read) + (excess > 0)
 
 
@@ -164,8 +166,8 @@ def _solve_in_granules(program: LinearProgram, granule: int) -> tuple[float, num
     for bounds in ((least, math.floor(count) * whole), (math.ceil(count) * whole, most)):
         program.bounds[column] = bounds
         sides.append(_solve(program) if bounds[0] <= bounds[1] else (math.inf, program.cost))
-    found = [side for side in sides if side]
-    return min(found, key=lambda side: side[0]) if len(found) == len(sides) else solved
+    solved_sides = [side for side in sides if side]
+    return min(solved_sides, key=lambda side: side[0]) if len(solved_sides) == len(sides) else solved
 
 
 def _solve(program: LinearProgram) -> tuple[float, numpy.ndarray] | None:

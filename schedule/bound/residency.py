@@ -34,8 +34,8 @@ class Gap:
         return self.closes - self.opens - 1
 
 
-def gaps_of(groups: Sequence[Group], trace: Trace, *, which: int = 0) -> tuple[Gap, ...]:
-    """The gaps of every group that trace number `which` reads and that a plan may drop.
+def gaps_of(groups: Sequence[Group], trace: Trace, *, number: int = 0) -> tuple[Gap, ...]:
+    """The gaps of every group that trace number `number` reads and that a plan may drop.
 
     There is no gap between the last read of what is produced and the step that writes it anew: no copy can
     bring it then.
@@ -44,21 +44,21 @@ def gaps_of(groups: Sequence[Group], trace: Trace, *, which: int = 0) -> tuple[G
     return tuple(
         Gap(index, opens, closes)
         for index, group in enumerate(groups)
-        if not group.kept and group.reads[which]
-        for opens, closes in itertools.pairwise((*group.reads[which], *_again(group, n, which)))
+        if not group.kept and group.reads[number]
+        for opens, closes in itertools.pairwise((*group.reads[number], *_again(group, n, number)))
     )
 
 
-def _again(group: Group, steps: int, which: int) -> tuple[int, ...]:
+def _again(group: Group, steps: int, number: int) -> tuple[int, ...]:
     """The first use of a group in the next pass of `steps` steps, if what it holds then is the same."""
-    return () if group.produced else (group.reads[which][0] + steps,)
+    return () if group.produced else (group.reads[number][0] + steps,)
 
 
-def needed_bytes(pieces: Sequence[Group] | Sequence[Run], steps: int, *, which: int = 0) -> list[int]:
+def needed_bytes(pieces: Sequence[Group] | Sequence[Run], steps: int, *, number: int = 0) -> list[int]:
     """Bytes that must be on the device at each step: the pieces that it reads, and those always kept."""
     needed = [sum(piece.nbytes for piece in pieces if piece.kept)] * steps
     for piece in pieces:
-        for k in () if piece.kept else piece.reads[which]:
+        for k in () if piece.kept else piece.reads[number]:
             needed[k] += piece.nbytes
     return needed
 
@@ -73,7 +73,7 @@ class Residency:
         self._opens = numpy.array([gap.opens for gap in gaps], dtype=numpy.int64)
         self._closes = numpy.array([gap.closes for gap in gaps], dtype=numpy.int64)
 
-    def rounded(self, kept: Sequence[float], *, quantum: int = 0) -> list[int]:
+    def rounded(self, kept_bytes: Sequence[float], *, quantum: int = 0) -> list[int]:
         """The number of leading spans to keep over each gap, so that about `kept` bytes are kept.
 
         Gaps are rounded in the order of their closing steps. Each one makes up for the rounding error of
@@ -87,7 +87,7 @@ class Residency:
         running = False
         for index in sorted(range(len(gaps)), key=lambda i: (gaps[i].closes % steps, gaps[i].group)):
             prefix = self.groups[gaps[index].group].bytes_of_first
-            owed += prefix[-1] - kept[index]
+            owed += prefix[-1] - kept_bytes[index]
             if not gaps[index].inside:
                 counts[index] = len(prefix) - 1
             elif prefix[-1] < quantum:
@@ -106,44 +106,46 @@ class Residency:
         total: numpy.ndarray = self.needed + self._profile(range(len(self.gaps)), counts)
         return total
 
-    def held_bytes(self, kept: Sequence[float]) -> numpy.ndarray:
+    def held_bytes(self, kept_bytes: Sequence[float]) -> numpy.ndarray:
         """Bytes on the device at each step, as `held` counts them, if gap g keeps `kept[g]` bytes."""
-        total: numpy.ndarray = self.needed + self._over(numpy.arange(len(self.gaps)), numpy.array(kept))
+        total: numpy.ndarray = self.needed + self._over(numpy.arange(len(self.gaps)), numpy.array(kept_bytes))
         return total
 
-    def trim(self, counts: Sequence[int], kept: Sequence[float], limit: int) -> list[int]:
+    def trim(self, counts: Sequence[int], kept_bytes: Sequence[float], limit: int) -> list[int]:
         """The counts, lowered so that no step holds more than `limit` bytes, or more than it needs itself.
 
         Where a step holds too much, the count is lowered first at the gap whose spans exceed its `kept` bytes
         by most.
         """
         counts = list(counts)
-        held, steps = self.held(counts), len(self.needed)
+        held_at_step, steps = self.held(counts), len(self.needed)
         most = numpy.maximum(self.needed, limit)
-        for step in numpy.nonzero(held > most)[0].tolist():
-            if held[step] <= most[step]:
+        for step in numpy.nonzero(held_at_step > most)[0].tolist():
+            if held_at_step[step] <= most[step]:
                 continue
             inside = (self._opens < step) & (step < self._closes) | (self._opens < step + steps) & (
                 step + steps < self._closes
             )
-            for gap in sorted(numpy.nonzero(inside)[0].tolist(), key=lambda g: self._short(g, counts, kept)):
-                excess = int(held[step] - most[step])
+            for gap in sorted(
+                numpy.nonzero(inside)[0].tolist(), key=lambda g: self._short(g, counts, kept_bytes)
+            ):
+                excess = int(held_at_step[step] - most[step])
                 if excess <= 0:
                     break
                 prefix = self.groups[self.gaps[gap].group].bytes_of_first
                 count = max(0, bisect_right(prefix, prefix[counts[gap]] - excess) - 1)
                 freed = numpy.array([prefix[counts[gap]] - prefix[count]])
-                held -= self._over(numpy.array([gap]), freed)
+                held_at_step -= self._over(numpy.array([gap]), freed)
                 counts[gap] = count
         return counts
 
-    def _short(self, gap: int, counts: Sequence[int], kept: Sequence[float]) -> float:
+    def _short(self, gap: int, counts: Sequence[int], kept_bytes: Sequence[float]) -> float:
         """Bytes that the spans kept over a gap lack of its `kept` bytes; negative if they have more."""
-        return kept[gap] - self.groups[self.gaps[gap].group].bytes_of_first[counts[gap]]
+        return kept_bytes[gap] - self.groups[self.gaps[gap].group].bytes_of_first[counts[gap]]
 
     def _profile(self, gaps: Sequence[int], counts: Sequence[int]) -> numpy.ndarray:
         """Bytes held at each step only because each of these gaps keeps its count of spans."""
-        which = numpy.fromiter(gaps, dtype=numpy.int64, count=len(gaps))
+        gap_numbers = numpy.fromiter(gaps, dtype=numpy.int64, count=len(gaps))
         nbytes = numpy.array(
             [
                 self.groups[self.gaps[gap].group].bytes_of_first[count]
@@ -151,14 +153,14 @@ class Residency:
             ],
             dtype=numpy.int64,
         )
-        return self._over(which, nbytes)
+        return self._over(gap_numbers, nbytes)
 
-    def _over(self, which: numpy.ndarray, nbytes: numpy.ndarray) -> numpy.ndarray:
+    def _over(self, gap_numbers: numpy.ndarray, nbytes: numpy.ndarray) -> numpy.ndarray:
         """Bytes held at each step only because these gaps keep `nbytes` each."""
         steps = len(self.needed)
         change = numpy.zeros(2 * steps + 1, dtype=nbytes.dtype)
-        numpy.add.at(change, self._opens[which] + 1, nbytes)
-        numpy.add.at(change, self._closes[which], -nbytes)
+        numpy.add.at(change, self._opens[gap_numbers] + 1, nbytes)
+        numpy.add.at(change, self._closes[gap_numbers], -nbytes)
         twice = change[:-1].cumsum()
         folded: numpy.ndarray = twice[:steps] + twice[steps:]
         return folded

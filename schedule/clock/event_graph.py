@@ -110,7 +110,7 @@ def steady_period_ns(
     rank = {node: position for position, node in enumerate(order)}
     edges.sort(key=lambda edge: rank[edge[1]])
     lines = _lines(schedule, hardware)
-    copying = max((sum(hardware.moving_ns(schedule.transfers[i]) for i in one) for one in lines), default=0)
+    copying = max((sum(hardware.moving_ns(schedule.transfers[i]) for i in line) for line in lines), default=0)
     staging = sum(hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule))
     weight, height = max(trace.compute_ns, copying, staging, hardware.host_step_ns * len(launched)), 1
     while True:
@@ -151,28 +151,30 @@ def simulate(
     launch_ns = [hardware.host_step_ns] * len(launched)
     least = [0] * len(steps) + [hardware.link_fill_ns + ns for ns in copy_ns] + [0] + disk_ns + launch_ns
     lines = _lines(schedule, hardware)
-    line = next((one for one in lines if any(transfers[i].direction == "in" for i in one)), [])
+    line = next(
+        (candidate for candidate in lines if any(transfers[i].direction == "in" for i in candidate)), []
+    )
     before: list[int] | None = None
     result: list[PassTimes] = []
     last: UnitCopies = ()
-    for own in (*units[:passes], *[()] * (passes - len(units))):
+    for unit_calls in (*units[:passes], *[()] * (passes - len(units))):
         system = alone
-        if own or last:
-            added = unit_edges((trace, schedule, hardware), line, (last, own), count)
-            system = _System([*edges, *added], count + len(own), schedule.graph)
-        now = system.next([*least, *(copy.ns for copy in own)], before)
+        if unit_calls or last:
+            added = unit_edges((trace, schedule, hardware), line, (last, unit_calls), count)
+            system = _System([*edges, *added], count + len(unit_calls), schedule.graph)
+        now = system.next([*least, *(copy.ns for copy in unit_calls)], before)
         reads = _reads(trace, schedule, now, zip(launched, now[begin:count], strict=True))
         spans = [
             tuple((end - ns, end) for end, ns in zip(ends, taken, strict=True))
             for ends, taken in (
                 (now[len(steps) : call], copy_ns),
                 (now[call + 1 : begin], disk_ns),
-                (now[count:], [copy.ns for copy in own]),
+                (now[count:], [copy.ns for copy in unit_calls]),
                 (now[begin:count], launch_ns),
             )
         ]
         result.append(PassTimes(now[call], reads, *spans))
-        before, last = now, own
+        before, last = now, unit_calls
     return tuple(result)
 
 
@@ -244,11 +246,11 @@ def settle(
 
 def stalls_of(trace: Trace, times: PassTimes) -> list[int]:
     """Nanoseconds for which each step of a pass waits: for its spans, its launch, and copies out."""
-    ended, found = times.call_start, []
+    ended, waits = times.call_start, []
     for step, (_, end) in zip(trace.steps, times.reads, strict=True):
-        found.append(end - ended - step.lead_ns - step.read_ns)
+        waits.append(end - ended - step.lead_ns - step.read_ns)
         ended = end
-    return found
+    return waits
 
 
 def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> Iterator[Edge]:
@@ -289,7 +291,7 @@ def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> 
 def _lines(schedule: Schedule, hardware: Hardware) -> list[list[int]]:
     """The indices of the transfers that share a line of the link, in issue order."""
     ways = [t.direction if hardware.duplex else "both" for t in schedule.transfers]
-    return [[i for i, way in enumerate(ways) if way == one] for one in dict.fromkeys(ways)]
+    return [[i for i, way in enumerate(ways) if way == direction] for direction in dict.fromkeys(ways)]
 
 
 def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edge]:
@@ -300,11 +302,14 @@ def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edg
     """
     staged = _staged(schedule)
     sizes, first, count = [schedule.staged[i] for i in staged], n + len(schedule.transfers) + 1, len(staged)
-    back, held = 0, 0  # reads `back - count` to q, which may be of the pass before, are in the ring together
+    back, in_ring = (
+        0,
+        0,
+    )  # reads `back - count` to q, which may be of the pass before, are in the ring together
     for q in range(-count, count):
-        held += sizes[q]
-        while held > schedule.staging_bytes or q - (back - count) >= count:
-            held -= sizes[back % count]
+        in_ring += sizes[q]
+        while in_ring > schedule.staging_bytes or q - (back - count) >= count:
+            in_ring -= sizes[back % count]
             back += 1
         if q < 0:
             continue

@@ -102,7 +102,7 @@ class Joiner:
 
     def _copies(self, twice: Sequence[Transfer], begin: int, end: int) -> list[_Copy]:
         """All copies that bring piece `begin` and others that follow it, but none from `end` on."""
-        first, found = twice[begin], []
+        first, copies = twice[begin], []
         stop = first.start
         for index in range(begin, end):
             piece = twice[index]
@@ -113,8 +113,8 @@ class Joiner:
                 break
             following = twice[index + 1].step if index + 1 < len(twice) else 2 * self._steps
             copy_ns = self._hardware.copy_ns(stop - first.start)
-            found.append(_Copy(index + 1, piece.after, copy_ns, following))
-        return found
+            copies.append(_Copy(index + 1, piece.after, copy_ns, following))
+        return copies
 
     def _extend(self, way: _Way, step: int, copies: Sequence[_Copy], ways: list[list[_Way]]) -> None:
         """Add to `ways` the ways that extend a way by one of some copies, for which `step` waits."""

@@ -63,23 +63,26 @@ def streamed_steps(
 
 def acting_steps(plan: Decisions, graph: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """The streamed steps of method number `graph`; `sizes` are the bytes of the storages."""
-    trace = next(one for one in plan.traces if one.graph == graph)
-    schedules = {one.graph: one for one in plan.schedules}
-    follows = {one.graph if one.follows is None else one.follows: one.graph for one in plan.traces}
+    trace = next(candidate for candidate in plan.traces if candidate.graph == graph)
+    schedules = {schedule.graph: schedule for schedule in plan.schedules}
+    follows = {
+        candidate.graph if candidate.follows is None else candidate.follows: candidate.graph
+        for candidate in plan.traces
+    }
     leaving = leaving_storages(plan.arena, sizes, plan.outside, plan.resident)
     return streamed_steps(trace, schedules[graph], schedules[follows[graph]], leaving)
 
 
-def launched_steps(plan: Decisions, which: int) -> tuple[int, ...]:
+def launched_steps(plan: Decisions, number: int) -> tuple[int, ...]:
     """The streamed steps of trace number `which` whose launches take time; none if no launch does.
 
     In a plan without `sizes`, the first byte of a storage stands for all.
     """
     if not plan.hardware.host_step_ns:
         return ()
-    return acting_steps(plan, plan.traces[which].graph, plan.sizes or (1,) * len(plan.arena.layout))
+    return acting_steps(plan, plan.traces[number].graph, plan.sizes or (1,) * len(plan.arena.layout))
 
 
-def launches_ns(plan: Decisions, which: int) -> int:
+def launches_ns(plan: Decisions, number: int) -> int:
     """Nanoseconds of the calling thread for the streamed steps of a pass of trace number `which`."""
-    return plan.hardware.host_step_ns * len(launched_steps(plan, which))
+    return plan.hardware.host_step_ns * len(launched_steps(plan, number))

@@ -69,7 +69,7 @@ class Loads:
         steps: int,
         *,
         breaks: Collection[int],
-        which: int = 0,
+        number: int = 0,
         call_ends: Callable[[int], int] | None = None,
     ) -> None:
         rows = [
@@ -92,10 +92,12 @@ class Loads:
         counts = [len(group.spans) for group in groups]
         first = numpy.array([0, *itertools.accumulate(counts)], dtype=numpy.int64)
         of_gap = numpy.array([first[gap.group] for gap in gaps], dtype=numpy.int64)
-        written = [group.reads[which][0] if group.produced and group.reads[which] else -1 for group in groups]
-        ends = [group.reads[which][-1] if written[g] >= 0 else -1 for g, group in enumerate(groups)]
+        written = [
+            group.reads[number][0] if group.produced and group.reads[number] else -1 for group in groups
+        ]
+        ends = [group.reads[number][-1] if written[g] >= 0 else -1 for g, group in enumerate(groups)]
         self.written, self.ends = (
-            numpy.repeat(numpy.array(one, dtype=numpy.int64), counts) for one in (written, ends)
+            numpy.repeat(numpy.array(column, dtype=numpy.int64), counts) for column in (written, ends)
         )
         """By span, the steps that write it and that use it last; -1 for weights."""
         self.span = of_gap[self.gap] + self.number
@@ -159,8 +161,8 @@ class Loads:
 
         def follow() -> Holding:
             in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
-            kept = [(int(self.step[i]), self.spans[self.span[i]]) for i in numpy.nonzero(crossing)[0]]
-            boundary = tuple(span for _, span in sorted(kept + in_flight))
+            resident = [(int(self.step[i]), self.spans[self.span[i]]) for i in numpy.nonzero(crossing)[0]]
+            boundary = tuple(span for _, span in sorted(resident + in_flight))
             drops = self._drops(rows, dropped)
             return Holding(drops, boundary, self._peak(base, freed, taken, transfers))
 
@@ -169,9 +171,9 @@ class Loads:
 
     def _made(self, at: numpy.ndarray) -> numpy.ndarray:
         """The bytes of produced spans up to each step; `at` has the step at which each span counts."""
-        made = self.written >= 0
+        is_produced = self.written >= 0
         result = numpy.zeros(self.steps, dtype=numpy.int64)
-        numpy.add.at(result, at[made], self.span_bytes[made])
+        numpy.add.at(result, at[is_produced], self.span_bytes[is_produced])
         return result.cumsum()
 
     def _gone(self, dropped: numpy.ndarray, nbytes: numpy.ndarray) -> numpy.ndarray:
@@ -216,9 +218,15 @@ class Loads:
     def _outs(self, rows: numpy.ndarray, dropped: numpy.ndarray) -> list[Transfer]:
         """The copies out of produced spans that leave before their last read, once for each span."""
         first: dict[int, tuple[int, int, int, int]] = {}
-        made = numpy.nonzero(self.produced[rows])[0]
-        spans = self.span[rows][made]
-        columns = (spans, self.written[spans], dropped[made], self.start[rows][made], self.stop[rows][made])
+        produced_rows = numpy.nonzero(self.produced[rows])[0]
+        spans = self.span[rows][produced_rows]
+        columns = (
+            spans,
+            self.written[spans],
+            dropped[produced_rows],
+            self.start[rows][produced_rows],
+            self.stop[rows][produced_rows],
+        )
         for span, *facts in zip(*(column.tolist() for column in columns), strict=True):
             first.setdefault(span, tuple(facts))
         pieces = ((start, stop, step, written) for written, step, start, stop in sorted(first.values()))

@@ -26,7 +26,7 @@ _P = TypeVar("_P", bound=Decisions)
 def turns_of(traces: Sequence[Trace]) -> list[list[int]]:
     """The positions of traces whose calls come in turn, in the order of calls; every trace is in one list."""
     following = {trace.follows: k for k, trace in enumerate(traces) if trace.follows is not None}
-    found: list[list[int]] = []
+    turns: list[list[int]] = []
     seen: set[int] = set()
     for first in range(len(traces)):
         turn, now = [], first
@@ -35,8 +35,8 @@ def turns_of(traces: Sequence[Trace]) -> list[list[int]]:
             turn.append(now)
             now = following.get(traces[now].graph, now)
         if turn:
-            found.append(turn)
-    return found
+            turns.append(turn)
+    return turns
 
 
 def joined_traces(traces: Sequence[Trace]) -> tuple[Trace, ...]:
@@ -60,7 +60,7 @@ def joined(plan: _P) -> _P:
     return replace(
         plan,
         traces=joined_traces(plan.traces),
-        schedules=tuple(_joined_schedule(plan, one) for one in parts),
+        schedules=tuple(_joined_schedule(plan, part) for part in parts),
         pool=None if plan.pool is None else _joined_pool(plan.pool, turns),
     )
 
@@ -79,11 +79,11 @@ def divided(plan: _P, traces: Sequence[Trace]) -> _P:
     turns = turns_of(traces)
     if len(turns) == len(traces):
         return plan
-    found: dict[int, Schedule] = {}
+    of_trace: dict[int, Schedule] = {}
     for turn, trace, schedule in zip(turns, plan.traces, plan.schedules, strict=True):
         parts = _parts(plan, trace, schedule, [traces[k] for k in turn]) if len(turn) > 1 else [schedule]
-        found |= zip(turn, parts, strict=True)
-    schedules = tuple(found[k] for k in range(len(traces)))
+        of_trace |= zip(turn, parts, strict=True)
+    schedules = tuple(of_trace[k] for k in range(len(traces)))
     return replace(plan, traces=tuple(traces), schedules=schedules, boundary=plan.resident)
 
 
@@ -93,8 +93,8 @@ def _joined_trace(turn: Sequence[Trace]) -> Trace:
         return turn[0]
     steps, idle = list(turn[0].steps), turn[0].tail_ns + turn[0].gap_ns
     for trace in turn[1:]:
-        first, *others = trace.steps
-        steps += [replace(first, lead_ns=first.lead_ns + idle), *others]
+        first, *later_steps = trace.steps
+        steps += [replace(first, lead_ns=first.lead_ns + idle), *later_steps]
         idle = trace.tail_ns + trace.gap_ns
     name = " + ".join(trace.method for trace in turn)
     return replace(
@@ -114,19 +114,19 @@ def _joined_schedule(plan: Decisions, parts: Sequence[tuple[Trace, Schedule]]) -
     transfers: list[Transfer] = []
     drops: list[Drop] = []
     begin = 0
-    for trace, one in parts:
-        transfers += (replace(t, step=t.step + begin, after=t.after + begin) for t in one.transfers)
-        drops += (replace(d, step=d.step + begin) for d in one.drops)
+    for trace, part in parts:
+        transfers += (replace(t, step=t.step + begin, after=t.after + begin) for t in part.transfers)
+        drops += (replace(d, step=d.step + begin) for d in part.drops)
         begin += len(trace.steps)
-    bounds = [one.lower_bound_ns for _, one in parts if one.lower_bound_ns is not None]
+    bounds = [schedule.lower_bound_ns for _, schedule in parts if schedule.lower_bound_ns is not None]
     first = parts[0][1]
     return replace(
         first,
         transfers=tuple(transfers),
         drops=tuple(drops),
-        predicted_ns=sum(one.predicted_ns for _, one in parts),
+        predicted_ns=sum(schedule.predicted_ns for _, schedule in parts),
         lower_bound_ns=sum(bounds) if len(bounds) == len(parts) else None,
-        staged=tuple(nbytes for _, one in parts for nbytes in one.staged),
+        staged=tuple(nbytes for _, schedule in parts for nbytes in schedule.staged),
         boundary=plan.boundary_of(first),
     )
 
@@ -136,24 +136,24 @@ def _parts(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Tra
 
     A copy that may start before the call before its own begins is put off until the first step of that call.
     """
-    starts = [0, *itertools.accumulate(len(one.steps) for one in turn)]
-    held = subtract(plan.boundary_of(schedule), merged(_in_flight(schedule)))
+    starts = [0, *itertools.accumulate(len(trace.steps) for trace in turn)]
+    boundary = subtract(plan.boundary_of(schedule), merged(_in_flight(schedule)))
     schedule = _within_reach(schedule, starts)
-    held += _in_flight(schedule)
+    boundary += _in_flight(schedule)
     launched = launched_steps(replace(plan, traces=(trace,), schedules=(schedule,)), 0)
     period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap, launched=launched)
     steady = settle(trace, schedule, plan.hardware, plan.wrap, launched=launched).steady
     times, bound = _times(steady, turn), schedule.lower_bound_ns
     periods = _shares(period, times)
     bounds = [None if bound is None else bound * ns // (period or 1) for ns in periods]
-    boundaries = _boundaries(plan, replace(schedule, boundary=tuple(held)), starts, turn)
+    boundaries = _boundaries(plan, replace(schedule, boundary=tuple(boundary)), starts, turn)
     parts = []
-    for k, one in enumerate(turn):
+    for k, called in enumerate(turn):
         begin, end = starts[k], starts[k + 1]
         mine = [i for i, t in enumerate(schedule.transfers) if begin <= t.step < end]
         moved = (schedule.transfers[i] for i in mine)
         part = Schedule(
-            graph=one.graph,
+            graph=called.graph,
             transfers=tuple(replace(t, step=t.step - begin, after=t.after - begin) for t in moved),
             drops=tuple(replace(d, step=d.step - begin) for d in schedule.drops if begin <= d.step < end),
             predicted_ns=periods[k],
@@ -174,9 +174,9 @@ def _in_flight(schedule: Schedule) -> list[Range]:
 def _times(steady: PassTimes, turn: Sequence[Trace]) -> list[int]:
     """Nanoseconds from the beginning of each call to the beginning of the next, in a steady round."""
     begins, ended = [steady.call_start], 0
-    for one in turn:
-        ended += len(one.steps)
-        begins.append(steady.reads[ended - 1][1] + one.tail_ns + one.gap_ns)
+    for trace in turn:
+        ended += len(trace.steps)
+        begins.append(steady.reads[ended - 1][1] + trace.tail_ns + trace.gap_ns)
     return [after - before for before, after in itertools.pairwise(begins)]
 
 
@@ -211,23 +211,25 @@ def _boundaries(
     plan: Decisions, schedule: Schedule, starts: Sequence[int], turn: Sequence[Trace]
 ) -> list[tuple[Range, ...]]:
     """What is on the device, or on its way, when each part begins, in the order of its first reads."""
-    edges, made = _edges(plan, schedule), _produced_segments(plan, turn)
-    edges = sorted({*edges, *(edge for one in made.values() for edge in (one.start, one.stop))})
-    held = set(_cells(edges, plan.boundary_of(schedule)))
+    edges, produced = _edges(plan, schedule), _produced_segments(plan, turn)
+    edges = sorted(
+        {*edges, *(edge for segment in produced.values() for edge in (segment.start, segment.stop))}
+    )
+    present = set(_cells(edges, plan.boundary_of(schedule)))
     brought: dict[int, list[Transfer]] = defaultdict(list)
     for t in (t for t in schedule.transfers if t.direction == "in"):
         brought[t.after % starts[-1]].append(t)
     dropped: dict[int, list[Drop]] = defaultdict(list)
     for drop in schedule.drops:
         dropped[drop.step].append(drop)
-    found = []
+    boundaries = []
     for k in range(len(turn)):
-        found.append(_in_order(plan, edges, held, turn[k]))
-        for step, one in enumerate(turn[k].steps, starts[k]):
-            held.update(_cells(edges, (made[s] for s in one.writes if s in made)))
-            held.difference_update(_cells(edges, dropped[step]))
-            held.update(_cells(edges, brought[step]))
-    return found
+        boundaries.append(_in_order(plan, edges, present, turn[k]))
+        for step, step_facts in enumerate(turn[k].steps, starts[k]):
+            present.update(_cells(edges, (produced[s] for s in step_facts.writes if s in produced)))
+            present.difference_update(_cells(edges, dropped[step]))
+            present.update(_cells(edges, brought[step]))
+    return boundaries
 
 
 def _produced_segments(plan: Decisions, turn: Sequence[Trace]) -> dict[int, Range]:
@@ -245,32 +247,32 @@ def _edges(plan: Decisions, schedule: Schedule) -> list[int]:
     """The offsets of the layout at which anything that the schedule moves begins or ends."""
     items: list[Range | Transfer | Drop] = [*plan.boundary_of(schedule), *plan.resident]
     items += [*schedule.transfers, *schedule.drops]
-    return sorted({edge for item in items for edge in (item.start, item.stop)})
+    return sorted({edge for move in items for edge in (move.start, move.stop)})
 
 
 def _cells(edges: Sequence[int], items: Iterable[Range | Transfer | Drop]) -> Iterator[int]:
     """The numbers of the cells between edges that the items cover."""
-    for item in items:
-        yield from range(bisect_left(edges, item.start), bisect_left(edges, item.stop))
+    for move in items:
+        yield from range(bisect_left(edges, move.start), bisect_left(edges, move.stop))
 
 
-def _in_order(plan: Decisions, edges: Sequence[int], held: set[int], trace: Trace) -> tuple[Range, ...]:
+def _in_order(plan: Decisions, edges: Sequence[int], present: set[int], trace: Trace) -> tuple[Range, ...]:
     """The held cells as ranges: the resident ones, then the others by the first step that reads them."""
     first = _first_reads(plan, edges, trace)
     resident = set(_cells(edges, plan.resident))
     breaks = {segment.start for segment in plan.arena.segments} | set(plan.arena.layout)
-    found: list[tuple[int, Range]] = []
-    for cell in sorted(held - resident):
+    ordered: list[tuple[int, Range]] = []
+    for cell in sorted(present - resident):
         step, piece = first.get(cell, len(trace.steps)), Range(edges[cell], edges[cell + 1])
         if (
-            found
-            and found[-1] == (step, Range(found[-1][1].start, piece.start))
+            ordered
+            and ordered[-1] == (step, Range(ordered[-1][1].start, piece.start))
             and piece.start not in breaks
         ):
-            found[-1] = (step, Range(found[-1][1].start, piece.stop))
+            ordered[-1] = (step, Range(ordered[-1][1].start, piece.stop))
         else:
-            found.append((step, piece))
-    return (*plan.resident, *(piece for _, piece in sorted(found)))
+            ordered.append((step, piece))
+    return (*plan.resident, *(piece for _, piece in sorted(ordered)))
 
 
 def _first_reads(plan: Decisions, edges: Sequence[int], trace: Trace) -> dict[int, int]:

@@ -56,7 +56,7 @@ def read_together(trace: Trace, weights: Sequence[Weight]) -> Trace:
     step reads by units is by itself: brought whole with another part, it would take what units save.
     """
     together = storages_together(weights)
-    by_units = {one.storage for step in trace.steps for one in step.sparse}
+    by_units = {read.storage for step in trace.steps for read in step.sparse}
     together = {s: (s,) if s in by_units else group for s, group in together.items()}
     read = {s for step in trace.steps for s in step.reads} - by_units
     steps = tuple(

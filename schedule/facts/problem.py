@@ -24,24 +24,24 @@ class Demand:
     splits: tuple[tuple[int, ...], ...] = ()
     pool: Pool | None = None
 
-    def call_ends(self, which: int, step: int) -> int:
-        """The last step of the call to which a step of trace number `which` belongs."""
-        splits = self.splits[which] if self.splits else ()
-        return next((split for split in splits if split > step), len(self.traces[which].steps)) - 1
+    def call_ends(self, number: int, step: int) -> int:
+        """The last step of the call to which a step of trace number `number` belongs."""
+        splits = self.splits[number] if self.splits else ()
+        return next((split for split in splits if split > step), len(self.traces[number].steps)) - 1
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
         """The storages that are never in the arena, whether a step reads them or not."""
         some = enumerate(self.storages)
-        return tuple(s for s, one in some if one.kind not in IN_ARENA or s in self._crossing)
+        return tuple(s for s, storage in some if storage.kind not in IN_ARENA or s in self._crossing)
 
     @cached_property
     def _crossing(self) -> frozenset[int]:
         """The produced storages that one trace writes and another reads: either may run alone."""
         uses: dict[int, set[int]] = {}
-        for which, trace in enumerate(self.traces):
+        for number, trace in enumerate(self.traces):
             for s in (s for step in trace.steps for s in (*step.reads, *step.writes)):
-                uses.setdefault(s, set()).add(which)
+                uses.setdefault(s, set()).add(number)
         some = ((s, traces) for s, traces in uses.items() if self.storages[s].kind == "produced")
         return frozenset(s for s, traces in some if len(traces) > 1)
 

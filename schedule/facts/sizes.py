@@ -17,7 +17,7 @@ _UNITS = {
     "": 1,
     "b": 1,
     **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)},
-    **{p + rest: 1024**i for i, p in enumerate("kmgt", 1) for rest in ("", "i", "ib")},
+    **{p + suffix: 1024**i for i, p in enumerate("kmgt", 1) for suffix in ("", "i", "ib")},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 

@@ -115,7 +115,7 @@ class Pool:
 
     def whole(self, reads: Sequence[int], sparse: Sequence[SparseRead]) -> tuple[int, ...]:
         """All that a step reads, which has `reads` of the arena: what the pool serves of `sparse`, too."""
-        return tuple(sorted({*reads, *(one.storage for one in sparse if self.has(one))}))
+        return tuple(sorted({*reads, *(read.storage for read in sparse if self.has(read))}))
 
     def granules(self, read: SparseRead, number: int) -> tuple[int, int]:
         """The granules that hold a unit: the first one, and the one behind the last."""

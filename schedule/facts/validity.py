@@ -54,11 +54,11 @@ def negative_faults(path: str, **values: float) -> Iterator[str]:
             yield f"{path}.{name}: expected 0 or more, got {value}"
 
 
-def repeat_faults(values: Iterable[Hashable], path: str, what: str) -> Iterator[str]:
+def repeat_faults(values: Iterable[Hashable], path: str, title: str) -> Iterator[str]:
     seen = set()
     for i, value in enumerate(values):
         if value in seen:
-            yield f"{path}[{i}]: expected {what} that no other has, got {value!r} again"
+            yield f"{path}[{i}]: expected {title} that no other has, got {value!r} again"
         seen.add(value)
 
 
@@ -79,9 +79,9 @@ def trace_faults(trace: Trace, path: str, storages: int) -> Iterator[str]:
                 yield f"{here}.{name}: expected indices of {storages} storages, got {listed}"
         if set(step.reads) & set(step.writes):
             yield f"{here}.writes: expected none of the storages {list(step.reads)[:8]} that the step reads"
-        yield from repeat_faults((one.storage for one in step.sparse), f"{here}.sparse", "a storage")
-        for j, one in enumerate(step.sparse):
-            yield from _sparse_faults(one, f"{here}.sparse[{j}]", storages)
+        yield from repeat_faults((read.storage for read in step.sparse), f"{here}.sparse", "a storage")
+        for j, read in enumerate(step.sparse):
+            yield from _sparse_faults(read, f"{here}.sparse[{j}]", storages)
 
 
 def _sparse_faults(read: SparseRead, path: str, storages: int) -> Iterator[str]:
@@ -107,16 +107,19 @@ def _sparse_faults(read: SparseRead, path: str, storages: int) -> Iterator[str]:
         yield f"{path}.view: expected slices on dimension 0 that do not overlap, got stride {view.stride}"
 
 
-def _computed_faults(read: SparseRead, made: Computed, path: str) -> Iterator[str]:
+def _computed_faults(read: SparseRead, computed: Computed, path: str) -> Iterator[str]:
     """What is computed from the units of a read is a tensor with as many slices."""
-    if made.dtype not in ITEM_SIZES or not made.shape or len(made.shape) != len(made.stride):
+    if computed.dtype not in ITEM_SIZES or not computed.shape or len(computed.shape) != len(computed.stride):
         yield f"{path}: expected a tensor of a torch dtype, with dimensions and a stride for each"
         return
-    for name, values in (("shape", made.shape), ("stride", made.stride)):
+    for name, values in (("shape", computed.shape), ("stride", computed.stride)):
         for value in values:
             yield from size_faults(value, f"{path}.{name}", 1 if name == "shape" else 0)
-    if made.shape[0] != read.count or read.slices > 1 or read.tiles:
-        yield f"{path}: expected a slice for each of {read.count} units, which are no tiles, got {made.shape}"
+    if computed.shape[0] != read.count or read.slices > 1 or read.tiles:
+        yield (
+            f"{path}: expected a slice for each of {read.count} units, which are no tiles, "
+            f"got {computed.shape}"
+        )
 
 
 def facts_faults(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterator[str]:
@@ -145,7 +148,7 @@ def produced_faults(storages: Sequence[Storage], traces: Sequence[Trace], path: 
                     yield f"{here}: expected storages that no other step writes, got {s} again"
                 written[s] = (i, k)
     for i, trace in enumerate(traces):
-        before = next((j for j, one in enumerate(traces[:i]) if one.graph == trace.follows), None)
+        before = next((j for j, other in enumerate(traces[:i]) if other.graph == trace.follows), None)
         for k, step in enumerate(trace.steps):
             for s in (s for s in step.reads if storages[s].kind == "produced"):
                 by, at = written.get(s, (i, k))
@@ -279,6 +282,6 @@ def _ranges(plan: Decisions, path: str) -> Iterator[str]:
         if plan.hardware.disk_bytes_per_s is None:
             yield f"{path}.hardware.disk_bytes_per_s: expected the rate of the disk behind the host"
     for name, items in ranges:
-        for i, item in enumerate(items):
-            yield from size_faults(item.start, f"{path}.{name}[{i}].start")
-            yield from range_faults(item.stop, item.start + 1, LARGEST_SIZE, f"{path}.{name}[{i}].stop")
+        for i, piece in enumerate(items):
+            yield from size_faults(piece.start, f"{path}.{name}[{i}].start")
+            yield from range_faults(piece.stop, piece.start + 1, LARGEST_SIZE, f"{path}.{name}[{i}].stop")

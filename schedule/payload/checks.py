@@ -221,9 +221,9 @@ def _part(part: Part, storages: tuple[Storage, ...], path: str) -> Iterator[str]
             yield from size_faults(value, f"{path}.{name}[{i}]")
     if not 0 <= part.storage < len(storages):
         yield f"{path}.storage: expected the index of one of {len(storages)} storages, got {part.storage}"
-    item = ITEM_SIZES[part.dtype]
-    if part.offset % item:
-        yield f"{path}.offset: expected a multiple of the {item} bytes of {part.dtype}, got {part.offset}"
+    size = ITEM_SIZES[part.dtype]
+    if part.offset % size:
+        yield f"{path}.offset: expected a multiple of the {size} bytes of {part.dtype}, got {part.offset}"
     most = storages[part.storage].nbytes - part_nbytes(part)
     if not 0 <= part.offset <= most:
         yield (
@@ -292,12 +292,12 @@ def _traces(payload: Payload) -> Iterator[str]:
                         f"$.traces[{i}].steps[{j}].reads: expected streamable storages, "
                         f"got storage {s}, which is {payload.storages[s].kind}"
                     )
-            for one in step.sparse:
-                reach, storage = one.view.offset + part_nbytes(one.view), payload.storages[one.storage]
-                if one.storage not in step.reads or storage.kind != "streamable" or reach > storage.nbytes:
+            for read in step.sparse:
+                reach, storage = read.view.offset + part_nbytes(read.view), payload.storages[read.storage]
+                if read.storage not in step.reads or storage.kind != "streamable" or reach > storage.nbytes:
                     yield (
                         f"$.traces[{i}].steps[{j}].sparse: expected units of streamable storages that the "
-                        f"step reads, within their bytes, got storage {one.storage} up to byte {reach}"
+                        f"step reads, within their bytes, got storage {read.storage} up to byte {reach}"
                     )
     yield from produced_faults(payload.storages, payload.traces, "$.traces")
 

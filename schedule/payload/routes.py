@@ -50,15 +50,15 @@ def routes_to_bytes(routes: Routes) -> bytes:
 def routes_from_bytes(data: bytes, *, source: str = "routes") -> Routes:
     """Read and check routes; `source` names them in messages. Raises PayloadError."""
     _check_size(data, source)
-    first, _, rest = data.partition(b"\n")
+    first, _, lines = data.partition(b"\n")
     header = _header(first, f"{source}, line 1")
-    found = rest.count(b"\n")
-    if found != header.calls or not data.endswith(b"\n"):
+    count = lines.count(b"\n")
+    if count != header.calls or not data.endswith(b"\n"):
         raise PayloadError(
-            f"{source}: expected a line for each of {header.calls} calls, and got {found}; is "
+            f"{source}: expected a line for each of {header.calls} calls, and got {count}; is "
             "the file cut off?"
         )
-    calls = tuple(_call(line, f"{source}, line {k}") for k, line in enumerate(BytesIO(rest), 2))
+    calls = tuple(_call(line, f"{source}, line {k}") for k, line in enumerate(BytesIO(lines), 2))
     routes = Routes(header.reads, calls)
     for fault in _faults(routes):
         raise PayloadError(f"{source}: {fault}")
@@ -110,7 +110,7 @@ def _faults(routes: Routes) -> Iterator[str]:
                 yield f"call {k}: expected one of {len(routes.reads)} reads, got {ask.read}"
                 return
             count, units = routes.reads[ask.read].count, ask.units
-            ascending = all(one < other for one, other in pairwise(units))
+            ascending = all(unit < other for unit, other in pairwise(units))
             if units and not (ascending and units[0] >= 0 and units[-1] < count):
                 yield (
                     f"call {k}: expected different units of read {ask.read} in ascending order, from 0 to "
@@ -121,10 +121,10 @@ def _faults(routes: Routes) -> Iterator[str]:
 def _read_faults(reads: Sequence[RoutedRead]) -> Iterator[str]:
     if len(reads) > _MOST_READS:
         yield f"$.reads: expected {_MOST_READS} reads at most, got {len(reads)}"
-    if len({(one.graph, one.step) for one in reads}) < len(reads):
+    if len({(read.graph, read.step) for read in reads}) < len(reads):
         yield "$.reads: expected each step of a graph once"
-    for i, one in enumerate(reads):
+    for i, read in enumerate(reads):
         limits = (("graph", 0), ("step", 0), ("count", 1), ("unit_nbytes", 1))
         for name, least in limits:
-            if not least <= getattr(one, name) <= _MOST_UNITS:
-                yield f"$.reads[{i}].{name}: expected a number from {least} on, got {getattr(one, name)}"
+            if not least <= getattr(read, name) <= _MOST_UNITS:
+                yield f"$.reads[{i}].{name}: expected a number from {least} on, got {getattr(read, name)}"

@@ -84,9 +84,9 @@ class _Candidate:
 
 def search(task: Task) -> Draft:
     """The best draft found for a contiguous arena."""
-    found = search_blocks(task, task.pieces.blocks)
-    assert found is not None  # the floor is the size of the tight placement, which is always tried
-    return found
+    draft = search_blocks(task, task.pieces.blocks)
+    assert draft is not None  # the floor is the size of the tight placement, which is always tried
+    return draft
 
 
 def search_blocks(task: Task, blocks: Sequence[Block]) -> Draft | None:
@@ -116,19 +116,21 @@ class _Search:
 
     def run(self, relaxed: Sequence[Relaxation | None]) -> Draft | None:
         """Try the candidates in ascending order of their least times, until none can beat the best draft."""
-        enough = sum(one.bound_ns if one else 0 for one in relaxed) * _CLOSE
+        enough = sum(relaxation.bound_ns if relaxation else 0 for relaxation in relaxed) * _CLOSE
         shares = [[float(block.size) for block in self.blocks]]
-        known = [one for one in relaxed if one]
+        known = [relaxation for relaxation in relaxed if relaxation]
         if len(known) == len(self.traces):
             shares.append(self._copied(known))
         families = (family for wanted in shares for family in self._families(wanted))
         candidates = [self._candidate(family, ring) for family in families for ring in self._rings(family)]
-        for one in sorted((one for one in candidates if one), key=lambda one: one.least_ns):
-            hopeless = one.least_ns >= self.period or self.period <= enough or self.effort <= 0
+        for candidate in sorted(
+            (candidate for candidate in candidates if candidate), key=lambda candidate: candidate.least_ns
+        ):
+            hopeless = candidate.least_ns >= self.period or self.period <= enough or self.effort <= 0
             if self.found and hopeless:
                 break
             self.effort -= len(self.blocks)
-            placement = place_oldest(self.blocks, one.resident, cap=self.cap, ring=one.ring)
+            placement = place_oldest(self.blocks, candidate.resident, cap=self.cap, ring=candidate.ring)
             if placement:
                 self._time(placement)
         # The tight placement comes last: it replaces a draft of the same period only if it copies less.
@@ -142,14 +144,14 @@ class _Search:
         """Bytes of each block that the relaxation copies, at the gap and trace where it copies most."""
         wanted = [0.0] * len(self.blocks)
         starts = [block.range.start for block in self.blocks]
-        for one in relaxed:
-            for gap, kept in zip(one.gaps, one.kept, strict=True):
-                group = one.groups[gap.group]
+        for relaxation in relaxed:
+            for gap, kept_bytes in zip(relaxation.gaps, relaxation.kept, strict=True):
+                group = relaxation.groups[gap.group]
                 mine: Counter[int] = Counter()
                 for span in group.spans:
                     mine[bisect_right(starts, span.start) - 1] += span.nbytes
                 for b, nbytes in mine.items():
-                    wanted[b] = max(wanted[b], (group.nbytes - kept) * nbytes / group.nbytes)
+                    wanted[b] = max(wanted[b], (group.nbytes - kept_bytes) * nbytes / group.nbytes)
         return wanted
 
     def _families(self, wanted: Sequence[float]) -> Iterator[_Family]:
@@ -182,8 +184,8 @@ class _Search:
         None if the blocks that cannot stream do not fit into the rest of the memory.
         """
         ends = sum(self.blocks[b].size for b in family.ends)
-        others = sum(b.size for n, b in enumerate(self.blocks) if n not in family.able) - ends
-        ring = max(ring, ends - self.cap + others)
+        other_bytes = sum(b.size for n, b in enumerate(self.blocks) if n not in family.able) - ends
+        ring = max(ring, ends - self.cap + other_bytes)
         beside = max(0, ends - ring)  # the bytes that the blocks at the ends occupy, shared ones counted once
         left = self.cap - beside + ends if ends else self.cap - ring
         resident = self._spread(family.able, family.wanted, left)
@@ -199,19 +201,19 @@ class _Search:
 
     def _read_with(self, some: Collection[int]) -> set[int]:
         """The blocks that are read in a step together with one of `some`, these themselves included."""
-        steps = {(which, k) for b in some for which, ks in enumerate(self.blocks[b].reads) for k in ks}
+        steps = {(number, k) for b in some for number, ks in enumerate(self.blocks[b].reads) for k in ks}
         return {
             b
             for b, block in enumerate(self.blocks)
-            if any((which, k) in steps for which, ks in enumerate(block.reads) for k in ks)
+            if any((number, k) in steps for number, ks in enumerate(block.reads) for k in ks)
         }
 
     def _most_read(self, able: Collection[int]) -> int:
         """The bytes of these blocks that a single step reads, at the step that reads most."""
         reads: Counter[tuple[int, int]] = Counter()
         for b in able:
-            for which, steps in enumerate(self.blocks[b].reads):
-                reads.update({(which, k): self.blocks[b].size for k in steps})
+            for number, steps in enumerate(self.blocks[b].reads):
+                reads.update({(number, k): self.blocks[b].size for k in steps})
         return max(reads.values(), default=0)
 
     def _spread(self, able: frozenset[int], wanted: Sequence[float], room: int) -> frozenset[int] | None:

@@ -49,17 +49,19 @@ class Occupancy:
         pieces, cells = _cells(blocks, placement)
         resident: list[Range] = []
         self._moves = [_Moves() for _ in demand.traces]
-        self._waits = [_Waits(demand, which) for which in range(len(demand.traces))]
+        self._waits = [_Waits(demand, number) for number in range(len(demand.traces))]
         for cell, users in enumerate(cells):
             if len(users) == 1 and not blocks[users[0]].produced:
                 resident.append(pieces[users[0]][cell])
                 continue
-            for which, trace in enumerate(demand.traces):
-                reads = sorted((k, b) for b in users for k in blocks[b].reads[which])
+            for number, trace in enumerate(demand.traces):
+                reads = sorted((k, b) for b in users for k in blocks[b].reads[number])
                 ranges = {b: pieces[b][cell] for b in users}
-                used = (b for b in users if blocks[b].produced and blocks[b].reads[which])
-                written = {b: blocks[b].reads[which][0] for b in used}
-                _move(_Cell(reads, ranges, written, self._waits[which]), len(trace.steps), self._moves[which])
+                used = (b for b in users if blocks[b].produced and blocks[b].reads[number])
+                written = {b: blocks[b].reads[number][0] for b in used}
+                _move(
+                    _Cell(reads, ranges, written, self._waits[number]), len(trace.steps), self._moves[number]
+                )
         self._resident = merged(resident, self._begins)
 
     def decide(self, early: int, least: int) -> Draft:
@@ -91,12 +93,12 @@ class Occupancy:
         """
         blocks: dict[tuple[int, int], list[tuple[Range, int]]] = {}
         for (step, after, b), ranges in moves.copies.items():
-            blocks.setdefault((step, b), []).extend((one, after) for one in merged(ranges, self._begins))
+            blocks.setdefault((step, b), []).extend((piece, after) for piece in merged(ranges, self._begins))
         rows = sorted(
             (step, after, piece)
             for (step, _), some in blocks.items()
-            for one, after in _joined(sorted(some), least, self._begins)
-            for piece in _parts(one)
+            for joined, after in _joined(sorted(some), least, self._begins)
+            for piece in _parts(joined)
         )
         last = [after for _, after, _ in rows] + [written for written, _, _ in moves.outs]
         reached = max(last, default=0) - steps
@@ -107,8 +109,8 @@ class Occupancy:
         outs = [
             Transfer(piece.start, piece.stop, step, written, "out")
             for (written, step, _), ranges in moves.outs.items()
-            for one in merged(ranges, self._begins)
-            for piece in _parts(one)
+            for joined in merged(ranges, self._begins)
+            for piece in _parts(joined)
         ]
         return tuple(sorted((*result, *outs), key=lambda t: (t.after, t.step)) if outs else result)
 
@@ -147,9 +149,9 @@ def _cells(blocks: Sequence[Block], placement: Addressing) -> tuple[list[dict[in
 class _Waits:
     """How long what is copied out stays, in the steps of one trace."""
 
-    def __init__(self, problem: Problem, which: int) -> None:
-        self._problem, self._which = problem, which
-        steps = problem.traces[which].steps
+    def __init__(self, problem: Problem, number: int) -> None:
+        self._problem, self._which = problem, number
+        steps = problem.traces[number].steps
         self._ended = list(itertools.accumulate(step.lead_ns + step.read_ns for step in steps))
 
     def until(self, written: int, nbytes: int, least: int, most: int) -> int:
@@ -229,17 +231,17 @@ def _joined(
     two.
     """
     last, waits = pieces[0]
-    for one, after in pieces[1:]:
-        touches = one.start == last.stop and one.start not in begins
-        if touches and min(one.nbytes, last.nbytes) < least:
-            last, waits = Range(last.start, one.stop), max(waits, after)
+    for piece, after in pieces[1:]:
+        touches = piece.start == last.stop and piece.start not in begins
+        if touches and min(piece.nbytes, last.nbytes) < least:
+            last, waits = Range(last.start, piece.stop), max(waits, after)
         else:
             yield last, waits
-            last, waits = one, after
+            last, waits = piece, after
     yield last, waits
 
 
-def _parts(one: Range) -> Iterator[Range]:
+def _parts(whole: Range) -> Iterator[Range]:
     """Cut a range into parts of at most MERGED_BYTES."""
-    for start in range(one.start, one.stop, MERGED_BYTES):
-        yield Range(start, min(start + MERGED_BYTES, one.stop))
+    for start in range(whole.start, whole.stop, MERGED_BYTES):
+        yield Range(start, min(start + MERGED_BYTES, whole.stop))

@@ -126,9 +126,9 @@ class OneTrace:
             self._improve(runs, relaxed.bound_ns)
         if self.period_ns <= relaxed.bound_ns * _CLOSE:
             self._coarsen(runs)
-        found = self.ranked[0]
-        stays: list[bool] = self.loads.never_in(found.rows).tolist()
-        return found.streaming, stays
+        best = self.ranked[0]
+        stays: list[bool] = self.loads.never_in(best.rows).tolist()
+        return best.streaming, stays
 
     def _even_relaxation(self) -> Relaxation:
         """A substitute for a relaxation that was not solved: it keeps the same share of every gap's bytes."""
@@ -136,8 +136,8 @@ class OneTrace:
         over = self.residency.held_bytes(sizes) - self.residency.needed
         room = self.cap - self.residency.needed
         share = float((room[over > 0] / over[over > 0]).min(initial=1.0))
-        kept = tuple(nbytes * share for nbytes in sizes)
-        return Relaxation(0, kept, self.gaps, self.groups, self.spare * _SHARED)
+        kept_bytes = tuple(nbytes * share for nbytes in sizes)
+        return Relaxation(0, kept_bytes, self.gaps, self.groups, self.spare * _SHARED)
 
     def _worst_ns(self) -> float:
         """The period that a candidate must beat to be remembered."""
@@ -177,15 +177,15 @@ class OneTrace:
             if rows is not None:
                 self._time(rows, partial(in_sizes, most=copy, breaks=self.breaks))
 
-    def _time_rounded(self, kept: Sequence[float], margin: int, *, quantum: int, most: int) -> None:
+    def _time_rounded(self, kept_bytes: Sequence[float], margin: int, *, quantum: int, most: int) -> None:
         """Time the rounding of `kept` bytes of each gap that leaves `margin` bytes of memory free.
 
         Bytes are rounded in units of `quantum` (0: whole spans), and copies are joined up to `most` bytes (0:
         they are not joined).
         """
-        peak = int((self.residency.held_bytes(kept) - self.residency.needed).max())
+        peak = int((self.residency.held_bytes(kept_bytes) - self.residency.needed).max())
         share = max(0.0, 1.0 - margin / peak) if peak else 0.0
-        scaled = [nbytes * share for nbytes in kept]
+        scaled = [nbytes * share for nbytes in kept_bytes]
         counts = self.residency.rounded(scaled, quantum=quantum)
         counts = self.residency.trim(counts, scaled, self.cap - margin)
         join = partial(in_sizes, most=most, breaks=self.breaks) if most else None
@@ -239,5 +239,5 @@ class OneTrace:
             launched = self.loads.steps_using(~stays)
             period = steady_period_ns(*facts, enough=self._worst_ns(), launched=launched)
             self.ranked.append(_Candidate(period, busy, streaming, rows))
-        self.ranked.sort(key=lambda one: (one.period_ns, one.busy_ns))
+        self.ranked.sort(key=lambda timed: (timed.period_ns, timed.busy_ns))
         del self.ranked[2 * _JOINED :]

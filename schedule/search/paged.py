@@ -38,25 +38,25 @@ def search(task: Task) -> Draft:
     alone = len(problem.traces) == 1
     if alone:
         streaming, stays = OneTrace(task).best(task.relaxed[0])
-        found = _draft(pieces, (streaming,), stays)
+        draft = _draft(pieces, (streaming,), stays)
     else:
-        found = _draft(pieces, *_share_for_all(problem, pieces, task.cap))
-    period_ns = sum(found.periods_ns(problem))
-    bounds = [one.bound_ns for one in task.relaxed if one]
+        draft = _draft(pieces, *_share_for_all(problem, pieces, task.cap))
+    period_ns = sum(draft.periods_ns(problem))
+    bounds = [relaxation.bound_ns for relaxation in task.relaxed if relaxation]
     near = len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR
     if near:
-        return found
+        return draft
     other = _search_runs(task)
-    return other if other and sum(other.periods_ns(problem)) < period_ns else found
+    return other if other and sum(other.periods_ns(problem)) < period_ns else draft
 
 
 def _draft(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) -> Draft:
     """The draft of a paged arena: `streams` has what each method streams, `stays` which spans never leave."""
     spans = (span for group in pieces.groups for span in group.spans)
     resident = merged(itertools.compress(spans, stays), pieces.breaks)
-    peak = max(one.holding.peak_bytes for one in streams)
-    boundaries = tuple((*resident, *one.holding.boundary) for one in streams)
-    moved = tuple((one.transfers, one.holding.drops) for one in streams)
+    peak = max(stream.holding.peak_bytes for stream in streams)
+    boundaries = tuple((*resident, *stream.holding.boundary) for stream in streams)
+    moved = tuple((stream.transfers, stream.holding.drops) for stream in streams)
     if len(streams) == 1:
         return Draft(peak, (), resident, boundaries[0], moved)
     return Draft(peak, (), resident, resident, moved, boundaries)
@@ -73,12 +73,12 @@ def _share_for_all(
     groups = pieces.groups
     best: tuple[int, tuple[Streaming, ...], Sequence[bool]] | None = None
     plans = []
-    for which, trace in enumerate(problem.traces):
-        gaps = gaps_of(groups, trace, which=which)
+    for number, trace in enumerate(problem.traces):
+        gaps = gaps_of(groups, trace, number=number)
         steps = len(trace.steps)
-        residency = Residency(groups, gaps, needed_bytes(groups, steps, which=which))
-        ends = partial(problem.call_ends, which)
-        loads = Loads(groups, gaps, steps, breaks=pieces.breaks, which=which, call_ends=ends)
+        residency = Residency(groups, gaps, needed_bytes(groups, steps, number=number))
+        ends = partial(problem.call_ends, number)
+        loads = Loads(groups, gaps, steps, breaks=pieces.breaks, number=number, call_ends=ends)
         read = {gap.group for gap in residency.gaps}
         unread = [
             g for number, g in enumerate(groups) if not g.kept and not g.produced and number not in read
@@ -103,10 +103,10 @@ def _share_for_all(
                 for n in range(len(g.spans))
             ]
             early = len(trace.steps) - 1 if problem.wrap == "overlap" else 0
-            one = loads.stream(loads.after_first(counts), numpy.array(stays), cap=cap, early=early)
-            assert one is not None  # with nothing put off, there is memory for each copy when it is needed
-            streams.append(one)
-            schedule = Schedule(trace.graph, one.transfers, (), 0)
+            stream = loads.stream(loads.after_first(counts), numpy.array(stays), cap=cap, early=early)
+            assert stream is not None  # with nothing put off, there is memory for each copy when it is needed
+            streams.append(stream)
+            schedule = Schedule(trace.graph, stream.transfers, (), 0)
             launched = loads.steps_using(~numpy.array(stays))
             period += steady_period_ns(trace, schedule, problem.hardware, problem.wrap, launched=launched)
         if len(streams) == len(plans) and (best is None or period < best[0]):
@@ -130,18 +130,18 @@ def _search_runs(task: Task) -> Draft | None:
         whole = Range(run.range.start // arena.granule * arena.granule, run.range.stop)
         size = -(-whole.nbytes // arena.granule) * arena.granule
         blocks.append(Block(number, whole, 0, size, run.reads, run.kept, run.produced))
-    found = search_blocks(task, blocks)
-    return _clipped(found, arena) if found else None
+    draft = search_blocks(task, blocks)
+    return _clipped(draft, arena) if draft else None
 
 
-def _clipped(found: Draft, arena: Arena) -> Draft:
+def _clipped(draft: Draft, arena: Arena) -> Draft:
     """The draft with its ranges cut to segments, which may begin inside a granule, unlike blocks."""
     begins = {s.start // arena.granule * arena.granule: s.start for s in arena.segments}
 
     def clip(pieces: Sequence[_Piece]) -> tuple[_Piece, ...]:
-        return tuple(replace(one, start=begins.get(one.start, one.start)) for one in pieces)
+        return tuple(replace(piece, start=begins.get(piece.start, piece.start)) for piece in pieces)
 
-    streams = tuple((clip(transfers), clip(drops)) for transfers, drops in found.streams)
-    boundaries = tuple(map(clip, found.boundaries))
-    resident, boundary = clip(found.resident), clip(found.boundary)
-    return replace(found, resident=resident, boundary=boundary, streams=streams, boundaries=boundaries)
+    streams = tuple((clip(transfers), clip(drops)) for transfers, drops in draft.streams)
+    boundaries = tuple(map(clip, draft.boundaries))
+    resident, boundary = clip(draft.resident), clip(draft.boundary)
+    return replace(draft, resident=resident, boundary=boundary, streams=streams, boundaries=boundaries)

@@ -34,11 +34,11 @@ class Runs:
     `kept` holds the bytes that the relaxation keeps over each gap.
     """
 
-    def __init__(self, loads: Loads, residency: Residency, kept: Sequence[float], cap: int) -> None:
+    def __init__(self, loads: Loads, residency: Residency, kept_bytes: Sequence[float], cap: int) -> None:
         self._loads, self._residency, self._cap = loads, residency, cap
         inside = numpy.array([gap.inside for gap in loads.gaps])
         nbytes = numpy.bincount(loads.gap, weights=loads.nbytes, minlength=len(inside))
-        copied = numpy.clip(1 - numpy.array(kept) / nbytes, 0.0, 1.0)
+        copied = numpy.clip(1 - numpy.array(kept_bytes) / nbytes, 0.0, 1.0)
         # A gap of less than half a pass is copied over only where the relaxation copies over it.
         self._may = ((inside > loads.steps // 2) | ((inside > 0) & (copied > 0)))[loads.gap]
         self._share = copied[loads.gap]
@@ -108,20 +108,20 @@ class Runs:
     def _wanted(self, copied: int) -> numpy.ndarray:
         """The share of each row to copy, 0 to 1: the relaxation's shares, scaled to `copied` bytes in all."""
         nbytes = self._loads.nbytes * self._may
-        given = float((self._share * nbytes).sum())
-        if copied <= given:
-            return self._share * (max(0, copied) / (given or 1.0))
-        left = float(nbytes.sum()) - given
+        planned = float((self._share * nbytes).sum())
+        if copied <= planned:
+            return self._share * (max(0, copied) / (planned or 1.0))
+        left = float(nbytes.sum()) - planned
         wanted: numpy.ndarray = self._share + (1 - self._share) * min(
-            1.0, (copied - given) / left if left else 0.0
+            1.0, (copied - planned) / left if left else 0.0
         )
         return wanted
 
     def _short(self, rows: numpy.ndarray) -> int:
         """Bytes by which the fullest step exceeds the cap when `rows` are copied; negative if it fits."""
         loads = self._loads
-        kept = numpy.bincount(loads.gap[~rows], weights=loads.nbytes[~rows], minlength=len(loads.gaps))
-        return int(self._residency.held_bytes(kept.tolist()).max()) - self._cap
+        kept_bytes = numpy.bincount(loads.gap[~rows], weights=loads.nbytes[~rows], minlength=len(loads.gaps))
+        return int(self._residency.held_bytes(kept_bytes.tolist()).max()) - self._cap
 
 
 def _shuffled_pairs(rows: Sequence[int]) -> list[tuple[int, ...]]:

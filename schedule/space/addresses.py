@@ -75,12 +75,12 @@ def least_copied(blocks: Sequence[Block], cap: int) -> int:
 
 def first_use(block: Block) -> tuple[int, int]:
     """The first step that reads a block, and the number of its trace."""
-    return min((steps[0], which) for which, steps in enumerate(block.reads) if steps)
+    return min((steps[0], number) for number, steps in enumerate(block.reads) if steps)
 
 
 def _alive(block: Block) -> list[int]:
     """The steps that read a block, as numbers that differ between the traces."""
-    return [which << 32 | k for which, steps in enumerate(block.reads) for k in steps]
+    return [number << 32 | k for number, steps in enumerate(block.reads) for k in steps]
 
 
 class _Room:
@@ -113,8 +113,8 @@ class _Room:
         more = [within.start, within.stop - size, *(r.stop for r in apart), *(r.start - size for r in apart)]
         starts = numpy.unique(numpy.concatenate((edges[:-1], edges[1:] - size, numpy.array(more))))
         starts = starts[(starts >= within.start) & (starts + size <= within.stop)]
-        for one in apart:
-            starts = starts[(starts >= one.stop) | (starts + size <= one.start)]
+        for taken in apart:
+            starts = starts[(starts >= taken.stop) | (starts + size <= taken.start)]
         if not len(starts):
             return None
         first = numpy.searchsorted(edges, starts, side="right") - 1
@@ -164,11 +164,11 @@ def place_oldest(
     for b in sorted(resident):
         addresses[b] = base
         base += blocks[b].size
-    rest = sorted((b for b in range(len(blocks)) if addresses[b] < 0), key=lambda b: first_use(blocks[b]))
+    unplaced = sorted((b for b in range(len(blocks)) if addresses[b] < 0), key=lambda b: first_use(blocks[b]))
     room = Range(base, cap)
     middle, fixed = room, {}
     if ring:
-        low, high = sorted(rest, key=lambda b: -blocks[b].size)[:2]
+        low, high = sorted(unplaced, key=lambda b: -blocks[b].size)[:2]
         fixed = {low: room.start, high: room.stop - blocks[high].size}
         middle = Range(
             room.start + max(0, blocks[low].size - ring), room.stop - max(0, blocks[high].size - ring)
@@ -178,7 +178,7 @@ def place_oldest(
     read_with = _read_together(blocks)
     left = _Room(base, cap)
     now, used = -1, None
-    for b in rest:
+    for b in unplaced:
         now += used != first_use(blocks[b])
         used = first_use(blocks[b])
         apart = [
@@ -196,9 +196,9 @@ def _read_together(blocks: Sequence[Block]) -> list[set[int]]:
     """For each block, the other blocks that some step reads together with it."""
     together: dict[tuple[int, int], list[int]] = {}
     for b, block in enumerate(blocks):
-        for which, steps in enumerate(block.reads):
+        for number, steps in enumerate(block.reads):
             for k in steps:
-                together.setdefault((which, k), []).append(b)
+                together.setdefault((number, k), []).append(b)
     result: list[set[int]] = [set() for _ in blocks]
     for some in together.values():
         for b in some if len(some) > 1 else ():
@@ -210,6 +210,6 @@ def _overlap(blocks: Sequence[Block], addresses: Sequence[int], read_with: Seque
     """Tell whether two blocks that one step reads share bytes."""
     return any(
         addresses[b] < addresses[o] + blocks[o].size and addresses[o] < addresses[b] + blocks[b].size
-        for b, others in enumerate(read_with)
-        for o in others
+        for b, neighbours in enumerate(read_with)
+        for o in neighbours
     )

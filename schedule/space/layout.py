@@ -43,8 +43,8 @@ def packed_arena(
         layout[index] = _align(end, alignment) + storages[index].phase
         end = layout[index] + storages[index].nbytes
     segments = (Range(0, end),) if end else ()
-    made = tuple(_produced_segments(storages, used, layout, end, (granule, alignment)))
-    return Arena(kind, "anonymous", granule, tuple(layout), (*segments, *made))
+    produced = tuple(_produced_segments(storages, used, layout, end, (granule, alignment)))
+    return Arena(kind, "anonymous", granule, tuple(layout), (*segments, *produced))
 
 
 def _produced_segments(
@@ -98,8 +98,8 @@ def mapped_arena(
         Range(bounds[file].start // page * page, _align(bounds[file].stop, page)) for file in sorted(bounds)
     )
     end = max((_align(segment.stop, page) for segment in segments), default=0)
-    made = tuple(_produced_segments(storages, chosen, layout, end, (granule, page)))
-    return Arena("paged", "mapped", granule, tuple(layout), (*segments, *made))
+    produced = tuple(_produced_segments(storages, chosen, layout, end, (granule, page)))
+    return Arena("paged", "mapped", granule, tuple(layout), (*segments, *produced))
 
 
 def place_in_file(storage: Storage) -> tuple[int, int] | None:

@@ -64,8 +64,8 @@ def pack_blocks(sizes: Sequence[int], alive: Sequence[Collection[int]], *, work:
     best = _improved(blocks, tries=_tries(blocks.conflicts, work))
     top, bound = height(sizes, best), blocks.load
     if top > bound and len(sizes) <= _EXACT:
-        found, complete = _BranchAndBound(blocks, top).run()
-        best = found or best
+        better, complete = _BranchAndBound(blocks, top).run()
+        best = better or best
         top = height(sizes, best)
         bound = top if complete else bound
     return Packing(tuple(best), top, bound)
@@ -81,7 +81,7 @@ def conflicts_of(alive: Sequence[Collection[int]]) -> list[list[int]]:
     for together in {tuple(blocks) for blocks in at.values()}:
         for block in together:
             conflicts[block].update(together)
-    return [sorted(others - {block}) for block, others in enumerate(conflicts)]
+    return [sorted(neighbours - {block}) for block, neighbours in enumerate(conflicts)]
 
 
 def first_fit(sizes: Sequence[int], conflicts: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
@@ -121,7 +121,7 @@ def _load(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
 
 def _tries(conflicts: Sequence[Sequence[int]], work: int) -> int:
     """The number of placements that a search may try with this much work."""
-    return 1 + work // (1 + len(conflicts) + sum(len(others) for others in conflicts))
+    return 1 + work // (1 + len(conflicts) + sum(len(neighbours) for neighbours in conflicts))
 
 
 def _orders(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> Iterator[list[int]]:
@@ -142,7 +142,7 @@ def _improved(blocks: Blocks, *, tries: int) -> list[int]:
     draw = random.Random(0)
     sizes, conflicts = blocks.sizes, blocks.conflicts
     placed = [(first_fit(sizes, conflicts, order), order) for order in _orders(sizes, blocks.alive)]
-    best, order = min(placed, key=lambda one: height(sizes, one[0]))
+    best, order = min(placed, key=lambda placement: height(sizes, placement[0]))
     top = height(sizes, best)
     current = best
     for _ in range(tries):
@@ -186,11 +186,11 @@ class _BranchAndBound:
     def _extend(self, last: tuple[int, int]) -> None:
         """Place the remaining blocks in order of address and number, all after the pair `last` of these."""
         self.nodes += 1
-        rest = [b for b, address in enumerate(self.addresses) if address < 0]
-        if not rest:
+        unplaced = [b for b, address in enumerate(self.addresses) if address < 0]
+        if not unplaced:
             self.best, self.top = list(self.addresses), height(self.sizes, self.addresses)
             return
-        lowest = {b: _lowest(b, self.sizes, self.conflicts, self.addresses) for b in rest}
+        lowest = {b: _lowest(b, self.sizes, self.conflicts, self.addresses) for b in unplaced}
         if self._hopeless(lowest, last[0]):
             return
         for at, b in sorted((address, b) for b, address in lowest.items()):
@@ -203,9 +203,9 @@ class _BranchAndBound:
     def _hopeless(self, lowest: dict[int, int], last: int) -> bool:
         """Tell whether the blocks still to be placed at some step cannot end below the best placement."""
         for blocks in self.together:
-            rest = [b for b in blocks if b in lowest]
-            if rest:
-                start = max(last, min(lowest[b] for b in rest))
-                if start + sum(self.sizes[b] for b in rest) >= self.top:
+            open_blocks = [b for b in blocks if b in lowest]
+            if open_blocks:
+                start = max(last, min(lowest[b] for b in open_blocks))
+                if start + sum(self.sizes[b] for b in open_blocks) >= self.top:
                     return True
         return False

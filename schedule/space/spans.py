@@ -71,17 +71,17 @@ def reads_of(demand: Demand) -> dict[int, Reads]:
     """
     steps: dict[int, tuple[list[int], ...]] = {}
     outside = set(demand.outside)
-    for which, trace in enumerate(demand.traces):
+    for number, trace in enumerate(demand.traces):
         for k, step in enumerate(trace.steps):
             for s in dict.fromkeys((*step.reads, *step.writes)):
                 if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0 and s not in outside:
-                    steps.setdefault(s, tuple([] for _ in demand.traces))[which].append(k)
+                    steps.setdefault(s, tuple([] for _ in demand.traces))[number].append(k)
     for s, reads in steps.items():
-        for which, some in enumerate(reads if demand.storages[s].kind == "produced" else ()):
+        for number, some in enumerate(reads if demand.storages[s].kind == "produced" else ()):
             if len(some) > 1:
-                last = some[0] == demand.call_ends(which, some[0])
+                last = some[0] == demand.call_ends(number, some[0])
                 some[1:1] = range(some[0] + 1, some[1] if last else min(some[0] + 2, some[1]))
-    return {s: tuple(tuple(one) for one in reads) for s, reads in sorted(steps.items())}
+    return {s: tuple(tuple(steps_of_call) for steps_of_call in reads) for s, reads in sorted(steps.items())}
 
 
 def read_runs(demand: Demand, granule: int) -> tuple[Run, ...]:
@@ -104,11 +104,11 @@ def read_runs(demand: Demand, granule: int) -> tuple[Run, ...]:
             (inside.add if enters else inside.discard)(s)
         if not inside:
             continue
-        union = tuple(_union(reads[s][which] for s in inside) for which in range(len(demand.traces)))
+        union = tuple(_union(reads[s][number] for s in inside) for number in range(len(demand.traces)))
         produced = any(storages[s].kind == "produced" for s in inside)
-        kept = not produced and not inside.isdisjoint(demand.keep)
+        always = not produced and not inside.isdisjoint(demand.keep)
         for piece in _cut(Range(first * granule, last * granule), arena.segments):
-            runs.append(Run(piece, union, kept, produced))
+            runs.append(Run(piece, union, always, produced))
     return tuple(_joined(runs, arena.segments))
 
 
@@ -126,32 +126,32 @@ def span_groups(runs: Sequence[Run], granule: int) -> tuple[Group, ...]:
 def merged(ranges: Iterable[Range], breaks: Collection[int] = ()) -> tuple[Range, ...]:
     """The bytes of `ranges` in as few ranges as possible, ascending; no range crosses one of `breaks`."""
     result: list[Range] = []
-    for one in sorted(ranges):
+    for piece in sorted(ranges):
         stop = result[-1].stop if result else -1
-        if one.start < stop or (one.start == stop and one.start not in breaks):
-            result[-1] = Range(result[-1].start, max(result[-1].stop, one.stop))
+        if piece.start < stop or (piece.start == stop and piece.start not in breaks):
+            result[-1] = Range(result[-1].start, max(result[-1].stop, piece.stop))
         else:
-            result.append(one)
+            result.append(piece)
     return tuple(result)
 
 
 def subtract(ranges: Iterable[Range], taken: Sequence[Range]) -> list[Range]:
     """The bytes of `ranges` that are in none of `taken` (sorted, disjoint)."""
-    rest = []
+    remaining = []
     starts = [t.start for t in taken]
-    for item in ranges:
-        start = item.start
+    for piece in ranges:
+        start = piece.start
         for hole in taken[max(0, bisect_right(starts, start) - 1) :]:
-            if hole.start >= item.stop:
+            if hole.start >= piece.stop:
                 break
             if hole.stop <= start:
                 continue
             if hole.start > start:
-                rest.append(Range(start, hole.start))
+                remaining.append(Range(start, hole.start))
             start = hole.stop
-        if start < item.stop:
-            rest.append(Range(start, item.stop))
-    return rest
+        if start < piece.stop:
+            remaining.append(Range(start, piece.stop))
+    return remaining
 
 
 def _union(steps: Iterator[tuple[int, ...]]) -> tuple[int, ...]:

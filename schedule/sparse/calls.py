@@ -60,9 +60,12 @@ def simulated_calls(plan: Decisions, profile: Profile) -> tuple[Call, ...]:
     driven_by = served_profile(profile, plan.traces, plan.pool, plan.names)
     reads, driven = driven_by.routes.reads, Driven(driven_by, plan.pool)
     changes = driven.changes(Residency(plan.pool, driven_by.traces), ahead=True)
-    made = zip(count(), driven_by.routes.calls, changes, strict=False)
+    numbered = zip(count(), driven_by.routes.calls, changes, strict=False)
     calls: list[Call] = []
-    for graph, some in groupby((one for one in made if one[1]), lambda one: reads[one[1][0].read].graph):
+    for graph, some in groupby(
+        (numbered_call for numbered_call in numbered if numbered_call[1]),
+        lambda numbered_call: reads[numbered_call[1][0].read].graph,
+    ):
         calls += _in_a_row(plan, driven, graph, list(some))
     return tuple(calls)
 
@@ -73,31 +76,31 @@ _Made = tuple[int, Route, _Changes]
 
 def _in_a_row(plan: Decisions, driven: Driven, graph: int, calls: Sequence[_Made]) -> Iterator[Call]:
     """Calls of one method, the first of which is cold."""
-    which = next(k for k, trace in enumerate(plan.traces) if trace.graph == graph)
-    trace, schedule = plan.traces[which], plan.schedules[which]
-    copies = [tuple(_copies(plan, driven, made)) for *_, made in calls]
+    index = next(k for k, trace in enumerate(plan.traces) if trace.graph == graph)
+    trace, schedule = plan.traces[index], plan.schedules[index]
+    copies = [tuple(_copies(plan, driven, changes)) for *_, changes in calls]
     facts = (trace, schedule, plan.hardware, plan.wrap)
-    times = simulate(*facts, len(calls) + 1, launched=launched_steps(plan, which), units=copies)
-    for (number, call, made), now, behind in zip(calls, times, times[1:], strict=False):
-        missed = [driven.moved_by(change, [*change.bring, *change.ahead]) for _, _, change in made]
+    times = simulate(*facts, len(calls) + 1, launched=launched_steps(plan, index), units=copies)
+    for (number, call, changes), now, behind in zip(calls, times, times[1:], strict=False):
+        missed = [driven.moved_by(change, [*change.bring, *change.ahead]) for _, _, change in changes]
         yield Call(
             number,
             trace.method,
             driven.asked_by(call),
-            Moved(sum(one.units for one in missed), sum(one.nbytes for one in missed)),
+            Moved(sum(moved.units for moved in missed), sum(moved.nbytes for moved in missed)),
             schedule.moved_bytes("in"),
-            len(made),
+            len(changes),
             sum(stalls_of(trace, now)),
             behind.call_start - now.call_start,
         )
 
 
-def _copies(plan: Decisions, driven: Driven, made: _Changes) -> Iterator[UnitCopy]:
+def _copies(plan: Decisions, driven: Driven, changes: _Changes) -> Iterator[UnitCopy]:
     """The copies of units of one call: what a part needs, and behind it what is brought ahead of need."""
     copies: list[tuple[int, int, set[int]]] = []  # the step that asks, nanoseconds, and the steps that wait
     coming: dict[Unit, int] = {}
     edges: dict[int, int] = {}  # granules that another unit may share, and the copy that brings them
-    for ask, part, change in made:
+    for ask, part, change in changes:
         step, storage = driven.read(ask)
         for units in (change.bring, change.ahead):
             moved = driven.moved_by(change, units)

@@ -55,9 +55,9 @@ def units_layout(
     storage modulo `granule` where the phases allow, so that whole granules can be read directly.
     """
     named: dict[int, set[tuple[int, int, int, int]]] = {}
-    reads = (one for trace in traces for step in trace.steps for one in step.sparse)
-    for one in (one for one in reads if (tiles or not one.tiles) and (dense or not one.dense)):
-        named.setdefault(one.storage, set()).add(one.units)
+    reads = (read for trace in traces for step in trace.steps for read in step.sparse)
+    for read in (read for read in reads if (tiles or not read.tiles) and (dense or not read.dense)):
+        named.setdefault(read.storage, set()).add(read.units)
     layout, end = [-1] * len(storages), 0
     for s in sorted(named.keys() - set(keep)):
         storage = storages[s]
@@ -75,14 +75,14 @@ def without_units(trace: Trace, pool: Pool) -> Trace:
     """The trace of what has to be in the arena where a pool serves the rest."""
     steps = []
     for step in trace.steps:
-        served = {one.storage for one in step.sparse if pool.has(one)}
+        served = {read.storage for read in step.sparse if pool.has(read)}
         steps.append(replace(step, reads=tuple(s for s in step.reads if s not in served)))
     return replace(trace, steps=tuple(steps))
 
 
 def served_reads(trace: Trace, pool: Pool) -> Iterator[SparseRead]:
     """The reads of a trace that a pool serves, in their order."""
-    return (one for step in trace.steps for one in step.sparse if pool.has(one))
+    return (read for step in trace.steps for read in step.sparse if pool.has(read))
 
 
 def smallest_pool(
@@ -95,7 +95,7 @@ def smallest_pool(
 ) -> Pool:
     """The pool that holds one unit, whichever it is."""
     pool = Pool(0, granule, layout, tiles=tiles, dense=dense)
-    most = max(_widest(pool, one) for trace in traces for one in served_reads(trace, pool))
+    most = max(_widest(pool, read) for trace in traces for read in served_reads(trace, pool))
     return replace(pool, nbytes=most)
 
 
@@ -119,28 +119,28 @@ class Table:
     asked: int
     cut: int = 0
 
-    def missed(self, held: int) -> float:
+    def missed(self, pool_bytes: int) -> float:
         """Units that a pass misses where `held` bytes are in a pool and all are asked for equally often.
 
         A read that does not fit finds none: each of its rounds takes the whole pool.
         """
-        return self.cut + (self.asked - self.cut) * (1 - min(1.0, held / self.nbytes))
+        return self.cut + (self.asked - self.cut) * (1 - min(1.0, pool_bytes / self.nbytes))
 
 
 def tables_of(trace: Trace, pool: Pool) -> list[Table]:
     """The tables that a pass of a method reads, those first of which a byte is asked for most often."""
-    found: dict[int, Table] = {}
+    tables: dict[int, Table] = {}
     for read in served_reads(trace, pool):
         taken = _widest(pool, read)
         nbytes = min(taken, max(read.unit_stride, 1)) * read.count + taken
-        before = found.get(read.storage)
+        before = tables.get(read.storage)
         fits = read.asked * taken <= pool.nbytes
-        found[read.storage] = Table(
+        tables[read.storage] = Table(
             *(taken, nbytes, read.count),
             asked=read.asked + (before.asked if before else 0),
             cut=(0 if fits else read.asked) + (before.cut if before else 0),
         )
-    return sorted(found.values(), key=lambda table: -table.asked / table.count)
+    return sorted(tables.values(), key=lambda table: -table.asked / table.count)
 
 
 class Missed(NamedTuple):
@@ -179,12 +179,14 @@ def timed_pool(
     pool: Pool, traces: Sequence[Trace], hardware: Hardware, expected: Sequence[Missed] | None = None
 ) -> Pool:
     """The pool with the times that a pass of each method is expected to wait, and waits at worst."""
-    found = evenly(traces)(pool) if expected is None else expected
+    expected_misses = evenly(traces)(pool) if expected is None else expected
     worst = [missed(trace, pool, cold=True) for trace in traces]
     return replace(
         pool,
-        expected_ns=tuple(min(a.ns(hardware), b.ns(hardware)) for a, b in zip(found, worst, strict=True)),
-        worst_ns=tuple(one.ns(hardware) for one in worst),
+        expected_ns=tuple(
+            min(a.ns(hardware), b.ns(hardware)) for a, b in zip(expected_misses, worst, strict=True)
+        ),
+        worst_ns=tuple(misses.ns(hardware) for misses in worst),
     )
 
 
@@ -203,9 +205,9 @@ class Division(NamedTuple):
 def pass_counts(traces: Sequence[Trace]) -> list[int]:
     """Return how many passes of each method count where plans are compared."""
     asked = [sum(read.asked for step in trace.steps for read in step.sparse) for trace in traces]
-    least = min((one for one in asked if one), default=0)
-    is_prompt = any(one > least for one in asked)
-    return [TOKENS_A_PROMPT if one == least and is_prompt else 1 for one in asked]
+    least = min((asked_units for asked_units in asked if asked_units), default=0)
+    is_prompt = any(asked_units > least for asked_units in asked)
+    return [TOKENS_A_PROMPT if asked_units == least and is_prompt else 1 for asked_units in asked]
 
 
 def whole(problem: Problem, room: int) -> Division:
@@ -233,25 +235,28 @@ def divide(
         smallest.nbytes + (largest - smallest.nbytes) * k // divisions // smallest.granule * smallest.granule
         for k in range(divisions + 1)
     }
-    rest = min(largest, (nbytes - problem.streamed_bytes) // smallest.granule * smallest.granule)
-    if rest >= smallest.nbytes:
-        sizes.add(rest)
+    remaining = min(largest, (nbytes - problem.streamed_bytes) // smallest.granule * smallest.granule)
+    if remaining >= smallest.nbytes:
+        sizes.add(remaining)
     pools = [replace(smallest, nbytes=size) for size in sorted(sizes)]
-    found = [_weighed(problem, pool, nbytes - pool.nbytes, expect(pool)) for pool in pools]
-    enough = NEARLY * min(one.ns for one in found)
+    weighed = [_weighed(problem, pool, nbytes - pool.nbytes, expect(pool)) for pool in pools]
+    enough = NEARLY * min(division.ns for division in weighed)
     # Of those that copy as little, the largest pool keeps most where calls do not ask for all units alike.
-    best = min((one for one in found if one.ns <= enough), key=lambda one: (one.copied, -one.pool.nbytes))
-    chosen = [one for one in found if one is best or one.pool.nbytes == rest]
+    best = min(
+        (division for division in weighed if division.ns <= enough),
+        key=lambda division: (division.copied, -division.pool.nbytes),
+    )
+    chosen = [division for division in weighed if division is best or division.pool.nbytes == remaining]
     return [
         Division(
-            one.ns,
-            timed_pool(one.pool, problem.traces, problem.hardware, one.missed),
+            division.ns,
+            timed_pool(division.pool, problem.traces, problem.hardware, division.missed),
             sum(
                 count * some.nbytes
-                for count, some in zip(pass_counts(problem.traces), one.missed, strict=True)
+                for count, some in zip(pass_counts(problem.traces), division.missed, strict=True)
             ),
         )
-        for one in chosen
+        for division in chosen
     ]
 
 
@@ -264,13 +269,13 @@ class _Weighed(NamedTuple):
     missed: Sequence[Missed]
 
 
-def _weighed(problem: Problem, pool: Pool, room: int, found: Sequence[Missed]) -> _Weighed:
+def _weighed(problem: Problem, pool: Pool, room: int, expected: Sequence[Missed]) -> _Weighed:
     """The division in which `room` bytes are left for the arena."""
     ns = copied = 0
-    for count, trace, some in zip(pass_counts(problem.traces), problem.traces, found, strict=True):
+    for count, trace, some in zip(pass_counts(problem.traces), problem.traces, expected, strict=True):
         ns += count * (pass_ns(problem, trace, room) + some.ns(problem.hardware))
         copied += count * (_copied_bytes(problem, trace, room) + some.nbytes)
-    return _Weighed(ns, copied, pool, found)
+    return _Weighed(ns, copied, pool, expected)
 
 
 def pass_ns(problem: Problem, trace: Trace, room: int) -> int:
@@ -295,11 +300,11 @@ def _copied_bytes(problem: Problem, trace: Trace, room: int) -> int:
         return max(0, sum(problem.storages[s].nbytes for s in read) - max(0, room))
     places = (Range(arena.layout[s], arena.layout[s] + problem.storages[s].nbytes) for s in read)
     granules = merged(
-        Range(one.start // arena.granule * arena.granule, -(-one.stop // arena.granule) * arena.granule)
-        for one in places
+        Range(place.start // arena.granule * arena.granule, -(-place.stop // arena.granule) * arena.granule)
+        for place in places
     )
-    found = (min(a.stop, b.stop) - max(a.start, b.start) for a in granules for b in arena.segments)
-    nbytes = sum(one for one in found if one > 0)
-    cut = sum(one.nbytes for one in granules) - nbytes  # by which some are smaller
+    overlaps = (min(a.stop, b.stop) - max(a.start, b.start) for a in granules for b in arena.segments)
+    nbytes = sum(overlap for overlap in overlaps if overlap > 0)
+    cut = sum(piece.nbytes for piece in granules) - nbytes  # by which some are smaller
     stays = min(room, (room + cut) // arena.granule * arena.granule)
     return max(0, nbytes - max(0, stays))

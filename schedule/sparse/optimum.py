@@ -82,29 +82,29 @@ class _Pieces:
         return len(self.sizes) - 1
 
     def _whole(self, read: SparseRead, number: int) -> bool:
-        own = self._pool.granules(read, number)
-        start, stop = self._pool.bytes_in(own, read.storage, self._storages[read.storage].nbytes)
+        granules = self._pool.granules(read, number)
+        start, stop = self._pool.bytes_in(granules, read.storage, self._storages[read.storage].nbytes)
         return (stop - start) % self._pool.granule == 0 and stop - start == self.sizes[0]
 
 
 def _missed(asked: Sequence[Sequence[int]], sizes: Sequence[int], room: int) -> int:
     """Bytes that are brought if those leave first that are asked for last."""
     following = _following(asked, len(sizes))
-    held, coming = [0] * len(sizes), [0] * len(sizes)
+    is_held, coming = [0] * len(sizes), [0] * len(sizes)
     leaving: list[tuple[int, int]] = []  # minus the part that asks next, and the piece; some are outdated
     total = missed = 0
     for part, later in zip(asked, following, strict=True):
         for piece, at in zip(part, later, strict=True):
-            missed += sizes[piece] - held[piece]
-            total += sizes[piece] - held[piece]
-            held[piece], coming[piece] = sizes[piece], at
+            missed += sizes[piece] - is_held[piece]
+            total += sizes[piece] - is_held[piece]
+            is_held[piece], coming[piece] = sizes[piece], at
         while total > room:  # what this part needs is entered below, and so cannot leave yet
             at, piece = heappop(leaving)
             if -at != coming[piece]:
                 continue
-            gone = min(held[piece], total - room)
-            held[piece], total = held[piece] - gone, total - gone
-            if held[piece]:
+            gone = min(is_held[piece], total - room)
+            is_held[piece], total = is_held[piece] - gone, total - gone
+            if is_held[piece]:
                 heappush(leaving, (at, piece))
         for piece, at in zip(part, later, strict=True):
             heappush(leaving, (-at, piece))
@@ -114,9 +114,9 @@ def _missed(asked: Sequence[Sequence[int]], sizes: Sequence[int], room: int) -> 
 def _following(asked: Sequence[Sequence[int]], pieces: int) -> list[list[int]]:
     """For each piece of each part, the number of the next part that asks for it."""
     coming = [len(asked)] * pieces
-    found: list[list[int]] = []
+    following: list[list[int]] = []
     for k in range(len(asked) - 1, -1, -1):
-        found.append([coming[piece] for piece in asked[k]])
+        following.append([coming[piece] for piece in asked[k]])
         for piece in asked[k]:
             coming[piece] = k
-    return found[::-1]
+    return following[::-1]

@@ -28,8 +28,8 @@ class LeastRecent(Residency):
         self._last[self._asked(graph, step, numbers)] = self._clock
 
     def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
-        found: np.ndarray = -self._last[some]
-        return found
+        order: np.ndarray = -self._last[some]
+        return order
 
     def _leaving(self, index: int) -> list[int]:
         return [index]
@@ -48,5 +48,5 @@ class LeastFrequent(LeastRecent):
 
     def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
         once = 1 << 32  # more than the reads of any recording
-        found: np.ndarray = -(self._often[some] * once + self._last[some])
-        return found
+        order: np.ndarray = -(self._often[some] * once + self._last[some])
+        return order

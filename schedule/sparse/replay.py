@@ -64,7 +64,7 @@ def replay(profile: Profile, pool: Pool) -> Replay:
         )
     driven = Driven(profile, pool)
     reads = [list(rounds) for rounds in driven.reads()]
-    least, exact = least_missed([one for rounds in reads for one in rounds], pool, profile.storages)
+    least, exact = least_missed([part for rounds in reads for part in rounds], pool, profile.storages)
     return Replay(
         pool_bytes=pool.nbytes,
         calls=len(profile.routes.calls),
@@ -91,19 +91,19 @@ def expectation(profile: Profile, graphs: Sequence[int]) -> Expectation:
 
     def expect(pool: Pool) -> list[Missed]:
         driven = Driven(profile, pool)
-        found: dict[int, list[Moved]] = {graph: [] for graph in graphs}
+        by_graph: dict[int, list[Moved]] = {graph: [] for graph in graphs}
         calls = driven.moves(Residency(pool, profile.traces), ahead=True)
         for call, moved in zip(profile.routes.calls, calls, strict=True):
             if call:
-                found[profile.routes.reads[call[0].read].graph].append(moved)
-        return [_average(found[graph]) for graph in graphs]
+                by_graph[profile.routes.reads[call[0].read].graph].append(moved)
+        return [_average(by_graph[graph]) for graph in graphs]
 
     return expect
 
 
 def _average(moves: Sequence[Moved]) -> Missed:
     calls = max(1, len(moves))
-    return Missed(sum(one.units for one in moves) / calls, sum(one.nbytes for one in moves) // calls)
+    return Missed(sum(moved.units for moved in moves) / calls, sum(moved.nbytes for moved in moves) // calls)
 
 
 class Driven:
@@ -135,18 +135,21 @@ class Driven:
     def moved(self, residency: Residency, *, ahead: bool) -> Moved:
         """What is moved for all calls, where `residency` decides; `ahead` as far as it is known."""
         moves = list(self.moves(residency, ahead=ahead))
-        return Moved(sum(one.units for one in moves), sum(one.nbytes for one in moves))
+        return Moved(sum(moved.units for moved in moves), sum(moved.nbytes for moved in moves))
 
     def moves(self, residency: Residency, *, ahead: bool) -> Iterator[Moved]:
         """Yields what is moved for each call."""
         for call in self.changes(residency, ahead=ahead):
             moved = [self.moved_by(change, [*change.bring, *change.ahead]) for _, _, change in call]
-            yield Moved(sum(one.units for one in moved), sum(one.nbytes for one in moved))
+            yield Moved(
+                sum(change_moved.units for change_moved in moved),
+                sum(change_moved.nbytes for change_moved in moved),
+            )
 
     def changes(self, residency: Residency, *, ahead: bool) -> Iterator[list[tuple[Ask, list[int], Change]]]:
         """Yields what happens before each part of each read of a call, as the policy says."""
         for call in self._profile.routes.calls:
-            found = []
+            changes = []
             residency.begin()
             for ask in call:
                 at = self._profile.routes.reads[ask.read]
@@ -155,8 +158,8 @@ class Driven:
                 for part in parts or [[]]:
                     change = residency.acquire(at.graph, at.step, part, alone=ahead and len(parts) < 2)
                     residency.release(at.graph, at.step, part)
-                    found.append((ask, part, change))
-            yield found
+                    changes.append((ask, part, change))
+            yield changes
 
     def moved_by(self, change: Change, units: Sequence[Unit]) -> Moved:
         """What is read for some of the units that a change brings."""
@@ -194,7 +197,7 @@ def ladder_of(profile: Profile, rungs: int = 8) -> Sequence[Pool]:
     smallest, reads = profile.pool(0), profile.reads()
     asks = [(reads[ask.read], ask.units) for call in profile.routes.calls for ask in call]
     edges = ([smallest.granules(read, number) for number in units] for read, units in asks)
-    least = max(sum(stop - first for first, stop in one) for one in edges) * smallest.granule
+    least = max(sum(stop - first for first, stop in pieces) for pieces in edges) * smallest.granule
     most = sum(profile.storages[s].nbytes + smallest.granule for s in {read.storage for read in reads})
     sizes = (least * max(1.0, most / least) ** (k / (rungs - 1)) for k in range(rungs))
     return [profile.pool(-(-round(size) // smallest.granule) * smallest.granule) for size in sizes]

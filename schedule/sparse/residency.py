@@ -78,7 +78,11 @@ class Residency:
     def __init__(self, pool: Pool, traces: Sequence[Trace]) -> None:
         self._pool = pool
         self._reads = {trace.graph: _reads_of(trace, pool) for trace in traces}
-        reads = {one.read.storage: one.read for steps in self._reads.values() for one in steps.values()}
+        reads = {
+            table_read.read.storage: table_read.read
+            for steps in self._reads.values()
+            for table_read in steps.values()
+        }
         self._tables = sorted(reads)
         self._read_of = reads
         counts = [reads[s].count for s in self._tables]
@@ -116,11 +120,11 @@ class Residency:
 
     def ask(self, graph: int, step: int, numbers: Sequence[int]) -> None:
         """Note all units that a step's read asks for, in parts of which `acquire` will be told."""
-        one = self._reads[graph][step]
+        table_read = self._reads[graph][step]
         self._soon[:] = False
-        for read in (one.read, *one.behind):
+        for read in (table_read.read, *table_read.behind):
             self._soon[self._index(read.storage, numbers)] = True
-        table, wanted = self._tables.index(one.read.storage), self._asked(graph, step, numbers)
+        table, wanted = self._tables.index(table_read.read.storage), self._asked(graph, step, numbers)
         self._turns[table] += 1
         passed = np.minimum(self._turns[table] - self._seen[wanted], _FORGOTTEN)
         self._quick[wanted] = self._quick[wanted] * _QUICK[passed] + 1 - QUICK
@@ -133,11 +137,11 @@ class Residency:
         They fit into the pool together. If they are all that the read asks for (`alone`), the same units of
         later reads with the same operand are brought ahead, as far as there is room.
         """
-        one = self._reads[graph][step]
-        wanted = self._index(one.read.storage, numbers)
+        table_read = self._reads[graph][step]
+        wanted = self._index(table_read.read.storage, numbers)
         self._used[wanted], self._soon[wanted] = True, False
-        behind = [self._index(read.storage, numbers) for read in one.behind] if alone else []
-        change, until = Change(), self._until[graph][one.turn]
+        behind = [self._index(read.storage, numbers) for read in table_read.behind] if alone else []
+        change, until = Change(), self._until[graph][table_read.turn]
         self._admit(wanted[~self._held[wanted]], until, change, needed=True)
         for later in behind:
             self._admit(later[~self._held[later]], until, change, needed=False)
@@ -175,13 +179,15 @@ class Residency:
 
     def _distances(self, steps: dict[int, _Read]) -> dict[int, np.ndarray]:
         """For each turn of a method, how many turns lie between it and the next read of each table."""
-        turns = 1 + max((one.turn for one in steps.values()), default=0)
-        found = np.full((turns, len(self._tables)), turns, np.int64)
-        for one in steps.values():
-            table = self._tables.index(one.read.storage)
+        turns = 1 + max((table_read.turn for table_read in steps.values()), default=0)
+        turns_until = np.full((turns, len(self._tables)), turns, np.int64)
+        for table_read in steps.values():
+            table = self._tables.index(table_read.read.storage)
             for now in range(turns):
-                found[now, table] = min(found[now, table], (one.turn - now) % turns or turns)
-        return dict(enumerate(found))
+                turns_until[now, table] = min(
+                    turns_until[now, table], (table_read.turn - now) % turns or turns
+                )
+        return dict(enumerate(turns_until))
 
     def _admit(self, missing: np.ndarray, until: np.ndarray, change: Change, *, needed: bool) -> None:
         """Make room for missing units, one after another, and count them as held."""
@@ -190,13 +196,13 @@ class Residency:
             while self.held_bytes + self._cost(index) > self._pool.nbytes:
                 if leaving is None:
                     leaving = iter(self._by_key(until, needed=needed))
-                last = next((one for one in leaving if self._held[one]), None)
+                last = next((candidate for candidate in leaving if self._held[candidate]), None)
                 if last is None:
                     assert not needed, "the units of one read do not fit into their pool"
                     return
-                for one in self._leaving(last):
-                    self._drop(one)
-                    change.drop.append(self._unit(one))
+                for leaver in self._leaving(last):
+                    self._drop(leaver)
+                    change.drop.append(self._unit(leaver))
             unit = self._unit(index)
             change.granules[unit] = self._take(index)
             (change.bring if needed else change.ahead).append(unit)
@@ -204,9 +210,12 @@ class Residency:
     def _leaving(self, index: int) -> list[int]:
         """A unit, and the units that are asked for whenever it is, as far as they are held and not in use."""
         storage, number = self._unit(index)
-        others = (self._first[other] + number for other in self._partners[storage])
+        partners = (self._first[other] + number for other in self._partners[storage])
         needed = (self._used, self._soon)
-        return [index, *(one for one in others if self._held[one] and not any(some[one] for some in needed))]
+        return [
+            index,
+            *(index for index in partners if self._held[index] and not any(some[index] for some in needed)),
+        ]
 
     def _by_key(self, until: np.ndarray, *, needed: bool) -> list[int]:
         """The units that may leave, the one first that is expected to be asked for last.
@@ -214,8 +223,8 @@ class Residency:
         Behind all others, and only for units that are needed now, those that this turn will ask for.
         """
         some = np.flatnonzero(self._held & ~self._used & (needed | ~self._soon))
-        found: list[int] = some[np.argsort(-self.keys(some, until), kind="stable")].tolist()
-        return found
+        ordered: list[int] = some[np.argsort(-self.keys(some, until), kind="stable")].tolist()
+        return ordered
 
     def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
         """The turns until each of some units is expected to be asked for; `until` has those of its table.
@@ -249,14 +258,14 @@ class Residency:
 
     def _take(self, index: int) -> tuple[int, int]:
         """Count a unit as held, and return the granules that it adds."""
-        own = self._own(index)
+        granules = self._own(index)
         self.held_bytes += self._cost(index)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         first, stop = self._edges(index)
         for granule in {first, stop - 1}:
             self._users[granule] = self._users.get(granule, 0) + 1
         self._held[index] = True
-        return own
+        return granules
 
     def _drop(self, index: int) -> None:
         first, stop = self._edges(index)
@@ -272,21 +281,26 @@ def _reads_of(trace: Trace, pool: Pool) -> dict[int, _Read]:
     """The reads of a trace that a pool serves, by step."""
     reads = [(k, read) for k, step in enumerate(trace.steps) for read in step.sparse if pool.has(read)]
     turns = {route: turn for turn, route in enumerate(dict.fromkeys(read.route for _, read in reads))}
-    found: dict[int, _Read] = {}
+    reads_of_steps: dict[int, _Read] = {}
     for place, (k, read) in enumerate(reads):
         behind = tuple(
             other
             for _, other in reads[place + 1 :]
             if other.route == read.route and other.storage != read.storage and other.count == read.count
         )
-        found[k] = _Read(read, turns[read.route], behind)
-    return found
+        reads_of_steps[k] = _Read(read, turns[read.route], behind)
+    return reads_of_steps
 
 
 def _partners(reads: dict[int, dict[int, _Read]]) -> dict[int, list[int]]:
     """For each storage that is read by units, the others of which the same turns ask for the same units."""
     turns: dict[int, set[tuple[int, int, int]]] = {}
     for graph, steps in reads.items():
-        for one in steps.values():
-            turns.setdefault(one.read.storage, set()).add((graph, one.turn, one.read.count))
-    return {s: [other for other, of in turns.items() if of == own and other != s] for s, own in turns.items()}
+        for table_read in steps.values():
+            turns.setdefault(table_read.read.storage, set()).add(
+                (graph, table_read.turn, table_read.read.count)
+            )
+    return {
+        s: [other for other, of in turns.items() if of == own_turns and other != s]
+        for s, own_turns in turns.items()
+    }

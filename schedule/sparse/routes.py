@@ -71,7 +71,7 @@ class Profile:
     def reads(self) -> list[SparseRead]:
         """The reads by units in the order in which the routes number them."""
         steps = {trace.graph: trace.steps for trace in self.traces}
-        return [steps[one.graph][one.step].sparse[0] for one in self.routes.reads]
+        return [steps[read.graph][read.step].sparse[0] for read in self.routes.reads]
 
 
 def routed_reads(
@@ -112,15 +112,15 @@ def profile_of(
             "`with module.record_routes() as recorder:`, and save what was recorded then"
         )
     known = routed_reads(traces, _layout(storages, traces, 1), names)
-    for one in routes.reads:
-        if one not in known:
+    for read in routes.reads:
+        if read not in known:
             raise PayloadError(
-                f"the routes are of another program: step {one.step} ({one.name}) of {one.method!r} reads "
-                f"{one.count} units of {one.unit_nbytes} bytes of {one.weight!r}, and none of this program "
+                f"the routes are of another program: step {read.step} ({read.name}) of {read.method!r} "
+                f"reads {read.count} units of {read.unit_nbytes} bytes of {read.weight!r}, and none of this program "
                 "does: record routes of this one"
             )
-    found = {(one.graph, one.step): known[one] for one in routes.reads}
-    return Profile(routes, tuple(storages), tuple(_with_reads(trace, found) for trace in traces))
+    read_of = {(key.graph, key.step): known[key] for key in routes.reads}
+    return Profile(routes, tuple(storages), tuple(_with_reads(trace, read_of) for trace in traces))
 
 
 def served_profile(profile: Profile, traces: Sequence[Trace], pool: Pool, names: Sequence[str]) -> Profile:
@@ -132,34 +132,34 @@ def served_profile(profile: Profile, traces: Sequence[Trace], pool: Pool, names:
     Raises PayloadError if the pool serves reads of which nothing is known.
     """
     served = _reads_of(traces, pool.has, names)
-    unknown = [one for one, read in served.items() if not read.tiles and one not in profile.routes.reads]
+    unknown = [key for key, read in served.items() if not read.tiles and key not in profile.routes.reads]
     if unknown:
         raise PayloadError(
             f"the plan reads units of {unknown[0].weight!r} in step {unknown[0].name}, of which the routes "
             "tell nothing: record routes with a plan that keeps the same weights, on the same kind of machine"
         )
     reads = tuple(served)
-    numbers = {one: number for number, one in enumerate(reads)}
-    tiles = [(one, Ask(numbers[one], tuple(range(one.count)))) for one, read in served.items() if read.tiles]
+    numbers = {key: number for number, key in enumerate(reads)}
+    tiles = [(key, Ask(numbers[key], tuple(range(key.count)))) for key, read in served.items() if read.tiles]
     calls: list[Route] = []
     for call in profile.routes.calls:
         asked = [(profile.routes.reads[ask.read], ask.units) for ask in call]
-        asks = [Ask(numbers[one], units) for one, units in asked if one in numbers]
-        added = [ask for one, ask in tiles if asked and one.graph == asked[0][0].graph]
+        asks = [Ask(numbers[key], units) for key, units in asked if key in numbers]
+        added = [ask for key, ask in tiles if asked and key.graph == asked[0][0].graph]
         calls.append(tuple(sorted([*asks, *added], key=lambda ask: reads[ask.read].step)))
-    found = {(one.graph, one.step): read for one, read in served.items()}
-    kept = tuple(_with_reads(trace, found) for trace in traces)
-    return Profile(Routes(reads, tuple(calls)), profile.storages, kept)
+    read_of = {(key.graph, key.step): read for key, read in served.items()}
+    narrowed = tuple(_with_reads(trace, read_of) for trace in traces)
+    return Profile(Routes(reads, tuple(calls)), profile.storages, narrowed)
 
 
 def _layout(storages: Sequence[Storage], traces: Sequence[Trace], granule: int) -> tuple[int, ...]:
     return units_layout(storages, traces, granule=granule) or (-1,) * len(storages)
 
 
-def _with_reads(trace: Trace, found: dict[tuple[int, int], SparseRead]) -> Trace:
+def _with_reads(trace: Trace, read_of: dict[tuple[int, int], SparseRead]) -> Trace:
     """The trace with the reads that were found, by method and step, as its only ones by units."""
     steps = []
     for k, step in enumerate(trace.steps):
-        read = found.get((trace.graph, k))
+        read = read_of.get((trace.graph, k))
         steps.append(replace(step, sparse=(read,) if read else ()))
     return replace(trace, steps=tuple(steps))

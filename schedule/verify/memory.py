@@ -49,11 +49,11 @@ class Memory:
         self._check_produced()
         self._edges = self._cut()
 
-    def place(self, item: Item) -> Place:
+    def place(self, move: Item) -> Place:
         """The cells that a range of the layout fills; the range was checked when this Memory was made."""
-        content = LAYOUT if self.paged else self._owner(item)
-        start = item.start + self._shift(content)
-        return self._cells(content, start, start + item.stop - item.start)
+        content = LAYOUT if self.paged else self._owner(move)
+        start = move.start + self._shift(content)
+        return self._cells(content, start, start + move.stop - move.start)
 
     def place_storage(self, s: int) -> Place | None:
         """The cells of storage `s`, which a step reads; None if it is outside the arena or empty."""
@@ -67,9 +67,9 @@ class Memory:
         start = self._plan.arena.layout[s] + self._shift(content)
         return self._cells(content, start, start + self._storages[s].nbytes)
 
-    def produced(self, item: Item) -> int | None:
+    def produced(self, move: Item) -> int | None:
         """The storage that a step writes in whose segment a range lies; None if the range is of weights."""
-        segment = self._segment(item.start)
+        segment = self._segment(move.start)
         return None if segment is None else self._produced.get(segment.start)
 
     @property
@@ -80,28 +80,28 @@ class Memory:
         """The addresses of a cell."""
         return Range(self._edges[cell], self._edges[cell + 1])
 
-    def check_item(self, item: Item, what: str) -> None:
+    def check_item(self, move: Item, title: str) -> None:
         """Raise PlanError unless `item` is a run of granules inside a segment and, if contiguous, a slot."""
         arena = self._plan.arena
-        span = f"{what} of bytes {item.start}:{item.stop}"
-        segment = self._segment(item.start)
-        if segment is None or not item.start < item.stop <= segment.stop:
+        span = f"{title} of bytes {move.start}:{move.stop}"
+        segment = self._segment(move.start)
+        if segment is None or not move.start < move.stop <= segment.stop:
             raise PlanError(f"{span} is not inside one segment of the layout, {_listed(arena.segments)}")
         starts, stops = {segment.start}, {segment.stop}
         if not self.paged:
-            slot = self._slot(self._owner(item, span))
-            if not slot.start <= item.start < item.stop <= slot.stop:
+            slot = self._slot(self._owner(move, span))
+            if not slot.start <= move.start < move.stop <= slot.stop:
                 raise PlanError(f"{span} is not inside one storage's slot, which is {slot.start}:{slot.stop}")
-            owner = self._owner(item)
+            owner = self._owner(move)
             starts.add(slot.start)
             stops.add(slot.start + self._storages[owner].nbytes)
-            address = item.start + self._shift(owner)
-            if address < 0 or address + item.stop - item.start > self._plan.arena_bytes:
+            address = move.start + self._shift(owner)
+            if address < 0 or address + move.stop - move.start > self._plan.arena_bytes:
                 raise PlanError(
                     f"{span} lies at address {address}, which is not inside the arena of "
                     f"{self._plan.arena_bytes} bytes"
                 )
-        for offset, ends in ((item.start, starts), (item.stop, stops)):
+        for offset, ends in ((move.start, starts), (move.stop, stops)):
             if offset % arena.granule and offset not in ends:
                 raise PlanError(
                     f"{span} is cut at {offset}, which is no multiple of the granule {arena.granule}"
@@ -162,12 +162,12 @@ class Memory:
 
     def _check_produced(self) -> None:
         """A storage that a step writes shares its segment with no other."""
-        held: dict[int, list[int]] = {}
+        contents: dict[int, list[int]] = {}
         for s in self._inside:
             segment = self._segment(self._plan.arena.layout[s])
             assert segment is not None
-            held.setdefault(segment.start, []).append(s)
-        for start, some in held.items():
+            contents.setdefault(segment.start, []).append(s)
+        for start, some in contents.items():
             for s in some:
                 if self._storages[s].kind != "produced":
                     continue
@@ -186,8 +186,8 @@ class Memory:
         segment = self._plan.arena.segments[at] if at >= 0 else None
         return segment if segment is not None and offset < segment.stop else None
 
-    def _owner(self, item: Item, span: str = "") -> int:
-        at = bisect_right(self._slots, (item.start, len(self._storages))) - 1
+    def _owner(self, move: Item, span: str = "") -> int:
+        at = bisect_right(self._slots, (move.start, len(self._storages))) - 1
         if at < 0:
             raise PlanError(f"{span} is not inside the slot of any storage in the arena")
         return self._slots[at][1]
@@ -216,11 +216,11 @@ class Memory:
             items += [("transfer", schedule.transfers), ("drop", schedule.drops)]
             items += [("boundary range", schedule.boundary or ())]
         edges = set()
-        for what, group in items:
-            for i, item in enumerate(group):
-                self.check_item(item, f"{what} {i}")
-                start = item.start + (0 if self.paged else self._shift(self._owner(item)))
-                edges |= {start, start + item.stop - item.start}
+        for title, group in items:
+            for i, move in enumerate(group):
+                self.check_item(move, f"{title} {i}")
+                start = move.start + (0 if self.paged else self._shift(self._owner(move)))
+                edges |= {start, start + move.stop - move.start}
         if self.paged:
             edges |= {edge for s in plan.arena.segments for edge in (s.start, s.stop)}
         else:

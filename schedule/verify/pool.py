@@ -14,7 +14,7 @@ _MANY = 1 << 16
 
 def arena_reads(step: Step, pool: Pool | None) -> tuple[int, ...]:
     """The storages that a step of the program reads from the arena: all but those that the pool serves."""
-    served = {one.view.storage for one in step.sparse if pool is not None and _served(one, pool)}
+    served = {read.view.storage for read in step.sparse if pool is not None and _served(read, pool)}
     return tuple(s for s in step.reads if s not in served)
 
 
@@ -33,15 +33,15 @@ def check_pool(storages: tuple[Storage, ...], plan: Decisions) -> None:
     for trace in plan.traces:
         for k, step in enumerate(trace.steps):
             where = f"graph {trace.graph}: step {k} ({step.name})"
-            served = [one for one in step.sparse if _served(one, pool)]
+            served = [read for read in step.sparse if _served(read, pool)]
             if len(served) > 1:
                 raise PlanError(f"{where} reads units of {len(served)} storages, expected one at most")
-            for one in served:
-                stride, nbytes = _check_read(storages, pool, one, where)
-                same = (one.view.shape[0], one.view.offset, stride, nbytes)
-                if units.setdefault(one.view.storage, same) != same:
+            for read in served:
+                stride, nbytes = _check_read(storages, pool, read, where)
+                same = (read.view.shape[0], read.view.offset, stride, nbytes)
+                if units.setdefault(read.view.storage, same) != same:
                     raise PlanError(
-                        f"{where} reads other units of storage {one.view.storage} than an earlier step, and "
+                        f"{where} reads other units of storage {read.view.storage} than an earlier step, and "
                         "the pool has one kind of them"
                     )
 
@@ -84,16 +84,16 @@ def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, whe
 
     Returns the bytes from a unit to the next, and those of a unit.
     """
-    view, item = read.view, ITEM_SIZES.get(read.view.dtype, 0)
-    if not item or len(view.shape) != len(view.stride) or min(view.shape, default=0) < 1:
+    view, item_bytes = read.view, ITEM_SIZES.get(read.view.dtype, 0)
+    if not item_bytes or len(view.shape) != len(view.stride) or min(view.shape, default=0) < 1:
         raise PlanError(f"{where} reads units of a tensor of {view.dtype} {view.shape}, which has none")
     slices = read.computed.shape[:1] if read.computed else view.shape[:1]
     if slices != view.shape[:1] or (read.computed and (read.tiles or read.slices != 1)):
         raise PlanError(
             f"{where} computes {(*slices, 0)[0]} slices from {view.shape[0]} units: expected as many"
         )
-    stride = view.stride[0] * item
-    nbytes = (1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride[1:], strict=True))) * item
+    stride = view.stride[0] * item_bytes
+    nbytes = (1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride[1:], strict=True))) * item_bytes
     count, end = view.shape[0], view.offset + (view.shape[0] - 1) * stride + nbytes
     if min(view.offset, *view.stride) < 0 or end > storages[view.storage].nbytes:
         raise PlanError(

@@ -61,10 +61,10 @@ def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan
     if plan.wrap not in ("overlap", "barrier"):
         raise PlanError(f"expected wrap to be overlap or barrier, got {plan.wrap!r}")
     graphs = sorted(t.graph for t in traces)
-    for what, found in (("traces", plan.traces), ("schedules", plan.schedules)):
-        if sorted(item.graph for item in found) != graphs:
+    for title, entries in (("traces", plan.traces), ("schedules", plan.schedules)):
+        if sorted(entry_of.graph for entry_of in entries) != graphs:
             raise PlanError(
-                f"expected {what} of the program's graphs {graphs}, got {sorted(i.graph for i in found)}: "
+                f"expected {title} of the program's graphs {graphs}, got {sorted(i.graph for i in entries)}: "
                 "the plan was made for another program"
             )
     program = {t.graph: t for t in traces}
@@ -155,8 +155,8 @@ def _check_schedule(schedule: Schedule, trace: Trace, before: Trace) -> None:
         raise PlanError(
             f"graph {schedule.graph}: expected a predicted time of 0 ns or more, got {schedule.predicted_ns}"
         )
-    for name, item in dropped_or_written(schedule):
-        if not 0 <= item.step < steps:
+    for name, move in dropped_or_written(schedule):
+        if not 0 <= move.step < steps:
             raise PlanError(f"graph {schedule.graph}: {name} names a step that is not one of {steps}")
     for i, transfer in enumerate(schedule.transfers):
         where = f"graph {schedule.graph}: transfer {i} for step {transfer.step}"
@@ -190,28 +190,28 @@ def _check_resident(memory: Memory, plan: Decisions) -> None:
                 f"{plan.arena_bytes} bytes"
             )
     for schedule in plan.schedules:
-        for name, item in dropped_or_written(schedule):
-            _, lo, hi = memory.place(item)
+        for name, move in dropped_or_written(schedule):
+            _, lo, hi = memory.place(move)
             if resident[lo:hi].count(ABSENT) < hi - lo:
                 raise PlanError(f"graph {schedule.graph}: {name} takes bytes that are resident")
 
 
 def _check_produced(memory: Memory, plan: Decisions) -> None:
     """Produced bytes are never resident, cross to the next call alone, and nothing else is copied out."""
-    for item in plan.resident:
-        if memory.produced(item) is not None:
-            raise PlanError(f"bytes {item.start}:{item.stop} are produced, and cannot be resident")
+    for piece in plan.resident:
+        if memory.produced(piece) is not None:
+            raise PlanError(f"bytes {piece.start}:{piece.stop} are produced, and cannot be resident")
     for schedule, trace in _paired(plan):
-        own, before = ({s for k in t.steps for s in k.writes} for t in (trace, _before(plan, trace)))
-        for item in plan.boundary_of(schedule):
-            s = memory.produced(item)
-            if s is not None and s not in before - own:
+        written, before = ({s for k in t.steps for s in k.writes} for t in (trace, _before(plan, trace)))
+        for piece in plan.boundary_of(schedule):
+            s = memory.produced(piece)
+            if s is not None and s not in before - written:
                 raise PlanError(
-                    f"bytes {item.start}:{item.stop} of the boundary of graph {schedule.graph} are of "
+                    f"bytes {piece.start}:{piece.stop} of the boundary of graph {schedule.graph} are of "
                     f"storage {s}, which the call before does not write"
                 )
-        for name, one in dropped_or_written(schedule):
-            if isinstance(one, Transfer) and one.direction == "out" and memory.produced(one) is None:
+        for name, move in dropped_or_written(schedule):
+            if isinstance(move, Transfer) and move.direction == "out" and memory.produced(move) is None:
                 raise PlanError(f"graph {schedule.graph}: {name} copies out bytes that no step writes")
 
 
@@ -223,43 +223,43 @@ def _check_host(plan: Decisions, memory: Memory) -> None:
             raise PlanError("transfers are staged through a host of which the plan says nothing; plan again")
         return
     _check_held(plan.host.resident, plan.arena.segments)
-    held = sum(r.stop - r.start for r in plan.host.resident)
-    if held + max(rings, default=0) > plan.host.nbytes or len(rings) > 1:
+    host_bytes = sum(r.stop - r.start for r in plan.host.resident)
+    if host_bytes + max(rings, default=0) > plan.host.nbytes or len(rings) > 1:
         raise PlanError(
-            f"the host holds {held} bytes and rings of {sorted(rings)}, expected one ring and "
+            f"the host holds {host_bytes} bytes and rings of {sorted(rings)}, expected one ring and "
             f"{plan.host.nbytes} bytes in all; plan again"
         )
     for schedule in plan.schedules:
-        for item in plan.boundary_of(schedule):
-            weights = memory.produced(item) is None
-            if weights and not rings and _lacks(item, plan.host.resident, plan.resident):
+        for piece in plan.boundary_of(schedule):
+            weights = memory.produced(piece) is None
+            if weights and not rings and _lacks(piece, plan.host.resident, plan.resident):
                 raise PlanError(
-                    f"bytes {item.start}:{item.stop} of the boundary of graph {schedule.graph} are neither "
+                    f"bytes {piece.start}:{piece.stop} of the boundary of graph {schedule.graph} are neither "
                     "on the device nor with the host, which has no ring; plan again"
                 )
         for fault in _staging_faults(schedule, plan.host.resident):
             raise PlanError(f"schedule of graph {schedule.graph}: {fault}; plan again")
 
 
-def _check_held(held: Sequence[Range], segments: Sequence[Range]) -> None:
+def _check_held(host_ranges: Sequence[Range], segments: Sequence[Range]) -> None:
     end = 0
-    for one in held:
-        inside = any(s.start <= one.start and one.stop <= s.stop for s in segments)
-        if not (end <= one.start < one.stop) or not inside:
+    for piece in host_ranges:
+        inside = any(s.start <= piece.start and piece.stop <= s.stop for s in segments)
+        if not (end <= piece.start < piece.stop) or not inside:
             raise PlanError(
-                f"the host holds bytes {one.start}:{one.stop}, expected ranges of the layout's segments, "
+                f"the host holds bytes {piece.start}:{piece.stop}, expected ranges of the layout's segments, "
                 "ascending and disjoint; plan again"
             )
-        end = one.stop
+        end = piece.stop
 
 
-def _staging_faults(schedule: Schedule, held: Sequence[Range]) -> Iterator[str]:
+def _staging_faults(schedule: Schedule, host_ranges: Sequence[Range]) -> Iterator[str]:
     staged = schedule.staged or (0,) * len(schedule.transfers)
     if len(staged) != len(schedule.transfers):
         yield f"expected {len(schedule.transfers)} counts of staged bytes, got {len(staged)}"
         return
     for transfer, nbytes in zip(schedule.transfers, staged, strict=True):
-        missing = _missing(transfer, held)
+        missing = _missing(transfer, host_ranges)
         if transfer.direction == "out" and missing:
             yield f"the host has no memory for the bytes {transfer.start}:{transfer.stop} that are copied out"
         if nbytes != missing:
@@ -271,24 +271,24 @@ def _staging_faults(schedule: Schedule, held: Sequence[Range]) -> Iterator[str]:
             yield f"{nbytes} bytes are staged at once in a ring of {schedule.staging_bytes}"
 
 
-def _lacks(item: Range, held: Sequence[Range], resident: Sequence[Range]) -> bool:
+def _lacks(piece: Range, host_ranges: Sequence[Range], resident: Sequence[Range]) -> bool:
     """Tell whether a byte of `item` is in none of the ranges `held` and `resident`."""
-    position = item.start
-    for one in sorted((*held, *resident)):
-        if one.start > position:
+    position = piece.start
+    for known in sorted((*host_ranges, *resident)):
+        if known.start > position:
             break
-        position = max(position, one.stop)
-    return position < item.stop
+        position = max(position, known.stop)
+    return position < piece.stop
 
 
-def _missing(transfer: Transfer, held: Sequence[Range]) -> int:
+def _missing(transfer: Transfer, host_ranges: Sequence[Range]) -> int:
     """Bytes of a transfer in none of the ranges `held` by the host, which are sorted and disjoint."""
     position, missing = transfer.start, 0
-    for one in held:
-        if one.stop <= position:
+    for piece in host_ranges:
+        if piece.stop <= position:
             continue
-        if one.start >= transfer.stop:
+        if piece.start >= transfer.stop:
             break
-        missing += max(0, one.start - position)
-        position = min(one.stop, transfer.stop)
+        missing += max(0, piece.start - position)
+        position = min(piece.stop, transfer.stop)
     return missing + max(0, transfer.stop - position)

@@ -28,16 +28,16 @@ NEVER = 1 << 62
 NEVER_YET = -1
 
 
-def lay(items: Sequence[Item], memory: Memory, what: str) -> list[int]:
+def lay(items: Sequence[Item], memory: Memory, title: str) -> list[int]:
     """The content of every cell if it holds `items` and nothing else.
 
     Raises PlanError if two of the items take the same bytes; `what` names them in the message.
     """
     owner = [ABSENT] * memory.cells
-    for i, item in enumerate(items):
-        place = memory.place(item)
+    for i, move in enumerate(items):
+        place = memory.place(move)
         if not _uniform(owner, place, ABSENT):
-            raise PlanError(f"{what} {i} of bytes {item.start}:{item.stop} overlaps another {what}")
+            raise PlanError(f"{title} {i} of bytes {move.start}:{move.stop} overlaps another {title}")
         owner[place.lo : place.hi] = [place.content] * (place.hi - place.lo)
     return owner
 
@@ -59,7 +59,7 @@ def gates(calls: Sequence[Call]) -> list[list[int]]:
         begins.append(begun)
         line += ((t.after + begun, begun, schedule, i) for i, t in enumerate(schedule.transfers))
         begun += len(trace.steps)
-    last = max(line, key=lambda one: one[0], default=None)
+    last = max(line, key=lambda reached: reached[0], default=None)
     opened = last[0] - begun if last else 0
     result: list[list[int]] = [[] for _ in calls]
     for after, begin, schedule, i in line:
@@ -118,9 +118,11 @@ class Walk:
 
     def __init__(self, memory: Memory, plan: Decisions, calls: Sequence[Call]) -> None:
         self._memory, self._plan = memory, plan
-        self._calls = [_Steps(*one, memory) for one in zip(calls, gates(calls), strict=True)]
+        self._calls = [_Steps(*pair, memory) for pair in zip(calls, gates(calls), strict=True)]
         self._items = plan.boundary_of(calls[0][0])
-        self._boundaries = [lay(plan.boundary_of(one), memory, "boundary range") for one, _ in calls]
+        self._boundaries = [
+            lay(plan.boundary_of(schedule), memory, "boundary range") for schedule, _ in calls
+        ]
         # The content of each cell, and the step, counted over all calls, by whose read it has arrived.
         self._owner = list(self._boundaries[0])
         self._due = self._cold_due()
@@ -130,9 +132,9 @@ class Walk:
         self._saved = {(s, c): NEVER_YET for s, place in self._written(-1) for c in range(place.lo, place.hi)}
         self._leaving = [NEVER_YET] * memory.cells
 
-    def _written(self, which: int) -> list[tuple[int, Place]]:
+    def _written(self, number: int) -> list[tuple[int, Place]]:
         """The storages that a call writes, with their cells."""
-        return [one for step in self._calls[which].writes for one in step]
+        return [written for step in self._calls[number].writes for written in step]
 
     def run(self) -> None:
         """Walk through two passes of every method. Raises PlanError at the first fault."""
@@ -140,9 +142,9 @@ class Walk:
         self._check_room("at the beginning of a call")
         begun = 0
         for number in range(PASSES * len(self._calls)):
-            self._pass, which = divmod(number, len(self._calls))
-            self._call = self._calls[which]
-            following = (which + 1) % len(self._calls)
+            self._pass, index = divmod(number, len(self._calls))
+            self._call = self._calls[index]
+            following = (index + 1) % len(self._calls)
             self._run_call(self._calls[following], begun)
             if self._call.count:
                 self._check_boundary(self._boundaries[following])
@@ -178,8 +180,8 @@ class Walk:
             for content, lo, hi in (place for _, place in call.reads[step]):
                 first[lo:hi] = [step if boundary[c] == content else first[c] for c in range(lo, hi)]
         due = [NEVER] * self._memory.cells
-        for item in self._items:
-            _, lo, hi = self._memory.place(item)
+        for piece in self._items:
+            _, lo, hi = self._memory.place(piece)
             due[lo:hi] = [min(first[lo:hi])] * (hi - lo)
         return due
 
@@ -189,19 +191,19 @@ class Walk:
             return
         cell = next(c for c in range(place.lo, place.hi) if owner[c] != place.content or due[c] > now)
         if owner[cell] == ABSENT:
-            found = "no transfer has brought"
+            state = "no transfer has brought"
         elif owner[cell] != place.content:
-            found = f"then belong to storage {owner[cell]}"
+            state = f"then belong to storage {owner[cell]}"
         else:
-            found = "a transfer may still be writing"
-        raise self._fault(f"{self._step(now - begun)} reads storage {s}, of which {self._at(cell)} {found}")
+            state = "a transfer may still be writing"
+        raise self._fault(f"{self._step(now - begun)} reads storage {s}, of which {self._at(cell)} {state}")
 
     def _write(self, s: int, place: Place, now: int, begun: int) -> None:
-        what = f"{self._step(now - begun)} writes storage {s} to"
+        action = f"{self._step(now - begun)} writes storage {s} to"
         for cell in range(place.lo, place.hi):
             if self._owner[cell] != ABSENT and (self._memory.paged or self._due[cell] > now):
-                raise self._fault(f"{what} {self._at(cell)}, which are not free")
-        self._check_leaving(place, now - 1, what)
+                raise self._fault(f"{action} {self._at(cell)}, which are not free")
+        self._check_leaving(place, now - 1, action)
         self._fill(place, now)
         self._occupied += self._nbytes(place)
         self._check_room(f"in {self._step(now - begun)}")
@@ -213,23 +215,23 @@ class Walk:
     def _nbytes(self, place: Place) -> int:
         return sum(extent.nbytes for extent in map(self._memory.extent, range(place.lo, place.hi)))
 
-    def _check_leaving(self, place: Place, now: int, what: str) -> None:
+    def _check_leaving(self, place: Place, now: int, action: str) -> None:
         """Raise PlanError if a copy out may need bytes of these cells after the end of step `now`."""
         for cell in range(place.lo, place.hi):
             if self._leaving[cell] > now:
-                raise self._fault(f"{what} {self._at(cell)} before a copy out of them is sure to be done")
+                raise self._fault(f"{action} {self._at(cell)} before a copy out of them is sure to be done")
 
     def _drop(self, i: int, now: int) -> None:
         drop = self._call.schedule.drops[i]
         place = self._memory.place(drop)
-        what = f"drop {i} of bytes {drop.start}:{drop.stop} after {self._step(drop.step)}"
+        action = f"drop {i} of bytes {drop.start}:{drop.stop} after {self._step(drop.step)}"
         if not _uniform(self._owner, place, place.content):
             cell = next(c for c in range(place.lo, place.hi) if self._owner[c] != place.content)
-            raise self._fault(f"{what} takes {self._at(cell)}, which are not on the device")
+            raise self._fault(f"{action} takes {self._at(cell)}, which are not on the device")
         if max(self._due[place.lo : place.hi]) > now:
             cell = next(c for c in range(place.lo, place.hi) if self._due[c] > now)
-            raise self._fault(f"{what} takes {self._at(cell)} before they are sure to have arrived")
-        self._check_leaving(place, now, f"{what} takes")
+            raise self._fault(f"{action} takes {self._at(cell)} before they are sure to have arrived")
+        self._check_leaving(place, now, f"{action} takes")
         self._owner[place.lo : place.hi] = [ABSENT] * (place.hi - place.lo)
         self._occupied -= drop.stop - drop.start
 
@@ -292,9 +294,13 @@ class Walk:
         if self._owner == boundary:
             return
         cell = next(c for c, content in enumerate(self._owner) if content != boundary[c])
-        held, expected = self._owner[cell] != ABSENT, boundary[cell] != ABSENT
+        is_held, expected = self._owner[cell] != ABSENT, boundary[cell] != ABSENT
         relation = (
-            "are not those of" if held and expected else "are missing from" if held else "are gone, but in"
+            "are not those of"
+            if is_held and expected
+            else "are missing from"
+            if is_held
+            else "are gone, but in"
         )
         raise PlanError(
             f"graph {self._call.trace.graph}: at the end of a pass {self._at(cell)} {relation} the boundary"
@@ -308,8 +314,8 @@ class Walk:
         return f"{'bytes' if self._memory.paged else 'arena bytes'} {extent.start}:{extent.stop}"
 
     def _fault(self, message: str) -> PlanError:
-        which = "second" if self._pass else "first"
-        return PlanError(f"graph {self._call.trace.graph}, {which} pass: {message}")
+        pass_name = "second" if self._pass else "first"
+        return PlanError(f"graph {self._call.trace.graph}, {pass_name} pass: {message}")
 
 
 def _uniform(owner: list[int], place: Place, content: int) -> bool:

@@ -109,14 +109,14 @@ def test_what_stays_is_not_joined_over_the_begin_of_a_segment() -> None:
 # Several methods.
 
 
-def held_at_most(problem: Problem, which: int, stays: Sequence[int]) -> int:
+def held_at_most(problem: Problem, number: int, stays: Sequence[int]) -> int:
     """The most bytes at a step of a method: what it reads or keeps, and so many granules of all others."""
     return max(
         sum(
             storage.nbytes if s in step.reads or s in problem.keep else GRANULE * stays[s]
             for s, storage in enumerate(problem.storages)
         )
-        for step in problem.traces[which].steps
+        for step in problem.traces[number].steps
     )
 
 
@@ -156,9 +156,9 @@ def test_the_largest_share_that_fits_beside_every_step_of_every_method_is_tried_
         for n in range(count(share, s))
     }
     assert kept == expected
-    for which, one in enumerate(streams):
+    for number, one in enumerate(streams):
         copied = {t.start // GRANULE + n for t in one.transfers for n in range((t.stop - t.start) // GRANULE)}
-        used = {s for step in problem.traces[which].steps for s in step.reads}
+        used = {s for step in problem.traces[number].steps for s in step.reads}
         assert copied == {
             problem.arena.layout[s] // GRANULE + n for s in used for n in range(count(share, s), sizes[s])
         }
@@ -179,28 +179,28 @@ def test_of_all_shares_the_fastest_is_taken(wrap: Any) -> None:
     times = {}
     for share in range(29):
         assert (held_at_most(slow, 0, [share] * 3) <= 120 * GRANULE) == (share < 29)
-        times[share] = sum(_period_ns(slow, which, share) for which in range(2))
+        times[share] = sum(_period_ns(slow, number, share) for number in range(2))
     assert held_at_most(slow, 0, [29] * 3) > 120 * GRANULE
     best = min(times.values())
     chosen = max(share for share, ns in times.items() if ns == best)
     assert 0 < chosen < 28
     assert sum(stays) == 3 * chosen
     assert best == sum(
-        steady_period_ns(trace, Schedule(which, one.transfers, (), 0), slow.hardware, wrap)
-        for which, (trace, one) in enumerate(zip(slow.traces, streams, strict=True))
+        steady_period_ns(trace, Schedule(number, one.transfers, (), 0), slow.hardware, wrap)
+        for number, (trace, one) in enumerate(zip(slow.traces, streams, strict=True))
     )
 
 
-def _period_ns(problem: Problem, which: int, share: int) -> int:
+def _period_ns(problem: Problem, number: int, share: int) -> int:
     """The period of a method when so many of the 64 granules of each storage stay."""
-    groups, trace = Pieces(problem).groups, problem.traces[which]
-    gaps = gaps_of(groups, trace, which=which)
-    loads = Loads(groups, gaps, len(trace.steps), breaks=(), which=which)
+    groups, trace = Pieces(problem).groups, problem.traces[number]
+    gaps = gaps_of(groups, trace, number=number)
+    loads = Loads(groups, gaps, len(trace.steps), breaks=(), number=number)
     resident = numpy.array([n < share for _ in groups for n in range(64)])
     early = len(trace.steps) - 1 if problem.wrap == "overlap" else 0
     one = loads.stream(loads.after_first([share] * len(gaps)), resident, cap=120 * GRANULE, early=early)
     assert one is not None
-    return steady_period_ns(trace, Schedule(which, one.transfers, (), 0), problem.hardware, problem.wrap)
+    return steady_period_ns(trace, Schedule(number, one.transfers, (), 0), problem.hardware, problem.wrap)
 
 
 def _slower(trace: Any, ns: int) -> Any:
