@@ -133,9 +133,9 @@ class WeightFiles:
 
     def disk(self) -> Measurement:
         """The rate at which the disk itself gives the weights. Files are opened only if it is not known."""
-        found = recall(self._subject("reads", "past")) or recall(self._subject("reads", "cold"))
-        if found is not None:
-            return found
+        measured = recall(self._subject("reads", "past")) or recall(self._subject("reads", "cold"))
+        if measured is not None:
+            return measured
         with self._open() as source:
             direct = source.mode == "direct"
         return self._reads("past" if direct else "cold")

@@ -99,10 +99,10 @@ def compile(
 
     def write(checkpoint: Checkpoint) -> None:
         rules = Rules(rename, cast, slices)
-        found = None if weights is None else find_values(_stored_weights(annotated), checkpoint, rules)
-        compiled = _compile(annotated, found, options, resident_below) if lowering == "inductor" else None
+        values = None if weights is None else find_values(_stored_weights(annotated), checkpoint, rules)
+        compiled = _compile(annotated, values, options, resident_below) if lowering == "inductor" else None
         lowered = replace(annotated, payload=compiled.payload) if compiled else annotated
-        writer = _Writer(lowered, found, folder, progress, in_place=not pack, mapped=lowering == "eager")
+        writer = _Writer(lowered, values, folder, progress, in_place=not pack, mapped=lowering == "eager")
 
         def build(temporary: Path) -> None:
             catalog = writer.write_weights(temporary, _hashed(earlier, checkpoint))
@@ -126,7 +126,7 @@ def _annotate(
     """The facts of programs. Without Python nothing computes experts one at a time."""
     annotated = exported
     if not isinstance(annotated, Annotated):
-        programs = {name: with_aten_operators(one) for name, one in by_method(annotated).items()}
+        programs = {name: with_aten_operators(program) for name, program in by_method(annotated).items()}
         annotated = annotate_with_values(programs, trusts=None if ladder else reads_units_only)
     _check_names(annotated.payload.methods)
     return annotated
@@ -139,8 +139,8 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
     Raises SourceError for files that do not belong to the program, PassError for weights without values.
     """
     checkpoint = _open(weights, annotated, None, pack=False)
-    found = None if weights is None else find_values(annotated.payload.weights, checkpoint, Rules(None))
-    writer = _Writer(annotated, found, folder, None, in_place=weights is not None, mapped=False)
+    values = None if weights is None else find_values(annotated.payload.weights, checkpoint, Rules(None))
+    writer = _Writer(annotated, values, folder, None, in_place=weights is not None, mapped=False)
     return writer.write_weights(folder, {})
 
 
@@ -169,8 +169,8 @@ def _check_packing(weights: Paths | None, pack: bool, cast: bool, slices: Slices
             "with `penstock convert --dtype`"
         )
     if (cast or slices) and weights is None:
-        what = "cast=True converts" if cast else "slices= divides"
-        raise PassError(f"{what} a checkpoint's tensors: name its files with weights=")
+        action = "cast=True converts" if cast else "slices= divides"
+        raise PassError(f"{action} a checkpoint's tensors: name its files with weights=")
 
 
 def _check_lowering(
@@ -192,11 +192,11 @@ def _check_names(methods: Sequence[Method]) -> None:
 
 def _compile(
     annotated: Annotated,
-    found: Found | None,
+    values: Found | None,
     options: Mapping[str, Any] | None,
     resident_below: int | str | None,
 ) -> inductor.Compiled:
-    programs = annotated.programs if found is None else with_small_values(annotated, found)
+    programs = annotated.programs if values is None else with_small_values(annotated, values)
     below = "64KiB" if resident_below is None else resident_below
     smallest = parse_size(below, name="resident_below") if below else 0
     return inductor.lower(
@@ -208,17 +208,17 @@ def _open(weights: Paths | None, annotated: Annotated, rename: Rename, *, pack: 
     if weights is None:
         return Checkpoint((), {})
     checkpoint = without(open_checkpoint(weights), annotated.computed, rename)
-    others = [] if pack else [path for path in checkpoint.files if not is_safetensors(path)]
-    if others:
+    foreign = [] if pack else [path for path in checkpoint.files if not is_safetensors(path)]
+    if foreign:
         raise SourceError(
-            f"{others[0]} is no safetensors file, and only those are used in place: leave out pack=False, or "
-            "write safetensors with `penstock convert`"
+            f"{foreign[0]} is no safetensors file, and only those are used in place: leave out pack=False, "
+            "or write safetensors with `penstock convert`"
         )
     return checkpoint
 
 
 def _place(storage: Storage, files: Sequence[WeightFile]) -> Place:
-    return tuple((files[one.file], one.file_offset, one.nbytes) for one in storage.extents)
+    return tuple((files[extent.file], extent.file_offset, extent.nbytes) for extent in storage.extents)
 
 
 def _is_whole(storage: Storage) -> bool:
@@ -234,9 +234,9 @@ def _hashed(earlier: Program | None, checkpoint: Checkpoint) -> dict[Place, str]
     seen, now = read_seen(earlier.path), checkpoint.ctimes
     as_seen = [file.path in seen and seen[file.path] == now.get(file.path) for file in files]
     return {
-        _place(one, files): one.sha256
-        for one in storages
-        if one.extents and one.sha256 and all(as_seen[extent.file] for extent in one.extents)
+        _place(storage, files): storage.sha256
+        for storage in storages
+        if storage.extents and storage.sha256 and all(as_seen[extent.file] for extent in storage.extents)
     }
 
 
@@ -251,7 +251,7 @@ class _Writer:
     def __init__(
         self,
         annotated: Annotated,
-        found: Found | None,
+        values: Found | None,
         target: Path,
         progress: Progress | None,
         *,
@@ -260,7 +260,7 @@ class _Writer:
     ) -> None:
         self._target = target
         self._payload, self._values = annotated.payload, annotated.values
-        self._found = found or Found((), {}, {})
+        self._found = values or Found((), {}, {})
         self._in_place, self._mapped = in_place, mapped
         self._progress = progress
         self._storages = self._found.placed(self._payload.storages)
@@ -347,8 +347,8 @@ def _packing_order(payload: Payload) -> list[int]:
     steps = [step for trace in payload.traces for step in trace.steps]
     order = dict.fromkeys(s for step in steps for s in step.reads)
     order |= dict.fromkeys(range(len(payload.storages)))
-    whole = {s for step in steps for s in step.reads if s not in {one.storage for one in step.sparse}}
-    by_units = {one.storage for step in steps for one in step.sparse} - whole
+    whole = {s for step in steps for s in step.reads if s not in {read.storage for read in step.sparse}}
+    by_units = {read.storage for step in steps for read in step.sparse} - whole
     sizes = [storage.nbytes for storage in payload.storages]
     for together in storages_together(payload.weights).values():
         for s in together:  # a small scale lies beside the data that it belongs to

@@ -199,15 +199,15 @@ class Cache:
             if code and (writer := self.writer_of(path)):
                 _put_aside(path, writer)
             for _ in range(_ATTEMPTS):
-                if (held := _hold(path, made_for)) is not None:
+                if (lock := _hold(path, made_for)) is not None:
                     if whole():
-                        return held
-                    held.close()
+                        return lock
+                    lock.close()
                     self._discard(path)
                 self._write(path, write, nbytes)
-                if (held := _hold(path, made_for)) is not None:
+                if (lock := _hold(path, made_for)) is not None:
                     self.make_room(0)
-                    return held
+                    return lock
         raise SourceError(f"{path} was removed whenever it had been written: let nobody empty the cache now")
 
     def _write(self, path: Path, write: Callable[[], object], nbytes: int) -> None:
@@ -235,7 +235,7 @@ class Cache:
     def _discard(self, path: Path) -> None:
         """Remove a damaged entry and the programs that read it, so that it can be written again."""
         place = path.resolve()
-        together = [one for one in list_entries(self.folder) if place in one.reads]
+        together = [candidate for candidate in list_entries(self.folder) if place in candidate.reads]
         if not _remove([*together, _entry(path, "weights")], dry_run=False):
             raise SourceError(
                 f"{path} is damaged, and a model still runs on it: restore or delete that model, or end its "
@@ -275,12 +275,12 @@ class Pruned:
 
     @property
     def freed_bytes(self) -> int:
-        return sum(one.nbytes for one in self.removed)
+        return sum(removed.nbytes for removed in self.removed)
 
 
 def list_entries(folder: Path) -> tuple[Entry, ...]:
     """The entries of a cache, the least recently used first."""
-    return tuple(sorted(_entries(folder), key=lambda one: (one.used, one.path)))
+    return tuple(sorted(_entries(folder), key=lambda listed: (listed.used, listed.path)))
 
 
 def prune(
@@ -299,35 +299,35 @@ def prune(
 
 def _prune(folder: Path, before: float, most: float, *, dry_run: bool) -> Pruned:
     entries = list_entries(folder)
-    left = sum(one.nbytes for one in entries)
+    left = sum(listed.nbytes for listed in entries)
     removed: dict[Path, Entry] = {}
     in_use: list[Entry] = []
-    for one in sorted(entries, key=lambda one: one.kind != "leftover"):
-        beyond = left > most and one.kind != "rates"
-        if one.path in removed or not (one.kind == "leftover" or one.used < before or beyond):
+    for listed in sorted(entries, key=lambda listed: listed.kind != "leftover"):
+        beyond = left > most and listed.kind != "rates"
+        if listed.path in removed or not (listed.kind == "leftover" or listed.used < before or beyond):
             continue
-        place = one.path.resolve()
+        place = listed.path.resolve()
         together = [other for other in entries if other.path not in removed and place in other.reads]
-        if _remove([*together, one], dry_run=dry_run):
-            removed |= {each.path: each for each in (*together, one)}
-            left -= sum(each.nbytes for each in (*together, one))
+        if _remove([*together, listed], dry_run=dry_run):
+            removed |= {each.path: each for each in (*together, listed)}
+            left -= sum(each.nbytes for each in (*together, listed))
         else:
-            in_use.append(one)
+            in_use.append(listed)
     # One that could not be locked may have gone later, with the weights that it refers to.
-    return Pruned(tuple(removed.values()), tuple(one for one in in_use if one.path not in removed), left)
+    return Pruned(tuple(removed.values()), tuple(busy for busy in in_use if busy.path not in removed), left)
 
 
 def _remove(entries: Sequence[Entry], *, dry_run: bool) -> bool:
     """Remove the entries in this order, and return True; if one is in use, remove none, and return False."""
     with ExitStack() as locks:
-        if not all(_locked(one, locks, make=not dry_run) for one in entries):
+        if not all(_locked(listed, locks, make=not dry_run) for listed in entries):
             return False
-        for one in entries if not dry_run else ():
+        for listed in entries if not dry_run else ():
             try:
-                _remove_one(one)
+                _remove_one(listed)
             except OSError as error:
                 raise SourceError(
-                    f"{one.path} cannot be removed ({error.strerror}): check its permissions"
+                    f"{listed.path} cannot be removed ({error.strerror}): check its permissions"
                 ) from error
     return True
 
@@ -344,14 +344,14 @@ def _put_aside(path: Path, writer: Writer) -> None:
         _log.warning("%s is not trusted, as %s, and is written again", path, writer)
 
 
-def _remove_one(entry: Entry) -> None:
+def _remove_one(removed: Entry) -> None:
     with suppress(FileNotFoundError):  # another process has removed it
-        if entry.kind == "leftover":
-            remove_stale(entry.path)
-        elif entry.path.is_dir() and not entry.path.is_symlink():
-            remove_folder(entry.path)
+        if removed.kind == "leftover":
+            remove_stale(removed.path)
+        elif removed.path.is_dir() and not removed.path.is_symlink():
+            remove_folder(removed.path)
         else:
-            entry.path.unlink()
+            removed.path.unlink()
 
 
 def _entries(folder: Path) -> Iterator[Entry]:
@@ -378,8 +378,8 @@ def _inside(folder: Path) -> list[Path]:
 def _entry(path: Path, kind: Kind) -> Entry:
     record, made_for = path / RECORD, ""
     with suppress(OSError, PenstockError, ValueError, RecursionError):
-        said = json.loads(read_bounded(record, "a record of the cache"))
-        made_for = str(said.get(_MADE_FOR, "")) if isinstance(said, dict) else ""
+        stored = json.loads(read_bounded(record, "a record of the cache"))
+        made_for = str(stored.get(_MADE_FOR, "")) if isinstance(stored, dict) else ""
     used = 0.0
     for place in (path, record):  # the record, if there is one, is newer
         with suppress(OSError):
@@ -392,7 +392,7 @@ def _nbytes(path: Path) -> int:
     with suppress(OSError):
         if not path.is_dir():
             return path.lstat().st_size
-        return sum(_nbytes(one) for one in path.iterdir() if not one.is_symlink())
+        return sum(_nbytes(child) for child in path.iterdir() if not child.is_symlink())
     return 0
 
 
@@ -442,21 +442,21 @@ def _let_go(record: int | None) -> None:
         close_read(record)
 
 
-def _locked(entry: Entry, locks: ExitStack, *, make: bool) -> bool:
+def _locked(locked: Entry, locks: ExitStack, *, make: bool) -> bool:
     """Lock the record of an entry; return False if a process uses the entry.
 
     As long as `locks` is open, no process can begin to use the entry. With `make`, an entry without a record
     gets one, so that there is a file to lock.
     """
-    if entry.kind == "leftover":
-        return remove_stale(entry.path, dry_run=True)
-    if entry.path.is_symlink() or not entry.path.is_dir():
+    if locked.kind == "leftover":
+        return remove_stale(locked.path, dry_run=True)
+    if locked.path.is_symlink() or not locked.path.is_dir():
         return True
     if make:
-        _make_record(entry.path, entry.made_for)
-    record = _open_record(entry.path)
+        _make_record(locked.path, locked.made_for)
+    record = _open_record(locked.path)
     if record is None:
-        return not make or not entry.path.is_dir()
+        return not make or not locked.path.is_dir()
     locks.callback(os.close, record)
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)

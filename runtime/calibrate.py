@@ -59,7 +59,7 @@ def measure_cpu(weights: Sequence[Weight], arrival: Arrival | None, why: str = "
     """
     products, memory = compute_rates(common_dtype(weights))
     rate, answer = (arrival.rate, arrival.answer) if arrival else (None, None)
-    said = f"{rate.subject.title} at {rate.amount}" if rate else ""
+    measured = f"{rate.subject.title} at {rate.amount}" if rate else ""
     threads = torch.get_num_threads()
     where = f"measured on this machine with {threads} thread{'' if threads == 1 else 's'}"
     return Hardware(
@@ -69,25 +69,25 @@ def measure_cpu(weights: Sequence[Weight], arrival: Arrival | None, why: str = "
         link_bytes_per_s=NO_FILES if rate is None else rate.median,
         link_latency_ns=_LATENCY_NS,
         link_in_flight_bytes=arrival.in_flight_bytes if arrival else 0,
-        note=noted(where, (said, why), (products, memory, rate, answer)),
+        note=noted(where, (measured, why), (products, memory, rate, answer)),
     )
 
 
-def with_leaving(hardware: Hardware, found: Leaving | None) -> Hardware:
+def with_leaving(hardware: Hardware, leaving: Leaving | None) -> Hardware:
     """The machine with the rate at which what a forward keeps leaves memory, and with a note of it."""
-    if found is None:
+    if leaving is None:
         return replace(
             hardware, note=noted(hardware.note, ["no rate of writes: they are taken for reads"], ())
         )
-    both = "beside reads" if found.duplex else "in turn with reads"
+    both = "beside reads" if leaving.duplex else "in turn with reads"
     return replace(
         hardware,
-        write_bytes_per_s=found.rate.median,
-        duplex=found.duplex,
+        write_bytes_per_s=leaving.rate.median,
+        duplex=leaving.duplex,
         note=noted(
             hardware.note,
-            [f"{found.rate.subject.title} at {found.rate.amount}, {both}"],
-            (found.rate, found.both),
+            [f"{leaving.rate.subject.title} at {leaving.rate.amount}, {both}"],
+            (leaving.rate, leaving.both),
         ),
     )
 
@@ -109,7 +109,7 @@ def measure_accelerator(device: str, weights: Sequence[Weight], files: WeightFil
     finally:
         opened.close()
     disk = files.disk() if files else None
-    said = [one.subject.title for one in (copies, disk) if one]
+    sources = [measurement.subject.title for measurement in (copies, disk) if measurement]
     return Hardware(
         name=opened.name,
         flops_per_s=products.median,
@@ -118,7 +118,7 @@ def measure_accelerator(device: str, weights: Sequence[Weight], files: WeightFil
         link_latency_ns=_COPY_LATENCY_NS,
         memory_nbytes=opened.memory_info[1],
         disk_bytes_per_s=disk.median if disk else None,
-        note=noted(f"measured on {opened.model}", said, (products, memory, copies, disk)),
+        note=noted(f"measured on {opened.model}", sources, (products, memory, copies, disk)),
         host_step_ns=HOST_STEP_NS,
     )
 
@@ -142,8 +142,12 @@ def machines_here() -> tuple[Machine, ...]:
 def measure_again() -> None:
     """Forget all remembered figures of this machine, and measure those again that need no weight files."""
     here = machines_here()
-    known = [one.subject.what for one in measurements() if one.subject.quantity == "products"]
-    forget(lambda one: one.subject.machine in here)
+    known = [
+        measurement.subject.what
+        for measurement in measurements()
+        if measurement.subject.quantity == "products"
+    ]
+    forget(lambda measurement: measurement.subject.machine in here)
     for dtype in dict.fromkeys(("float32", "bfloat16", *known)):
         compute_rates(dtype)
     leaving()
@@ -166,11 +170,11 @@ def _products(dtype: str) -> Trials:
     The matrices have `_MATRIX` rows, or fewer where the trials would take longer than `SECONDS`: a product in
     float16 takes seconds on a processor that has no instructions for it.
     """
-    size, found = _LEAST_MATRIX, _products_of(dtype, _LEAST_MATRIX)
-    while size < _MATRIX and LEAST * 2 * (2 * size) ** 3 <= SECONDS * max(found.figures):
+    size, products = _LEAST_MATRIX, _products_of(dtype, _LEAST_MATRIX)
+    while size < _MATRIX and LEAST * 2 * (2 * size) ** 3 <= SECONDS * max(products.figures):
         size *= 2
-        found = _products_of(dtype, size)
-    return found
+        products = _products_of(dtype, size)
+    return products
 
 
 def _products_of(dtype: str, size: int) -> Trials:
@@ -215,8 +219,8 @@ def _device_memory(device: AcceleratorDevice) -> Trials:
 def _device_copies(device: AcceleratorDevice, machine: Machine) -> Measurement:
     """Bytes a second of copies from page-locked memory, or from ordinary memory if the system locks none."""
     for kind in ("page-locked", "ordinary"):
-        if found := recall(Subject("copies", machine, kind)):
-            return found
+        if remembered := recall(Subject("copies", machine, kind)):
+            return remembered
     trials, kind = _giving_back(partial(_time_copies, device))
     return record(Subject("copies", machine, kind), trials)
 

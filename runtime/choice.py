@@ -123,9 +123,9 @@ def _within_host(plan: Plan, folder: Path, payload: Payload, request: PlanReques
         return plan  # without room for the least, loading refuses it
     if device_kind(request.device) == "sim":
         assert limit is not None  # or all would have fit
-        made = with_host(plan, limit)
-        verify_plan(payload.storages, payload.traces, made)
-        return made
+        hosted = with_host(plan, limit)
+        verify_plan(payload.storages, payload.traces, hosted)
+        return hosted
     return decide(folder, payload, replace(request, host_memory=limit))
 
 
@@ -172,12 +172,12 @@ def find_ladder(folder: Path, payload: Payload) -> tuple[Plan, ...]:
 def unmapped_arena(payload: Payload, budget: int) -> str:
     """The preferred kind of arena on a CPU that reads fill and that `budget` bytes suffice for."""
     floors = _unmapped_floors(payload)
-    return next((kind for kind, one in floors.items() if one.upper_bytes <= budget), [*floors][-1])
+    return next((kind for kind, floor in floors.items() if floor.upper_bytes <= budget), [*floors][-1])
 
 
 def _unmapped_floors(payload: Payload) -> dict[str, Floor]:
     floors = find_floors(payload, "cpu", None, frozenset(), tiles=False)
-    return {kind: one for kind, one in floors.items() if kind != "mapped"}
+    return {kind: floor for kind, floor in floors.items() if kind != "mapped"}
 
 
 @dataclass(frozen=True)
@@ -197,13 +197,13 @@ class _Asked:
     ) -> tuple[_Asked, ...]:
         """The ways to read: whole; and by units, with `tiles` or none, and dense reads by units or not."""
         reads = _sparse(payload.traces)
-        dense = {True, *(not one.dense for one in reads)}
-        others = (
+        dense = {True, *(not read.dense for read in reads)}
+        by_units = (
             cls._by_units(payload, keep, device, tiles=by_tiles, dense=by_rounds)
             for by_rounds in sorted(dense, reverse=True)
-            for by_tiles in sorted({False, *(one.tiles and tiles for one in reads)})
+            for by_tiles in sorted({False, *(read.tiles and tiles for read in reads)})
         )
-        return cls(payload, keep), *(one for one in others if one is not None)
+        return cls(payload, keep), *(asked for asked in by_units if asked is not None)
 
     @classmethod
     def _by_units(
@@ -214,8 +214,10 @@ class _Asked:
             return None
         traces = trusted(payload.traces)
         doubted = _sparse(payload.traces) - _sparse(traces)
-        others = keep | {read.storage for read in doubted if tiles or not read.tiles}
-        layout = units_layout(payload.storages, traces, granule=PAGE, keep=others, tiles=tiles, dense=dense)
+        kept_whole = keep | {read.storage for read in doubted if tiles or not read.tiles}
+        layout = units_layout(
+            payload.storages, traces, granule=PAGE, keep=kept_whole, tiles=tiles, dense=dense
+        )
         if layout is None:
             return None
         pool = smallest_pool(traces, layout, PAGE, tiles=tiles, dense=dense)
@@ -229,7 +231,7 @@ class _Asked:
 
 
 def _sparse(traces: Sequence[Trace]) -> set[SparseRead]:
-    return {one for trace in traces for step in trace.steps for one in step.sparse}
+    return {read for trace in traces for step in trace.steps for read in step.sparse}
 
 
 def reduced(payload: Payload, pool: Pool | None) -> Payload:
@@ -246,10 +248,10 @@ def _best(
 
     `plan_of` plans a problem within a budget.
     """
-    kept = kept_storages(payload, request.keep)
-    ways: tuple[_Asked, ...] = (_Asked(payload, kept),)
+    keep = kept_storages(payload, request.keep)
+    ways: tuple[_Asked, ...] = (_Asked(payload, keep),)
     if request.by_units:
-        ways = _Asked.ways(payload, kept, request.device, tiles=request.tiles)
+        ways = _Asked.ways(payload, keep, request.device, tiles=request.tiles)
     total = sum(storage.nbytes for storage in payload.storages)
     if len(ways) == 1 or request.budget >= total:
         return plan_of(_problem_of(folder, ways[0], request), request.budget)
@@ -264,17 +266,17 @@ def _best(
     if len(refused) == len(ways):
         raise min(refused, key=lambda error: error.floor_bytes or 0)
     names = payload.storage_names()
-    found = _fastest(_divisions(problems, request, names), request.budget, plan_of)
+    best = _fastest(_divisions(problems, request, names), request.budget, plan_of)
     reads = sum(len(step.reads) for trace in payload.traces for step in trace.steps)
     rungs = [total * number // RUNGS for number in range(RUNGS, 0, -1)] if reads <= SMALL else []
-    for rung in (one for one in rungs if one < request.budget):
+    for rung in (rung for rung in rungs if rung < request.budget):
         divided = _divisions(problems, replace(request, budget=rung), names)
-        if min((one.ns for one, _ in divided), default=_ns(found)) >= _ns(found):
+        if min((division.ns for division, _ in divided), default=_ns(best)) >= _ns(best):
             break
         lower = _fastest(divided, rung, plan_of)
-        if _ns(lower) < _ns(found):
-            found = replace(lower, budget=request.budget)
-    return found
+        if _ns(lower) < _ns(best):
+            best = replace(lower, budget=request.budget)
+    return best
 
 
 def _fastest(
@@ -285,13 +287,13 @@ def _fastest(
     A way is planned unless another plan is known to be faster.
     """
     plans: list[tuple[int, int, Plan]] = []  # with the bytes that passes move, and their time
-    for division, problem in sorted(divided, key=lambda one: one[0].ns):
+    for division, problem in sorted(divided, key=lambda pair: pair[0].ns):
         if not plans or division.ns <= NEARLY * min(ns for _, ns, _ in plans):
             plan = plan_of(problem, budget)
             moved = (schedule.moved_bytes("in") for schedule in plan.schedules)
             plans.append((_counted(plan, moved) + division.missed, _ns(plan), plan))
     enough = NEARLY * min(ns for _, ns, _ in plans)
-    return min((one for one in plans if one[1] <= enough), key=lambda one: one[0])[2]
+    return min((planned for planned in plans if planned[1] <= enough), key=lambda planned: planned[0])[2]
 
 
 def _ns(plan: Plan) -> int:
@@ -300,20 +302,20 @@ def _ns(plan: Plan) -> int:
 
 def _counted(plan: Plan, amounts: Iterable[int]) -> int:
     """The sum of amounts, one for each method, over as many passes as count for that."""
-    return sum(count * one for count, one in zip(pass_counts(plan.traces), amounts, strict=True))
+    return sum(count * amount for count, amount in zip(pass_counts(plan.traces), amounts, strict=True))
 
 
 def _divisions(
     problems: Sequence[Problem], request: PlanRequest, names: Sequence[str]
 ) -> list[tuple[Division, Problem]]:
     """The best divisions of the budget for each problem whose floor it reaches, with their problems."""
-    found = []
+    pairs = []
     for problem in problems:
         with suppress(BudgetError):
             check_floor(problem, request.budget, names)
             divided = _divided(problem, request, names)
-            found += [(one, replace(problem, pool=one.pool)) for one in divided]
-    return found
+            pairs += [(division, replace(problem, pool=division.pool)) for division in divided]
+    return pairs
 
 
 def _divided(problem: Problem, request: PlanRequest, names: Sequence[str]) -> list[Division]:
@@ -364,8 +366,8 @@ def _corrected(
         seen = seen_compute(folder, trace.method)
         corrected.append(stretched(trace, seen.median) if seen else trace)
         if seen:
-            said = f"{seen.subject.title} took {seen.amount} in a load"
-            hardware = replace(hardware, note=noted(hardware.note, [said], [seen]))
+            correction = f"{seen.subject.title} took {seen.amount} in a load"
+            hardware = replace(hardware, note=noted(hardware.note, [correction], [seen]))
     return tuple(corrected), hardware
 
 
@@ -384,16 +386,16 @@ def find_floors(
     """
     floors: dict[str, Floor] = {}
     for asked in _Asked.ways(payload, keep, device, tiles=tiles):
-        for name, one in allowed_arenas(asked.payload, device, arena).items():
-            found = asked.floor(one)
-            if name not in floors or found.upper_bytes < floors[name].upper_bytes:
-                floors[name] = found
+        for name, allowed in allowed_arenas(asked.payload, device, arena).items():
+            lowest = asked.floor(allowed)
+            if name not in floors or lowest.upper_bytes < floors[name].upper_bytes:
+                floors[name] = lowest
     return floors
 
 
 def least_budget(payload: Payload, device: str, arena: str | None = None) -> int:
     """The smallest budget in bytes for an arena that the device allows, or for the best of them."""
-    return min(one.upper_bytes for one in find_floors(payload, device, arena, frozenset()).values())
+    return min(floor.upper_bytes for floor in find_floors(payload, device, arena, frozenset()).values())
 
 
 def _choose(folder: Path, asked: _Asked, request: PlanRequest) -> tuple[Arena, Hardware]:
@@ -401,13 +403,13 @@ def _choose(folder: Path, asked: _Asked, request: PlanRequest) -> tuple[Arena, H
     payload = asked.payload
     arenas, kind = allowed_arenas(payload, request.device, request.arena), device_kind(request.device)
     auto = request.hardware == "auto"
-    given = hardware_of(request.device) if auto else find_hardware(request.hardware)
-    if given and given.disk_bytes_per_s is not None and not request.arena:
+    hardware = hardware_of(request.device) if auto else find_hardware(request.hardware)
+    if hardware and hardware.disk_bytes_per_s is not None and not request.arena:
         # The arena of a device behind a host is one buffer, into which no file can be mapped.
         arenas = {"contiguous": arenas["contiguous"]}
     name = _preferred(asked, arenas, request.budget)
-    if given:
-        return arenas[name], given
+    if hardware:
+        return arenas[name], hardware
     files = WeightFiles(payload.files, folder) if payload.files else None
     if kind == ACCELERATOR:
         return arenas[name], measure_accelerator(request.device, payload.weights, files)
@@ -469,14 +471,14 @@ def _why_not_mapped(asked: _Asked, request: PlanRequest, mapped: Arena | None) -
 
 def kept_storages(payload: Payload, patterns: Sequence[str]) -> frozenset[int]:
     """The storages of the weights whose FQNs match patterns; PlanError for a pattern that matches none."""
-    kept: set[int] = set()
+    storages: set[int] = set()
     for pattern in patterns:
         matching = [w for w in payload.weights if fnmatchcase(w.fqn, pattern)]
         if not matching:
             names = ", ".join(w.fqn for w in payload.weights[:3])
             raise PlanError(f"keep pattern {pattern!r} matches no weight; the weights are {names}, ...")
-        kept |= {part.storage for weight in matching for part in weight.parts}
-    return frozenset(kept)
+        storages |= {part.storage for weight in matching for part in weight.parts}
+    return frozenset(storages)
 
 
 def checked_traces(traces: object) -> tuple[Trace, ...]:

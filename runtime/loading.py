@@ -236,21 +236,25 @@ def load_weights(
         if plan.arena_bytes or units:
             team = ParkedTeam()
             opened.callback(team.wake)
-        held = HeldStorages(payload.storages, plan.outside, source, options.readers)
-        opened.callback(held.close)
-        tensors = {w.fqn: _tensor(w.parts[0], payload, plan, held.buffers, memory) for w in payload.tensors}
+        outside = HeldStorages(payload.storages, plan.outside, source, options.readers)
+        opened.callback(outside.close)
+        tensors = {
+            w.fqn: _tensor(w.parts[0], payload, plan, outside.buffers, memory) for w in payload.tensors
+        }
         free = memory.free if isinstance(memory, NativeStreamer) else memory and memory.close
         away = units and units.close
-        closers = tuple(one for one in (team and team.wake, away, held.close, free, source.close) if one)
+        closers = tuple(
+            closer for closer in (team and team.wake, away, outside.close, free, source.close) if closer
+        )
         opened.pop_all()
     return LoadedWeights(
         plan=plan,
         tensors=tensors,
         resources=Resources(
-            streamer, closers, lambda: held.in_reader or (units is not None and units.in_reader)
+            streamer, closers, lambda: outside.in_reader or (units is not None and units.in_reader)
         ),
-        usage=partial(_arena_usage, plan, memory, held.nbytes, options.readers, units),
-        wait=held.wait,
+        usage=partial(_arena_usage, plan, memory, outside.nbytes, options.readers, units),
+        wait=outside.wait,
         team=team,
         units=units,
     )
@@ -291,8 +295,8 @@ def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -
     """What the native engine is told: it reads the files that are open here, as they are read here."""
     files = [File(file.fd, file.mtime_ns, file.contents.ctime_ns) for file in source.files if file.contents]
     spill = None
-    if (one := source.spill) is not None:
-        spill = Spill(one.fd, one.direct_fd, one.block, one.nbytes, str(one.path).encode())
+    if (file := source.spill) is not None:
+        spill = Spill(file.fd, file.direct_fd, file.block, file.nbytes, str(file.path).encode())
     return Options(
         readers=options.readers,
         buffered=source.mode == "buffered",
@@ -330,12 +334,12 @@ def _arena_usage(
     units: PooledUnits | None,
 ) -> MemoryUse:
     """Returns what a CPU holds: `outside` bytes, units and the arena; a mapped one is the page cache's."""
-    held, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
+    in_use, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
     maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
-    mapped = held if maps else 0
+    mapped = in_use if maps else 0
     if units is not None:
-        held, peak = held + units.held_bytes, peak + units.peak_bytes
-    return MemoryUse(outside + held, outside + peak, readers, mapped_bytes=mapped)
+        in_use, peak = in_use + units.held_bytes, peak + units.peak_bytes
+    return MemoryUse(outside + in_use, outside + peak, readers, mapped_bytes=mapped)
 
 
 def load_on_accelerator(folder: Path, payload: Payload, plan: Plan, device: str) -> LoadedWeights:
@@ -376,7 +380,7 @@ def _kept_on_host(lowered: eager.LoweredProgram, device: Device) -> set[int]:
 def _counts_in_storages(lowered: eager.LoweredProgram) -> bool:
     """Tells whether a method has an operator whose offsets count from where a storage begins."""
     graphs = (code.graph() for code in lowered.methods.values())
-    bodies = (body for made in graphs for body in (made.graph, *(b.graph for b in made.bodies.values())))
+    bodies = (body for graph in graphs for body in (graph.graph, *(b.graph for b in graph.bodies.values())))
     return any("as_strided" in str(node.target) for body in bodies for node in body.nodes)
 
 

@@ -165,7 +165,9 @@ class Measurement:
     def makes_sense(self) -> bool:
         """Tells whether a measurement can have given these values."""
         shares = (self.spread, self.waited)
-        return 0 < self.median < math.inf and all(0 <= one < math.inf for one in shares) and self.trials > 0
+        return (
+            0 < self.median < math.inf and all(0 <= share < math.inf for share in shares) and self.trials > 0
+        )
 
 
 @dataclass(frozen=True)
@@ -176,11 +178,11 @@ class _File:
     version: Literal[1] = 1
 
 
-def noted(note: str, said: Iterable[str], figures: Iterable[Measurement | None]) -> str:
+def noted(note: str, sentences: Iterable[str], figures: Iterable[Measurement | None]) -> str:
     """A note of hardware with more `said`, which ends with UNEVEN if it did, or if a figure is doubtful."""
-    uneven = note.endswith(UNEVEN) or any(True for one in figures if one for _ in one.doubts())
+    uneven = note.endswith(UNEVEN) or any(True for figure in figures if figure for _ in figure.doubts())
     known = note.removesuffix(UNEVEN).removesuffix("; ")
-    return "; ".join(filter(None, (known, *said, UNEVEN if uneven else "")))
+    return "; ".join(filter(None, (known, *sentences, UNEVEN if uneven else "")))
 
 
 def this_machine() -> Machine:
@@ -196,8 +198,8 @@ def measured(subject: Subject, measure: Callable[[], Trials]) -> Measurement:
 
     Raises BudgetError where the limits of this process leave no memory to measure in.
     """
-    if (found := recall(subject)) is not None:
-        return found
+    if (known := recall(subject)) is not None:
+        return known
     limit = memory_limit()
     if limit is not None and limit.left < MEASURING:
         raise BudgetError(
@@ -211,24 +213,31 @@ def measured(subject: Subject, measure: Callable[[], Trials]) -> Measurement:
 def recall(subject: Subject) -> Measurement | None:
     """The remembered figure of a subject; None if there is none or it has to be measured again."""
     now = time.time()
-    return next((one for one in measurements() if one.subject == subject and one.is_fresh(now)), None)
+    return next(
+        (
+            measurement
+            for measurement in measurements()
+            if measurement.subject == subject and measurement.is_fresh(now)
+        ),
+        None,
+    )
 
 
 def record(subject: Subject, trials: Trials) -> Measurement:
     """Remember a figure in place of an earlier one of the same subject, and return it."""
-    found = Measurement(
+    measured = Measurement(
         subject, trials.median, trials.spread, trials.waited, len(trials.figures), int(time.time())
     )
-    _write((*(one for one in measurements() if one.subject != subject), found))
-    return found
+    _write((*(measurement for measurement in measurements() if measurement.subject != subject), measured))
+    return measured
 
 
 def forget(wrong: Callable[[Measurement], bool]) -> None:
     """Forget the figures for which `wrong` is true; they are measured again when they are needed."""
     known = measurements()
-    kept = tuple(one for one in known if not wrong(one))
-    if len(kept) < len(known):
-        _write(kept)
+    right = tuple(measurement for measurement in known if not wrong(measurement))
+    if len(right) < len(known):
+        _write(right)
 
 
 def measurements() -> tuple[Measurement, ...]:
@@ -244,15 +253,20 @@ def measurements() -> tuple[Measurement, ...]:
 @lru_cache(maxsize=1)
 def _read(path: Path, state: tuple[int, ...]) -> tuple[Measurement, ...]:
     """The figures of a file in a state, which a plan asks for some twenty times."""
-    found = decode(
+    stored = decode(
         _File, *parse(read_bounded(path, "a list of measurements"), str(path)), str(path)
     ).measurements
-    return tuple(sorted(filter(Measurement.makes_sense, found), key=lambda one: one.taken_at))
+    return tuple(
+        sorted(filter(Measurement.makes_sense, stored), key=lambda measurement: measurement.taken_at)
+    )
 
 
 def _write(known: tuple[Measurement, ...]) -> None:
     now = time.time()
-    remember(_path(), encode(_File(tuple(one for one in known if now - one.taken_at < WEEK))))
+    remember(
+        _path(),
+        encode(_File(tuple(measurement for measurement in known if now - measurement.taken_at < WEEK))),
+    )
 
 
 def _path() -> Path:

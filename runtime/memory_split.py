@@ -88,9 +88,9 @@ class MemorySplit:
             )
         return self.weights
 
-    def outgrown(self, allocated: int, others: int) -> str:
+    def outgrown(self, allocated: int, others_now: int) -> str:
         """Say which part took more than its share when `allocated` bytes beside weights were not enough."""
-        parts = [("what other processes hold", others, self.others)]
+        parts = [("what other processes hold", others_now, self.others)]
         parts.append(("activations, workspace and what the caller keeps", allocated, self.own))
         name, took, share = max(parts, key=lambda part: part[1] - part[2])
         return f"{name} took {format_size(took)} and more, of a share of {format_size(share)}"
@@ -103,7 +103,7 @@ class MemorySplit:
             "reserved": self.reserved,
             "held by others": self.others,
         }
-        taken = ", ".join(f"{format_size(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
+        taken = ", ".join(f"{format_size(nbytes)} {title}" for title, nbytes in parts.items() if nbytes)
         left = format_size(max(0, self.weights))
         return f"of {format_budget(self.total)} device memory: {taken or 'nothing'}, {left} for weights"
 
@@ -237,16 +237,16 @@ class HostUse:
         arena: str | None = None,
     ) -> str:
         listed = ", ".join(f"{format_size(nbytes)} for {name}" for name, nbytes in parts.items() if nbytes)
-        said = (
+        needs = (
             f"a budget of {format_budget(self.budget)} takes {format_size(sum(parts.values()), up=True)} of "
             f"{limit.of} here ({listed}), and {limit.name} leaves {format_size(limit.left)}"
         )
-        which = f" with arena={arena!r}, which reserves no more than its budget," if arena else ""
+        arena_words = f" with arena={arena!r}, which reserves no more than its budget," if arena else ""
         if largest >= least:
-            return f"{said}: give{which} a budget of at most {largest} bytes ({format_size(largest)})"
+            return f"{needs}: give{arena_words} a budget of at most {largest} bytes ({format_size(largest)})"
         more = format_size(least - largest, up=True)
         return (
-            f"{said}: no budget fits{which.removesuffix(',')}, since the least is {least} bytes "
+            f"{needs}: no budget fits{arena_words.removesuffix(',')}, since the least is {least} bytes "
             f"({format_size(least, up=True)}): free {more} more, or raise that limit"
         )
 

@@ -259,8 +259,8 @@ class StreamedModule(Part):
         _refuse_change("pickling", "pass the artifact's path and load it there")
 
 
-def _refuse_change(what: str, instead: str) -> NoReturn:
-    raise StreamError(f"{what} is not possible on a streamed module: {instead}")
+def _refuse_change(change: str, instead: str) -> NoReturn:
+    raise StreamError(f"{change} is not possible on a streamed module: {instead}")
 
 
 @contextmanager

@@ -145,7 +145,7 @@ class Program:
         """
         if self._activations is not None:
             return {self._activations: self}
-        named = [one.name for one in self.training.rungs] if self.training else []
+        named = [rung.name for rung in self.training.rungs] if self.training else []
         return {
             name: Program(self.path, self._stored, name, trust=self.trust, digest=self.digest)
             for name in named
@@ -300,7 +300,7 @@ class Program:
         (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check(self.payload)
         if digest is not None:
             self.verify(strict=True, digest=digest)
-        given = PlanRequest(
+        asked = PlanRequest(
             budget=0,
             device=device,
             arena=arena,
@@ -308,14 +308,14 @@ class Program:
             host_memory=parse_host_memory(host_memory, self.largest_budget),
             spill=None if spill is None else fspath(spill),
         )
-        _check_modes(budget, plan, device_memory, given)
+        _check_modes(budget, plan, device_memory, asked)
         _check_rest(plan, device_memory, activations, reserve)
         if plan is not None:
             planned = planned_for(self, plan)
             verify_plan(planned.payload.storages, planned.payload.traces, plan)
             return load_module(planned, plan, run)
         split = partial(self._split, device_memory, reserve, context_length, device)
-        request = replace(given, budget=0 if budget is None else self._nbytes(budget))
+        request = replace(asked, budget=0 if budget is None else self._nbytes(budget))
         programs = candidates(self, activations)
         chosen = choose(programs if budget is None else programs[:1], partial(_choice, request, split))
         return load_module(chosen.program, chosen.plan, run, split=chosen.split)
@@ -343,7 +343,7 @@ class Program:
     @cached_property
     def activation_bytes(self) -> int:
         """The most bytes of intermediate values that any method keeps at once, at the exported sizes."""
-        return max(one.peak() for one in self._activations_by_method.values())
+        return max(activations.peak() for activations in self._activations_by_method.values())
 
     @property
     def beside_bytes(self) -> int:
@@ -353,7 +353,7 @@ class Program:
     @property
     def kept_bytes(self) -> int:
         """Bytes of what a forward keeps for its backward, at the exported sizes."""
-        return max(one.held_bytes() for one in self._activations_by_method.values())
+        return max(activations.held_bytes() for activations in self._activations_by_method.values())
 
     @cached_property
     def _activations_by_method(self) -> dict[str, Activations]:
@@ -375,7 +375,7 @@ class Program:
         if self.training is None or not self.training.parameters:
             return 0
         entries = read_header(self.path / PARAMETERS).entries.values()
-        return COPIES * sum(one.stop - one.start for one in entries)
+        return COPIES * sum(tensor.stop - tensor.start for tensor in entries)
 
     @cached_property
     def lowered(self) -> eager.LoweredProgram:
@@ -437,11 +437,11 @@ class Program:
         total = sum(e.nbytes for _, storage in in_files for e in storage.extents)
         report = count_bytes(progress, "verifying weights", total)
         for index, storage in in_files:
-            found = hash_storage(storage, self.payload.files, self.path, progress=report)
-            if found != storage.sha256:
+            digest_now = hash_storage(storage, self.payload.files, self.path, progress=report)
+            if digest_now != storage.sha256:
                 raise SourceError(
                     f"weight {names[index]} has changed since it was compiled: its sha256 was "
-                    f"{storage.sha256} and is {found}; restore the file, or compile again"
+                    f"{storage.sha256} and is {digest_now}; restore the file, or compile again"
                 )
         return total
 
@@ -470,17 +470,17 @@ def _choice(request: PlanRequest, split: Callable[[Program], MemorySplit | None]
 
 
 def _check_modes(
-    budget: int | str | None, plan: Plan | None, device_memory: int | str | None, given: PlanRequest
+    budget: int | str | None, plan: Plan | None, device_memory: int | str | None, asked: PlanRequest
 ) -> None:
     """Raise BudgetError or PlanError unless one of the three is given, and the rest of a request fits it."""
-    if sum(one is not None for one in (budget, plan, device_memory)) != 1:
+    if sum(choice is not None for choice in (budget, plan, device_memory)) != 1:
         raise BudgetError(
             "load needs a budget, a plan or device_memory, and one of them only: load(budget='50%'), "
             "load(plan=plan) or load(device_memory='12GB')"
         )
-    if device_kind(given.device) == "cpu" and given.host_memory is not None:
+    if device_kind(asked.device) == "cpu" and asked.host_memory is not None:
         raise BudgetError("a CPU has no host behind it: host_memory= is for accelerators and sim")
-    if plan is not None and (given.keep or given.arena or given.host_memory is not None):
+    if plan is not None and (asked.keep or asked.arena or asked.host_memory is not None):
         raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
 
 

@@ -34,9 +34,9 @@ def relink(
     files in place. The artifact then stays as it was.
     """
     folder = Path(path)
-    given = [Path(file) for file in files]
+    new_files = [Path(file) for file in files]
     with reading(folder):
-        places = [file.resolve() if file.is_dir() else own_place(file) for file in given]
+        places = [file.resolve() if file.is_dir() else own_place(file) for file in new_files]
         relinked = _relinked(folder, places)
     with reading(folder):
         paths = [file.path for file in relinked.payload.files if Path(file.path).is_absolute()]
@@ -58,26 +58,26 @@ def _relinked(folder: Path, files: Sequence[Path]) -> Program:
     return Program(folder, replace(payload, files=stamped))
 
 
-def _places(in_place: Sequence[WeightFile], given: Sequence[Path]) -> dict[str, Path]:
+def _places(in_place: Sequence[WeightFile], new_files: Sequence[Path]) -> dict[str, Path]:
     """The new path of each weight file, by its path in the payload."""
     names = {file.path: Path(file.path).name for file in in_place}
     places = {path: Path(path) for path in names}
-    for one in given:
-        if not one.exists():
-            raise SourceError(f"there is no file or folder {one}")
-        if one.is_dir():
-            places |= {path: one / name for path, name in names.items() if (one / name).exists()}
+    for place in new_files:
+        if not place.exists():
+            raise SourceError(f"there is no file or folder {place}")
+        if place.is_dir():
+            places |= {path: place / name for path, name in names.items() if (place / name).exists()}
             continue
-        meant = [path for path, name in names.items() if name == one.name or len(names) == 1]
+        meant = [path for path, name in names.items() if name == place.name or len(names) == 1]
         if len(meant) != 1:
             problem = "is the name of several weight files" if meant else "is the name of no weight file"
-            raise SourceError(f"{one} {problem} of the artifact, which refers to {', '.join(names)}")
-        places[meant[0]] = one
+            raise SourceError(f"{place} {problem} of the artifact, which refers to {', '.join(names)}")
+        places[meant[0]] = place
     return places
 
 
 def _stamped(file: WeightFile, place: Path) -> WeightFile:
     """The stamp of a copy of a weight file; SourceError if its size or header differ."""
-    found = stamp_file(place, recorded_path=str(place))
-    compare_header(place, file, found)
-    return found
+    stamp = stamp_file(place, recorded_path=str(place))
+    compare_header(place, file, stamp)
+    return stamp

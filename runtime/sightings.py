@@ -83,7 +83,7 @@ class Sightings:
             self._conclude(graph, self._passes.pop(graph)[1:])
 
     def _conclude(self, graph: int, passes: Sequence[_Pass]) -> None:
-        self._check_compute(graph, Trials(tuple(one.total_ns - one.stall_ns for one in passes)))
+        self._check_compute(graph, Trials(tuple(timed.total_ns - timed.stall_ns for timed in passes)))
         self._check_arrival(graph, passes)
 
     def _check_compute(self, graph: int, seen: Trials) -> None:
@@ -97,32 +97,36 @@ class Sightings:
         if seen.median < modelled and _contradicts(seen.median, modelled):
             # The machine cannot compute faster than its true rates, so these were measured while it was busy.
             rates, machine = ("products", "memory"), this_machine()
-            forget(lambda one: one.subject.machine == machine and one.subject.quantity in rates)
+            forget(
+                lambda measurement: (
+                    measurement.subject.machine == machine and measurement.subject.quantity in rates
+                )
+            )
 
     def _check_arrival(self, graph: int, passes: Sequence[_Pass]) -> None:
         """Forget the rate at which weights arrive if a pass was faster than it allows, or waited longer."""
         hardware = self._plan.hardware
         (schedule,) = (schedule for schedule in self._plan.schedules if schedule.graph == graph)
-        least = statistics.median(hardware.copy_ns(one.nbytes) for one in passes)
+        least = statistics.median(hardware.copy_ns(timed.nbytes) for timed in passes)
         most = least + len(schedule.transfers) * (hardware.link_latency_ns + hardware.link_fill_ns)
-        took = statistics.median(one.total_ns for one in passes)
-        stalled = statistics.median(one.stall_ns for one in passes)
+        took = statistics.median(timed.total_ns for timed in passes)
+        stalled = statistics.median(timed.stall_ns for timed in passes)
         faster = took < least and _contradicts(took, least)
         slower = stalled > most and _contradicts(stalled, most)
         if faster or slower:
             identity = WeightFiles(self._payload.files, self._folder).identity
-            forget(lambda one: one.subject.identity == identity)
+            forget(lambda measurement: measurement.subject.identity == identity)
 
 
 def at_exported_sizes(method: Method, leaves: Sequence[Any]) -> bool:
     """Tells whether the leaves of a call have the sizes of the method's trace, which are those at export."""
     examples = {symbol.name: symbol.example for symbol in method.symbols}
-    for given, leaf in zip(method.inputs, leaves, strict=True):
+    for described, leaf in zip(method.inputs, leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
-            shape = [examples[size] if isinstance(size, str) else size for size in given.shape]
+            shape = [examples[size] if isinstance(size, str) else size for size in described.shape]
             if list(leaf.shape) != shape:
                 return False
-        elif given.value is None:
+        elif described.value is None:
             return False  # the payload does not have the value of a number at export
     return True
 

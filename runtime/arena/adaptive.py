@@ -216,10 +216,10 @@ class AdaptiveArena(MappedArena):
 
 def _without(start: int, stop: int, granules: Sequence[int], granule: int) -> Iterator[tuple[int, int]]:
     """Yields the parts of a range outside some of its granules, which are given in ascending order."""
-    for one in granules:
-        if start < one:
-            yield start, one
-        start = one + granule
+    for past in granules:
+        if start < past:
+            yield start, past
+        start = past + granule
     if start < stop:
         yield start, stop
 
@@ -253,7 +253,7 @@ class SmallFolios:
         with self._lock:
             if nbytes < _SMALL * seconds:
                 self._seconds += seconds
-                self._slow.update(one for one in whole if not self._is_done(one))
+                self._slow.update(granule for granule in whole if not self._is_done(granule))
             elif not self._again.isdisjoint(granules):
                 self._unproven = 0
 
@@ -265,7 +265,7 @@ class SmallFolios:
             self._unproven += len(left)
             for granule in small:
                 self._tries[granule] = self._tries.get(granule, 0) + 1
-            self._slow.difference_update([one for one in small if self._is_done(one)])
+            self._slow.difference_update([granule for granule in small if self._is_done(granule)])
 
     def _is_done(self, granule: int) -> bool:
         return granule in self._again or self._tries.get(granule, 0) >= _TRIES
@@ -280,9 +280,9 @@ class _Spares(FreeGranules):
         self._slots = [self._memory.address + slot * granule for slot in range(slots)]
 
     def take(self, address: int) -> int | None:
-        found = super().take(address)
-        self._empty(found)
-        return found
+        taken = super().take(address)
+        self._empty(taken)
+        return taken
 
     def vacate(self, address: int) -> None:
         """Move the spare granule at `address`, if there is one, to a slot of its own."""

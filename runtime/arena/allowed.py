@@ -77,7 +77,7 @@ def allowed_arenas(payload: Payload, device: str, arena: str | None) -> dict[str
         return arenas
     if arena not in arenas:
         choices = ", ".join(arenas)
-        if arena in ("mapped", "pooled") and any(one.kind == "produced" for one in payload.storages):
+        if arena in ("mapped", "pooled") and any(storage.kind == "produced" for storage in payload.storages):
             raise PlanError(
                 f"an arena {arena!r} has the weight files' own pages, of which none can hold what a forward "
                 f"keeps among the weights: choose from {choices}, or compile with spill=False"

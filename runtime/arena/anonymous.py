@@ -66,6 +66,6 @@ class ContiguousArena(WeightArena):
     def _discard(self, start: int, stop: int) -> None:
         if self._poison:
             # A range that is not held may lie where another storage is now.
-            for held in self._held.within(start, stop):
-                for piece in self._pieces.within(*held):
+            for run in self._held.within(start, stop):
+                for piece in self._pieces.within(*run):
                     ctypes.memset(piece.address, POISON, piece.stop - piece.start)

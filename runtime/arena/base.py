@@ -49,24 +49,24 @@ class HeldRanges:
         self._lock = threading.Lock()
 
     def add(self, start: int, stop: int) -> None:
-        self._set(start, stop, held=True)
+        self._set(start, stop, present=True)
 
     def remove(self, start: int, stop: int) -> None:
-        self._set(start, stop, held=False)
+        self._set(start, stop, present=False)
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Returns the parts of the bytes `start` to `stop` that are held, as disjoint ranges."""
         with self._lock:
             return self._within(start, stop)
 
-    def _set(self, start: int, stop: int, *, held: bool) -> None:
+    def _set(self, start: int, stop: int, *, present: bool) -> None:
         if start >= stop:
             return
         with self._lock:
             self.nbytes -= sum(b - a for a, b in self._within(start, stop))
             low, high = bisect_left(self._edges, start), bisect_right(self._edges, stop)
-            self._edges[low:high] = [start] * (low % 2 != held) + [stop] * (high % 2 != held)
-            self.nbytes += (stop - start) * held
+            self._edges[low:high] = [start] * (low % 2 != present) + [stop] * (high % 2 != present)
+            self.nbytes += (stop - start) * present
             self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def _within(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -341,11 +341,11 @@ class FreeGranules:
         """
         if not self._free:
             return None
-        found = address if address in self._free else next(reversed(self._free))
-        if found != address:
-            self._move(found, address)
-        del self._free[found]
-        return found
+        spare = address if address in self._free else next(reversed(self._free))
+        if spare != address:
+            self._move(spare, address)
+        del self._free[spare]
+        return spare
 
     def give(self, address: int) -> None:
         """Add the granule at `address` to the free ones. It stays at this address until it is taken."""

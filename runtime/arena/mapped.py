@@ -68,9 +68,9 @@ class MappedArena(PagedArena):
                 start = place + extent.storage_offset
                 base = start - extent.file_offset
                 segment = bisect_right(self._starts, start) - 1
-                found = files.setdefault(segment, (extent.file, base))
+                mapped = files.setdefault(segment, (extent.file, base))
                 inside = segment >= 0 and start + extent.nbytes <= self._segments[segment].stop
-                if found != (extent.file, base) or base % PAGE or not inside:
+                if mapped != (extent.file, base) or base % PAGE or not inside:
                     raise PlanError(
                         f"storage {index} cannot be mapped at layout offset {start}: expected its file "
                         f"{extent.file} in one piece, at a multiple of {PAGE} bytes, got base {base}; "

@@ -72,13 +72,13 @@ class PooledArena(WeightArena):
     def _put(self, address: int) -> None:
         """Put a granule at `address`: the one that was dropped there, or any other."""
         with self._lock:
-            found = self._free.take(address)
-            if found is None:
+            granule = self._free.take(address)
+            if granule is None:
                 raise StreamError("the plan fills more than its arena holds: plan again")
             self._filled.add(address)
         if self._debug:
             protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
-        if found >= self._pool:  # still in the pool, so it has no memory yet: none returns there
+        if granule >= self._pool:  # still in the pool, so it has no memory yet: none returns there
             self._fresh.take(address, self._granule)
 
     def _discard(self, start: int, stop: int) -> None:

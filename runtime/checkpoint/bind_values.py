@@ -61,24 +61,24 @@ def bind(
     ignore = _ignored(ignore, opened)
     annotated = annotate_with_values(exported)
     files = without(opened, annotated.computed, rename)
-    found = find_values(annotated.payload.weights, files, Rules(rename, cast, slices))
-    _refuse_unexpected(found, files, ignore)
-    values = _values(annotated.payload, found)
+    stored = find_values(annotated.payload.weights, files, Rules(rename, cast, slices))
+    _refuse_unexpected(stored, files, ignore)
+    values = _values(annotated.payload, stored)
 
     def value(name: str, old: Any) -> Any:
-        found = values.get(name, old)
-        if isinstance(found, torch.Tensor) and not has_values(found):
+        value = values.get(name, old)
+        if isinstance(value, torch.Tensor) and not has_values(value):
             raise SourceError(
                 f"buffer {name} has no value: it is neither in the checkpoint nor computed by its module"
             )
-        return found
+        return value
 
     return with_values(with_plain_parts(with_computed_buffers(exported)), value)
 
 
-def with_small_values(annotated: Annotated, found: Found) -> dict[str, ExportedProgram]:
+def with_small_values(annotated: Annotated, stored: Found) -> dict[str, ExportedProgram]:
     """Returns the programs with the small values that were found, which a compiler may copy into its code."""
-    values = _values(annotated.payload, found, most=COPIED)
+    values = _values(annotated.payload, stored, most=COPIED)
     return {name: with_values(exported, values.get) for name, exported in annotated.programs.items()}
 
 
@@ -92,8 +92,8 @@ def _ignored(ignore: str | Sequence[str], checkpoint: Checkpoint) -> Sequence[st
     return patterns
 
 
-def _refuse_unexpected(found: Found, checkpoint: Checkpoint, ignore: Sequence[str]) -> None:
-    known = {name for names in found.names.values() for name in names}
+def _refuse_unexpected(stored: Found, checkpoint: Checkpoint, ignore: Sequence[str]) -> None:
+    known = {name for names in stored.names.values() for name in names}
     unexpected = [
         name
         for name in checkpoint.tensors
@@ -107,16 +107,16 @@ def _refuse_unexpected(found: Found, checkpoint: Checkpoint, ignore: Sequence[st
         )
 
 
-def _values(payload: Payload, found: Found, *, most: int | None = None) -> dict[str, torch.Tensor]:
+def _values(payload: Payload, stored: Found, *, most: int | None = None) -> dict[str, torch.Tensor]:
     """Returns a tensor for each weight that the files hold, in a storage of at most `most` bytes.
 
     Tensors of one storage share its memory.
     """
     maps: dict[int, mmap.mmap] = {}
-    storages = found.placed(payload.storages)
+    storages = stored.placed(payload.storages)
     memory = {
-        s: _memory(storages[s], s, found, maps)
-        for s in found.spans
+        s: _memory(storages[s], s, stored, maps)
+        for s in stored.spans
         if most is None or storages[s].nbytes <= most
     }
     parts = {weight.fqn: weight.parts[0] for weight in payload.tensors}
@@ -125,14 +125,14 @@ def _values(payload: Payload, found: Found, *, most: int | None = None) -> dict[
     }
 
 
-def _memory(storage: Storage, number: int, found: Found, maps: dict[int, mmap.mmap]) -> torch.Tensor:
+def _memory(storage: Storage, number: int, stored: Found, maps: dict[int, mmap.mmap]) -> torch.Tensor:
     """Returns the bytes of a storage, mapped if they are one run of a file, and copied otherwise."""
     if len(storage.extents) == 1 and storage.extents[0].nbytes == storage.nbytes:
-        mapped = _mapped(storage.extents[0], found.files, maps)
+        mapped = _mapped(storage.extents[0], stored.files, maps)
         if mapped.data_ptr() % 8 == 0:
             return mapped
     whole = torch.zeros(storage.nbytes, dtype=torch.uint8)
-    for start, chunk in found.chunks(number):
+    for start, chunk in stored.chunks(number):
         if len(chunk):
             whole[start : start + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
     return whole

@@ -82,12 +82,13 @@ class Found:
     def placed(self, storages: Iterable[Storage]) -> tuple[Storage, ...]:
         """Returns the storages with their extents in files. Gathered or cast storages have no extents."""
         extents = {
-            s: tuple(extent for span in own for extent in span.extents())
-            for s, own in self.spans.items()
-            if all(span.reading.as_stored for span in own)
+            s: tuple(extent for span in spans for extent in span.extents())
+            for s, spans in self.spans.items()
+            if all(span.reading.as_stored for span in spans)
         }
         return tuple(
-            replace(one, extents=extents[s]) if s in extents else one for s, one in enumerate(storages)
+            replace(storage, extents=extents[s]) if s in extents else storage
+            for s, storage in enumerate(storages)
         )
 
     def chunks(self, storage: int) -> Iterator[tuple[int, Chunk]]:
@@ -112,26 +113,29 @@ def find_values(weights: Sequence[Weight], checkpoint: Checkpoint, rules: Rules)
     names = _part_names(weights, rules.rename, checkpoint.tensors)
     plain = plain_weights(weights)
     shares = match_slices(plain, rules.slices or {})
-    found: dict[int, dict[tuple[int, int], Readings]] = {}
+    readings_of: dict[int, dict[tuple[int, int], Readings]] = {}
     absent: list[Weight] = []
     for weight in plain:
-        part, own = weight.parts[0], names[weight.fqn]
-        if any(name not in checkpoint.tensors for name in own):
+        part, tensor_names = weight.parts[0], names[weight.fqn]
+        if any(name not in checkpoint.tensors for name in tensor_names):
             absent.append(weight)
             continue
         readings = tuple(
-            _reading(weight, piece, (name, _taken(weight, name, checkpoint, shares, len(own))), rules.cast)
-            for name, piece in zip(own, _pieces(weight, part, own, checkpoint), strict=True)
+            _reading(
+                weight, piece, (name, _taken(weight, name, checkpoint, shares, len(tensor_names))), rules.cast
+            )
+            for name, piece in zip(tensor_names, _pieces(weight, part, tensor_names, checkpoint), strict=True)
         )
         place = (part.offset, sum(reading.nbytes for reading in readings))
-        first = found.setdefault(part.storage, {}).setdefault(place, readings)
+        first = readings_of.setdefault(part.storage, {}).setdefault(place, readings)
         if first != readings:
-            _check_tie(weight, own[0], (first, readings), checkpoint.files)
-    spans = {index: _disjoint(places) for index, places in found.items()}
+            _check_tie(weight, tensor_names[0], (first, readings), checkpoint.files)
+    spans = {index: _disjoint(places) for index, places in readings_of.items()}
     missing = [w for w in absent if not _covered(w.parts[0], spans)]
     # A weight that shares a storage with one from the files can only come from the files, too.
     _refuse_missing(
-        [w.fqn for w in missing if w.role == "parameter" or w.parts[0].storage in found], checkpoint.files
+        [w.fqn for w in missing if w.role == "parameter" or w.parts[0].storage in readings_of],
+        checkpoint.files,
     )
     _check_parts(weights, spans)
     return Found(checkpoint.files, names, spans)
@@ -149,11 +153,11 @@ def tensor_names(fqn: str, rename: Rename) -> tuple[str, ...]:
         return (fqn,)
     if not callable(rename) and not isinstance(rename, Mapping):
         raise SourceError(f"rename= is {rename!r}, expected a table or a function from FQNs to names")
-    found = rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
-    names: Any = (found,) if isinstance(found, str) else found
+    renamed = rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
+    names: Any = (renamed,) if isinstance(renamed, str) else renamed
     if not (isinstance(names, Sequence) and names and all(isinstance(name, str) for name in names)):
         raise SourceError(
-            f"rename= makes {found!r} of {fqn}, expected the name of a tensor, or several: correct it"
+            f"rename= makes {renamed!r} of {fqn}, expected the name of a tensor, or several: correct it"
         )
     return tuple(names)
 
@@ -223,7 +227,7 @@ def _refuse_strides(weight: Weight, part: Part) -> None:
 def is_dense(part: Part) -> bool:
     """Tells whether the elements of a part lie one behind another, in the order of its indices."""
     pairs = zip(part.shape, part.stride, _dense_stride(part.shape), strict=True)
-    return not any(size > 1 and given != dense for size, given, dense in pairs)
+    return not any(size > 1 and stride != dense for size, stride, dense in pairs)
 
 
 def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -232,7 +236,10 @@ def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _check_tie(weight: Weight, name: str, both: tuple[Readings, Readings], files: Sequence[Path]) -> None:
     """Refuse tied weights whose tensors in the files, under two names, have different bytes."""
-    if len({_digest(chunk for one in readings for chunk in one.chunks(files)) for readings in both}) > 1:
+    if (
+        len({_digest(chunk for reading in readings for chunk in reading.chunks(files)) for readings in both})
+        > 1
+    ):
         raise SourceError(
             f"weight {weight.fqn} is tied to another in the program, but tensor {name!r} holds other values "
             "than that one's: export it with the checkpoint loaded, or rename one of them"
@@ -254,7 +261,7 @@ def _disjoint(places: Mapping[tuple[int, int], Readings]) -> tuple[Span, ...]:
         placed += zip(starts, readings, strict=False)
     result: list[Span] = []
     end = 0
-    for offset, reading in sorted(placed, key=lambda item: (item[0], -item[1].nbytes)):
+    for offset, reading in sorted(placed, key=lambda placement: (placement[0], -placement[1].nbytes)):
         known = max(end - offset, 0)
         if known < reading.nbytes:
             result.append(Span(offset + known, known, reading))
@@ -319,10 +326,10 @@ def _candidates(fqn: str, part: str, rename: Rename) -> Iterator[tuple[str, ...]
     yield tuple(f"{module}{dot}_{attribute}_{part}" for module, dot, attribute in split)
 
 
-def _check_parts(weights: Sequence[Weight], found: Mapping[int, object]) -> None:
+def _check_parts(weights: Sequence[Weight], storages: Mapping[int, object]) -> None:
     """Raise SourceError for a weight of which the files, with the storages `found`, have only some parts."""
     for weight in weights:
-        missing = [part for part in weight.parts if part.storage not in found]
+        missing = [part for part in weight.parts if part.storage not in storages]
         if missing and len(missing) < len(weight.parts):
             names = ", ".join(tensor_of(weight, part) for part in missing)
             raise SourceError(

@@ -60,12 +60,12 @@ def convert(
 
     def write(checkpoint: Checkpoint) -> Converted:
         entries = sorted(
-            (_entry(name, one, checkpoint, dtype) for name, one in checkpoint.tensors.items()),
-            key=lambda entry: (entry.nbytes % BLOCK > 0, entry.nbytes % 64 > 0),
+            (_entry(name, tensor, checkpoint, dtype) for name, tensor in checkpoint.tensors.items()),
+            key=lambda packed: (packed.nbytes % BLOCK > 0, packed.nbytes % 64 > 0),
         )
         if not entries:
             raise SourceError(f"{source} holds no tensors")
-        total = sum(entry.nbytes for entry in entries)
+        total = sum(packed.nbytes for packed in entries)
         most = parse_size(shard_size, name="shard_size") if shard_size is not None else total
         _check_output(path, total, sharded=shard_size is not None, force=force)
         _log.info("writing %s bytes of tensors to %s", f"{total:,}", path)
@@ -109,46 +109,46 @@ def _refuse_strangers(folder: Path) -> None:
     with reading(folder):
         if not folder.is_dir() or not (folder / INDEX).is_file():
             return
-        own = {INDEX, *(path.name for path in index_files(folder / INDEX))}
-        if others := sorted({path.name for path in folder.iterdir()} - own):
+        written = {INDEX, *(path.name for path in index_files(folder / INDEX))}
+        if foreign := sorted({path.name for path in folder.iterdir()} - written):
             raise SourceError(
-                f"{folder} holds {', '.join(others[:3])}{', ...' if len(others) > 3 else ''} beside weights: "
-                "replacing it would remove them, so choose another output"
+                f"{folder} holds {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''} beside "
+                "weights: replacing it would remove them, so choose another output"
             )
 
 
 def _shards(entries: Sequence[PackEntry], most: int) -> list[list[PackEntry]]:
     shards: list[list[PackEntry]] = [[]]
-    held = 0
-    for entry in entries:
-        if shards[-1] and held + entry.nbytes > most:
+    nbytes = 0
+    for packed in entries:
+        if shards[-1] and nbytes + packed.nbytes > most:
             shards.append([])
-            held = 0
-        shards[-1].append(entry)
-        held += entry.nbytes
+            nbytes = 0
+        shards[-1].append(packed)
+        nbytes += packed.nbytes
     return shards
 
 
 def _index(names: Sequence[str], shards: Sequence[Sequence[PackEntry]], total: int) -> str:
-    places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+    places = {packed.name: name for name, shard in zip(names, shards, strict=True) for packed in shard}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n"
 
 
-def _entry(name: str, found: StoredTensor, checkpoint: Checkpoint, dtype: str | None) -> PackEntry:
-    before = TORCH_NAMES.get(found.dtype)
+def _entry(name: str, tensor: StoredTensor, checkpoint: Checkpoint, dtype: str | None) -> PackEntry:
+    before = TORCH_NAMES.get(tensor.dtype)
     after = _dtype_after(name, before, dtype)
     if before is None or after is None:
         raise SourceError(
-            f"tensor {name!r} of {found.origin} is {found.dtype}, less than a byte an element, which is not "
-            "written here: leave it out (only=)"
+            f"tensor {name!r} of {tensor.origin} is {tensor.dtype}, less than a byte an element, which is "
+            "not written here: leave it out (only=)"
         )
-    stored = Reading(found, found.whole, cast=after if after != before else None)
+    stored = Reading(tensor, tensor.whole, cast=after if after != before else None)
 
     def chunks() -> Iterator[Chunk]:
         yield from stored.chunks(checkpoint.files)
-        checkpoint.check_unchanged(found)
+        checkpoint.check_unchanged(tensor)
 
-    return PackEntry(name, after, found.shape, stored.nbytes, chunks)
+    return PackEntry(name, after, tensor.shape, stored.nbytes, chunks)
 
 
 def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:

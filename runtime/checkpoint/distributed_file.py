@@ -168,19 +168,19 @@ Described = dict[str, tuple[str, tuple[int, ...], list[Chunk]]]
 
 def _described(path: Path) -> tuple[Described, dict[tuple[str, tuple[int, ...]], _Place]]:
     """Returns the content of `.metadata`: dtype, shape and chunks of each tensor, and each chunk's place."""
-    found: Any = load(io.BytesIO(read_bounded(path, "a pickle of a checkpoint")), _admitted)
+    metadata: Any = load(io.BytesIO(read_bounded(path, "a pickle of a checkpoint")), _admitted)
     described: Described = {}
-    for name, one in found.state_dict_metadata.items():
-        if isinstance(one, _Tensor):
-            stated = one.properties.state[0]
+    for name, value in metadata.state_dict_metadata.items():
+        if isinstance(value, _Tensor):
+            stated = value.properties.state[0]
             dtype = SAFETENSORS_NAMES.get(stated) if isinstance(stated, str) else None
             if dtype is None:
                 _refuse_part(path, f"tensor {_text(path, name)!r} has the dtype {reprlib.repr(stated)}")
-            chunks = dict.fromkeys((_sizes(path, c.offsets), _sizes(path, c.sizes)) for c in one.chunks)
-            described[_text(path, name)] = (dtype, _sizes(path, one.size), list(chunks))
+            chunks = dict.fromkeys((_sizes(path, c.offsets), _sizes(path, c.sizes)) for c in value.chunks)
+            described[_text(path, name)] = (dtype, _sizes(path, value.size), list(chunks))
     places = {
         (_text(path, index.fqn), _sizes(path, index.offset)): _place(path, info)
-        for index, info in found.storage_data.items()
+        for index, info in metadata.storage_data.items()
         if index.state.get("offset") is not None  # other entries are no tensors
     }
     return described, places
@@ -220,17 +220,17 @@ def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[Chu
             )
     ordered = sorted(chunk for chunk in chunks if prod(chunk[1]))
     compared = 0
-    for k, one in enumerate(ordered):
+    for k, box in enumerate(ordered):
         for j in range(k + 1, len(ordered)):
             other = ordered[j]
-            if other[0] and other[0][0] >= one[0][0] + one[1][0]:
+            if other[0] and other[0][0] >= box[0][0] + box[1][0]:
                 break  # all other chunks begin behind it
             compared += 1
             if compared > _MOST_COMPARED:
                 _refuse_part(path, f"tensor {name!r} has {len(ordered)} chunks beside one another")
-            if all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True)):
+            if all(a < b + n and b < a + m for a, m, b, n in zip(*box, *other, strict=True)):
                 _refuse_part(
-                    path, f"the chunks of tensor {name!r} at {list(one[0])} and {list(other[0])} overlap"
+                    path, f"the chunks of tensor {name!r} at {list(box[0])} and {list(other[0])} overlap"
                 )
     if sum(prod(sizes) for _, sizes in ordered) != prod(shape):
         _refuse_part(path, f"the chunks of tensor {name!r} leave a hole in its shape {list(shape)}")
@@ -249,14 +249,14 @@ def _box(
             folder / METADATA, f"it does not say where the chunk of tensor {name!r} at {list(offsets)} is"
         )
     file = _file(folder, name, place)
-    entry = _entry(file, name, place)
-    if (entry.dtype, entry.shape) != (dtype, sizes):
+    placed = _entry(file, name, place)
+    if (placed.dtype, placed.shape) != (dtype, sizes):
         _refuse_part(
             file,
-            f"the chunk of tensor {name!r} at {list(offsets)} is {entry.dtype} {list(entry.shape)} "
+            f"the chunk of tensor {name!r} at {list(offsets)} is {placed.dtype} {list(placed.shape)} "
             f"where {dtype} {list(sizes)} was expected",
         )
-    return Box(files.setdefault(file, len(files)), entry.start, offsets, sizes)
+    return Box(files.setdefault(file, len(files)), placed.start, offsets, sizes)
 
 
 def _file(folder: Path, name: str, place: _Place) -> Path:
@@ -282,8 +282,10 @@ def _entry(file: Path, name: str, place: _Place) -> TensorEntry:
         opened.seek(place.start)
         if opened.read(len(_ZIP)) == _ZIP:
             window = _Range(opened, place.start, place.nbytes)
-            found = read_tensor(window, file, name)
-            return TensorEntry(found.dtype, found.shape, place.start + found.start, place.start + found.stop)
+            tensor = read_tensor(window, file, name)
+            return TensorEntry(
+                tensor.dtype, tensor.shape, place.start + tensor.start, place.start + tensor.stop
+            )
     entries = read_header(file).entries
     if name not in entries:
         _refuse_part(file, f"it does not hold tensor {name!r}")
@@ -291,4 +293,4 @@ def _entry(file: Path, name: str, place: _Place) -> TensorEntry:
 
 
 def _refuse_part(path: Path, reason: str) -> NoReturn:
-    refuse(path, reason, what="part of a checkpoint")
+    refuse(path, reason, title="part of a checkpoint")

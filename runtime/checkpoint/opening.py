@@ -63,7 +63,7 @@ class Checkpoint:
         if pair[0].dtype != pair[1].dtype or pair[0].shape != pair[1].shape:
             return False
         chunks = [Reading(tensor, tensor.whole).chunks(self.files) for tensor in pair]
-        return all(bytes(one) == bytes(other) for one, other in zip(*chunks, strict=True))
+        return all(bytes(chunk) == bytes(other) for chunk, other in zip(*chunks, strict=True))
 
     def check_unchanged(self, tensor: StoredTensor | None = None) -> None:
         """Raise SourceError if a file (of a tensor) was changed or replaced since it was opened.
@@ -106,19 +106,19 @@ def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
     SourceError for a file that cannot be read, for a tensor that two files hold, and for a pattern that
     matches no tensor.
     """
-    given = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
-    with reading(given[0] if given else Path()):
-        return _open(given, (only,) if isinstance(only, str) else tuple(only))
+    paths_given = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
+    with reading(paths_given[0] if paths_given else Path()):
+        return _open(paths_given, (only,) if isinstance(only, str) else tuple(only))
 
 
-def _open(given: Sequence[Path], patterns: Sequence[str]) -> Checkpoint:
+def _open(paths: Sequence[Path], patterns: Sequence[str]) -> Checkpoint:
     def wanted(name: str) -> bool:
         return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    folders = [path for path in given if is_distributed(path)]
-    others = [path for path in given if path not in folders]
+    folders = [path for path in paths if is_distributed(path)]
+    singles = [path for path in paths if path not in folders]
     named: dict[Path, Path] = {}
-    for path in others:
+    for path in singles:
         for file in _files(path, wanted):
             named.setdefault(file.resolve(), own_place(file))
     files = {path: number for number, path in enumerate(named.values())}
@@ -127,11 +127,11 @@ def _open(given: Sequence[Path], patterns: Sequence[str]) -> Checkpoint:
     nbytes: dict[Path, int] = {}
     for path, number in list(files.items()):
         entries = read_entries(path) if is_torch_file(path) else read_header(path).entries
-        nbytes[path.resolve()] = sum(entry.nbytes for entry in entries.values())
-        own = {name: from_entry(path, number, entry) for name, entry in entries.items() if wanted(name)}
-        _add(tensors, own)
+        nbytes[path.resolve()] = sum(tensor.nbytes for tensor in entries.values())
+        in_file = {name: from_entry(path, number, tensor) for name, tensor in entries.items() if wanted(name)}
+        _add(tensors, in_file)
     if not patterns:
-        _check_shards(others, nbytes)
+        _check_shards(singles, nbytes)
     for folder in folders:
         if any(folder.glob("*.safetensors")):
             raise SourceError(
@@ -141,7 +141,7 @@ def _open(given: Sequence[Path], patterns: Sequence[str]) -> Checkpoint:
         _add(tensors, read_tensors(folder.resolve(), files, wanted))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in tensors):
-            where = ", ".join(map(str, given))
+            where = ", ".join(map(str, paths))
             raise SourceError(f"no tensor of {where} is called {pattern!r} (only=): correct the pattern")
     return Checkpoint(tuple(files), tensors, tuple(states[path] for path in files))
 
@@ -157,15 +157,15 @@ def _files(path: Path, wanted: Callable[[str], bool] | None = None) -> tuple[Pat
         return (path,)
     if path.is_dir() and not any(path.glob("*.safetensors*")):
         index = path / _TORCH_INDEX
-        found = indexed_files(index, wanted) if index.is_file() else tuple(sorted(path.glob("*model*.bin")))
-        if found:
-            return found
+        files = indexed_files(index, wanted) if index.is_file() else tuple(sorted(path.glob("*model*.bin")))
+        if files:
+            return files
     return index_files(path, wanted)
 
 
-def _check_shards(given: Sequence[Path], nbytes: Mapping[Path, int]) -> None:
-    _check_names(file for path in given if not _find_index(path) for file in _files(path))
-    for path in given:
+def _check_shards(paths: Sequence[Path], nbytes: Mapping[Path, int]) -> None:
+    _check_names(file for path in paths if not _find_index(path) for file in _files(path))
+    for path in paths:
         if index := _find_index(path):
             _note_total(index, nbytes)
 
@@ -202,11 +202,11 @@ def _check_names(files: Iterable[Path]) -> None:
             counts = sets.setdefault((file.parent, name, suffix), {})
             counts.setdefault(int(count), []).append((int(number), file))
     for counts in sets.values():
-        (count, shards), *others = counts.items()
-        if others:
+        (count, shards), *unexpected = counts.items()
+        if unexpected:
             raise SourceError(
-                f"{shards[0][1]} and {others[0][1][0][1].name} are shards of different checkpoints "
-                f"(of {count} and of {others[0][0]}): give the files of one"
+                f"{shards[0][1]} and {unexpected[0][1][0][1].name} are shards of different checkpoints "
+                f"(of {count} and of {unexpected[0][0]}): give the files of one"
             )
         numbers = {number for number, _ in shards}
         first = 0 if 0 in numbers else 1
@@ -230,12 +230,12 @@ def _note_total(index: Path, nbytes: Mapping[Path, int]) -> None:
     files = {(index.parent / name).resolve() for name in fields["weight_map"].values()}
     if files - nbytes.keys():
         raise SourceError(f"{index} was written to while it was read: leave it as it is, and try again")
-    found = sum(nbytes[file] for file in files)
-    if isinstance(expected, int) and expected != found:
+    nbytes_found = sum(nbytes[file] for file in files)
+    if isinstance(expected, int) and expected != nbytes_found:
         _log.warning(
             "%s gives total_size as %s bytes and its files hold %s: the index is wrong, as many are, or they "
             "are not of one checkpoint",
             index,
             f"{expected:,}",
-            f"{found:,}",
+            f"{nbytes_found:,}",
         )

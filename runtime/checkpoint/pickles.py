@@ -82,13 +82,13 @@ def _leaves(value: tuple[Any, ...], levels: int) -> int:
     """The leaves of a tuple; more than any may have, if it has more levels."""
     if levels == 0:
         return _LARGEST + 1
-    found = len(value)
-    for one in value:
-        if type(one) is tuple:
-            found += _leaves(one, levels - 1)
-            if found > _LARGEST:
+    count = len(value)
+    for element in value:
+        if type(element) is tuple:
+            count += _leaves(element, levels - 1)
+            if count > _LARGEST:
                 break
-    return found
+    return count
 
 
 def _refused(self: Any) -> None:

@@ -24,26 +24,28 @@ def match_slices(weights: Sequence[Weight], slices: Slices) -> dict[str, Slice]:
     that two patterns match.
     """
     _check_form(slices)
-    found: dict[str, str] = {}
+    pattern_of: dict[str, str] = {}
     for pattern in slices:
         names = [weight.fqn for weight in weights if fnmatchcase(weight.fqn, pattern)]
         if not names:
             raise SourceError(f"slices= has {pattern!r}, which matches no weight of the program: correct it")
         for name in names:
-            if name in found:
-                raise SourceError(f"slices= has {found[name]!r} and {pattern!r} for weight {name}: leave one")
-            found[name] = pattern
-    return {name: slices[pattern] for name, pattern in found.items()}
+            if name in pattern_of:
+                raise SourceError(
+                    f"slices= has {pattern_of[name]!r} and {pattern!r} for weight {name}: leave one"
+                )
+            pattern_of[name] = pattern
+    return {name: slices[pattern] for name, pattern in pattern_of.items()}
 
 
 def _check_form(slices: object) -> None:
-    given = slices.items() if isinstance(slices, Mapping) else [("", slices)]
-    for pattern, one in given:
-        numbers = one if isinstance(one, tuple | list) else ()
+    requested = slices.items() if isinstance(slices, Mapping) else [("", slices)]
+    for pattern, region in requested:
+        numbers = region if isinstance(region, tuple | list) else ()
         if not pattern or len(numbers) != 3 or not all(type(number) is int for number in numbers):
             raise SourceError(
-                f"slices= has {one!r} for {pattern!r}, expected (dimension, rank, ranks) by pattern, such as "
-                '{"fc1.*": (0, rank, ranks)}'
+                f"slices= has {region!r} for {pattern!r}, expected (dimension, rank, ranks) by pattern, such "
+                'as {"fc1.*": (0, rank, ranks)}'
             )
 
 
@@ -61,8 +63,8 @@ def region(fqn: str, name: str, tensor: StoredTensor, share: Slice | None) -> Re
             f"weight {fqn} has the slice {(dim, rank, world)} (dimension, rank, ranks), which tensor "
             f"{name!r} of shape {list(tensor.shape)} does not have: correct slices="
         )
-    size, rest = divmod(tensor.shape[dim], world)
-    if rest or ITEM_BITS[tensor.dtype] < 8:
+    size, remainder = divmod(tensor.shape[dim], world)
+    if remainder or ITEM_BITS[tensor.dtype] < 8:
         raise SourceError(
             f"tensor {name!r} of {tensor.origin} has {tensor.shape[dim]} elements of {tensor.dtype} in "
             f"dimension {dim}, which {world} ranks cannot share equally: leave {fqn} out of slices="

@@ -72,8 +72,8 @@ class Reading:
     @property
     def nbytes(self) -> int:
         if self.cast is not None:
-            item = ITEM_BITS[SAFETENSORS_NAMES[self.cast]] // 8
-            return prod(self.shape) * item
+            item_bytes = ITEM_BITS[SAFETENSORS_NAMES[self.cast]] // 8
+            return prod(self.shape) * item_bytes
         if self.region == self.tensor.whole:
             return self.tensor.nbytes
         return prod(self.shape) * self._item
@@ -140,10 +140,10 @@ class Reading:
         return box.file, begin + (first - box.offsets[dim]) * row, (last - first) * row
 
 
-def from_entry(path: Path, number: int, entry: TensorEntry) -> StoredTensor:
+def from_entry(path: Path, number: int, stored: TensorEntry) -> StoredTensor:
     """Returns a tensor that is stored as a whole in file `number`."""
-    box = Box(number, entry.start, (0,) * len(entry.shape), entry.shape)
-    return StoredTensor(path, entry.dtype, entry.shape, entry.nbytes, (box,))
+    box = Box(number, stored.start, (0,) * len(stored.shape), stored.shape)
+    return StoredTensor(path, stored.dtype, stored.shape, stored.nbytes, (box,))
 
 
 def _cast(chunks: Iterable[Chunk], before: str, after: str) -> Iterator[Chunk]:

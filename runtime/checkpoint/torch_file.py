@@ -48,12 +48,12 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
     with reading(path), open(open_regular(path), "rb") as file:
         records = _records(file, path)
         file.seek(0)
-        found = _load(file, path)
-    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
-        found = found["state_dict"]
-    if not isinstance(found, Mapping):
-        raise SourceError(f"{path} holds a {type(found).__name__}, expected a state dict")
-    return {name: _entry(path, name, value, records) for name, value in found.items()}
+        loaded = _load(file, path)
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, Mapping):
+        raise SourceError(f"{path} holds a {type(loaded).__name__}, expected a state dict")
+    return {name: _entry(path, name, value, records) for name, value in loaded.items()}
 
 
 def read_tensor(file: Any, path: Path, name: str) -> TensorEntry:
@@ -86,10 +86,10 @@ def _load(file: Any, path: Path) -> Any:
 
 def _reason(error: Exception) -> str:
     """Returns the reason of an error, without torch's advice to run the code."""
-    if found := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
-        return f"it calls {found[1]}"
-    said = str(error).partition("WeightsUnpickler error:")[2] or str(error)
-    return sentence(ValueError(said))
+    if refused := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
+        return f"it calls {refused[1]}"
+    reason = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    return sentence(ValueError(reason))
 
 
 def _records(file: Any, path: Path) -> Mapping[int, int]:
@@ -98,7 +98,7 @@ def _records(file: Any, path: Path) -> Mapping[int, int]:
     torch computes the places from the layout that torch.save uses, without checking that the file has it, and
     it crashes if it has to swap the bytes of tensors without memory.
     """
-    found = {}
+    records = {}
     try:
         with open_zip(file, path) as archive:
             for info in archive.infolist():
@@ -107,13 +107,13 @@ def _records(file: Any, path: Path) -> Mapping[int, int]:
                 if info.compress_type == zipfile.ZIP_STORED and archive.fp is not None:
                     archive.fp.seek(info.header_offset + _NAME_LENGTHS)
                     start = info.header_offset + _HEADER + sum(struct.unpack("<HH", archive.fp.read(4)))
-                    found[start] = info.file_size
+                    records[start] = info.file_size
     except SourceError:
         raise
     except Exception as error:  # of names, sizes and codes in the zip, and of the pickle in it
         reason = str(error) or type(error).__name__
         raise SourceError(f"{path} is no intact file of torch.save ({reason:.200}); restore it") from error
-    return found
+    return records
 
 
 def _is_tensor(record: str) -> bool:

@@ -147,8 +147,8 @@ class AcceleratorDevice(DiskedDevice):
         pairs = _views(target, moves)
 
         def work() -> None:
-            for arriving, held in pairs:
-                arriving.copy_(held, non_blocking=True)
+            for arriving, source in pairs:
+                arriving.copy_(source, non_blocking=True)
 
         self._run(stream, work)
 
@@ -156,8 +156,8 @@ class AcceleratorDevice(DiskedDevice):
         pairs = _views(source, moves)
 
         def work() -> None:
-            for leaving, held in pairs:
-                held.copy_(leaving, non_blocking=True)
+            for leaving, target in pairs:
+                target.copy_(leaving, non_blocking=True)
 
         self._run(stream, work)
 
@@ -286,8 +286,8 @@ def _views(there: torch.Tensor, moves: Sequence[Move]) -> Views:
     again keep them.
     """
     if isinstance(moves, Moves) and moves.views is not None and moves.views[0] is there:
-        kept: Views = moves.views[1]
-        return kept
+        views_made: Views = moves.views[1]
+        return views_made
     target = _alias(there) if isinstance(moves, Moves) else there
     views = [
         (target[move.target + at : move.target + end], move.source[move.start + at : move.start + end])
@@ -314,8 +314,8 @@ def _alias(memory: torch.Tensor) -> torch.Tensor:
 
 def out_of_memory(error: BaseException) -> bool:
     """Tells whether an error says that a device has no memory left, which libraries say in their words."""
-    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
-    return said or isinstance(error, torch.OutOfMemoryError)
+    is_out_of_memory = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return is_out_of_memory or isinstance(error, torch.OutOfMemoryError)
 
 
 def refused_lock(nbytes: int, why: str) -> StreamError:

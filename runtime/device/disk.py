@@ -73,16 +73,16 @@ class DiskStream:
 
     def _submit(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
         self._reads = [read for read in self._reads if not read.done()]
-        for one in reads:
-            for at in range(0, one.nbytes, PIECE):
-                piece = FileRead(one.file, one.offset + at, one.target + at, min(PIECE, one.nbytes - at))
+        for read in reads:
+            for at in range(0, read.nbytes, PIECE):
+                piece = FileRead(read.file, read.offset + at, read.target + at, min(PIECE, read.nbytes - at))
                 work = self._reader(target, piece)
                 self._reads.append(self._readers.submit(self._guarded, work))
 
-    def _reader(self, target: torch.Tensor, one: FileRead) -> Callable[[], None]:
+    def _reader(self, target: torch.Tensor, piece: FileRead) -> Callable[[], None]:
         """Returns what reads a piece, and keeps the memory alive that it reads into."""
         return lambda: self._source.read_into(
-            one.file, one.offset, target.data_ptr() + one.target, one.nbytes
+            piece.file, piece.offset, target.data_ptr() + piece.target, piece.nbytes
         )
 
     def _guarded(self, work: Callable[[], None]) -> None:

@@ -44,8 +44,8 @@ class HostWeights:
         self.ring = device.allocate_host(max((s.staging_bytes for s in plan.schedules), default=0), once=True)
         offsets = accumulate((r.nbytes for r in self._held), initial=0)
         self._slabs = [
-            HostRange(item.start, item.stop, self.slab, offset)
-            for item, offset in zip(self._held, offsets, strict=False)
+            HostRange(piece.start, piece.stop, self.slab, offset)
+            for piece, offset in zip(self._held, offsets, strict=False)
         ]
         self._stop = max((segment.stop for segment in plan.arena.segments), default=0)
         # A plan copies the same ranges again and again.
@@ -63,18 +63,18 @@ class HostWeights:
         for memory in (self.slab, self.ring):
             memory.untyped_storage().resize_(0)
 
-    def held(self, item: Range) -> tuple[HostRange, ...]:
+    def held(self, wanted: Range) -> tuple[HostRange, ...]:
         """Returns the parts of a range that are in the slab."""
-        if item not in self._held_of:
-            inside = (one for one in self._slabs if one.start < item.stop and item.start < one.stop)
-            self._held_of[item] = tuple(one.cut(item.start, item.stop) for one in inside)
-        return self._held_of[item]
+        if wanted not in self._held_of:
+            inside = (slab for slab in self._slabs if slab.start < wanted.stop and wanted.start < slab.stop)
+            self._held_of[wanted] = tuple(slab.cut(wanted.start, wanted.stop) for slab in inside)
+        return self._held_of[wanted]
 
-    def missing(self, item: Range) -> list[Range]:
+    def missing(self, wanted: Range) -> list[Range]:
         """Returns the parts of a range that are not in the slab."""
-        if item not in self._missing_of:
-            self._missing_of[item] = subtract([item], self._held)
-        return self._missing_of[item]
+        if wanted not in self._missing_of:
+            self._missing_of[wanted] = subtract([wanted], self._held)
+        return self._missing_of[wanted]
 
     def file_offset(self, start: int) -> int:
         """Returns the file offset of layout byte `start`, or of the next byte that is in a file."""
@@ -85,9 +85,9 @@ class HostWeights:
         """Returns the reads that fill host memory. Bytes between storages are in no file, and stay."""
         return [
             FileRead(piece.file, piece.file_offset, part.offset, part.stop - part.start)
-            for one in placed
-            for piece in self._files.within(one.start, one.stop)
-            for part in [one.cut(piece.start, piece.stop)]
+            for placed_read in placed
+            for piece in self._files.within(placed_read.start, placed_read.stop)
+            for part in [placed_read.cut(piece.start, piece.stop)]
         ]
 
     def fill_slab(self) -> list[FileRead]:

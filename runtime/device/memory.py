@@ -80,37 +80,37 @@ class DeviceWeights:
 
     def check_held(self, items: Iterable[Range]) -> None:
         """Raise StreamError unless the host has room of its own for what leaves the arena."""
-        for item in items:
-            if self.host.missing(item):
+        for wanted in items:
+            if self.host.missing(wanted):
                 raise StreamError(
-                    f"layout bytes {item.start} to {item.stop} leave the arena, and the plan gives them no "
-                    "room in the host's memory: plan with more host_memory="
+                    f"layout bytes {wanted.start} to {wanted.stop} leave the arena, and the plan gives them "
+                    "no room in the host's memory: plan with more host_memory="
                 )
 
-    def moves(self, item: Range, staged: Sequence[HostRange] = ()) -> Moves:
+    def moves(self, wanted: Range, staged: Sequence[HostRange] = ()) -> Moves:
         """Returns the copies that bring a layout range from the host, as few as the addresses allow."""
         if staged:
-            return self._moves(item, staged)
-        if item not in self._moves_of:  # a plan copies the same ranges again and again
-            self._moves_of[item] = self._moves(item, ())
-        return self._moves_of[item]
+            return self._moves(wanted, staged)
+        if wanted not in self._moves_of:  # a plan copies the same ranges again and again
+            self._moves_of[wanted] = self._moves(wanted, ())
+        return self._moves_of[wanted]
 
-    def _moves(self, item: Range, staged: Sequence[HostRange]) -> Moves:
+    def _moves(self, wanted: Range, staged: Sequence[HostRange]) -> Moves:
         return Moves(
             Move(part.memory, part.offset, piece.address + part.start - piece.start, part.stop - part.start)
-            for placed in (*self.host.held(item), *staged)
+            for placed in (*self.host.held(wanted), *staged)
             for piece in self._pieces.within(placed.start, placed.stop)
             for part in [placed.cut(piece.start, piece.stop)]
         )
 
-    def places(self, item: Range) -> Iterator[tuple[int, int]]:
+    def places(self, wanted: Range) -> Iterator[tuple[int, int]]:
         """Yields where the bytes of a layout range lie in the arena, as half-open ranges."""
-        for piece in self._pieces.within(item.start, item.stop):
+        for piece in self._pieces.within(wanted.start, wanted.stop):
             yield piece.address, piece.address + piece.nbytes
 
-    def name_of(self, item: Range) -> str:
+    def name_of(self, wanted: Range) -> str:
         """Returns the name of the first weight in a range, for messages."""
-        at = bisect_right(self._by_start, (item.start, len(self._storages))) - 1
+        at = bisect_right(self._by_start, (wanted.start, len(self._storages))) - 1
         storage = self._by_start[max(0, at)][1]
         return self._plan.names[storage] if self._plan.names else f"storage {storage}"
 
@@ -126,8 +126,8 @@ class DeviceWeights:
 
     def tensor(self, part: Part) -> torch.Tensor:
         """Returns the tensor that the program reads a part through."""
-        found = self.ranges_of(part.storage)
-        if found is None or 0 in part.shape:
+        ranges = self.ranges_of(part.storage)
+        if ranges is None or 0 in part.shape:
             # No step reads this weight: a placeholder of its shape, whose memory is never touched, will do.
             dtype = getattr(torch, part.dtype)
             where = "cpu" if part.storage in self._on_host else self.arena.device
@@ -136,7 +136,7 @@ class DeviceWeights:
                 nowhere, strides = torch.empty(0, dtype=dtype, device=where), (0,) * len(part.shape)
                 return nowhere.set_(self.arena.untyped_storage(), 0, part.shape, strides)
             return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=where)
-        memory, start, stop = found
+        memory, start, stop = ranges
         if not self._own_storages:
             return tensor_in(memory[start:stop], part)
         storage = torch._C._construct_storage_from_data_pointer(
@@ -149,8 +149,8 @@ class DeviceWeights:
         for s, memory in self.outside.items():
             whole = FileRanges.of(self._storages[s : s + 1], (0,), (0,))
             yield from ((memory, piece) for piece in whole.within(0, self._storages[s].nbytes))
-        for item in merged(self._plan.resident) if self._plan.arena_bytes else ():
-            yield from ((self.arena, piece) for piece in self._pieces.within(item.start, item.stop))
+        for resident in merged(self._plan.resident) if self._plan.arena_bytes else ():
+            yield from ((self.arena, piece) for piece in self._pieces.within(resident.start, resident.stop))
 
     def _load_resident(self, device: Device) -> None:
         """Load what stays through the slab or the ring, which are empty yet, or through more host memory."""

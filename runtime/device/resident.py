@@ -66,7 +66,7 @@ def _copy(device: Device, memory: torch.Tensor, batch: Batch, read: Event) -> Ev
 
 def _batches(work: Sequence[Load], memory: torch.Tensor) -> Iterator[Batch]:
     half = memory.numel() // 2 // BLOCK * BLOCK or memory.numel() // 2
-    which, position = 0, 0
+    half_number, position = 0, 0
     batch: Batch = []
     most = half - BLOCK if half > 2 * BLOCK else half  # so that there is room to align
     starts = ((target, whole, at) for target, whole in work for at in range(whole.start, whole.stop, most))
@@ -75,9 +75,9 @@ def _batches(work: Sequence[Load], memory: torch.Tensor) -> Iterator[Batch]:
         if position + skip + piece.nbytes > half:
             if batch:
                 yield batch
-                batch, which = [], 1 - which
+                batch, half_number = [], 1 - half_number
             position, skip = 0, 0
-        batch.append(((target, piece), which * half + position + skip))
+        batch.append(((target, piece), half_number * half + position + skip))
         position += skip + piece.nbytes
     if batch:
         yield batch

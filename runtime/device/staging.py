@@ -58,18 +58,18 @@ class Staging:
         self._slots.clear()
         self._ready.clear()
         self._used = 0
-        missing = [[item for item in items if self._host.missing(item)] for items in (first, steady)]
+        missing = [[wanted for wanted in items if self._host.missing(wanted)] for items in (first, steady)]
         self._upcoming = chain(missing[0], cycle(missing[1]))
         self._next = next(self._upcoming, None)
         self._read_ahead()
 
-    def slot_of(self, item: Range) -> StagedRead | None:
+    def slot_of(self, wanted: Range) -> StagedRead | None:
         """Returns the read for the next copy, which is of `item`, or None where the host holds all of it."""
-        if not self._host.missing(item):
+        if not self._host.missing(wanted):
             return None
-        if not self._ready or self._ready[0].item != item:
+        if not self._ready or self._ready[0].item != wanted:
             raise StreamError(
-                f"layout bytes {item.start} to {item.stop} are neither held by the host nor read: "
+                f"layout bytes {wanted.start} to {wanted.stop} are neither held by the host nor read: "
                 "plan it again"
             )
         return self._ready[0]
@@ -96,10 +96,10 @@ class Staging:
             self._used += nbytes
             self._next = next(self._upcoming, None)
 
-    def _align(self, item: Range, nbytes: int) -> int:
+    def _align(self, wanted: Range, nbytes: int) -> int:
         """Skip bytes of the ring, so that a large read can go past the page cache, and return how many."""
         ring = self._host.ring
-        skip = (self._host.file_offset(item.start) - ring.data_ptr() - self._head) % BLOCK
+        skip = (self._host.file_offset(wanted.start) - ring.data_ptr() - self._head) % BLOCK
         if nbytes < _LARGE or self._used + nbytes + skip > ring.numel():
             return 0
         self._head = (self._head + skip) % ring.numel()
@@ -121,10 +121,10 @@ class Staging:
     def _place(self, missing: list[Range]) -> Iterator[HostRange]:
         """Yields places for ranges behind those in the ring; at its end they go on at its start."""
         size = self._host.ring.numel()
-        for item in missing:
-            start = item.start
-            while start < item.stop:
-                stop = min(item.stop, start + size - self._head)
+        for wanted in missing:
+            start = wanted.start
+            while start < wanted.stop:
+                stop = min(wanted.stop, start + size - self._head)
                 yield HostRange(start, stop, self._host.ring, self._head)
                 self._head = (self._head + stop - start) % size
                 start = stop

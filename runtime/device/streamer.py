@@ -51,10 +51,10 @@ class _Label:
     out: bool = False
 
     def __str__(self) -> str:
-        what = f"layout bytes {self.item.start} to {self.item.stop} ({self.weights.name_of(self.item)})"
+        piece = f"layout bytes {self.item.start} to {self.item.stop} ({self.weights.name_of(self.item)})"
         if self.out:
-            return f"the copy of {what} out before the end of step {self.step}"
-        return f"the transfer of {what} " + ("on demand" if self.step is None else f"for step {self.step}")
+            return f"the copy of {piece} out before the end of step {self.step}"
+        return f"the transfer of {piece} " + ("on demand" if self.step is None else f"for step {self.step}")
 
 
 @dataclass(frozen=True)
@@ -283,9 +283,9 @@ class DeviceStreamer(StreamEngine):
         return queue.made
 
     def _transfer(self, piece: Piece) -> _Transfer:
-        item = Range(piece.start, piece.stop)
-        moves, label = self._weights.moves(item), _Label(self._weights, item, piece.step, piece.out)
-        host_has_all = not self._weights.host.missing(item)
+        whole = Range(piece.start, piece.stop)
+        moves, label = self._weights.moves(whole), _Label(self._weights, whole, piece.step, piece.out)
+        host_has_all = not self._weights.host.missing(whole)
         return _Transfer(moves, label, sum(move.nbytes for move in moves), host_has_all)
 
     def _has_read(self, slot: StagedRead, block: Callable[[], bool]) -> bool:
@@ -326,8 +326,8 @@ class DeviceStreamer(StreamEngine):
 
     def _overwrite(self, items: Sequence[Range]) -> None:
         stream = self._device.current_stream()
-        for item in items:
-            for start, stop in self._weights.places(item):
+        for filled in items:
+            for start, stop in self._weights.places(filled):
                 self._device.fill(stream, self._weights.arena, start, stop, POISON)
 
     def _load_on_demand(self, needed: Sequence[Range]) -> None:
@@ -336,13 +336,13 @@ class DeviceStreamer(StreamEngine):
         self._device.wait(self._copies, self._device.record(stream))
         pieces = cut(needed, self._ring_bytes or self._weights.arena.numel())
         self._staging.restart(pieces, ())
-        for item in pieces:
-            slot = self._staging.slot_of(item)
+        for wanted in pieces:
+            slot = self._staging.slot_of(wanted)
             if slot is not None:
                 self._has_read(slot, lambda: True)
-            label = _Label(self._weights, item, None)
+            label = _Label(self._weights, wanted, None)
             if slot is None:
-                moves = self._weights.moves(item)
+                moves = self._weights.moves(wanted)
                 self._copy(moves, sum(move.nbytes for move in moves), label)
             else:
                 self._copy_staged(slot, label)

@@ -36,14 +36,14 @@ def compile_piece(
     Inductor's own. Raises PassError for parameters that are still in memory, or on the meta device, and
     BudgetError without a budget.
     """
-    own, given = own_options(options, "penstock")
-    check_options(given)
+    own_part, rest_options = own_options(options, "penstock")
+    check_options(rest_options)
 
     def alone(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return run_inductor(graph, inputs, given, [])
+        return run_inductor(graph, inputs, rest_options, [])
 
     return compile_for(
-        partial(lower_by_inductor, options=given), alone, graph_module, list(example_inputs), own
+        partial(lower_by_inductor, options=rest_options), alone, graph_module, list(example_inputs), own_part
     )
 
 
@@ -51,10 +51,10 @@ def own_options(options: Mapping[str, Any] | None, backend: str) -> tuple[dict[s
     """Returns penstock's own options, and those of the compiler. Raises BudgetError without a budget."""
     if options is not None and not isinstance(options, Mapping):
         raise BudgetError(f"the backend {backend!r} takes options={{'budget': '8GB'}}, got {options!r}")
-    given = dict(options or {})
-    if "budget" not in given:
+    options_given = dict(options or {})
+    if "budget" not in options_given:
         raise BudgetError(f"the backend {backend!r} needs a budget: options={{'budget': '8GB'}}")
-    return {name: given.pop(name) for name in _OWN_OPTIONS if name in given}, given
+    return {name: options_given.pop(name) for name in _OWN_OPTIONS if name in options_given}, options_given
 
 
 def compile_for(
@@ -62,7 +62,7 @@ def compile_for(
     alone: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
     graph_module: fx.GraphModule,
     inputs: list[Any],
-    own: Mapping[str, Any],
+    own_part: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo by a lowering, or by `alone` if it reads no offloaded parameter."""
     homes = {i: home for i, value in enumerate(inputs) if (home := home_of(value))}
@@ -78,7 +78,7 @@ def compile_for(
             "the graph reads parameters of modules offloaded apart: offload the module around them"
         )
     _check_recompilations()
-    session = _session(next(iter(records.values())), own)
+    session = _session(next(iter(records.values())), own_part)
     with torch.no_grad():  # offloaded parameters may require grad: torch chooses kernels by that
         return session.compile(graph_module, inputs, homes, lower)
 
@@ -136,11 +136,11 @@ def _check_inputs(inputs: Sequence[Any], homes: Mapping[int, Home]) -> None:
             )
 
 
-def _session(record: Offloaded, own: Mapping[str, Any]) -> Session:
+def _session(record: Offloaded, own_part: Mapping[str, Any]) -> Session:
     """Returns the only session of a record, which has the budget that the module was first compiled for."""
     total = sum(storage.nbytes for storage in record.storages)
-    budget = parse_size(own["budget"], total=total)
-    below = own.get("resident_below", "64KiB")
+    budget = parse_size(own_part["budget"], total=total)
+    below = own_part.get("resident_below", "64KiB")
     smallest = parse_size(below, name="resident_below") if below else 0
     if not record.sessions:
         record.sessions.append(Session(record, budget, smallest))

@@ -92,18 +92,18 @@ def offload(
     refuse_scripted(module)
     where = _place(device)
     _check_kept(module, where)
-    given = [checkpoint] if isinstance(checkpoint, str | PathLike) else list(checkpoint)
-    files = tuple(own_place(path) for path in index_files([Path(one) for one in given]))
+    paths = [checkpoint] if isinstance(checkpoint, str | PathLike) else list(checkpoint)
+    files = tuple(own_place(path) for path in index_files([Path(path) for path in paths]))
     parameters = _streamable(module)
     weights, storages = _catalog(parameters, where)
     if isinstance(rename, Mapping):  # which may tell of buffers, too
         rename = {fqn: names for fqn, names in rename.items() if fqn in parameters}
-    found = find_values(weights, open_checkpoint(files), Rules(rename))
-    _check_values(weights, parameters, found)
+    stored = find_values(weights, open_checkpoint(files), Rules(rename))
+    _check_values(weights, parameters, stored)
     stamps = tuple(stamp_file(path, recorded_path=str(path)) for path in files)
     identities = {storage_identity(p): p for p in parameters.values() if p.device.type != "meta"}
     nbytes = sum(p.untyped_storage().nbytes() for p in identities.values())
-    record = Offloaded(weights, found.placed(storages), stamps, nbytes, str(where))
+    record = Offloaded(weights, stored.placed(storages), stamps, nbytes, str(where))
     _replace(module, _hollow(parameters, record, where), where)
     _log.info("%s of parameters given back", format_size(nbytes))
     return record
@@ -115,30 +115,32 @@ def _place(device: str) -> torch.device:
         return torch.device("cpu")
     if device_kind(device) != ACCELERATOR:
         raise StreamError(f"torch.compile runs on devices of torch's, and not on {device!r}")
-    found = find_accelerator(device)
-    check_generator(found, "the module")
-    return found
+    accelerator = find_accelerator(device)
+    check_generator(accelerator, "the module")
+    return accelerator
 
 
 def _check_kept(module: torch.nn.Module, where: torch.device) -> None:
     """Raises PassError for a tensor that is to lie in the memory of a device and has no values."""
-    kept = {} if where.type == "cpu" else {f"buffer {name!r}": one for name, one in module.named_buffers()}
-    for name, one in module.named_modules():
-        if isinstance(one, torch.nn.RNNBase):
-            kept |= {f"parameter {fqn!r}": value for fqn, value in one.named_parameters(name)}
-    for what, value in kept.items():
+    staying = (
+        {} if where.type == "cpu" else {f"buffer {name!r}": buffer for name, buffer in module.named_buffers()}
+    )
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.nn.RNNBase):
+            staying |= {f"parameter {fqn!r}": value for fqn, value in submodule.named_parameters(name)}
+    for title, value in staying.items():
         if value.device.type == "meta":
-            raise PassError(f"{what} is on the meta device and has no values for {where}: make it real")
+            raise PassError(f"{title} is on the meta device and has no values for {where}: make it real")
 
 
 def _streamable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    kept = {id(p) for one in _recurrent(module) for p in one.parameters()}
-    found = module.named_parameters(remove_duplicate=False)
-    return {fqn: value for fqn, value in found if id(value) not in kept}
+    staying = {id(p) for recurrent in _recurrent(module) for p in recurrent.parameters()}
+    named = module.named_parameters(remove_duplicate=False)
+    return {fqn: value for fqn, value in named if id(value) not in staying}
 
 
 def _recurrent(module: torch.nn.Module) -> list[torch.nn.Module]:
-    return [one for one in module.modules() if isinstance(one, torch.nn.RNNBase)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, torch.nn.RNNBase)]
 
 
 def home_of(value: object) -> Home | None:
@@ -167,7 +169,9 @@ def _catalog(
     return tuple(weights), tuple(Storage(nbytes, "streamable") for nbytes in sizes.values())
 
 
-def _check_values(weights: Sequence[Weight], parameters: dict[str, torch.nn.Parameter], found: Found) -> None:
+def _check_values(
+    weights: Sequence[Weight], parameters: dict[str, torch.nn.Parameter], stored: Found
+) -> None:
     """Compares the module's bytes with those of the files, which take their place."""
     checked: set[int] = set()
     for weight in weights:
@@ -176,7 +180,7 @@ def _check_values(weights: Sequence[Weight], parameters: dict[str, torch.nn.Para
             continue
         checked.add(s)
         flat = storage_bytes(value.detach())
-        for start, chunk in found.chunks(s):
+        for start, chunk in stored.chunks(s):
             here = flat[start : start + len(chunk)]
             if not torch.equal(here, torch.frombuffer(bytearray(chunk), dtype=torch.uint8)):
                 raise SourceError(
@@ -189,14 +193,14 @@ def _hollow(
     parameters: Mapping[str, torch.nn.Parameter], record: Offloaded, where: torch.device
 ) -> dict[int, torch.nn.Parameter]:
     """Returns a parameter without memory for each, by the id of that; tied ones stay tied."""
-    held: dict[int, list[Weight]] = defaultdict(list)
+    weights_of: dict[int, list[Weight]] = defaultdict(list)
     for weight in record.weights:
-        held[weight.parts[0].storage].append(weight)
+        weights_of[weight.parts[0].storage].append(weight)
     new: dict[int, torch.nn.Parameter] = {}
-    for s, weights in held.items():
+    for s, weights in weights_of.items():
         nbytes = record.storages[s].nbytes
-        what = f"parameter {weights[0].fqn!r}, {format_size(nbytes)} that are given back at once,"
-        memory = _make(partial(torch.empty, nbytes, dtype=torch.uint8, device=where), where, what)
+        title = f"parameter {weights[0].fqn!r}, {format_size(nbytes)} that are given back at once,"
+        memory = _make(partial(torch.empty, nbytes, dtype=torch.uint8, device=where), where, title)
         for weight in weights:
             old = parameters[weight.fqn]
             if id(old) not in new:
@@ -211,22 +215,22 @@ def _replace(module: torch.nn.Module, new: Mapping[int, torch.nn.Parameter], whe
     """Put parameters without memory in the place of others, and what keeps its memory on the device."""
     with _undone_on_failure(module):
         buffers = _make(partial(_move, module, where), where, "the module's buffers and recurrent layers")
-        for one in module.modules():
-            for name, buffer in list(one.named_buffers(recurse=False)):
-                setattr(one, name, buffers[buffer])
-            own = dict(one.named_parameters(recurse=False, remove_duplicate=False))
-            replaced = {name: new[id(value)] for name, value in own.items() if id(value) in new}
+        for submodule in module.modules():
+            for name, buffer in list(submodule.named_buffers(recurse=False)):
+                setattr(submodule, name, buffers[buffer])
+            parameters = dict(submodule.named_parameters(recurse=False, remove_duplicate=False))
+            replaced = {name: new[id(value)] for name, value in parameters.items() if id(value) in new}
             for name, value in replaced.items():
-                setattr(one, name, value)  # also where a module keeps lists of its own
+                setattr(submodule, name, value)  # also where a module keeps lists of its own
             if replaced:
-                _refuse_eager(one)
+                _refuse_eager(submodule)
 
 
 @contextmanager
 def _undone_on_failure(module: torch.nn.Module) -> Iterator[None]:
     """A module is changed within; if that fails, it gets back what it had, in the memory that that had."""
     before = ModuleState(module)
-    parameters = [value for one in _recurrent(module) for value in one.parameters()]
+    parameters = [value for recurrent in _recurrent(module) for value in recurrent.parameters()]
     memory = [(value, value.data) for p in parameters for value in (p, p.grad) if value is not None]
     try:
         yield
@@ -239,12 +243,12 @@ def _undone_on_failure(module: torch.nn.Module) -> Iterator[None]:
 
 def _move(module: torch.nn.Module, where: torch.device) -> dict[torch.Tensor, torch.Tensor]:
     """Move the recurrent layers of a module. Returns its buffers, each with what shall be in its place."""
-    for one in _recurrent(module):
-        one.to(where)
+    for recurrent in _recurrent(module):
+        recurrent.to(where)
     return {buffer: buffer if where.type == "cpu" else buffer.to(where) for buffer in module.buffers()}
 
 
-def _make(make: Callable[[], T], where: torch.device, what: str) -> T:
+def _make(make: Callable[[], T], where: torch.device, title: str) -> T:
     """Returns what is made on a device. Raises StreamError, which says what, where that has no memory."""
     try:
         return make()
@@ -253,7 +257,7 @@ def _make(make: Callable[[], T], where: torch.device, what: str) -> T:
             raise
         free, total = torch.accelerator.get_memory_info(where)
         raise StreamError(
-            f"{where} is out of memory: {what} do not fit, with {format_size(free)} free of "
+            f"{where} is out of memory: {title} do not fit, with {format_size(free)} free of "
             f"{format_size(total)}: free more of it, and offload the module again, which is as it was"
         ) from error.with_traceback(None)  # whose frames would keep what is there already
 

@@ -70,8 +70,8 @@ def read_payload_bytes(folder: Path) -> bytes:
 def read_seen(folder: Path) -> Mapping[str, object]:
     """Return what SEEN says; nothing where it is missing or damaged, so that all bytes are compared again."""
     with suppress(OSError, PenstockError, ValueError, RecursionError):
-        found = json.loads(read_bounded(folder / SEEN, "times of weight files"))
-        return found if isinstance(found, dict) else {}
+        times = json.loads(read_bounded(folder / SEEN, "times of weight files"))
+        return times if isinstance(times, dict) else {}
     return {}
 
 
@@ -92,8 +92,8 @@ def replace_payload(folder: Path, payload: Payload) -> None:
     """Write an artifact anew with another payload, in one step; all its other files stay as they are."""
 
     def build(temporary: Path) -> None:
-        others = shutil.ignore_patterns(PAYLOAD, DIGEST)
-        shutil.copytree(folder, temporary, ignore=others, copy_function=_link, dirs_exist_ok=True)
+        ignored = shutil.ignore_patterns(PAYLOAD, DIGEST)
+        shutil.copytree(folder, temporary, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
         write_payload(payload, temporary)
 
     write_artifact(folder, force=True, build=build)
@@ -128,12 +128,12 @@ def _check_digest(path: Path, data: bytes) -> None:
 
 def _check_program(path: Path, sha256: str) -> None:
     try:
-        found = hash_bounded(path, "a lowered program")
+        digest = hash_bounded(path, "a lowered program")
     except OSError as error:
         raise SourceError(f"the lowered program {path} cannot be read: {error.strerror}") from error
-    if found != sha256:
+    if digest != sha256:
         raise PayloadError(
-            f"the lowered program {path} is not the one compiled: its sha256 was {sha256} and is {found}; "
+            f"the lowered program {path} is not the one compiled: its sha256 was {sha256} and is {digest}; "
             "compile again"
         )
 

@@ -114,20 +114,20 @@ class DirectFile:
     def check_unchanged(self) -> None:
         """Raise SourceError unless the file is as it was opened (one fstat, or all bytes)."""
         with reading(self.path):
-            found = os.fstat(self.fd)
-        if found.st_size < self.nbytes:
+            status = os.fstat(self.fd)
+        if status.st_size < self.nbytes:
             raise SourceError(
                 f"{self.path} has been truncated while in use: expected {self.nbytes} bytes, "
-                f"got {found.st_size}; restore the file and {AGAIN}"
+                f"got {status.st_size}; restore the file and {AGAIN}"
             )
-        if (found.st_size, found.st_mtime_ns) != (self.nbytes, self.mtime_ns):
+        if (status.st_size, status.st_mtime_ns) != (self.nbytes, self.mtime_ns):
             raise SourceError(
                 f"{self.path} has been changed while in use: expected {self.nbytes} bytes of "
-                f"{_time(self.mtime_ns)}, got {found.st_size} of {_time(found.st_mtime_ns)}; leave the file "
-                f"alone, and {AGAIN}"
+                f"{_time(self.mtime_ns)}, got {status.st_size} of {_time(status.st_mtime_ns)}; leave the "
+                f"file alone, and {AGAIN}"
             )
         if self.contents is not None:
-            self.contents.check(found.st_ctime_ns)
+            self.contents.check(status.st_ctime_ns)
 
     def close(self) -> None:
         """Close both descriptors. It may be called again, also after an interrupt."""
@@ -157,9 +157,9 @@ class DirectFile:
         start = address + first + block - offset  # the place of the second block
         place = -(-start // block) * block
         whole = max(0, (stop - place) // block * block)
-        rest = max(0, stop - (start + whole))
+        remaining = max(0, stop - (start + whole))
         edges = memoryview(mmap.mmap(-1, 4 * block))
-        tail = edges[block : block + -(-rest // block) * block]
+        tail = edges[block : block + -(-remaining // block) * block]
         between = [memory_view(place, whole)] if whole else []
         try:
             got = os.preadv(self.direct_fd, [edges[:block], *between, tail], first)
@@ -170,7 +170,7 @@ class DirectFile:
         ctypes.memmove(start, place, whole)
         skipped, head = offset - first, min(nbytes, start - address)
         memory_view(address, head)[:] = edges[skipped : skipped + head]
-        memory_view(start + whole, rest)[:] = tail[:rest]
+        memory_view(start + whole, remaining)[:] = tail[:remaining]
         return True
 
     def _read(self, fd: int, offset: int, address: int, nbytes: int) -> None:
@@ -221,8 +221,8 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
 
 def _time(ns: int) -> str:
     """A time of a file for people, in local time: `2026-11-23 08:00:00.000000001`."""
-    seconds, rest = divmod(ns, 10**9)
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}.{rest:09d}"
+    seconds, nanoseconds = divmod(ns, 10**9)
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}.{nanoseconds:09d}"
 
 
 def memory_view(address: int, nbytes: int) -> memoryview:

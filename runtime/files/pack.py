@@ -86,10 +86,10 @@ def write_packed(
     ):
         writer = _Writer(fd, pool, progress)
         writer.write(header)
-        for entry, offset in zip(entries, offsets, strict=True):
+        for packed, offset in zip(entries, offsets, strict=True):
             start = len(header) + offset
             writer.write(bytes(start - writer.position))
-            placed.append(PackedTensor(entry.name, start, entry.nbytes, writer.write_entry(entry)))
+            placed.append(PackedTensor(packed.name, start, packed.nbytes, writer.write_entry(packed)))
         writer.write(bytes(total - writer.position))
     _forget_pages(path)
     return tuple(placed)
@@ -115,13 +115,13 @@ def _place(entries: Sequence[PackEntry], *, dense: bool) -> tuple[list[int], lis
     pads: list[tuple[int, int]] = []
     position = 0
     block_end = False
-    for entry in entries:
-        _check_entry(entry)
-        large = entry.nbytes >= BLOCK_ALIGNED_FROM
+    for packed in entries:
+        _check_entry(packed)
+        large = packed.nbytes >= BLOCK_ALIGNED_FROM
         alignment = BLOCK if large or block_end else ALIGNMENT
         position = _pad_to(position, 1 if dense else alignment, pads)
         offsets.append(position)
-        position += entry.nbytes
+        position += packed.nbytes
         block_end = large
     return offsets, pads, _pad_to(position, 1 if dense else BLOCK, pads)
 
@@ -159,10 +159,10 @@ class _Writer:
         self._unflushed = 0
 
     def write(self, chunk: Chunk) -> None:
-        rest = memoryview(chunk).cast("B")
-        while rest:
-            done = os.write(self._fd, rest[:CHUNK_BYTES])
-            rest = rest[done:]
+        remaining = memoryview(chunk).cast("B")
+        while remaining:
+            done = os.write(self._fd, remaining[:CHUNK_BYTES])
+            remaining = remaining[done:]
             self.position += done
             self._unflushed += done
             if self._progress:
@@ -171,20 +171,20 @@ class _Writer:
                 os.fsync(self._fd)
                 self._unflushed = 0
 
-    def write_entry(self, entry: PackEntry) -> str:
+    def write_entry(self, packed: PackEntry) -> str:
         """Write all chunks of an entry, and return the sha256 of its bytes."""
         digest = hashlib.sha256()
         begin = self.position
-        for chunk in entry.chunks():
+        for chunk in packed.chunks():
             hashing = self._pool.submit(digest.update, chunk)
             try:
                 self.write(chunk)
             finally:
                 hashing.result()
         written = self.position - begin
-        if written != entry.nbytes:
+        if written != packed.nbytes:
             raise SourceError(
-                f"tensor {entry.name!r} should have {entry.nbytes} bytes and its source gave {written}"
+                f"tensor {packed.name!r} should have {packed.nbytes} bytes and its source gave {written}"
             )
         return digest.hexdigest()
 
@@ -214,14 +214,14 @@ def _disk_full(folder: Path, nbytes: int, available: str, dense: bool) -> Source
 
 def _header(entries: Sequence[PackEntry], offsets: Sequence[int], pads: Sequence[tuple[int, int]]) -> bytes:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for entry, offset in zip(entries, offsets, strict=True):
-        if entry.name in fields or entry.name.startswith(PAD_PREFIX):
-            raise SourceError(f"tensor {entry.name!r} cannot be packed: its name is taken; rename it")
-        dtype = SAFETENSORS_NAMES.get(entry.dtype)
-        fields[entry.name] = {
+    for packed, offset in zip(entries, offsets, strict=True):
+        if packed.name in fields or packed.name.startswith(PAD_PREFIX):
+            raise SourceError(f"tensor {packed.name!r} cannot be packed: its name is taken; rename it")
+        dtype = SAFETENSORS_NAMES.get(packed.dtype)
+        fields[packed.name] = {
             "dtype": dtype or "U8",
-            "shape": entry.shape if dtype else (entry.nbytes,),
-            "data_offsets": (offset, offset + entry.nbytes),
+            "shape": packed.shape if dtype else (packed.nbytes,),
+            "data_offsets": (offset, offset + packed.nbytes),
         }
     for number, (start, stop) in enumerate(pads):
         fields[f"{PAD_PREFIX}{number}"] = {
@@ -234,11 +234,11 @@ def _header(entries: Sequence[PackEntry], offsets: Sequence[int], pads: Sequence
     return len(text).to_bytes(PREFIX_BYTES, "little") + text
 
 
-def _check_entry(entry: PackEntry) -> None:
-    dtype = SAFETENSORS_NAMES.get(entry.dtype)
-    if dtype and math.prod(entry.shape) * ITEM_BITS[dtype] != entry.nbytes * 8:
+def _check_entry(packed: PackEntry) -> None:
+    dtype = SAFETENSORS_NAMES.get(packed.dtype)
+    if dtype and math.prod(packed.shape) * ITEM_BITS[dtype] != packed.nbytes * 8:
         raise SourceError(
-            f"tensor {entry.name!r} of {entry.dtype} {list(entry.shape)} cannot have {entry.nbytes} bytes"
+            f"tensor {packed.name!r} of {packed.dtype} {list(packed.shape)} cannot have {packed.nbytes} bytes"
         )
 
 

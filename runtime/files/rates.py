@@ -138,8 +138,8 @@ def measure_answer(source: Source, beside: Callable[[], object], *, cold: bool =
             source.read_into(*place[:2], memory.address, place[2])
             return 1
 
-        found = _trials(places, read, _ANSWERING, 1, beside)
-    return Trials(tuple(1e9 / answers for answers in found.figures), found.waited)
+        answers_timed = _trials(places, read, _ANSWERING, 1, beside)
+    return Trials(tuple(1e9 / answers for answers in answers_timed.figures), answers_timed.waited)
 
 
 def _trials(

@@ -113,8 +113,8 @@ def parse_header(raw: bytes, file_nbytes: int, path: Path) -> Header:
     for name in fields:
         if not name.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in name):
             refuse(path, f"the name {name!r} is no text")
-    entries = {name: _parse_entry(name, entry, len(raw), path) for name, entry in fields.items()}
-    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    entries = {name: _parse_entry(name, value, len(raw), path) for name, value in fields.items()}
+    ordered = dict(sorted(entries.items(), key=lambda named: (named[1].start, named[1].stop)))
     _check_tiling(ordered, len(raw), file_nbytes, path)
     return Header(ordered, metadata, raw, file_nbytes)
 
@@ -166,7 +166,7 @@ def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | Non
     outside its own folder.
     """
     if not isinstance(path, Path):
-        return tuple(dict.fromkeys(file for one in path for file in index_files(one, wanted)))
+        return tuple(dict.fromkeys(file for each in path for file in index_files(each, wanted)))
     if path.is_dir():
         return _folder_files(path, wanted)
     if not path.is_file():
@@ -258,8 +258,8 @@ def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[P
         raise SourceError(f"{folder} holds several checkpoints ({names}); name the index of one")
     files = indexed_files(indices[0], wanted) if indices else tuple(sorted(folder.glob("*.safetensors")))
     if not files and (wanted is None or not indices):
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        advice = f"name its files ({others[0]}, ...)" if others else "give the folder of a checkpoint"
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        advice = f"name its files ({pickled[0]}, ...)" if pickled else "give the folder of a checkpoint"
         raise SourceError(f"{folder} holds no .safetensors file; {advice}")
     return files
 
@@ -267,10 +267,10 @@ def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[P
 def read_index(index: Path) -> dict[str, Any]:
     """Returns what an index says, whose `weight_map` has names of files. Raises SourceError if it is none."""
     with reading(index):
-        fields = _parse_json(read_bounded(index, "an index"), index, what=_INDEX)
+        fields = _parse_json(read_bounded(index, "an index"), index, title=_INDEX)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        refuse(index, "weight_map is not an object that gives each tensor its file", what=_INDEX)
+        refuse(index, "weight_map is not an object that gives each tensor its file", title=_INDEX)
     return fields
 
 
@@ -289,13 +289,13 @@ def indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Pa
 _FILE, _INDEX = "a safetensors file", "an index"
 
 
-def _parse_json(text: bytes, path: Path, what: str = _FILE) -> dict[str, object]:
+def _parse_json(text: bytes, path: Path, title: str = _FILE) -> dict[str, object]:
     if not text.startswith(b"{"):
-        refuse(path, f"a JSON object was expected, and the text begins with {text[:8]!r}", what)
+        refuse(path, f"a JSON object was expected, and the text begins with {text[:8]!r}", title)
     try:
         fields = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        refuse(path, f"its JSON cannot be read ({error})", what)
+        refuse(path, f"its JSON cannot be read ({error})", title)
     assert isinstance(fields, dict)
     return fields
 
@@ -309,10 +309,10 @@ def _without_duplicates(pairs: Iterable[tuple[str, object]]) -> dict[str, object
     return fields
 
 
-def _parse_entry(name: str, entry: object, data_start: int, path: Path) -> TensorEntry:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+def _parse_entry(name: str, value: object, data_start: int, path: Path) -> TensorEntry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         refuse(path, f"tensor {name!r} does not have exactly dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
         refuse(path, f"tensor {name!r} has the unknown dtype {dtype!r}")
     if not _are_sizes(shape):
@@ -333,15 +333,15 @@ def _are_sizes(value: object) -> bool:
 
 def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_nbytes: int, path: Path) -> None:
     position = data_start
-    for name, entry in entries.items():
-        if entry.start != position:
-            kind = "overlaps the tensor before it" if entry.start < position else "leaves a hole before it"
-            refuse(path, f"tensor {name!r} at byte {entry.start} {kind}, which ends at {position}")
-        position = entry.stop
+    for name, tensor in entries.items():
+        if tensor.start != position:
+            kind = "overlaps the tensor before it" if tensor.start < position else "leaves a hole before it"
+            refuse(path, f"tensor {name!r} at byte {tensor.start} {kind}, which ends at {position}")
+        position = tensor.stop
     if position != file_nbytes:
         refuse(path, f"its tensors end at byte {position} and the file has {file_nbytes}: it is incomplete")
 
 
-def refuse(path: Path, reason: str, what: str = _FILE) -> NoReturn:
-    """Raise SourceError: the file at `path` is not `what`, for a reason."""
-    raise SourceError(f"{path} is not {what} that can be trusted: {reason}; get an intact copy")
+def refuse(path: Path, reason: str, title: str = _FILE) -> NoReturn:
+    """Raise SourceError: the file at `path` is not `title`, for a reason."""
+    raise SourceError(f"{path} is not {title} that can be trusted: {reason}; get an intact copy")

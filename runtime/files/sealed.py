@@ -24,7 +24,11 @@ def check_folder(folder: Path, payload: Payload, beside: Collection[str]) -> Non
     known |= {payload.program.path} if payload.program else set()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        inside = path.is_dir() and not path.is_symlink() and any(one.startswith(f"{name}/") for one in known)
+        inside = (
+            path.is_dir()
+            and not path.is_symlink()
+            and any(file_name.startswith(f"{name}/") for file_name in known)
+        )
         if not inside and (name not in known or path.is_symlink() or not path.is_file()):
             raise SourceError(f"{folder} holds {name}, which is no part of it as it was compiled: remove it")
     for k in packed:
@@ -43,7 +47,7 @@ def _between(path: Path, payload: Payload, number: int) -> Iterator[tuple[int, i
     with open_for_reading(path) as fd:
         reached = len(read_raw_header(fd, path))
     extents = [e for storage in payload.storages for e in storage.extents if e.file == number]
-    for start, nbytes in sorted((one.file_offset, one.nbytes) for one in extents):
+    for start, nbytes in sorted((extent.file_offset, extent.nbytes) for extent in extents):
         if start > reached:
             yield reached, start
         reached = max(reached, start + nbytes)

@@ -210,8 +210,8 @@ class Source:
                 for start in range(extent.file_offset, extent.file_offset + extent.nbytes, CHUNK_BYTES):
                     nbytes = min(CHUNK_BYTES, extent.file_offset + extent.nbytes - start)
                     digest.update(read_exactly(file.fd, start, nbytes, file.path))
-            if (found := digest.hexdigest()) != storage.sha256:
-                return f"the sha256 of a weight was {storage.sha256} and is {found}"
+            if (computed := digest.hexdigest()) != storage.sha256:
+                return f"the sha256 of a weight was {storage.sha256} and is {computed}"
         return ""
 
     def _hashed(self, number: int) -> list[Storage]:
@@ -325,9 +325,9 @@ class _Keeping:
         self._decide()
 
     def _decide(self) -> None:
-        kept = self._source._cached_fraction() * self._source.nbytes
+        cached_bytes = self._source._cached_fraction() * self._source.nbytes
         room = available_bytes()
-        if self.through_cache and kept < WARM_FRACTION * self._nbytes:
+        if self.through_cache and cached_bytes < WARM_FRACTION * self._nbytes:
             self._tries -= 1
-        fits = room is None or self._nbytes - kept <= room
+        fits = room is None or self._nbytes - cached_bytes <= room
         self.through_cache = fits and self._tries > 0

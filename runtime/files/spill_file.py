@@ -104,9 +104,9 @@ def open_spill_file(
     Raises SourceError where the folder has no room for them now, or no file can be made there.
     """
     where = Path(tempfile.gettempdir() if folder is None else folder)
-    produced = [one for one in storages if one.kind == "produced"]
-    ends = [extent.file_offset + extent.nbytes for one in produced for extent in one.extents]
-    return open_scratch(where, max(ends, default=0), needed=sum(one.nbytes for one in produced))
+    produced = [storage for storage in storages if storage.kind == "produced"]
+    ends = [extent.file_offset + extent.nbytes for storage in produced for extent in storage.extents]
+    return open_scratch(where, max(ends, default=0), needed=sum(storage.nbytes for storage in produced))
 
 
 def open_scratch(

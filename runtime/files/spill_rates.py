@@ -78,7 +78,7 @@ def _rates(ways: Mapping[str, Move]) -> dict[str, float]:
         moved = [
             (way, pool.submit(work, move, turns[way])) for way, move in ways.items() for _ in range(READERS)
         ]
-        found = dict.fromkeys(ways, 0.0)
-        for way, one in moved:
-            found[way] += one.result()
-        return found
+        rates = dict.fromkeys(ways, 0.0)
+        for way, future in moved:
+            rates[way] += future.result()
+        return rates

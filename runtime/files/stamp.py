@@ -77,10 +77,10 @@ def check_open_file(fd: int, path: Path, file: WeightFile, *, in_place: bool) ->
     _compare(path, "sha256 of its sampled blocks", file.sampled_sha256, sampled_sha256)
 
 
-def compare_header(path: Path, file: WeightFile, found: WeightFile) -> None:
+def compare_header(path: Path, file: WeightFile, present: WeightFile) -> None:
     """Raise SourceError where size or header of the stamp `found` of `path` are not those of `file`."""
-    _compare(path, "size in bytes", file.nbytes, found.nbytes)
-    _compare(path, "sha256 of its header", file.header_sha256, found.header_sha256)
+    _compare(path, "size in bytes", file.nbytes, present.nbytes)
+    _compare(path, "sha256 of its header", file.header_sha256, present.header_sha256)
 
 
 def locate(file: WeightFile, folder: Path) -> Path:
@@ -104,7 +104,7 @@ def sample_offsets(header: Header) -> tuple[int, ...]:
     """
     last = max(header.file_nbytes - 1, 0)
     spread = [last * i // (_SPREAD_SAMPLES - 1) for i in range(_SPREAD_SAMPLES)]
-    large = [entry.start for entry in header.entries.values() if entry.nbytes >= _LARGE_TENSOR]
+    large = [tensor.start for tensor in header.entries.values() if tensor.nbytes >= _LARGE_TENSOR]
     count = min(len(large), _TENSOR_SAMPLES)
     chosen = [large[len(large) * i // count] for i in range(count)]
     return tuple(sorted({offset // SAMPLE_BYTES * SAMPLE_BYTES for offset in spread + chosen}))
@@ -134,7 +134,7 @@ def hash_storage(
     return digest.hexdigest()
 
 
-def count_bytes(progress: Progress | None, what: str, total: int) -> BytesDone | None:
+def count_bytes(progress: Progress | None, title: str, total: int) -> BytesDone | None:
     """Returns a function that takes the bytes done since its last call, and reports their sum."""
     if progress is None:
         return None
@@ -143,7 +143,7 @@ def count_bytes(progress: Progress | None, what: str, total: int) -> BytesDone |
     def add(nbytes: int) -> None:
         nonlocal done
         done += nbytes
-        report(what, done, total)
+        report(title, done, total)
 
     return add
 
@@ -170,9 +170,9 @@ def _hash_samples(fd: int, header: Header, path: Path) -> str:
     return digest.hexdigest()
 
 
-def _compare(path: Path, what: str, expected: int | str, found: int | str) -> None:
-    if expected != found:
+def _compare(path: Path, title: str, expected: int | str, present: int | str) -> None:
+    if expected != present:
         raise SourceError(
-            f"{path} is not the file that was compiled: its {what} was {expected} and is {found}; "
+            f"{path} is not the file that was compiled: its {title} was {expected} and is {present}; "
             "put the original back, or compile again"
         )

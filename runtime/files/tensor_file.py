@@ -36,26 +36,26 @@ class TensorFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """A tensor in memory of its own, on the CPU. Raises KeyError for an unknown name, and SourceError."""
-        entry = self.entries[name]
-        if entry.dtype not in TORCH_NAMES:
-            raise SourceError(f"{self._path} has {name!r} in {entry.dtype}, which torch has no dtype for")
-        found = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-        for start, chunk in self._chunks(entry):
-            found[start : start + chunk.numel()] = chunk
-        return found.view(getattr(torch, TORCH_NAMES[entry.dtype])).view(entry.shape)
+        stored = self.entries[name]
+        if stored.dtype not in TORCH_NAMES:
+            raise SourceError(f"{self._path} has {name!r} in {stored.dtype}, which torch has no dtype for")
+        read = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
+        for start, chunk in self._chunks(stored):
+            read[start : start + chunk.numel()] = chunk
+        return read.view(getattr(torch, TORCH_NAMES[stored.dtype])).view(stored.shape)
 
-    def holds(self, name: str, held: torch.Tensor) -> bool:
+    def holds(self, name: str, expected: torch.Tensor) -> bool:
         """Whether the bytes of a tensor are those in `held`, which are one-dimensional, on any device."""
-        entry = self.entries[name]
-        return entry.nbytes == held.numel() and all(
-            torch.equal(held[start : start + chunk.numel()].cpu(), chunk)
-            for start, chunk in self._chunks(entry)
+        stored = self.entries[name]
+        return stored.nbytes == expected.numel() and all(
+            torch.equal(expected[start : start + chunk.numel()].cpu(), chunk)
+            for start, chunk in self._chunks(stored)
         )
 
-    def _chunks(self, entry: TensorEntry) -> Iterator[tuple[int, torch.Tensor]]:
-        for start in range(0, entry.nbytes, _PIECE):
-            nbytes = min(_PIECE, entry.nbytes - start)
-            data = bytearray(read_exactly(self._fd, entry.start + start, nbytes, self._path))
+    def _chunks(self, stored: TensorEntry) -> Iterator[tuple[int, torch.Tensor]]:
+        for start in range(0, stored.nbytes, _PIECE):
+            nbytes = min(_PIECE, stored.nbytes - start)
+            data = bytearray(read_exactly(self._fd, stored.start + start, nbytes, self._path))
             yield start, torch.frombuffer(data, dtype=torch.uint8)
 
 

@@ -147,13 +147,13 @@ class SimDevice:
     def reserve(self, nbytes: int, purpose: str) -> None:
         """Count memory that the device holds, such as activations, which nobody allocates here."""
         most = self.hardware.memory_nbytes if self.hardware else None
-        held = sum(self._held.values())
-        if most is not None and held + nbytes > most:
-            parts = ", ".join(f"{format_size(n)} for {what}" for what, n in self._held.items())
+        taken = sum(self._held.values())
+        if most is not None and taken + nbytes > most:
+            parts = ", ".join(f"{format_size(n)} for {title}" for title, n in self._held.items())
             raise StreamError(
                 f"{self.name} is out of memory: {format_size(nbytes)} for {purpose} do not fit beside "
                 f"{parts or 'nothing'}; it has {format_size(most)}: lower the budget by "
-                f"{format_size(held + nbytes - most)}"
+                f"{format_size(taken + nbytes - most)}"
             )
         self._held[purpose] = self._held.get(purpose, 0) + nbytes
 
@@ -210,14 +210,14 @@ class SimDevice:
         lane = disk.lanes[disk.count % len(disk.lanes)]
         disk.count += 1
         self._operation(lane)
-        for one in reads:
-            self._access(lane, target, one.target, one.nbytes, label, writes=True)
+        for read in reads:
+            self._access(lane, target, read.target, read.nbytes, label, writes=True)
         if self.hardware is not None and self.hardware.disk_bytes_per_s is not None:
-            disk.time_ns += self.hardware.disk_ns(sum(one.nbytes for one in reads))
+            disk.time_ns += self.hardware.disk_ns(sum(read.nbytes for read in reads))
 
         def run() -> None:
-            for one in reads:
-                disk.read_into(one.file, one.offset, target.data_ptr() + one.target, one.nbytes)
+            for read in reads:
+                disk.read_into(read.file, read.offset, target.data_ptr() + read.target, read.nbytes)
 
         self._enqueue(lane, run)
 
@@ -290,11 +290,11 @@ class SimDevice:
         stream.time_ns = max(stream.time_ns, event.time_ns)
         if isinstance(stream, SimStream):
             stream.waited_ns = max(stream.waited_ns, event.time_ns)
-        for one in stream.lanes if isinstance(stream, SimDisk) else (stream,):
-            self._operation(one)
-            self.detector.join(one.name, event.known)
-            if not one.of_kernels:
-                one.pending.append(event)
+        for lane in stream.lanes if isinstance(stream, SimDisk) else (stream,):
+            self._operation(lane)
+            self.detector.join(lane.name, event.known)
+            if not lane.of_kernels:
+                lane.pending.append(event)
         if isinstance(stream, SimDisk):
             return
         if event.of_disk:

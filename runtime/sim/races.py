@@ -52,10 +52,10 @@ class RaceDetector:
 
     def copy(self) -> RaceDetector:
         """Returns another detector, which knows what this one knows now."""
-        made = RaceDetector()
-        made._clocks = {thread: dict(clock) for thread, clock in self._clocks.items()}
-        made._last = {memory: list(accesses) for memory, accesses in self._last.items()}
-        return made
+        copied = RaceDetector()
+        copied._clocks = {thread: dict(clock) for thread, clock in self._clocks.items()}
+        copied._last = {memory: list(accesses) for memory, accesses in self._last.items()}
+        return copied
 
     def tick(self, thread: str) -> int:
         """Count another operation of the thread, and return its stamp."""
@@ -86,10 +86,10 @@ class RaceDetector:
         now = Access(memory, start, stop, thread, clock.get(thread, 0), writes, label)
         if start >= stop:
             return
-        kept: list[Access] = []
+        remaining: list[Access] = []
         for before in self._last.get(memory, ()):
             if before.stop <= start or stop <= before.start:
-                kept.append(before)
+                remaining.append(before)
                 continue
             ordered = clock.get(before.thread, 0) >= before.stamp
             if not ordered and (before.writes or writes):
@@ -100,9 +100,9 @@ class RaceDetector:
                 )
             # Accesses that a write overwrites, or that the same thread repeats, need not be remembered.
             covered = ordered and (writes or (not before.writes and before.thread == thread))
-            kept += _outside(before, start, stop) if covered else (before,)
-        kept.append(now)
-        self._last[memory] = kept
+            remaining += _outside(before, start, stop) if covered else (before,)
+        remaining.append(now)
+        self._last[memory] = remaining
 
 
 def _outside(access: Access, start: int, stop: int) -> Iterator[Access]:

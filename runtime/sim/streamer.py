@@ -82,9 +82,9 @@ class SimStreamer:
 
     def _touch(self, step: Step) -> None:
         for storage in (*step.reads, *step.writes):
-            found = self._weights.ranges_of(storage)
-            if found is not None:
-                memory, start, stop = found
+            place = self._weights.ranges_of(storage)
+            if place is not None:
+                memory, start, stop = place
                 writes = storage in step.writes
                 label = f"step {step.name!r} {'writing' if writes else 'reading'} storage {storage}"
                 self._device.kernels_touch(memory, start, stop, label, writes=writes)

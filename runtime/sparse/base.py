@@ -60,8 +60,8 @@ class PooledUnits(ABC):
 
     def certify(self, read: SparseRead, parts: Sequence[Sequence[int]], arguments: Sequence[Any]) -> None:
         """Return if a product in these parts has the bits of the whole. Raises StreamError if it has not."""
-        given, bias = arguments[0], len(arguments) > 2 and arguments[2] is not None
-        rows = given.numel() // given.shape[-1] if given.numel() else 0
+        inputs, bias = arguments[0], len(arguments) > 2 and arguments[2] is not None
+        rows = inputs.numel() // inputs.shape[-1] if inputs.numel() else 0
         edges = [*(part[0] for part in parts), read.count]
         if rows and not repeats_bits(read, edges, rows, bias=bias):
             raise StreamError(

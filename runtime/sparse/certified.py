@@ -41,7 +41,7 @@ def _repeats(view: Part, edges: tuple[int, ...], rows: int, bias: bool, threads:
         return False
     generator = torch.Generator().manual_seed(0)
     tile = (torch.randn(size, columns, generator=generator) * columns**-0.5).to(dtype)
-    given = torch.randn(rows, columns, generator=generator).to(dtype)
+    inputs = torch.randn(rows, columns, generator=generator).to(dtype)
     added = torch.randn(count * size, generator=generator).to(dtype) if bias else None
     matrix = Part("", view.dtype, (count * size, columns), (columns, 1), 0, 0)
     with (
@@ -52,10 +52,10 @@ def _repeats(view: Part, edges: tuple[int, ...], rows: int, bias: bool, threads:
     ):
         _map_again(memory, tile, count)
         weight = tensor_at(memory.address, matrix)
-        whole = linear(given, weight, added)
+        whole = linear(inputs, weight, added)
         runs = [slice(first * size, stop * size) for first, stop in pairwise(edges)]
         return all(
-            torch.equal(whole[:, run], linear(given, weight[run], None if added is None else added[run]))
+            torch.equal(whole[:, run], linear(inputs, weight[run], None if added is None else added[run]))
             for run in runs
         )
     return False

@@ -24,7 +24,7 @@ class Recorder:
     def __init__(self, units: PooledUnits) -> None:
         self._units = units
         self._reads = tuple(units.routed)
-        self._numbers = {(one.graph, one.step): number for number, one in enumerate(self._reads)}
+        self._numbers = {(read.graph, read.step): number for number, read in enumerate(self._reads)}
         self._calls: list[list[Ask]] = []
 
     def __enter__(self) -> Recorder:

@@ -52,7 +52,7 @@ def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
         replace(
             trace,
             steps=tuple(
-                replace(step, sparse=tuple(one for one in step.sparse if _trusted(one, step)))
+                replace(step, sparse=tuple(read for read in step.sparse if _trusted(read, step)))
                 if step.sparse
                 else step
                 for step in trace.steps
@@ -77,10 +77,10 @@ def check_trusted(plan: Decisions) -> None:
     """
     for trace in plan.traces if plan.pool else ():
         for step in trace.steps:
-            for one in step.sparse:
-                if plan.pool is not None and plan.pool.has(one) and not _trusted(one, step):
+            for read in step.sparse:
+                if plan.pool is not None and plan.pool.has(read) and not _trusted(read, step):
                     raise PlanError(
-                        f"the plan reads units of a weight in {step.name}, and {one.operator} was not seen "
+                        f"the plan reads units of a weight in {step.name}, and {read.operator} was not seen "
                         "to read only those in this process: make a plan on this machine"
                     )
 
@@ -91,10 +91,10 @@ def check_experts(trace: Trace) -> None:
     The program was compiled where that gave the bits of all of them together, which is tried again here.
     """
     for step in trace.steps:
-        for one in step.sparse:
-            if one.computed is not None and not _trusted(one, step):
+        for read in step.sparse:
+            if read.computed is not None and not _trusted(read, step):
                 raise StreamError(
-                    f"the program computes experts one at a time in {step.name}, and {one.operator} was not "
+                    f"the program computes experts one at a time in {step.name}, and {read.operator} was not "
                     "seen to give the bits of all of them together in this process: compile it on this "
                     "machine, for as many threads"
                 )
@@ -112,16 +112,16 @@ def reads_units_only(read: SparseRead) -> bool:
     if call is None:
         _log.warning("%s is defined nowhere in this process: its weights are read whole", read.operator)
         return False
-    own = replace(read.view, storage=0, offset=read.view.offset % PAGE)
+    part = replace(read.view, storage=0, offset=read.view.offset % PAGE)
     if read.computed:  # one slice after another, from slices that are named: it is given no others
-        own = Part("", read.computed.dtype, read.computed.shape, read.computed.stride, 0, 0)
-    unit = SparseRead(own, "", 0, 0, read.slices).unit_nbytes
-    if prod(own.shape[1:]) * ITEM_SIZES[own.dtype] > unit:
+        part = Part("", read.computed.dtype, read.computed.shape, read.computed.stride, 0, 0)
+    unit = SparseRead(part, "", 0, 0, read.slices).unit_nbytes
+    if prod(part.shape[1:]) * ITEM_SIZES[part.dtype] > unit:
         return False  # elements share memory, so that a trial could take any amount of it
-    if CONTRACTS[read.operator].ends and not _in_lines(own, alone=read.computed is not None):
+    if CONTRACTS[read.operator].ends and not _in_lines(part, alone=read.computed is not None):
         _log.info("%s is not tried: its results or slices begin between lines of memory", read.operator)
         return False
-    view = _shortened(own, read.slices)
+    view = _shortened(part, read.slices)
     return _tried(read.operator, call, view, read.slices, torch.get_num_threads())
 
 

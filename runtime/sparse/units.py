@@ -76,13 +76,13 @@ class LoadedUnits(PooledUnits):
         self.residency = Residency(self.pool, plan.traces)
         self._counters = Counters()
         self._reads = {
-            (trace.graph, k): one
+            (trace.graph, k): read
             for trace in plan.traces
             for k, step in enumerate(trace.steps)
-            for one in step.sparse
-            if self.pool.has(one)
+            for read in step.sparse
+            if self.pool.has(read)
         }
-        self._read_of = {one.storage: one for one in self._reads.values()}
+        self._read_of = {read.storage: read for read in self._reads.values()}
         self._nbytes = [storage.nbytes for storage in storages]
         self._coming: dict[Unit, Future[int]] = {}
         self._edges: dict[int, Future[int]] = {}  # granules on their way that another unit may share
@@ -110,7 +110,7 @@ class LoadedUnits(PooledUnits):
                 read = self._read_of.get(s)
                 edges = (place + read.unit(0)[0], read.unit_stride, read.unit_nbytes) if read else (1,)
                 # Huge pages take what they count for, and leave as a whole, if units begin and end at them.
-                whole = not any(one % HUGE_PAGE for one in edges)
+                whole = not any(edge % HUGE_PAGE for edge in edges)
                 start = place // self.pool.granule * self.pool.granule
                 nbytes = round_up(place + storages[s].nbytes, self.pool.granule) - start
                 advice = MADV_HUGEPAGE if whole else MADV_NOHUGEPAGE
@@ -186,10 +186,12 @@ class LoadedUnits(PooledUnits):
         A granule that holds bytes of a unit in memory is not among them, and never read again: kernels may be
         reading it, and a read that is moved into place is wrong until it ends.
         """
-        own = {unit: granules[unit] for unit in units if granules[unit][0] < granules[unit][1]}
-        if not own:
+        own_granules = {unit: granules[unit] for unit in units if granules[unit][0] < granules[unit][1]}
+        if not own_granules:
             return
-        places = [Range(*self.pool.bytes_in(some, s, self._nbytes[s])) for (s, _), some in own.items()]
+        places = [
+            Range(*self.pool.bytes_in(some, s, self._nbytes[s])) for (s, _), some in own_granules.items()
+        ]
         pieces = [
             Range(start, min(start + PIECE, whole.stop))
             for whole in merged(places)
@@ -199,8 +201,8 @@ class LoadedUnits(PooledUnits):
             self._protect(place, mmap.PROT_READ | mmap.PROT_WRITE)
         lanes = min(len(pieces), FEW if len(pieces) <= _SOME else MANY)
         batch = _Batch(pieces, lanes)
-        self._coming |= dict.fromkeys(own, batch.done)
-        for first, stop in own.values():
+        self._coming |= dict.fromkeys(own_granules, batch.done)
+        for first, stop in own_granules.values():
             self._edges |= dict.fromkeys((first, stop - 1), batch.done)
         for _ in range(lanes):
             self._workers.submit(batch.read, self.read)
@@ -232,8 +234,8 @@ class LoadedUnits(PooledUnits):
         if error is not None:
             self._start_over()
             raise error
-        self._coming = {unit: one for unit, one in self._coming.items() if one is not future}
-        self._edges = {edge: one for edge, one in self._edges.items() if one is not future}
+        self._coming = {unit: pending for unit, pending in self._coming.items() if pending is not future}
+        self._edges = {edge: pending for edge, pending in self._edges.items() if pending is not future}
         self._counters.bytes_moved += future.result()
         self._counters.bytes_read += future.result()
 
@@ -280,15 +282,15 @@ class LoadedUnits(PooledUnits):
             if inner in self._spare:
                 del self._spare[inner]
                 continue
-            found = next((spare for spare in self._spare if spare.nbytes == inner.nbytes), None)
-            if found is None:
+            spare_memory = next((spare for spare in self._spare if spare.nbytes == inner.nbytes), None)
+            if spare_memory is None:
                 continue
-            del self._spare[found]
+            del self._spare[spare_memory]
             base = self._memory.address
             try:
-                move(base + found.start, base + inner.start, inner.nbytes)
+                move(base + spare_memory.start, base + inner.start, inner.nbytes)
             except OSError:  # no more mappings are allowed: fresh memory will do
-                self._discard(found)
+                self._discard(spare_memory)
 
     def _trim(self) -> None:
         """Give back what is spare beyond what the pool may hold beside its units."""

@@ -23,8 +23,8 @@ class Counters:
 
 def sum_of(*counters: Counters) -> Counters:
     """Returns the sum of several counters."""
-    names = [one.name for one in fields(Counters)]
-    return Counters(**{name: sum(getattr(one, name) for one in counters) for name in names})
+    names = [field.name for field in fields(Counters)]
+    return Counters(**{name: sum(getattr(counter, name) for counter in counters) for name in names})
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ class NativeStreamer:
         options.patience_ms = _PATIENCE_MS
         self._owner = os.getpid()
         self._engine: ctypes.c_void_p | None = open_engine(payload, plan.to_json(), folder, options)
-        found = library()
-        assert found is not None  # or nothing could have been opened
-        self._library = found
+        native = library()
+        assert native is not None  # or nothing could have been opened
+        self._library = native
         self._probed = {s.graph: self._probed_steps(s.graph) for s in plan.schedules}
         self._last = {name: Statistics() for name in ("ps_stats", "ps_units_stats")}
 

@@ -89,7 +89,7 @@ class LoadedWeights:
     @property
     def counters(self) -> Counters:
         """The counters of the streamer and of the units so far."""
-        some = [one.counters for one in (self.streamer, self.units) if one is not None]
+        some = [counted.counters for counted in (self.streamer, self.units) if counted is not None]
         return sum_of(*some)
 
     @property
@@ -185,8 +185,8 @@ class Gate:
     `what` is what calls run, and `again` what a caller has to do for another thread or process.
     """
 
-    def __init__(self, what: str, again: str) -> None:
-        self._what, self._again = what, again
+    def __init__(self, title: str, again: str) -> None:
+        self._what, self._again = title, again
         self._owner = os.getpid()
         self._running = False
         # Re-entrant, so that a call from within a call is refused, too, and does not wait for itself.

@@ -218,11 +218,11 @@ def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece:
     return Queue.of(method.graph, pieces + [p for p in method.steady.pieces if p.after >= 0], n)
 
 
-def _first_read(method: MethodTable, item: Range) -> int:
+def _first_read(method: MethodTable, piece: Range) -> int:
     reading = (
         step
         for step in method.probed
-        if any(need.start < item.stop and item.start < need.stop for need in method.needs[step])
+        if any(need.start < piece.stop and piece.start < need.stop for need in method.needs[step])
     )
     return next(reading, method.probed[-1] if method.probed else method.steps)
 
@@ -254,10 +254,10 @@ def _step_ranges(plan: Plan, storages: Sequence[Storage], reads: Iterable[int]) 
     return subtract(merged(needed), merged(plan.resident))
 
 
-def _whole_granules(arena: Arena, item: Range) -> Range:
+def _whole_granules(arena: Arena, piece: Range) -> Range:
     if arena.kind == "contiguous":
-        return item
-    segment = arena.segments[bisect_right([s.start for s in arena.segments], item.start) - 1]
-    start = item.start // arena.granule * arena.granule
-    stop = -(-item.stop // arena.granule) * arena.granule
+        return piece
+    segment = arena.segments[bisect_right([s.start for s in arena.segments], piece.start) - 1]
+    start = piece.start // arena.granule * arena.granule
+    stop = -(-piece.stop // arena.granule) * arena.granule
     return Range(max(start, segment.start), min(stop, segment.stop))

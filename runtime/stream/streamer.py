@@ -111,8 +111,8 @@ class ArenaStreamer(StreamEngine):
     def _take(self, ranges: Sequence[Range]) -> None:
         with self._work:
             self._drop()
-        for item in ranges:
-            self._arena.take(item.start, item.stop)
+        for piece in ranges:
+            self._arena.take(piece.start, piece.stop)
 
     def _wait_out(self, step: int) -> None:
         mark = self._position.method.steps + 1 + step
@@ -145,10 +145,10 @@ class ArenaStreamer(StreamEngine):
             self._paused = True
             while self._in_flight:
                 self._arrived.wait()
-        kept = merged(self._plan.resident) if self._resident_loaded else []
+        resident = merged(self._plan.resident) if self._resident_loaded else []
         self._dropping.clear()
-        for item in subtract(self._plan.arena.segments, kept):
-            self._arena.drop(item.start, item.stop)
+        for piece in subtract(self._plan.arena.segments, resident):
+            self._arena.drop(piece.start, piece.stop)
 
     def _restart(self, graph: int) -> None:
         position = self._position_before(graph, resident_loaded=self._resident_loaded)
@@ -213,8 +213,8 @@ class ArenaStreamer(StreamEngine):
     # On the caller's thread, beside the pass.
 
     def _drop(self) -> None:
-        for item in merged(self._dropping):
-            self._arena.drop(item.start, item.stop)
+        for piece in merged(self._dropping):
+            self._arena.drop(piece.start, piece.stop)
         self._dropping.clear()
 
     def _fill_ready(self) -> None:
@@ -265,11 +265,11 @@ class ArenaStreamer(StreamEngine):
             raise self._error
         if self._demand is None:
             self._drain()
-        for item in self._demand or ():
-            self._arena.drop(item.start, item.stop)
+        for piece in self._demand or ():
+            self._arena.drop(piece.start, piece.stop)
         self._demand = list(needed)
         began = time.perf_counter_ns()
-        for item in needed:
-            self.counters.bytes_moved += self._arena.fill(item.start, item.stop)
+        for piece in needed:
+            self.counters.bytes_moved += self._arena.fill(piece.start, piece.stop)
         self.counters.stall_ns += time.perf_counter_ns() - began
         self.counters.misses += 1

@@ -67,18 +67,18 @@ def replace_files(paths: Sequence[Path], *, force: bool) -> Iterator[list[int]]:
     SourceError if one exists and `force` is not given, if one is a folder, or where the system refuses.
     """
     with ExitStack() as opened, ExitStack() as undo:
-        made: list[tuple[Path, Path, int]] = []
+        written: list[tuple[Path, Path, int]] = []
         for path in paths:
             with reporting(path):
                 _recover(path)
                 refuse_existing(path, force=force)
                 _refuse_folder(path)
-                made.append((path, *opened.enter_context(temporary(path, create_file))))
-        yield [fd for *_, fd in made]
-        for path, _, fd in made:
+                written.append((path, *opened.enter_context(temporary(path, create_file))))
+        yield [fd for *_, fd in written]
+        for path, _, fd in written:
             with reporting(path):
                 os.fsync(fd)
-        for path, unfinished, fd in made:
+        for path, unfinished, fd in written:
             with reporting(path):
                 _refuse_folder(path)
                 if force and os.path.lexists(path):

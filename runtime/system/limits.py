@@ -47,12 +47,12 @@ def memory_limit(proc: Path = _PROC, groups: Path = _GROUPS) -> Limit | None:
     process's up to the root of what is mounted. The page cache of a group counts as left, because it can be
     reclaimed; memory of programs, files in memory (tmpfs) and the kernel's own do not.
     """
-    found = [
+    limits = [
         Limit(int(line.split()[1]) << 10, "the system")
         for line in _lines(proc / "meminfo")
         if re.fullmatch(r"MemAvailable: +[0-9]{1,19} kB", line)
     ]
-    return min((*found, *_group_limits(proc, groups)), key=lambda one: one.left) if found else None
+    return min((*limits, *_group_limits(proc, groups)), key=lambda limit: limit.left) if limits else None
 
 
 def address_limit(proc: Path = _PROC) -> Limit | None:
@@ -67,8 +67,8 @@ def address_limit(proc: Path = _PROC) -> Limit | None:
 
 def available_bytes() -> int | None:
     """Returns the bytes that could hold data or page cache, or None where the system does not say."""
-    found = memory_limit()
-    return None if found is None else found.left
+    limit = memory_limit()
+    return None if limit is None else limit.left
 
 
 def usable_bytes() -> int | None:
@@ -91,31 +91,31 @@ def own_groups(proc: Path = _PROC, groups: Path = _GROUPS) -> list[OwnGroup]:
     A mount may show only a group above the process's own, which is then returned, or none of them, which is
     then left out. `groups` is the folder of the hierarchies if the system does not list its mounts.
     """
-    found = []
+    own_groups = []
     for line in _lines(proc / "self/cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         version = 2 if not controllers else 1 if "memory" in controllers.split(",") else 0
         for mount, (mounted, root) in _mounts(proc, groups).items():
             names = _below(path, root) if version == mounted and path.startswith("/") else None
             if names is not None:
-                found.append(OwnGroup(version, mount.joinpath(*names), mount))
-    return found
+                own_groups.append(OwnGroup(version, mount.joinpath(*names), mount))
+    return own_groups
 
 
 def _mounts(proc: Path, groups: Path) -> dict[Path, tuple[int, str]]:
     """Return the version of the hierarchy of memory on each mount point, and the path of the group there."""
-    found = {}
+    mounts = {}
     for line in _lines(proc / "self/mountinfo"):
         first, _, last = line.partition(" - ")
         match first.split(" "), last.split(" "):
             case [_, _, _, root, point, *_], [kind, _, options, *_]:
                 memory = kind == "cgroup" and "memory" in options.split(",")
                 # A later mount on the same folder covers the earlier one, whatever it is.
-                found[Path(unescape(point))] = (
+                mounts[Path(unescape(point))] = (
                     1 if memory else 2 if kind == "cgroup2" else 0,
                     unescape(root),
                 )
-    known = {point: mount for point, mount in found.items() if mount[0]}
+    known = {point: mount for point, mount in mounts.items() if mount[0]}
     return known or {groups / "memory": (1, "/"), groups: (2, "/")}
 
 
@@ -125,7 +125,7 @@ def _below(path: str, root: str) -> list[str] | None:
     Both are relative to the namespace, from which `..` leads up. If `root` lies further up than `path` does,
     the names between are unknown, and only the group at the mount point is known to hold the process.
     """
-    names, above = ([name for name in one.split("/") if name] for one in (path, root))
+    names, above = ([name for name in place.split("/") if name] for place in (path, root))
     if names[: len(above)] == above:
         below = names[len(above) :]
         return None if ".." in below else below
@@ -136,7 +136,7 @@ def _group_limits(proc: Path, groups: Path) -> Iterator[Limit]:
     for group in own_groups(proc, groups):
         for folder in (group.folder, *group.folder.parents):
             limits = [_number(_text(folder / name)) for name in _LIMITS[group.version]]
-            least = min((one for one in limits if one is not None), default=_UNLIMITED)
+            least = min((limit for limit in limits if limit is not None), default=_UNLIMITED)
             if least < _UNLIMITED:
                 name = os.fsencode(folder.relative_to(group.mount)).decode(errors="replace")
                 yield Limit(max(0, least - _kept(folder)), f"control group /{name}".removesuffix("."))

@@ -258,14 +258,14 @@ def resident_bytes(start: int, stop: int, *, huge: bool = False) -> int:
     total, inside, counted = 0, False, b"AnonHugePages:" if huge else b"Rss:"
     with _proc("smaps") as lines:
         for line in lines:
-            head, _, rest = line.partition(b" ")
+            head, _, fields = line.partition(b" ")
             if not head.endswith(b":"):
                 low, high = (int(end, 16) for end in head.split(b"-"))
                 if low >= stop:
                     break
                 inside = low < stop and high > start
             elif inside and head == counted:
-                total += int(rest.split()[0]) * 1024
+                total += int(fields.split()[0]) * 1024
     return total
 
 

@@ -121,11 +121,11 @@ def _writers_inside(folder: Path) -> Iterator[Writer]:
                 continue
             opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
             try:
-                found = os.fstat(opened)
-                if who := _writer_of(opened, found):
+                status = os.fstat(opened)
+                if who := _writer_of(opened, status):
                     yield Writer(place, who)
-                elif found.st_uid != os.geteuid():
-                    yield Writer(place, _belongs(found))
+                elif status.st_uid != os.geteuid():
+                    yield Writer(place, _belongs(status))
             finally:
                 os.close(opened)
 
@@ -176,6 +176,6 @@ def _access_list(place: Path | int) -> list[tuple[int, int, int]]:
 def _is_private(group: int) -> bool:
     """Whether a group is that of this user alone, as systems make them that let groups write by default."""
     with suppress(KeyError):
-        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
-        return found.gr_name == user and set(found.gr_mem) <= {user}
+        own_group, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+        return own_group.gr_name == user and set(own_group.gr_mem) <= {user}
     return False

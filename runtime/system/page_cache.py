@@ -25,7 +25,7 @@ def cached_fraction(fd: int, nbytes: int, windows: int = 64) -> float:
     offsets = [last * i // max(1, count - 1) // mmap.PAGESIZE * mmap.PAGESIZE for i in range(count)]
     pages = [_pages(fd, offset, min(_WINDOW, nbytes - offset)) for offset in offsets]
     total = sum(asked for _, asked in pages)
-    return sum(found for found, _ in pages) / total if total else 0.0
+    return sum(cached for cached, _ in pages) / total if total else 0.0
 
 
 def open_uncached(path: Path, fd: int) -> int:

@@ -62,11 +62,11 @@ class WorkerPool(ThreadPoolExecutor):
 
     def __init__(self, count: int, name: str) -> None:
         # The threads must not refer to the pool: it ends them when it is collected as garbage.
-        self._own = own = set[threading.Thread]()
+        self._own = own_threads = set[threading.Thread]()
         super().__init__(
             count,
             thread_name_prefix=f"penstock-{name}",
-            initializer=lambda: own.add(threading.current_thread()),
+            initializer=lambda: own_threads.add(threading.current_thread()),
         )
 
     @property

@@ -56,7 +56,7 @@ def repeat(work: Callable[[], object], amount: float, *, threads: int = 1) -> Tr
         seconds.append(time.perf_counter() - began)
     waited += waiting_ns()
     share = waited / 1e9 / (threads * sum(seconds))
-    return Trials(tuple(amount / one for one in seconds), min(1.0, max(0.0, share)))
+    return Trials(tuple(amount / second for second in seconds), min(1.0, max(0.0, share)))
 
 
 def waiting_ns() -> int:

@@ -102,7 +102,7 @@ def compile_training(
     annotated = annotate_with_values(programs, propagated=halves.propagated)
     payload = replace(annotated.payload, traces=_in_turn(annotated.payload.traces, training))
     values = {fqn: exported.state_dict[fqn] for fqn in parameters}
-    if spill and all(one.kind != "produced" for one in payload.storages):
+    if spill and all(storage.kind != "produced" for storage in payload.storages):
         _log.warning(_NOTHING_LEAVES)
     return compile(replace(annotated, payload=payload, training=training, trained=values), path, **options)
 
@@ -126,7 +126,7 @@ def _rungs(
         )
     if spill and {*asked} != {RUNGS[0]}:
         raise PassError(f"activations={asked!r} with spill=True, by which everything is kept: leave one out")
-    return [one for one in RUNGS if one in asked]
+    return [rung for rung in RUNGS if rung in asked]
 
 
 def _segments(backward: str, activations: Sequence[Keeping] | None, lowering: str) -> Sequence[Keeping]:
@@ -143,13 +143,13 @@ def _segments(backward: str, activations: Sequence[Keeping] | None, lowering: st
 
 def _in_turn(traces: Sequence[Trace], training: Training) -> tuple[Trace, ...]:
     """The traces, in which forward and backward of each rung follow each other where both read weights."""
-    found = {trace.method: trace for trace in traces}
+    trace_of = {trace.method: trace for trace in traces}
     for rung in training.rungs:
-        forward, backward = (found[name] for name in rung.methods[:2])
+        forward, backward = (trace_of[name] for name in rung.methods[:2])
         if forward.steps and backward.steps:
-            found[forward.method] = replace(forward, follows=backward.graph)
-            found[backward.method] = replace(backward, follows=forward.graph)
-    return tuple(found.values())
+            trace_of[forward.method] = replace(forward, follows=backward.graph)
+            trace_of[backward.method] = replace(backward, follows=forward.graph)
+    return tuple(trace_of.values())
 
 
 def _exported(

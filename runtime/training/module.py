@@ -46,7 +46,7 @@ class TrainingModule(StreamedModule):
     ) -> None:
         super().__init__(methods, weights, name)
         self.training = True
-        training.check(rung, {one: len(loaded.program.convention.names) for one, loaded in methods.items()})
+        training.check(rung, {name: len(loaded.program.convention.names) for name, loaded in methods.items()})
         self._facts, self._rung, self._has_places = training, rung, places
         self._kept: Callable[[], TrainingCall | None] = lambda: None  # the last call whose values were kept
         self._places = [_holder(self, fqn) for fqn in training.parameters]
@@ -91,7 +91,7 @@ class TrainingModule(StreamedModule):
             return self.run(PREDICT if other else EVALUATE, leaves)
 
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
-        if method not in {one.method for one in self._rung.backwards}:
+        if method not in {backward.method for backward in self._rung.backwards}:
             self._refuse_pending()
         return super().run(method, leaves)
 
@@ -100,8 +100,8 @@ class TrainingModule(StreamedModule):
         return super().measure_call(method, *args, **kwargs)
 
     def _refuse_pending(self) -> None:
-        kept = self._kept()
-        if self._has_places and kept is not None and not kept.spent:
+        pending = self._kept()
+        if self._has_places and pending is not None and not pending.spent:
             raise StreamError(
                 "another call waits for its backward, whose values this one would overwrite: call backward() "
                 "or drop the result of that call first, or compile with spill=False"
@@ -138,7 +138,7 @@ class TrainingModule(StreamedModule):
                 )
 
     def _refuse_lost_gradients(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
-        trained = {leaf for one in self._rung.backwards for leaf in one.gradients}
+        trained = {leaf for backward in self._rung.backwards for leaf in backward.gradients}
         trained |= {*range(len(leaves) - len(self._places), len(leaves))}
         for k, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if k not in trained and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -184,7 +184,7 @@ class TrainingCall:
         flat, self.spec = pytree.tree_flatten(result)
         return flat, [values[-1 - leaf] if leaf < 0 else leaves[leaf] for leaf in self.rung.kept]
 
-    def backward(self, chosen: Backward, kept: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
+    def backward(self, chosen: Backward, values: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
         """Run a backward, which returns the gradients of the leaves `chosen.gradients`."""
         if self.spent:
             raise StreamError(
@@ -192,9 +192,11 @@ class TrainingCall:
                 "again, or compile with spill=False"
             )
         self.spent = self._once  # also if it fails on the way
-        held = dict(zip(self.rung.kept, kept, strict=True))
-        made: Sequence[Any] = self._run(chosen.method, [*(held[leaf] for leaf in chosen.kept), *tangents])
-        return made
+        value_of = dict(zip(self.rung.kept, values, strict=True))
+        gradients: Sequence[Any] = self._run(
+            chosen.method, [*(value_of[leaf] for leaf in chosen.kept), *tangents]
+        )
+        return gradients
 
 
 class _Pass(torch.autograd.Function):
@@ -202,18 +204,20 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: TrainingCall, *leaves: Any) -> tuple[Any, ...]:
-        flat, kept = call.forward(leaves)
+        flat, values = call.forward(leaves)
         ctx.call, ctx.leaves = call, len(leaves)
-        ctx.numbers = [None if isinstance(one, torch.Tensor) else one for one in kept]
-        ctx.save_for_backward(*(one for one in kept if isinstance(one, torch.Tensor)))
+        ctx.numbers = [None if isinstance(value, torch.Tensor) else value for value in values]
+        ctx.save_for_backward(*(value for value in values if isinstance(value, torch.Tensor)))
         ctx.layouts = {k: _layout(flat[k]) for k in call.rung.tangents}
-        last = {id(one): k for k, one in enumerate(flat)}
+        last = {id(value): k for k, value in enumerate(flat)}
         ctx.last = {k: last[id(flat[k])] for k in call.rung.tangents}
         ctx.set_materialize_grads(False)
         # A gradient that reaches a result which is left out is refused, so that it is not lost.
         seen = {*call.rung.tangents, *call.facts.left_out}
-        others = [one for k, one in enumerate(flat) if k not in seen and isinstance(one, torch.Tensor)]
-        ctx.mark_non_differentiable(*others)
+        constants = [
+            value for k, value in enumerate(flat) if k not in seen and isinstance(value, torch.Tensor)
+        ]
+        ctx.mark_non_differentiable(*constants)
         return tuple(flat)
 
     @staticmethod
@@ -228,11 +232,11 @@ class _Pass(torch.autograd.Function):
         chosen = _backward_for(ctx.call, grads)
         tangents = [_laid_out(grads[k], ctx.layouts[k]) for k in chosen.tangents]
         saved = iter(ctx.saved_tensors)
-        kept = [next(saved) if number is None else number for number in ctx.numbers]
+        values = [next(saved) if number is None else number for number in ctx.numbers]
         with torch.autocast("cpu", enabled=False):
-            made = ctx.call.backward(chosen, kept, tangents)
+            gradients = ctx.call.backward(chosen, values, tangents)
         results: list[Any] = [None] * ctx.leaves
-        for leaf, gradient in zip(chosen.gradients, made, strict=True):
+        for leaf, gradient in zip(chosen.gradients, gradients, strict=True):
             results[leaf] = gradient
         return (None, *results)
 
@@ -252,16 +256,16 @@ def _backward_for(call: TrainingCall, grads: Sequence[torch.Tensor | None]) -> B
     """The backward for the results that gradients have come to."""
     facts, rung = call.facts, call.rung
     came = tuple(k for k in sorted({*rung.tangents, *facts.left_out}) if grads[k] is not None)
-    found = next((one for one in rung.backwards if one.tangents == came), None)
-    if found is None and call.advice:
+    chosen = next((backward for backward in rung.backwards if backward.tangents == came), None)
+    if chosen is None and call.advice:
         raise StreamError(call.advice)
-    if found is None:
+    if chosen is None:
         results = " and ".join(facts.results[k] for k in came) or "no result"
         raise StreamError(
             f"gradients have come to {results}, and the program was compiled for gradients from {facts.sets}"
             ": compile it with losses= naming all results that the loss is computed of, or each set of them"
         )
-    return found
+    return chosen
 
 
 class _WithoutBackward(torch.autograd.Function):
@@ -286,7 +290,7 @@ def _without_backward(result: Any, wants: Sequence[torch.Tensor]) -> Any:
 
 
 def _detached(leaves: Sequence[Any]) -> list[Any]:
-    return [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def as_exported(leaves: Sequence[Any], facts: Training) -> list[Any]:
@@ -294,22 +298,26 @@ def as_exported(leaves: Sequence[Any], facts: Training) -> list[Any]:
 
     Raises StreamError for one that does not lie so, and of which a copy might give other bits.
     """
-    found = list(leaves)
+    laid_out = list(leaves)
     for k, layout in enumerate(facts.layouts):
-        if layout is None or not isinstance(found[k], torch.Tensor) or found[k].dim() != len(layout.order):
+        if (
+            layout is None
+            or not isinstance(laid_out[k], torch.Tensor)
+            or laid_out[k].dim() != len(layout.order)
+        ):
             continue  # what is no such tensor is refused when it is called
-        turned = found[k].permute(layout.order)
+        turned = laid_out[k].permute(layout.order)
         if turned.is_contiguous():
             continue
         if not layout.whole:
             lay = "was contiguous" if layout.order == tuple(sorted(layout.order)) else "lay in another order"
             raise StreamError(
-                f"input {layout.name} has the strides {found[k].stride()}, and {lay} when the program was "
+                f"input {layout.name} has the strides {laid_out[k].stride()}, and {lay} when the program was "
                 "exported: call contiguous() on it, or compile with an example that lies as it does"
             )
         order = [layout.order.index(dimension) for dimension in range(len(layout.order))]
-        found[k] = turned.contiguous().permute(order)
-    return found
+        laid_out[k] = turned.contiguous().permute(order)
+    return laid_out
 
 
 def _layout(result: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]] | None:

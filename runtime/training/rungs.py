@@ -33,8 +33,8 @@ class Choice:
 
 def payload_of(payload: Payload, training: Training, rung: Rung) -> Payload:
     """A payload without the methods of other rungs, and without plans, which are of all methods."""
-    others = {name for one in training.rungs if one != rung for name in one.methods}
-    methods = tuple(method for method in payload.methods if method.name not in others)
+    other_methods = {name for other in training.rungs if other != rung for name in other.methods}
+    methods = tuple(method for method in payload.methods if method.name not in other_methods)
     graphs = {method.graph for method in methods}
     return replace(
         payload,
@@ -66,7 +66,7 @@ def candidates(program: Program, activations: str) -> Sequence[Program]:
 def planned_for(program: Program, plan: Plan) -> Program:
     """The program of the rung that a plan was made for; the program itself if there is none."""
     graphs = {trace.graph for trace in plan.traces}
-    fitting = (one for one in program.rungs.values() if {t.graph for t in one.payload.traces} == graphs)
+    fitting = (other for other in program.rungs.values() if {t.graph for t in other.payload.traces} == graphs)
     return next(fitting, program)
 
 
@@ -112,7 +112,7 @@ def step_ns(choice: Choice) -> int:
         for method in choice.program.payload.methods
         if rung is None or method.name in rung.methods[:2]
     }
-    return sum(one.predicted_ns for one in plan.schedules if one.graph in graphs)
+    return sum(schedule.predicted_ns for schedule in plan.schedules if schedule.graph in graphs)
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ class RungBytes:
 
 def rung_bytes(program: Program) -> list[RungBytes]:
     """The bytes of each rung, at the exported sizes; none for a program that is not trained."""
-    weights = [0 if one.kind == "produced" else one.nbytes for one in program.payload.storages]
-    found = []
-    for name, one in program.rungs.items():
-        traces = [t for t in one.payload.traces if one.rung and t.method in one.rung.methods[1:]]
+    weights = [0 if storage.kind == "produced" else storage.nbytes for storage in program.payload.storages]
+    reports = []
+    for name, variant in program.rungs.items():
+        traces = [t for t in variant.payload.traces if variant.rung and t.method in variant.rung.methods[1:]]
         read = max(sum(weights[s] for step in trace.steps for s in step.reads) for trace in traces)
-        found.append(RungBytes(name, one.kept_bytes, one.activation_bytes, read))
-    return found
+        reports.append(RungBytes(name, variant.kept_bytes, variant.activation_bytes, read))
+    return reports
 
 
 def dynamic_values(program: Program) -> tuple[str, ...]:

@@ -116,8 +116,8 @@ def profile_of(
         if read not in known:
             raise PayloadError(
                 f"the routes are of another program: step {read.step} ({read.name}) of {read.method!r} "
-                f"reads {read.count} units of {read.unit_nbytes} bytes of {read.weight!r}, and none of this program "
-                "does: record routes of this one"
+                f"reads {read.count} units of {read.unit_nbytes} bytes of {read.weight!r}, and none of this "
+                "program does: record routes of this one"
             )
     read_of = {(key.graph, key.step): known[key] for key in routes.reads}
     return Profile(routes, tuple(storages), tuple(_with_reads(trace, read_of) for trace in traces))
