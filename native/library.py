@@ -92,9 +92,9 @@ def library() -> ctypes.CDLL | None:
     reason = "it was not built when penstock was installed"
     for path in sorted(Path(__file__).parent.glob("_engine*.so")):
         try:
-            found = ctypes.CDLL(str(path))
-            if found.ps_version() == _VERSION:
-                return _declared(found)
+            loaded = ctypes.CDLL(str(path))
+            if loaded.ps_version() == _VERSION:
+                return _declared(loaded)
             reason = f"{path} is of another version"
         except (OSError, AttributeError) as error:
             reason = str(error)
@@ -104,15 +104,15 @@ def library() -> ctypes.CDLL | None:
 
 def open_engine(payload: bytes, plan: str, folder: Path, options: Options) -> c_void_p:
     """Opens an engine. Raises the error of penstock's own tree that the library's status stands for."""
-    found = library()
-    if found is None:
+    loaded = library()
+    if loaded is None:
         raise StreamError(
             "the native engine is not installed: install penstock from a wheel, or where g++ and "
             "nlohmann-json3-dev are, or leave engine='auto'"
         )
     engine = c_void_p()
     error = ctypes.create_string_buffer(_ERROR_BYTES)
-    status = found.ps_open(
+    status = loaded.ps_open(
         payload,
         plan.encode(),
         str(folder).encode(),
@@ -131,7 +131,7 @@ def refuse(status: int, text: bytes) -> NoReturn:
     raise _ERRORS.get(status, StreamError)(text.decode(errors="replace"))
 
 
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     engine, step, places = c_void_p, c_int32, POINTER(c_void_p)
     units = (engine, c_int32, step, c_void_p, c_int64)
     signatures: dict[str, tuple[object, ...]] = {
@@ -148,18 +148,18 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
         "ps_memory": (engine, places, places, c_int32),
     }
     for name, arguments in signatures.items():
-        function = getattr(found, name)
+        function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, c_int
     for name in ("ps_storage", "ps_units_storage"):
-        getattr(found, name).argtypes, getattr(found, name).restype = (engine, c_int32), c_void_p
+        getattr(loaded, name).argtypes, getattr(loaded, name).restype = (engine, c_int32), c_void_p
     for name in ("ps_stats", "ps_units_stats"):
-        getattr(found, name).argtypes, getattr(found, name).restype = (engine, POINTER(Statistics)), None
-    changes = found.ps_units_changes
+        getattr(loaded, name).argtypes, getattr(loaded, name).restype = (engine, POINTER(Statistics)), None
+    changes = loaded.ps_units_changes
     changes.argtypes, changes.restype = (engine, POINTER(Change), c_int64), c_int64
-    found.ps_error.argtypes, found.ps_error.restype = (engine,), c_char_p
-    found.ps_guard.argtypes, found.ps_guard.restype = (c_void_p, c_int64), c_int32
-    found.ps_guard_hit.argtypes, found.ps_guard_hit.restype = (c_int32,), c_int32
-    found.ps_unguard.argtypes, found.ps_unguard.restype = (c_int32,), None
+    loaded.ps_error.argtypes, loaded.ps_error.restype = (engine,), c_char_p
+    loaded.ps_guard.argtypes, loaded.ps_guard.restype = (c_void_p, c_int64), c_int32
+    loaded.ps_guard_hit.argtypes, loaded.ps_guard_hit.restype = (c_int32,), c_int32
+    loaded.ps_unguard.argtypes, loaded.ps_unguard.restype = (c_int32,), None
     for name in ("ps_stop", "ps_close"):
-        getattr(found, name).argtypes, getattr(found, name).restype = (engine,), None
-    return found
+        getattr(loaded, name).argtypes, getattr(loaded, name).restype = (engine,), None
+    return loaded

@@ -74,23 +74,30 @@ class Activations:
         """
         if propagated is None:
             propagated = propagate(exported.graph_module, fake_inputs(exported.graph_module))
-        kept = _held(propagated, {one.name for k, one in enumerate(user_placeholders(exported)) if k in held})
-        given = {node.name for node in user_placeholders(exported)}
+        held_units = _held(
+            propagated,
+            {placeholder.name for k, placeholder in enumerate(user_placeholders(exported)) if k in held},
+        )
+        input_names = {node.name for node in user_placeholders(exported)}
         inputs = [node for node in propagated.graph.nodes if node.op == "placeholder"]
-        weights = {s for node in inputs if node.name not in given for s in storages_of(node.meta.get("val"))}
-        found = {frozenset(alive.items()): alive for alive in _alive(propagated, weights)}
+        weights = {
+            s for node in inputs if node.name not in input_names for s in storages_of(node.meta.get("val"))
+        }
+        moments_by_content = {frozenset(alive.items()): alive for alive in _alive(propagated, weights)}
         largest: list[Counter[_Unit]] = []
-        for alive in sorted(found.values(), key=Counter.total, reverse=True):
+        for alive in sorted(moments_by_content.values(), key=Counter.total, reverse=True):
             if not any(alive <= larger for larger in largest):
                 largest.append(alive)
-        units = list(dict.fromkeys(unit for one in (*largest, kept) for unit in one if unit != _BYTE))
-        moments = [(one[_BYTE], tuple(one[unit] for unit in units)) for one in (*largest, kept)]
+        units = list(
+            dict.fromkeys(unit for alive in (*largest, held_units) for unit in alive if unit != _BYTE)
+        )
+        moments = [(alive[_BYTE], tuple(alive[unit] for unit in units)) for alive in (*largest, held_units)]
         symbolic = tuple(dimension_of(exported, unit.symbolic) for unit in units)
-        return cls(symbolic, tuple(moments[:-1]), moments[-1] if kept else (0, ()))
+        return cls(symbolic, tuple(moments[:-1]), moments[-1] if held_units else (0, ()))
 
     def peak(self, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
         """The most bytes if symbols have these sizes; symbols without a size have the exported one."""
-        return self.held_bytes(sizes) + max((self._at(one, sizes) for one in self.moments), default=0)
+        return self.held_bytes(sizes) + max((self._at(moment, sizes) for moment in self.moments), default=0)
 
     def held_bytes(self, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
         """The bytes of what is held, at such sizes."""
@@ -107,7 +114,7 @@ class Activations:
 def _held(graph_module: fx.GraphModule, names: Collection[str]) -> Counter[_Unit]:
     """The sizes of the storages of some inputs, added up by unit."""
     values = [node.meta["val"] for node in graph_module.graph.nodes if node.name in names]
-    storages = {storages_of(one)[0]: _bytes_of(one) for value in values for one in tensors_of(value)}
+    storages = {storages_of(tensor)[0]: _bytes_of(tensor) for value in values for tensor in tensors_of(value)}
     return sum(storages.values(), Counter())
 
 
@@ -117,23 +124,25 @@ def _alive(graph_module: fx.GraphModule, weights: Collection[int] = ()) -> Itera
     `weights` are the storages of which nodes may read some units only; bodies read theirs whole.
     """
     nodes, readers = list(graph_module.graph.nodes), readers_by_units(graph_module.graph) if weights else {}
-    given = {s for node in nodes if node.op == "placeholder" for s in storages_of(node.meta.get("val"))}
+    given_storages = {
+        s for node in nodes if node.op == "placeholder" for s in storages_of(node.meta.get("val"))
+    }
     last_use: dict[int, int] = {}
     for position, node in enumerate(nodes):
         for used in (node, *node.all_input_nodes):
             last_use |= dict.fromkeys(storages_of(used.meta.get("val")), position)
     alive: dict[int, Counter[_Unit]] = {}
-    held: Counter[_Unit] = Counter()
+    alive_units: Counter[_Unit] = Counter()
     for position, node in enumerate(nodes):
         for tensor in tensors_of(node.meta.get("val")):
             storage = int(tensor.untyped_storage()._cdata)
-            if storage not in given and storage not in alive:
+            if storage not in given_storages and storage not in alive:
                 alive[storage] = _bytes_of(tensor)
-                held += alive[storage]
-        own = held + _own_bytes(node, readers.get(node.name) in weights)
-        yield from (own + inner for inner in (Counter(), *_in_bodies(graph_module, node)))
+                alive_units += alive[storage]
+        with_own = alive_units + _own_bytes(node, readers.get(node.name) in weights)
+        yield from (with_own + inner for inner in (Counter(), *_in_bodies(graph_module, node)))
         for storage in [s for s in alive if last_use[s] <= position]:
-            held -= alive.pop(storage)
+            alive_units -= alive.pop(storage)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
@@ -180,9 +189,9 @@ def _in_bodies(graph_module: fx.GraphModule, node: fx.Node) -> Iterator[Counter[
 
 def _recorded(body: fx.GraphModule) -> Counter[_Unit]:
     """All that a segment computes, which autograd may hold until the segment's gradients are there."""
-    found = {}
+    result_units = {}
     for node in reversed(body.graph.nodes):
         for tensor in tensors_of(node.meta.get("val")):
             storage = int(tensor.untyped_storage()._cdata)
-            found[storage] = Counter() if node.op == "placeholder" else _bytes_of(tensor)
-    return sum(found.values(), Counter())
+            result_units[storage] = Counter() if node.op == "placeholder" else _bytes_of(tensor)
+    return sum(result_units.values(), Counter())

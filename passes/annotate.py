@@ -83,19 +83,19 @@ def annotate_with_values(
     `propagated` are those graphs of programs whose values come from `propagate` already. With `trusts`,
     experts that are computed from quantised ones are computed one at a time (`passes/sparse/chains.py`).
     """
-    given = by_method(exported)
-    found = Pipeline(PASSES)(Programs(given, find_hardware(hardware), frozenset(propagated), trusts))
+    by_name = by_method(exported)
+    programs = Pipeline(PASSES)(Programs(by_name, find_hardware(hardware), frozenset(propagated), trusts))
     payload = Payload(
         lowering="none",
         torch=torch.__version__.split("+", maxsplit=1)[0],
-        storages=found.storages,
-        weights=found.weights,
-        methods=found.methods,
-        traces=found.traces,
+        storages=programs.storages,
+        weights=programs.weights,
+        methods=programs.methods,
+        traces=programs.traces,
     )
-    graphs = {name: usage.graph_module for name, usage in found.usage.items()}
-    computed = frozenset(computed_buffers(given.values()))
-    return Annotated(payload, tuple(found.catalog.values), computed, found.programs, graphs)
+    graphs = {name: usage.graph_module for name, usage in programs.usage.items()}
+    computed = frozenset(computed_buffers(by_name.values()))
+    return Annotated(payload, tuple(programs.catalog.values), computed, programs.programs, graphs)
 
 
 def by_method(exported: object) -> dict[str, ExportedProgram]:
@@ -151,53 +151,57 @@ def each(change: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[Prog
     """Returns the pass that applies a pass over one program to every method, with the same declarations."""
 
     @wraps(change)
-    def change_each(found: Programs) -> Programs:
-        return replace(found, programs={name: change(one) for name, one in found.programs.items()})
+    def change_each(programs: Programs) -> Programs:
+        return replace(
+            programs, programs={name: change(program) for name, program in programs.programs.items()}
+        )
 
     return change_each
 
 
 @declare(requires=("plain parts", "one grad mode"), ensures=("experts by themselves",))
-def compute_experts(found: Programs) -> Programs:
+def compute_experts(known: Programs) -> Programs:
     """Has experts computed one at a time from quantised ones, by products that are trusted."""
-    if found.trusts is None:
-        return found
-    programs = {name: by_expert(one, found.trusts) for name, one in found.programs.items()}
-    return replace(found, programs=programs)
+    if known.trusts is None:
+        return known
+    programs = {name: by_expert(program, known.trusts) for name, program in known.programs.items()}
+    return replace(known, programs=programs)
 
 
 @declare(requires=("plain parts",), ensures=("own constants",))
-def own_constants(found: Programs) -> Programs:
+def own_constants(programs: Programs) -> Programs:
     """Gives every method constants of its own, by name."""
-    return replace(found, programs=with_own_constants(found.programs))
+    return replace(programs, programs=with_own_constants(programs.programs))
 
 
 @declare(requires=("known signature",), ensures=("methods",))
-def number_methods(found: Programs) -> Programs:
+def number_methods(programs: Programs) -> Programs:
     """Numbers the methods in order, and says what each of them takes."""
-    named = enumerate(found.programs.items())
-    return replace(found, methods=tuple(describe_method(one, name, graph) for graph, (name, one) in named))
+    named = enumerate(programs.programs.items())
+    return replace(
+        programs, methods=tuple(describe_method(program, name, graph) for graph, (name, program) in named)
+    )
 
 
 @declare(requires=("own constants",), ensures=("catalog",))
-def collect_weights(found: Programs) -> Programs:
+def collect_weights(programs: Programs) -> Programs:
     """Makes one catalog of the weights of all methods."""
     catalog = Catalog()
-    held = {name: catalog.add(one) for name, one in found.programs.items()}
-    weights = {name: Weights(own, catalog.storages) for name, own in held.items()}
-    return replace(found, catalog=catalog, held=weights)
+    weights_of = {name: catalog.add(program) for name, program in programs.programs.items()}
+    weights = {name: Weights(method_weights, catalog.storages) for name, method_weights in weights_of.items()}
+    return replace(programs, catalog=catalog, held=weights)
 
 
 @declare(requires=("catalog", "one grad mode"), ensures=("usage",))
-def follow_weights(found: Programs) -> Programs:
+def follow_weights(programs: Programs) -> Programs:
     """Finds which nodes of every method read or write weights through any alias, and what may stream."""
     usage = {
-        name: find_usage(one, found.held[name], propagated=one.graph_module in found.propagated)
-        for name, one in found.programs.items()
+        name: find_usage(program, programs.held[name], propagated=program.graph_module in programs.propagated)
+        for name, program in programs.programs.items()
     }
-    kinds: list[Kind] = ["streamable"] * len(found.catalog.values)
-    for name, weights in found.held.items():
-        main = exported_device(found.programs[name].graph_module)
+    kinds: list[Kind] = ["streamable"] * len(programs.catalog.values)
+    for name, weights in programs.held.items():
+        main = exported_device(programs.programs[name].graph_module)
         for weight in weights.held.values():
             s = weight.parts[0].storage
             # A weight on another device than the program's stays there whole.
@@ -205,26 +209,26 @@ def follow_weights(found: Programs) -> Programs:
             if weight.role == "value":  # which the forward writes, and nothing returns
                 kind = "produced"
             kinds[s] = max(kinds[s], kind, key=_KINDS.index)
-    for s, fqn in found.catalog.joined.items():
+    for s, fqn in programs.catalog.joined.items():
         if kinds[s] == "mutable":
             raise PassError(
                 f"weight {fqn!r} is written, shares its memory with another in one method, and not in "
                 "another: export the methods from one model"
             )
-    storages = tuple(map(Storage, (one.nbytes for one in found.catalog.storages), kinds))
-    return replace(found, usage=usage, storages=storages)
+    storages = tuple(map(Storage, (storage.nbytes for storage in programs.catalog.storages), kinds))
+    return replace(programs, usage=usage, storages=storages)
 
 
 @declare(requires=("usage", "methods"), ensures=("traces",))
-def observe_methods(found: Programs) -> Programs:
+def observe_methods(programs: Programs) -> Programs:
     """Models the trace of every method, which requires that the kinds of all storages are known."""
     modelled = []
-    for method in found.methods:
-        usage = found.usage[method.name]
-        sparse = sparse_reads(usage.graph_module, found.held[method.name], found.storages)
-        modelled.append(observe(usage, found.storages, method, found.hardware, sparse))
-    traces = tuple(read_together(trace, found.weights) for trace in modelled)
-    return replace(found, traces=with_common_units(traces))
+    for method in programs.methods:
+        usage = programs.usage[method.name]
+        sparse = sparse_reads(usage.graph_module, programs.held[method.name], programs.storages)
+        modelled.append(observe(usage, programs.storages, method, programs.hardware, sparse))
+    traces = tuple(read_together(trace, programs.weights) for trace in modelled)
+    return replace(programs, traces=with_common_units(traces))
 
 
 PASSES: tuple[Callable[[Programs], Programs], ...] = (
@@ -255,10 +259,10 @@ def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]
     known: dict[str, tuple[str, str]] = {}
     names: dict[str, set[str]] = {}
     for program in programs.values():
-        own: dict[str, set[str]] = {}
+        parts_of_weight: dict[str, set[str]] = {}
         for fqn, part in parts_of(program).values():
-            own.setdefault(fqn, set()).add(part)
-        for fqn, parts in own.items():
+            parts_of_weight.setdefault(fqn, set()).add(part)
+        for fqn, parts in parts_of_weight.items():
             if names.setdefault(fqn, parts) != parts:
                 raise PassError(
                     f"weight {fqn!r} has the parts {sorted(names[fqn])} in one method and {sorted(parts)} in "

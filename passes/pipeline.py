@@ -29,8 +29,8 @@ def declare(
     A fact is a name, such as "plain parts". A fact that holds of a program still holds after every other
     pass.
     """
-    given: tuple[object, ...] = (requires, ensures)
-    for facts in given:
+    declared: tuple[object, ...] = (requires, ensures)
+    for facts in declared:
         if isinstance(facts, str):
             raise PassError(f"facts are a tuple of names, got {facts!r}: give ({facts!r},)")
 
@@ -87,11 +87,11 @@ class Pipeline(Generic[Value]):
         return result
 
 
-def _facts(run: Callable[..., Any], which: str) -> tuple[str, ...]:
-    own: tuple[str, ...] | None = getattr(run, which, None)
-    if own is None and isinstance(run, partial):
-        own = getattr(run.func, which, None)
-    return own or ()
+def _facts(run: Callable[..., Any], attribute: str) -> tuple[str, ...]:
+    facts: tuple[str, ...] | None = getattr(run, attribute, None)
+    if facts is None and isinstance(run, partial):
+        facts = getattr(run.func, attribute, None)
+    return facts or ()
 
 
 def _name(run: Callable[..., Any]) -> str:
@@ -99,7 +99,7 @@ def _name(run: Callable[..., Any]) -> str:
     return getattr(run, "__qualname__", None) or type(run).__name__
 
 
-def _order(passes: tuple[Callable[..., Any], ...], given: tuple[str, ...]) -> list[int]:
+def _order(passes: tuple[Callable[..., Any], ...], known: tuple[str, ...]) -> list[int]:
     """Returns the positions of the passes in the order in which they run."""
     makers: dict[str, int] = {}
     for k, run in enumerate(passes):
@@ -109,7 +109,7 @@ def _order(passes: tuple[Callable[..., Any], ...], given: tuple[str, ...]) -> li
                 raise PassError(f"passes {first} and {_name(run)} both ensure {fact!r}: leave one out")
     edges = []
     for k, run in enumerate(passes):
-        for fact in set(_facts(run, "requires")).difference(given):
+        for fact in set(_facts(run, "requires")).difference(known):
             if fact not in makers:
                 raise PassError(
                     f"pass {_name(run)} requires {fact!r}, which no pass of the pipeline ensures: add one "

@@ -130,10 +130,10 @@ def insert_probes(
             f"the graph has no node {missing[0]!r}, which the annotation of method {trace.method!r} names: "
             "annotate the program whose graph is passed here"
         )
-    held = weights_among(graph_module, payload, trace.method)
+    weights = weights_among(graph_module, payload, trace.method)
     probed = range(len(trace.steps)) if plan is None else streaming_steps(plan, trace.graph, payload.storages)
     copied = copy_graph_module(graph_module)
-    add_sites(copied.graph, trace.graph, _sites(graph_module, trace, held, probed))
+    add_sites(copied.graph, trace.graph, _sites(graph_module, trace, weights, probed))
     copied.recompile()
     return copied
 
@@ -182,13 +182,13 @@ def _trace_of(payload: Payload, method: str | None) -> Trace:
 
 
 def _sites(
-    graph_module: fx.GraphModule, trace: Trace, held: Mapping[str, Weight], probed: Iterable[int]
+    graph_module: fx.GraphModule, trace: Trace, weight_of: Mapping[str, Weight], probed: Iterable[int]
 ) -> Iterator[Site]:
     """Yields the site of each step, with all inputs that hold what it reads and that the graph uses."""
     used = {node.name for node in placeholders_of(graph_module.graph) if node.users}
     owners: dict[int, list[str]] = {}
-    for name in sorted(held.keys() & used):
-        owners.setdefault(held[name].parts[0].storage, []).append(name)
+    for name in sorted(weight_of.keys() & used):
+        owners.setdefault(weight_of[name].parts[0].storage, []).append(name)
     for k in probed:
         weights = sorted(name for read in trace.steps[k].reads for name in owners.get(read, ()))
         yield Site(trace.steps[k].name, k, tuple(weights))

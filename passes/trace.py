@@ -56,10 +56,14 @@ def observe(
     exported with. The body of a loop counts once.
     """
     streamable = {
-        s for s, one in enumerate(storages) if one.kind in ("streamable", "produced") and one.nbytes
+        s
+        for s, storage in enumerate(storages)
+        if storage.kind in ("streamable", "produced") and storage.nbytes
     }
     steps, tail = steps_of(usage.graph_module.graph, usage.reads, streamable)
-    steps = tuple(replace(one, sparse=(sparse[one.name],)) if one.name in sparse else one for one in steps)
+    steps = tuple(
+        replace(step, sparse=(sparse[step.name],)) if step.name in sparse else step for step in steps
+    )
     shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
     untimed = Trace(method.name, method.graph, shape, steps, 0, 0, "modelled", tail)
     return with_times(untimed, hardware)
@@ -134,8 +138,10 @@ def _work_of_experts(node: fx.Node) -> Work:
     """The work of computing as many experts as the example asks for, and of one product of all rows."""
     (body,) = subgraphs_of(node)
     _, _, rows, weight, *_ = node.args
-    sizes = [size_hint(one.meta["val"].shape[0]) for one in (rows, weight)]  # type: ignore[union-attr]
-    *chain, product = [work_of(one) for one in body.graph.nodes if one.op == "call_function"]
+    sizes = [size_hint(operand.meta["val"].shape[0]) for operand in (rows, weight)]  # type: ignore[union-attr]
+    *chain, product = [
+        work_of(body_node) for body_node in body.graph.nodes if body_node.op == "call_function"
+    ]
     return sum_of(product, *min(sizes) * chain)
 
 

@@ -30,21 +30,21 @@ def empty_caches(model: nn.Module) -> Iterator[None]:
 def _caches(model: nn.Module) -> Iterator[Any]:
     kinds = {kind for part in model.modules() for kind in type(part).__mro__}
     names = {kind.__module__ for kind in kinds} - {"builtins"}
-    own = {name for name in names if not name.startswith("torch.")}
-    modules = [sys.modules[name] for name in own if name in sys.modules]
-    modules += [one for module in modules for one in vars(module).values() if _is_of(own, one)]
-    holders = [kind for kind in kinds if kind.__module__ in own] + modules
+    own_names = {name for name in names if not name.startswith("torch.")}
+    modules = [sys.modules[name] for name in own_names if name in sys.modules]
+    modules += [value for module in modules for value in vars(module).values() if _is_of(own_names, value)]
+    holders = [kind for kind in kinds if kind.__module__ in own_names] + modules
     for holder in holders:
         for value in list(vars(holder).values()):
             cells = getattr(value, "__closure__", None) or ()
-            for one in (value, *(_content(cell) for cell in cells)):
-                if isinstance(one, _CACHE):
-                    yield one
+            for candidate in (value, *(_content(cell) for cell in cells)):
+                if isinstance(candidate, _CACHE):
+                    yield candidate
 
 
-def _is_of(own: set[str], value: object) -> bool:
+def _is_of(names: set[str], value: object) -> bool:
     """Whether a value is a module of one of these libraries."""
-    libraries = {name.partition(".")[0] for name in own}
+    libraries = {name.partition(".")[0] for name in names}
     return type(value) is ModuleType and value.__name__.partition(".")[0] in libraries
 
 

@@ -62,8 +62,8 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
 def _own(module: nn.Module) -> nn.Module:
     """The module that a function has built, or a copy of the same tensors of one that was there before."""
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    held = [one for part in parts for one in (*part.parameters(False), *part.buffers(False))]
-    if all(tensor.is_meta for tensor in held):
+    tensors = [tensor for part in parts for tensor in (*part.parameters(False), *part.buffers(False))]
+    if all(tensor.is_meta for tensor in tensors):
         return module
     with ExitStack() as entered:
         for kind in (torch.Tensor, nn.Parameter):
@@ -100,11 +100,11 @@ class Deferred:
         except AttributeError as error:
             raise PassError(f"there is no submodule {name!r}: {error}") from error
         for child in part.modules():
-            held: Any
-            for held in (child._parameters, child._buffers):
-                for key, tensor in held.items():
+            places: Any
+            for places in (child._parameters, child._buffers):
+                for key, tensor in places.items():
                     if tensor is not None and tensor.is_meta:
-                        held[key] = self._real(tensor)
+                        places[key] = self._real(tensor)
         return part
 
     def materialize_slice(self, fqn: str, rows: slice) -> torch.Tensor:

@@ -89,11 +89,11 @@ class Built:
         self._places: dict[int, tuple[torch.Tensor, dict[str, Any], str]] = {}
         self._storages: dict[int, torch.Tensor] = {}
         for name, child in self.module.named_modules(remove_duplicate=False):
-            for held in (child._parameters, child._buffers):
-                for key, tensor in held.items():
+            for places in (child._parameters, child._buffers):
+                for key, tensor in places.items():
                     if tensor is not None:
-                        self._places[id(tensor)] = tensor, held, key
-                        held[key] = self._fake(tensor, self.devices[join(name, key)])
+                        self._places[id(tensor)] = tensor, places, key
+                        places[key] = self._fake(tensor, self.devices[join(name, key)])
 
     @classmethod
     def by(cls, build: Callable[[], nn.Module], placement: Placement = None) -> Built:
@@ -144,9 +144,9 @@ class Built:
         by_name = isinstance(example_inputs, Mapping)
         root = self.module if module is None else module
         check_inputs(root, example_inputs)
-        given: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
+        inputs: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
         args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda value: self._input(value, called=module is not None), given
+            torch.Tensor, lambda value: self._input(value, called=module is not None), inputs
         )
 
         def make() -> ExportedProgram:
@@ -167,8 +167,8 @@ class Built:
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Make a fake tensor for a tensor, in a fake storage for its storage, so that ties and views stay."""
         if has_parts(tensor):
-            made = each_part(tensor, lambda part: self._fake(part, device))
-            return self._fakes.setdefault(id(tensor), made)
+            joined = each_part(tensor, lambda part: self._fake(part, device))
+            return self._fakes.setdefault(id(tensor), joined)
         storage = tensor.untyped_storage()
         with self._mode:
             flat = self._storages.get(storage._cdata)
@@ -198,9 +198,9 @@ class Built:
         if isinstance(value, FakeTensor) or not value.is_meta:  # to ask a fake tensor takes a dispatch
             return value
         if id(value) in self._places:
-            _, held, key = self._places[id(value)]
-            found: torch.Tensor = held[key]
-            return found
+            _, places, key = self._places[id(value)]
+            fake: torch.Tensor = places[key]
+            return fake
         if value.untyped_storage()._cdata in self._storages:
             raise PassError(
                 f"the model uses a part or a view, {list(value.shape)}, of a parameter that its constructor "
@@ -224,13 +224,13 @@ class Built:
 
 def _computed(module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
     """The values of the buffers that no checkpoint has, by name; names of one buffer share a tensor."""
-    made: dict[int, torch.Tensor] = {}
-    found = {}
+    fakes: dict[int, torch.Tensor] = {}
+    fakes_of = {}
     for name, buffer in _lost_buffers(module):
-        if id(buffer) not in made:
-            made[id(buffer)] = values(buffer)
-        found[name] = made[id(buffer)]
-    return found
+        if id(buffer) not in fakes:
+            fakes[id(buffer)] = values(buffer)
+        fakes_of[name] = fakes[id(buffer)]
+    return fakes_of
 
 
 def _lost_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

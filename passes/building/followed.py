@@ -62,8 +62,8 @@ def export_errors(module: nn.Module) -> Iterator[None]:
         # torch.export calls a scripted part with an argument too many, or finds no parameters in it.
         if isinstance(error, TypeError | SpecViolationError):
             refuse_scripted(module)
-        said = sentence(error).rstrip(". ")
-        raise PassError(f"the model cannot be exported{where(error)}: {said}; {remedy(error)}") from error
+        reason = sentence(error).rstrip(". ")
+        raise PassError(f"the model cannot be exported{where(error)}: {reason}; {remedy(error)}") from error
 
 
 @contextmanager
@@ -106,10 +106,10 @@ def _watched(module: nn.Module, export: Callable[[], ExportedProgram]) -> Iterat
             for change in changes:
                 change.give(change.old)
 
-    def call(given: _Given) -> tuple[ExportedProgram, list[Change]]:
+    def call(inputs: _Given) -> tuple[ExportedProgram, list[Change]]:
         before.restore()
         _give_attributes(module)
-        for change, value in given:
+        for change, value in inputs:
             change.give(value)
         state.append(ModuleState(module))
         with warnings.catch_warnings(), patch.object(nn.Module, "register_buffer", _register):
@@ -172,10 +172,10 @@ def _refuse_state(
     refusal = PassError(f"the model {does}, which a program cannot: {instead}")
     stand_ins: dict[int, _Pair] = {}
     example = pytree.tree_leaves(exported.example_inputs)
-    mode = next((one.fake_mode for one in example if isinstance(one, FakeTensor)), None)
+    mode = next((leaf.fake_mode for leaf in example if isinstance(leaf, FakeTensor)), None)
     try:
         left = pytree.tree_map_only(
-            FakeTensor, lambda one: _stand_in(one, stand_ins, mode), [one.new for one in changes]
+            FakeTensor, lambda fake: _stand_in(fake, stand_ins, mode), [fake.new for fake in changes]
         )
         with noted_clocks(1):
             again, more = call(list(zip(changes, left, strict=True)))
@@ -183,11 +183,11 @@ def _refuse_state(
         raise refusal from error
     sources: dict[fx.Node, int] = {}
     read: dict[fx.Node, int] = {}
-    for number, (fake, one) in enumerate(stand_ins.values()):
-        if (node := _read(again, one)) is None:
+    for number, (fake, changed) in enumerate(stand_ins.values()):
+        if (node := _read(again, changed)) is None:
             continue
         source = _source(exported, fake)
-        if source is None or any(one is other for change in more for other in tensors_of(change.old)):
+        if source is None or any(changed is other for change in more for other in tensors_of(change.old)):
             raise refusal
         sources[source], read[node] = number, number
     if not all(map(_is_written_again, more)) or _text(exported, sources) != _text(again, read):
@@ -201,8 +201,8 @@ def _stand_in(fake: FakeTensor, known: dict[int, _Pair], mode: FakeTensorMode | 
         if not all(type(size) is int for size in sizes):
             raise PassError("its size depends on that of an input")
         with mode or nullcontext():
-            made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-            known[id(fake)] = fake, made.zero_()
+            stand_in = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+            known[id(fake)] = fake, stand_in.zero_()
     return known[id(fake)][1]
 
 
@@ -210,8 +210,10 @@ def _read(exported: ExportedProgram, value: torch.Tensor) -> fx.Node | None:
     """The placeholder of a tensor of the module that the program reads."""
     nodes = {node.name: node for node in placeholders_of(exported.graph)}
     for spec in exported.graph_signature.input_specs:
-        held = exported.state_dict.get(str(spec.target), exported.constants.get(str(spec.target)))
-        same = isinstance(held, torch.Tensor) and storage_identity(held) == storage_identity(value)
+        constant_value = exported.state_dict.get(str(spec.target), exported.constants.get(str(spec.target)))
+        same = isinstance(constant_value, torch.Tensor) and storage_identity(
+            constant_value
+        ) == storage_identity(value)
         if same and nodes[spec.arg.name].users:
             return nodes[spec.arg.name]
     return None
@@ -220,20 +222,20 @@ def _read(exported: ExportedProgram, value: torch.Tensor) -> fx.Node | None:
 def _source(exported: ExportedProgram, fake: torch.Tensor) -> fx.Node | None:
     """The node of a tensor that the call left, if its value is the same in every call; otherwise None."""
     nodes, layout = list(exported.graph.nodes), _layout(fake)
-    found: fx.Node | None = next(
+    source: fx.Node | None = next(
         (node for node in nodes if node.op != "output" and _layout(node.meta.get("val")) == layout), None
     )
-    if found is None:
+    if source is None:
         return None
     constant = _constants(exported)
     operands = {operand for node in nodes if _writes(node) for operand in node.all_input_nodes}
-    written = {one for operand in operands for one in _storages(operand)}
-    for node in needed([found]):
+    written = {storage for operand in operands for storage in _storages(operand)}
+    for node in needed([source]):
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        given = node.op == "placeholder" and node.name not in constant
-        if draws or given or isinstance(node.target, HigherOrderOperator) or written & _storages(node):
+        is_input = node.op == "placeholder" and node.name not in constant
+        if draws or is_input or isinstance(node.target, HigherOrderOperator) or written & _storages(node):
             return None
-    return found
+    return source
 
 
 def _layout(value: Any) -> object:
@@ -250,7 +252,7 @@ def _layout(value: Any) -> object:
 
 
 def _storages(node: fx.Node) -> set[int]:
-    return {one.untyped_storage()._cdata for one in tensors_of(node.meta.get("val"))}
+    return {tensor.untyped_storage()._cdata for tensor in tensors_of(node.meta.get("val"))}
 
 
 def _writes(node: fx.Node) -> bool:
@@ -277,8 +279,8 @@ def _is_written_again(change: Change) -> bool:
     (old, first), (new, second) = pytree.tree_flatten(change.old), pytree.tree_flatten(change.new)
     pairs = zip(old, new, strict=False)
     return first == second and all(
-        (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)) or is_same(one, other)
-        for one, other in pairs
+        (isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)) or is_same(mine, other)
+        for mine, other in pairs
     )
 
 
@@ -300,8 +302,10 @@ def _text(exported: ExportedProgram, known: Mapping[fx.Node, int]) -> list[str]:
             continue
         names[node] = f"<{len(lines)}>"
         if node.op == "get_attr":
-            held = getattr(graph.owning_module, str(node.target))
-            lines.append("".join(one.code for one in held.modules() if isinstance(one, fx.GraphModule)))
+            body = getattr(graph.owning_module, str(node.target))
+            lines.append(
+                "".join(module.code for module in body.modules() if isinstance(module, fx.GraphModule))
+            )
         else:
             args = fx.map_arg((node.args, dict(node.kwargs)), names.__getitem__)
             lines.append(f"{node.op} {'' if node.op == 'output' else node.target} {args}")

@@ -30,10 +30,10 @@ class Guardless(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = {name: self._given(value) for name, value in (kwargs or {}).items()}
+        options = {name: self._given(value) for name, value in (kwargs or {}).items()}
         args = tuple(self._given(value) for value in args)
         if func is torch.Tensor.cuda:
-            device = (args[1] if len(args) > 1 else given.get("device")) or 0
+            device = (args[1] if len(args) > 1 else options.get("device")) or 0
             return args[0].to(
                 torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
             )
@@ -41,8 +41,8 @@ class Guardless(TorchFunctionMode):
             return args[0].detach()  # export recognises this as a tensor of the parameter
         instead = _INSTEAD.get(func)
         if instead is not None and args[0].device.type != "cpu":
-            return instead(*args, **given)
-        return func(*args, **given)
+            return instead(*args, **options)
+        return func(*args, **options)
 
     def _given(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -90,33 +90,38 @@ def _view(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Te
     Returns the resulting view, and the tensors of the index, at the positions of their dimensions in it.
     """
     items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.tensor(item, device=tensor.device) if isinstance(item, list) else item for item in items]
+    items = [
+        torch.tensor(index_item, device=tensor.device) if isinstance(index_item, list) else index_item
+        for index_item in items
+    ]
     filled = tensor.dim() - sum(map(_dimensions, items))  # the dimensions that an ellipsis stands for
     tensors: list[torch.Tensor | None] = []
     dimension = 0
-    for item in items:
-        if item is Ellipsis:
+    for index_item in items:
+        if index_item is Ellipsis:
             dimension += filled
-        elif item is None:
+        elif index_item is None:
             tensor, dimension = _aten.unsqueeze.default(tensor, dimension), dimension + 1
-        elif isinstance(item, slice):
-            if item != slice(None):
-                tensor = _aten.slice.Tensor(tensor, dimension, item.start, item.stop, item.step or 1)
+        elif isinstance(index_item, slice):
+            if index_item != slice(None):
+                tensor = _aten.slice.Tensor(
+                    tensor, dimension, index_item.start, index_item.stop, index_item.step or 1
+                )
             dimension += 1
-        elif isinstance(item, torch.Tensor):
-            tensors += [None] * (dimension - len(tensors)) + [item]
-            dimension += _dimensions(item)
+        elif isinstance(index_item, torch.Tensor):
+            tensors += [None] * (dimension - len(tensors)) + [index_item]
+            dimension += _dimensions(index_item)
         else:
-            tensor = _aten.select.int(tensor, dimension, item)
+            tensor = _aten.select.int(tensor, dimension, index_item)
     return tensor, tensors
 
 
-def _dimensions(item: Any) -> int:
+def _dimensions(index_item: Any) -> int:
     """The number of a tensor's dimensions that an item of its index takes."""
-    if item is None or item is Ellipsis:
+    if index_item is None or index_item is Ellipsis:
         return 0
-    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
-        return item.dim()
+    if isinstance(index_item, torch.Tensor) and index_item.dtype in (torch.bool, torch.uint8):
+        return index_item.dim()
     return 1
 
 

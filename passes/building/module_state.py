@@ -63,7 +63,7 @@ class Change:
     def give(self, value: Any) -> None:
         """Put a value there, `MISSING` for none."""
         contents = self.holder.read() | {self.key: value}
-        self.holder.write({key: one for key, one in contents.items() if one is not MISSING})
+        self.holder.write({key: content for key, content in contents.items() if content is not MISSING})
 
 
 class ModuleState:
@@ -77,7 +77,7 @@ class ModuleState:
         self._seen: dict[int, Any] = {}  # kept, so that no other object gets its id
         self._code: list[Any] = []
         self._own = {type(part).__module__ for part in module.modules()}
-        self._weights = {id(one): one for one in (*module.parameters(), *module.buffers())}
+        self._weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         for path, part in module.named_modules():
             self._follow(path, part, _DEPTH)
         while self._code:
@@ -86,14 +86,14 @@ class ModuleState:
 
     def changes(self) -> list[Change]:
         """Return what has another value now."""
-        found = []
+        changes = []
         for holder, before in zip(self._holders, self._before, strict=True):
             now = holder.read()
             for key in {**before, **now}:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
                 if not self._is_unchanged(old, new):
-                    found.append(Change(holder, key, old, new))
-        return found
+                    changes.append(Change(holder, key, old, new))
+        return changes
 
     def _is_unchanged(self, old: Any, new: Any) -> bool:
         if id(old) in self._weights:
@@ -120,11 +120,11 @@ class ModuleState:
             self._code.append(value)
         elif isinstance(value, _CALLABLES):
             names = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords")
-            for one in (getattr(value, name, None) for name in names):
-                self._follow(path, one, depth)
+            for member in (getattr(value, name, None) for name in names):
+                self._follow(path, member, depth)
         elif isinstance(value, tuple):
-            for k, one in enumerate(value):
-                self._follow(f"{path}[{k}]", one, depth - 1)
+            for k, member in enumerate(value):
+                self._follow(f"{path}[{k}]", member, depth - 1)
         else:
             self._follow_object(path, value, depth)
 
@@ -132,16 +132,16 @@ class ModuleState:
         if (holder := holder_of(path, value)) is None:
             return
         self._code.append(type(value))
-        for held in map(vars(value).get, _BY_NAME) if isinstance(value, nn.Module) else ():
-            if isinstance(held, dict):  # a scripted module has none
-                self._seen[id(held)] = held
-                self._note(of_dict(partial(join, path), held), depth)
+        for by_name in map(vars(value).get, _BY_NAME) if isinstance(value, nn.Module) else ():
+            if isinstance(by_name, dict):  # a scripted module has none
+                self._seen[id(by_name)] = by_name
+                self._note(of_dict(partial(join, path), by_name), depth)
         self._note(holder, depth)
 
     def _note(self, holder: Holder, depth: int) -> None:
         self._holders.append(holder)
-        for key, one in holder.read().items() if depth else ():
-            self._follow(holder.name(key), one, depth - 1)
+        for key, value in holder.read().items() if depth else ():
+            self._follow(holder.name(key), value, depth - 1)
 
     def _follow_code(self, code: Any) -> None:
         """Note what a class or a function keeps, and the names outside of functions that it uses.
@@ -152,8 +152,8 @@ class ModuleState:
             return
         if isinstance(code, type):
             self._note(of_class(code), _DEPTH)
-            for one in (*code.__mro__, *vars(code).values()):
-                function = getattr(one, "__func__", getattr(one, "fget", one))
+            for attribute in (*code.__mro__, *vars(code).values()):
+                function = getattr(attribute, "__func__", getattr(attribute, "fget", attribute))
                 if isinstance(function, (*DEFINITIONS, *_CALLABLES)):
                     self._follow("", function, _DEPTH)
         elif isinstance(code, types.FunctionType):
@@ -197,6 +197,6 @@ def is_same(old: Any, new: Any) -> bool:
 def _names(code: types.CodeType) -> Iterator[str]:
     """The names that a function, and functions within it, use."""
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _names(one)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

@@ -34,12 +34,12 @@ class AskedDevices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func == torch.Tensor.device.__get__:
             return self.of(args[0])
-        asked = _asked_for(func, args, given)
+        asked = _asked_for(func, args, options)
         if asked is None:
-            result = func(*args, **given)
+            result = func(*args, **options)
             # A tensor that is made from one meant for another device is meant for that device, too.
             sources = {self.of(a) for a in args if isinstance(a, torch.Tensor)} - {CPU}
             asked = sources.pop() if len(sources) == 1 else None
@@ -47,7 +47,7 @@ class AskedDevices(TorchFunctionMode):
             args = tuple(CPU if device_named(a) and func is not torch.tensor else a for a in args)
             if func is torch.Tensor.cuda:
                 return self._place(args[0], asked)
-            result = func(*args, **{name: CPU if name == "device" else v for name, v in given.items()})
+            result = func(*args, **{name: CPU if name == "device" else v for name, v in options.items()})
         return self._place(result, asked)
 
     def of(self, tensor: torch.Tensor) -> torch.device:
@@ -68,14 +68,14 @@ class OnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        asked = _asked_for(func, args, given)
+        options = dict(kwargs or {})
+        asked = _asked_for(func, args, options)
         if asked is not None and is_accelerator(asked):
             raise PassError(
                 f"the constructor asks for {asked}{caller()}, and values that a GPU's generator draws cannot "
                 "be promised: build it on the CPU and move what is materialised, or use fake_export"
             )
-        return func(*args, **given)
+        return func(*args, **options)
 
 
 def _asked_for(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
@@ -85,8 +85,8 @@ def _asked_for(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     if kwargs.get("device") is not None:
         return indexed(torch.device(kwargs["device"]))
     if func is torch.Tensor.to:
-        found = [device for device in map(device_named, args[1:]) if device]
-        return indexed(found[0]) if found else None
+        devices = [device for device in map(device_named, args[1:]) if device]
+        return indexed(devices[0]) if devices else None
     return None
 
 
@@ -97,11 +97,11 @@ def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[
     """
     tensors = {
         name: tensor
-        for found in (
+        for named_tensors in (
             module.named_parameters(remove_duplicate=False),
             module.named_buffers(remove_duplicate=False),
         )
-        for name, tensor in found
+        for name, tensor in named_tensors
     }
     if placement is None:
         return {name: asked.of(tensor) for name, tensor in tensors.items()}

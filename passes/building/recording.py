@@ -144,15 +144,15 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._recorded(func, args, dict(kwargs or {}))
 
     def _recorded(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, given = pytree.tree_map(self._without_memory, (args, kwargs))
+        args, options = pytree.tree_map(self._without_memory, (args, kwargs))
         if func._schema.name in _SCALARS:
             return func(
                 *pytree.tree_map(lambda x: self.values(x) if isinstance(x, torch.Tensor) else x, args)
             )
-        recorded = pytree.tree_map(self._spec, (args, given))
-        result = args[0] if func in _IN_PLACE else self._result(func, args, given)
+        recorded = pytree.tree_map(self._spec, (args, options))
+        result = args[0] if func in _IN_PLACE else self._result(func, args, options)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
-        draws = self._draws.count(given.get("generator")) if seeded else None
+        draws = self._draws.count(options.get("generator")) if seeded else None
         outputs = tuple(
             self._spec(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)
         )
@@ -160,9 +160,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     @staticmethod
-    def _result(func: OpOverload, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+    def _result(func: OpOverload, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """What an operator returns, without memory."""
-        placed = {name: _META if isinstance(value, torch.device) else value for name, value in given.items()}
+        placed = {
+            name: _META if isinstance(value, torch.device) else value for name, value in options.items()
+        }
         moved = tuple(_META if isinstance(value, torch.device) else value for value in args)
         if any(a.name == "device" for a in func._schema.arguments):
             placed["device"] = _META
@@ -191,8 +193,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
         spec = self._spec(tensor)
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-            found = self._run(self._needed(spec.storage), spec)
-        return found
+            value = self._run(self._needed(spec.storage), spec)
+        return value
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor's memory would have been made in this recording."""
@@ -211,21 +213,21 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         width = math.prod(spec.shape[1:])
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-            found = self._run_on(range(start * width, stop * width), operations)[spec.storage]
-        return found.view(stop - start, *spec.shape[1:])
+            rows = self._run_on(range(start * width, stop * width), operations)[spec.storage]
+        return rows.view(stop - start, *spec.shape[1:])
 
     def _run_on(self, elements: range, operations: Sequence[Operation]) -> dict[int, torch.Tensor]:
         """Runs operations on some elements of the flat tensors that they make; returns these by storage."""
-        made: dict[int, torch.Tensor] = {}
+        memory: dict[int, torch.Tensor] = {}
         for operation in operations:
             args, kwargs = pytree.tree_map(
-                lambda leaf: made[leaf.storage] if isinstance(leaf, Spec) else leaf,
+                lambda leaf: memory[leaf.storage] if isinstance(leaf, Spec) else leaf,
                 (operation.args, dict(operation.kwargs)),
             )
             if operation.function in _FACTORIES:
                 args = ([len(elements)], *args[1:])
             if operation.draws is None:
-                made.setdefault(operation.outputs[0].storage, operation.run(args, kwargs))
+                memory.setdefault(operation.outputs[0].storage, operation.run(args, kwargs))
                 continue
             position = 0
             with self._draws.at(operation, self._operations):
@@ -233,10 +235,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     low = max(elements.start, position)
                     high = min(elements.stop, position + len(piece))
                     if low < high:
-                        kept = args[0][low - elements.start : high - elements.start]
-                        kept.copy_(piece[low - position : high - position])
+                        target = args[0][low - elements.start : high - elements.start]
+                        target.copy_(piece[low - position : high - position])
                     position += len(piece)
-        return made
+        return memory
 
     def _needed(self, storage: int) -> list[Operation]:
         """Returns the operations that the values of a storage depend on, in order."""
@@ -266,8 +268,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf, output in zip(leaves, operation.outputs, strict=True):
                 if output.storage not in memory:
                     memory[output.storage] = _laid_out(leaf, output).untyped_storage()
-        found: torch.Tensor = real(spec)
-        return found
+        tensor: torch.Tensor = real(spec)
+        return tensor
 
     def _without_memory(self, leaf: Any) -> Any:
         """Returns a twin on the meta device for a tensor that has values; the values are kept."""
@@ -346,11 +348,11 @@ class _Draws:
         with torch.random.fork_rng(devices=()):
             first = max(number for number in self._known if number <= operation.draws)
             torch.set_rng_state(self._known[first])
-            for one in operations:
-                if one.draws is not None and first <= one.draws < operation.draws:
-                    for _ in _drawn(one):
+            for earlier in operations:
+                if earlier.draws is not None and first <= earlier.draws < operation.draws:
+                    for _ in _drawn(earlier):
                         pass
-                    self._known.setdefault(one.draws + 1, torch.get_rng_state())
+                    self._known.setdefault(earlier.draws + 1, torch.get_rng_state())
             torch.set_rng_state(self._known[operation.draws])
             yield
             self._known.setdefault(operation.draws + 1, torch.get_rng_state())
@@ -385,7 +387,9 @@ def _is_by_element(operation: Operation, whole: Spec) -> bool:
     leaves = [*pytree.tree_leaves((operation.args, dict(operation.kwargs))), *operation.outputs]
     specs = [leaf for leaf in leaves if isinstance(leaf, Spec)]
     known = operation.function in (*_FILLS, *_FACTORIES, *_EXACT)
-    return known and all((one.shape, one.offset) == (whole.shape, 0) and _is_contiguous(one) for one in specs)
+    return known and all(
+        (spec.shape, spec.offset) == (whole.shape, 0) and _is_contiguous(spec) for spec in specs
+    )
 
 
 def _laid_out(value: torch.Tensor, spec: Spec) -> torch.Tensor:

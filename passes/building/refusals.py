@@ -67,9 +67,9 @@ def check_inputs(module: nn.Module, example: Any, giver: str = "the caller") -> 
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = ", ".join(map(str, example)) if by_name else f"{len(example)} by position"
+        example_text = ", ".join(map(str, example)) if by_name else f"{len(example)} by position"
         raise PassError(
-            f"{giver} gives example inputs ({given}) that do not fit "
+            f"{giver} gives example inputs ({example_text}) that do not fit "
             f"{type(module).__name__}.forward({', '.join(signature.parameters)}): {error}"
         ) from error
 
@@ -83,8 +83,8 @@ def remedy(error: BaseException) -> str:
     causes = [error, error.__cause__, error.__context__]
     remedies: list[tuple[type[BaseException], str]]
     remedies = [*_REMEDIES, (UserError, "export it for fewer dynamic sizes, or with what it asks for")]
-    found = [text for cause in causes for kind, text in remedies if isinstance(cause, kind)]
-    return next(iter(found), _PLAIN)
+    texts = [text for cause in causes for kind, text in remedies if isinstance(cause, kind)]
+    return next(iter(texts), _PLAIN)
 
 
 def sentence(error: Exception) -> str:
@@ -105,14 +105,14 @@ def caller() -> str:
 def _innermost(frames: Iterable[FrameSummary]) -> str:
     """Returns the last frame outside torch, torchao, Python and this package; an empty string if none is."""
     package = Path(__file__).parents[2]
-    found = [sys.modules[name].__file__ for name in ("torch", "torchao") if name in sys.modules]
-    folders = (*(Path(str(file)).parent for file in found), package, *package.iterdir())
-    own = tuple(os.path.join(path.resolve(), "") for path in folders)
+    libraries = [sys.modules[name].__file__ for name in ("torch", "torchao") if name in sys.modules]
+    folders = (*(Path(str(file)).parent for file in libraries), package, *package.iterdir())
+    own_places = tuple(os.path.join(path.resolve(), "") for path in folders)
     python = sysconfig.get_path("stdlib")
     outside = [
         frame
         for frame in frames
-        if not str(Path(frame.filename).resolve()).startswith(own)
+        if not str(Path(frame.filename).resolve()).startswith(own_places)
         and not frame.filename.startswith("<")
         and (not frame.filename.startswith(python) or "-packages" in frame.filename)
     ]

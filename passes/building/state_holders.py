@@ -47,13 +47,13 @@ def is_of_library(code: Any) -> bool:
 
 def holder_of(path: str, value: Any) -> Holder | None:
     """Return the holder of an object's contents, None for an object that has none that are known."""
-    item = partial(_item, path)
+    name_item = partial(_item, path)
     if isinstance(value, dict):
-        return of_dict(item, value)
+        return of_dict(name_item, value)
     if isinstance(value, list | deque):
-        return Holder(item, lambda: dict(enumerate(value)), partial(_refill, value))
+        return Holder(name_item, lambda: dict(enumerate(value)), partial(_refill, value))
     if isinstance(value, set):
-        return Holder(item, lambda: dict.fromkeys(value), partial(_refill, value))
+        return Holder(name_item, lambda: dict.fromkeys(value), partial(_refill, value))
     if (state := _state_of(value)) is not None:
         read, write = state
         return Holder(lambda _: path, lambda: {"": read()}, lambda was: write(was[""]))
@@ -68,26 +68,26 @@ def of_dict(name: Callable[[Any], str], value: dict[Any, Any]) -> Holder:
 
     def write(was: Contents) -> None:
         kind.clear(value)
-        for key, one in was.items():
-            kind.__setitem__(value, key, one)
+        for key, content in was.items():
+            kind.__setitem__(value, key, content)
 
     return Holder(name, lambda: dict(kind.items(value)), write)
 
 
 def of_object(path: str, value: Any) -> Holder:
     """Return the holder of an object's attributes."""
-    held: dict[str, Any] = getattr(value, "__dict__", {})
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
     kinds = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     slots = {name for names in kinds for name in ((names,) if isinstance(names, str) else names)} - {
         "__dict__"
     }
 
     def read() -> Contents:
-        return {**held, **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+        return {**attributes, **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
 
     def write(was: Contents) -> None:
-        held.clear()
-        held.update({name: one for name, one in was.items() if name not in slots})
+        attributes.clear()
+        attributes.update({name: content for name, content in was.items() if name not in slots})
         for name in slots & was.keys():
             object.__setattr__(value, name, was[name])
 
@@ -136,11 +136,11 @@ def of_closure(function: types.FunctionType) -> Holder:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
     def read() -> Contents:
-        found = {}
+        contents = {}
         for name, cell in cells.items():
             with suppress(ValueError):  # a name that was never bound
-                found[name] = cell.cell_contents
-        return found
+                contents[name] = cell.cell_contents
+        return contents
 
     def write(was: Contents) -> None:
         for name, value in was.items():
@@ -153,9 +153,11 @@ def _item(path: str, key: Any) -> str:
     return f"{path}[{key!r}]"
 
 
-def _refill(held: Any, was: Contents) -> None:
-    held.clear()
-    (held.update if isinstance(held, set) else held.extend)(was if isinstance(held, set) else was.values())
+def _refill(container: Any, was: Contents) -> None:
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(
+        was if isinstance(container, set) else was.values()
+    )
 
 
 _State = tuple[Callable[[], Any], Callable[[Any], Any]]

@@ -57,7 +57,11 @@ class InputChecks:
     def _named(self, sizes: Mapping[str, int]) -> str:
         """The sizes of symbols as text, with the names that users know."""
         dimensions = [size for leaf in self._leaves for size in leaf.dimensions]
-        names = {one.linear[0]: one.text for one in dimensions if one.linear and one.linear[1:] == (1, 0)}
+        names = {
+            dimension.linear[0]: dimension.text
+            for dimension in dimensions
+            if dimension.linear and dimension.linear[1:] == (1, 0)
+        }
         return ", ".join(f"{names.get(symbol, symbol)}={size}" for symbol, size in sizes.items())
 
 
@@ -97,8 +101,8 @@ class Dimension:
         if not set(self.symbols) <= sizes.keys():
             return None
         try:
-            found = parse(self.source)(sizes, ())
-            return found if math.isfinite(found) else None
+            computed = parse(self.source)(sizes, ())
+            return computed if math.isfinite(computed) else None
         except _NO_VALUE:
             return None
 
@@ -110,9 +114,9 @@ class Dimension:
             seen.derived.append((name, self, got))
             return
         symbol, scale, shift = self.linear
-        root, rest = divmod(got - shift, scale)
+        root, remainder = divmod(got - shift, scale)
         known = seen.sizes.setdefault(symbol, root)
-        if rest or known != root:
+        if remainder or known != root:
             _refuse_input(name, f"{scale * known + shift}, which is {self.text} as in the other inputs", got)
 
 

@@ -114,9 +114,9 @@ def _names(expected: pytree.TreeSpec, leaves: Sequence[str]) -> list[str]:
     """The names of positional arguments. An argument with several leaves is named by their common prefix."""
     names, begin = [], 0
     for position, child in enumerate(expected.children()[0].children()):
-        own = leaves[begin : begin + child.num_leaves]
+        own_leaves = leaves[begin : begin + child.num_leaves]
         begin += child.num_leaves
-        words = zip(*(name.split("_") for name in own), strict=False)
+        words = zip(*(name.split("_") for name in own_leaves), strict=False)
         shared = "_".join(word[0] for word in takewhile(lambda word: len(set(word)) == 1, words))
         name = shared if child.is_leaf() else shared.rstrip("_0123456789")
         names.append(name or f"argument {position + 1}")
@@ -128,27 +128,31 @@ def _keywords(spec: pytree.TreeSpec) -> list[str]:
 
 
 def _positional(expected: pytree.TreeSpec, got: pytree.TreeSpec, names: Sequence[str]) -> Iterator[str]:
-    given = got.children()[0].children()
+    by_position = got.children()[0].children()
     by_keyword = set(_keywords(got)) - set(_keywords(expected))
-    for name in names[len(given) :]:
+    for name in names[len(by_position) :]:
         yield f"{name} is given by keyword, and is positional" if name in by_keyword else f"{name} is missing"
-    if len(given) > len(names):
-        many = f"{len(given)} positional arguments are" if len(given) > 1 else "a positional argument is"
+    if len(by_position) > len(names):
+        many = (
+            f"{len(by_position)} positional arguments are"
+            if len(by_position) > 1
+            else "a positional argument is"
+        )
         yield f"{many} given, and it takes {len(names) or 'none'}"
-    for name, one, other in zip(names, expected.children()[0].children(), given, strict=False):
-        yield from _differences(name, one, other)
+    for name, wanted_tree, other in zip(names, expected.children()[0].children(), by_position, strict=False):
+        yield from _differences(name, wanted_tree, other)
 
 
 def _by_keyword(expected: pytree.TreeSpec, got: pytree.TreeSpec, names: Sequence[str]) -> Iterator[str]:
     wanted = dict(zip(_keywords(expected), expected.children()[1].children(), strict=True))
-    given = dict(zip(_keywords(got), got.children()[1].children(), strict=True))
+    by_name = dict(zip(_keywords(got), got.children()[1].children(), strict=True))
     for name, tree in wanted.items():
-        if name not in given:
+        if name not in by_name:
             yield f"{name} is missing"
         else:
-            yield from _differences(name, tree, given[name])
+            yield from _differences(name, tree, by_name[name])
     late = names[len(got.children()[0].children()) :]
-    for name in given.keys() - wanted.keys() - set(late):
+    for name in by_name.keys() - wanted.keys() - set(late):
         yield f"{name} is given twice" if name in names else f"{name} is no argument of it"
 
 
@@ -160,8 +164,8 @@ def _differences(name: str, expected: pytree.TreeSpec, got: pytree.TreeSpec) -> 
     if expected.is_leaf() or got.is_leaf() or not same or expected.num_children != got.num_children:
         yield f"{name} is {_kind(got)}, expected {_kind(expected)}"
         return
-    for key, one, other in zip(_keys(expected), expected.children(), got.children(), strict=True):
-        yield from _differences(f"{name}[{key!r}]", one, other)
+    for key, wanted_tree, other in zip(_keys(expected), expected.children(), got.children(), strict=True):
+        yield from _differences(f"{name}[{key!r}]", wanted_tree, other)
 
 
 def _kind(spec: pytree.TreeSpec) -> str:

@@ -56,7 +56,7 @@ def _round(value: Any, digits: Any = None) -> Any:
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{one.__name__: one for one in (abs, bool, float, int, max, min)},
+    **{function.__name__: function for function in (abs, bool, float, int, max, min)},
     "round": _round,
     **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "log2", "sqrt", "trunc")},
     **{f"math.{name}": getattr(math, name) for name in ("cos", "sin", "tan", "acos", "asin", "atan")},
@@ -115,11 +115,11 @@ class _Parser:
         self._tokens: list[tuple[str, str]] = []
         position, end = 0, len(text.rstrip())
         while position < end:
-            found = _TOKEN.match(text, position)
-            if found is None:
+            token = _TOKEN.match(text, position)
+            if token is None:
                 self._refuse(repr(text[position : position + 20]))
-            self._tokens.append((str(found.lastgroup), found[str(found.lastgroup)]))
-            position = found.end()
+            self._tokens.append((str(token.lastgroup), token[str(token.lastgroup)]))
+            position = token.end()
         self._tokens = [*reversed(self._tokens)]
 
     @property
@@ -159,15 +159,15 @@ class _Parser:
         """An expression of operators that bind more strongly than `binds`."""
         depth = self._deeper(depth)
         first = self._signed(depth)
-        while (own := _BINDS.get(self._next, 0)) > binds:
-            rest = []
-            while _BINDS.get(sign := self._next, 0) == own:
+        while (strength := _BINDS.get(self._next, 0)) > binds:
+            operands = []
+            while _BINDS.get(sign := self._next, 0) == strength:
                 self.expect(sign)
                 # A power binds to the right.
-                rest.append((sign, self._operation(own - 1 if sign == "**" else own, depth)))
-                if own == 4 and _BINDS.get(self._next, 0) == own:
+                operands.append((sign, self._operation(strength - 1 if sign == "**" else strength, depth)))
+                if strength == 4 and _BINDS.get(self._next, 0) == strength:
                     self._refuse(f"a second comparison {self._next!r}")
-            first = _joined(first, rest)
+            first = _joined(first, operands)
         return first
 
     def _signed(self, depth: int) -> Compute:
@@ -209,18 +209,18 @@ class _Parser:
             self.expect(",")
             arguments.append(self.choice(depth))
         self.expect(")")
-        return lambda sizes, leaves: _limited(function(*(one(sizes, leaves) for one in arguments)))
+        return lambda sizes, leaves: _limited(function(*(argument(sizes, leaves) for argument in arguments)))
 
     def _leaf(self) -> Compute:
         number = self._index()
-        what = self._next
-        if not what.startswith("."):
+        attribute = self._next
+        if not attribute.startswith("."):
             return lambda sizes, leaves: _number(leaves[number])
-        self.expect(what)
-        if what == ".storage_offset()":
+        self.expect(attribute)
+        if attribute == ".storage_offset()":
             return lambda sizes, leaves: _tensor(leaves[number]).storage_offset()
         dimension = self._index()
-        if what == ".stride()":
+        if attribute == ".stride()":
             return lambda sizes, leaves: _tensor(leaves[number]).stride()[dimension]
         return lambda sizes, leaves: _tensor(leaves[number]).shape[dimension]
 
@@ -236,11 +236,11 @@ class _Parser:
 _WORDS = ("and", "or", "not", "if", "else", "leaves")
 
 
-def _joined(first: Compute, rest: Sequence[tuple[str, Compute]]) -> Compute:
+def _joined(first: Compute, operands: Sequence[tuple[str, Compute]]) -> Compute:
     """The value of operands with operators of one strength between them, from left to right."""
-    if rest[0][0] in ("and", "or"):
-        return _lazy(first, [operand for _, operand in rest], until=rest[0][0] == "or")
-    steps = [(_OPERATORS[sign][1], operand) for sign, operand in rest]
+    if operands[0][0] in ("and", "or"):
+        return _lazy(first, [operand for _, operand in operands], until=operands[0][0] == "or")
+    steps = [(_OPERATORS[sign][1], operand) for sign, operand in operands]
 
     def compute(sizes: Mapping[str, int], leaves: Sequence[Any]) -> Any:
         value = first(sizes, leaves)
@@ -251,12 +251,12 @@ def _joined(first: Compute, rest: Sequence[tuple[str, Compute]]) -> Compute:
     return compute
 
 
-def _lazy(first: Compute, others: Sequence[Compute], *, until: bool) -> Compute:
+def _lazy(first: Compute, operands: Sequence[Compute], *, until: bool) -> Compute:
     """The first value that is as true as `until`, or the last one; what stands behind it is not computed."""
 
     def compute(sizes: Mapping[str, int], leaves: Sequence[Any]) -> Any:
         value = first(sizes, leaves)
-        for operand in others:
+        for operand in operands:
             if bool(value) is until:
                 break
             value = operand(sizes, leaves)

@@ -100,8 +100,10 @@ _Sizes = tuple[sympy.Expr | None, ...]
 
 def _sizes(value: object) -> _Sizes:
     shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
-    found = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape]
-    return tuple(size if size.is_Integer or _linear(size) else None for size in found)
+    expressions = [
+        size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape
+    ]
+    return tuple(size if size.is_Integer or _linear(size) else None for size in expressions)
 
 
 @lru_cache(maxsize=1024)
@@ -155,12 +157,12 @@ _COMPUTED: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 _COMPARED: Mapping[type[ast.cmpop], Callable[[Any], bool]] = {
-    ast.Eq: lambda found: found.lower == found.upper == 0,
-    ast.NotEq: lambda found: found.lower > 0 or found.upper < 0,
-    ast.Gt: lambda found: found.lower > 0,
-    ast.GtE: lambda found: found.lower >= 0,
-    ast.Lt: lambda found: found.upper < 0,
-    ast.LtE: lambda found: found.upper <= 0,
+    ast.Eq: lambda difference: difference.lower == difference.upper == 0,
+    ast.NotEq: lambda difference: difference.lower > 0 or difference.upper < 0,
+    ast.Gt: lambda difference: difference.lower > 0,
+    ast.GtE: lambda difference: difference.lower >= 0,
+    ast.Lt: lambda difference: difference.upper < 0,
+    ast.LtE: lambda difference: difference.upper <= 0,
 }
 """Whether a comparison holds, by the bounds of the difference of its sides."""
 
@@ -217,7 +219,7 @@ def _names_of_symbols(exported: ExportedProgram) -> _Names:
     A program that torch.export.save wrote has lost the user's names.
     """
     places: dict[sympy.Symbol, str] = {}
-    given: dict[sympy.Symbol, str] = {}
+    input_names: dict[sympy.Symbol, str] = {}
     for node in user_placeholders(exported):
         value = node.meta.get("val")
         sizes = [(node.name, value)]
@@ -226,8 +228,8 @@ def _names_of_symbols(exported: ExportedProgram) -> _Names:
         for place, size in sizes:
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 places.setdefault(size.node.expr, place)
-                given = given or _given_names(size.node.shape_env)
-    return {symbol: sympy.Symbol(given.get(symbol, place)) for symbol, place in places.items()}
+                input_names = input_names or _given_names(size.node.shape_env)
+    return {symbol: sympy.Symbol(input_names.get(symbol, place)) for symbol, place in places.items()}
 
 
 def _given_names(environment: Any) -> dict[sympy.Symbol, str]:

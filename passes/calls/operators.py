@@ -106,10 +106,10 @@ def name_of(target: Any) -> str:
     else:
         name = f"{getattr(target, '__module__', '')}:{getattr(target, '__name__', '')}"
     try:
-        found = operator_of(name, trust=True)
+        function = operator_of(name, trust=True)
     except PassError:
-        found = None
-    if found is not target:
+        function = None
+    if function is not target:
         raise PassError(f"{target} is no operator that has a name: it has no JSON")
     return name
 
@@ -122,14 +122,14 @@ def operator_of(name: object, *, trust: bool) -> Callable[..., Any]:
     """
     if not isinstance(name, str):
         refuse(name, "name of an operator")
-    found = FUNCTIONS.get(name) or _registered(name)
-    if found is None:
+    function = FUNCTIONS.get(name) or _registered(name)
+    if function is None:
         raise PassError(f"there is no operator {name:.200}: import the library that registers it first")
-    if not trust and name not in FUNCTIONS and not _is_admitted(name, found):
+    if not trust and name not in FUNCTIONS and not _is_admitted(name, function):
         raise PassError(
             f"the program calls {name:.200}, which is none of the operators that run for anybody: {TRUST}"
         )
-    return found
+    return function
 
 
 def _registered(name: str) -> OpOverload | HigherOrderOperator | None:
@@ -137,32 +137,36 @@ def _registered(name: str) -> OpOverload | HigherOrderOperator | None:
     if not all(part.isidentifier() and part.isascii() for part in parts):
         return None
     if len(parts) == 2 and parts[0] == "higher_order":
-        one = getattr(torch.ops.higher_order, parts[1], None)
-        return one if isinstance(one, HigherOrderOperator) and one.__name__ == parts[1] else None
+        candidate = getattr(torch.ops.higher_order, parts[1], None)
+        return (
+            candidate
+            if isinstance(candidate, HigherOrderOperator) and candidate.__name__ == parts[1]
+            else None
+        )
     if len(parts) != 3 or hasattr(type(torch.ops), parts[0]):
         return None
-    namespace, own, overload = parts
+    namespace, packet_name, overload = parts
     if namespace == in_place.NAMESPACE:
-        return in_place.named(own, overload)  # declared when it is first asked for
-    packet = getattr(getattr(torch.ops, namespace), own, None)
+        return in_place.named(packet_name, overload)  # declared when it is first asked for
+    packet = getattr(getattr(torch.ops, namespace), packet_name, None)
     if not isinstance(packet, OpOverloadPacket):
         return None
     overloads: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    found = getattr(packet, overload) if overload in overloads else None
-    return found if isinstance(found, OpOverload) else None
+    named = getattr(packet, overload) if overload in overloads else None
+    return named if isinstance(named, OpOverload) else None
 
 
-def _is_admitted(name: str, found: Any) -> bool:
-    if isinstance(found, HigherOrderOperator):
-        return found.__name__ in _CONTROL.split()
-    if found.namespace not in LIBRARIES:
+def _is_admitted(name: str, function: Any) -> bool:
+    if isinstance(function, HigherOrderOperator):
+        return function.__name__ in _CONTROL.split()
+    if function.namespace not in LIBRARIES:
         return name in _OWN
-    schema = found._schema
-    named = (str(one.type) for one in (*schema.arguments, *schema.returns))
-    types = {re.sub(r"Optional\[|List\[|\]", "", one) for one in named}
-    if not types <= _DATA or not ("Tensor" in types or _ASSUMES.fullmatch(found._opname)):
+    schema = function._schema
+    named = (str(place.type) for place in (*schema.arguments, *schema.returns))
+    types = {re.sub(r"Optional\[|List\[|\]", "", type_name) for type_name in named}
+    if not types <= _DATA or not ("Tensor" in types or _ASSUMES.fullmatch(function._opname)):
         return False
-    return found.namespace not in _OF_TORCH or _is_public(found._opname)
+    return function.namespace not in _OF_TORCH or _is_public(function._opname)
 
 
 def _is_public(name: str) -> bool:

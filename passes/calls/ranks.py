@@ -71,11 +71,13 @@ class Ranks:
         numbers = [
             stored["rank"],
             stored["world"],
-            *(n for one in lists if isinstance(one, list) for n in one),
+            *(n for numbers in lists if isinstance(numbers, list) for n in numbers),
         ]
-        if not all(isinstance(one, list) for one in lists) or any(type(n) is not int for n in numbers):
+        if not all(isinstance(numbers, list) for numbers in lists) or any(
+            type(n) is not int for n in numbers
+        ):
             refuse(stored, "record of ranks")
-        return Ranks(stored["rank"], stored["world"], {name: tuple(one) for name, one in groups.items()})
+        return Ranks(stored["rank"], stored["world"], {name: tuple(ranks) for name, ranks in groups.items()})
 
     def check_here(self, source: str) -> None:
         """Raise PayloadError unless this process is the rank, and has the groups, that `source` is for."""
@@ -102,15 +104,20 @@ class Ranks:
 def is_collective(target: Any) -> bool:
     """Tells whether an operator waits for other ranks: it is one of torch's, or takes a group by name."""
     return isinstance(target, OpOverload) and (
-        target.namespace in _NAMESPACES or any(one.name == "group_name" for one in target._schema.arguments)
+        target.namespace in _NAMESPACES
+        or any(argument.name == "group_name" for argument in target._schema.arguments)
     )
 
 
 def _groups(node: fx.Node) -> Iterable[str]:
     """The names of groups among the arguments of a collective."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip((one.name for one in arguments), node.args, strict=False)) | node.kwargs
-    return [name for key, name in given.items() if key.startswith("group") and isinstance(name, str)]
+    arguments_given = (
+        dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    )
+    return [
+        name for key, name in arguments_given.items() if key.startswith("group") and isinstance(name, str)
+    ]
 
 
 def _is_initialized() -> bool:

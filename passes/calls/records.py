@@ -23,9 +23,9 @@ def checked(record: _Record) -> _Record:
     return record
 
 
-def refuse(value: object, what: str) -> NoReturn:
+def refuse(value: object, kind: str) -> NoReturn:
     """Raises PassError for a stored value that is not what it should be."""
-    raise PassError(f"{short(value)} is no {what}: compile again")
+    raise PassError(f"{short(value)} is no {kind}: compile again")
 
 
 @cache
@@ -37,13 +37,13 @@ def _hints(kind: Any) -> dict[str, Any]:
 def _fits(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, option) for option in inner)
     if origin is tuple:
         each = inner[:1] * len(value) if inner[-1] is ... and isinstance(value, tuple) else inner
         return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
     if origin is Mapping:
-        key, held = inner
-        return isinstance(value, dict) and all(_fits(k, key) and _fits(v, held) for k, v in value.items())
+        key, content = inner
+        return isinstance(value, dict) and all(_fits(k, key) and _fits(v, content) for k, v in value.items())
     if hint is type:
         return value in (bool, int, float)
     return hint is Any or (type(value) is int if hint is int else isinstance(value, hint))

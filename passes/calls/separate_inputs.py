@@ -23,7 +23,7 @@ from penstock.schedule.facts.errors import PassError
 def separate_inputs(module: nn.Module, example: Any) -> Any:
     """Return an example in which no tensor stands twice, nor one of the module's own: views take their
     places."""
-    seen = {id(one) for one in (*module.parameters(), *module.buffers())}
+    seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     def separate(value: torch.Tensor) -> torch.Tensor:
         if id(value) not in seen:
@@ -63,7 +63,7 @@ def _inputs(exported: ExportedProgram) -> Iterator[tuple[fx.Node, str, object, b
         if of_call:
             value, name = next(leaves, None), f"input {node.name!r}"
         else:
-            held = exported.constants if spec.target in exported.constants else exported.state_dict
-            value, name = held.get(str(spec.target)), f"its {spec.kind.name.lower()} {spec.target!r}"
+            tensors = exported.constants if spec.target in exported.constants else exported.state_dict
+            value, name = tensors.get(str(spec.target)), f"its {spec.kind.name.lower()} {spec.target!r}"
         if isinstance(value, torch.Tensor):
             yield node, name, value, of_call

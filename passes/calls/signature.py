@@ -114,24 +114,24 @@ def decode_signature(stored: Any, *, trust: bool = False) -> CallSignature:
     if not isinstance(stored, dict) or stored.keys() != names:
         refuse(stored, "signature of a call")
     values = Values(None, trust)
-    made = checked(CallSignature(**{name: decode_value(value, values) for name, value in stored.items()}))
-    trees = 0 if made.in_spec is None else made.in_spec.num_leaves
-    fits = made.in_spec is None or (trees == len(made.leaves) and _is_call(made.in_spec))
+    decoded = checked(CallSignature(**{name: decode_value(value, values) for name, value in stored.items()}))
+    trees = 0 if decoded.in_spec is None else decoded.in_spec.num_leaves
+    fits = decoded.in_spec is None or (trees == len(decoded.leaves) and _is_call(decoded.in_spec))
     if (
         not fits
-        or made.results != made.out_spec.num_leaves
-        or made.constants.keys() - set(range(made.results))
+        or decoded.results != decoded.out_spec.num_leaves
+        or decoded.constants.keys() - set(range(decoded.results))
     ):
         raise PassError(
-            f"a call of {len(made.leaves)} inputs and {made.results} results does not fit the structures of "
-            f"{trees} and {made.out_spec.num_leaves}: compile again"
+            f"a call of {len(decoded.leaves)} inputs and {decoded.results} results does not fit the "
+            f"structures of {trees} and {decoded.out_spec.num_leaves}: compile again"
         )
-    for _, source in made.guards:
+    for _, source in decoded.guards:
         parse(source)
-    return made
+    return decoded
 
 
 def _is_call(spec: pytree.TreeSpec) -> bool:
     """Tells whether a structure is of positional arguments and keyword arguments."""
     parts = spec.children()
-    return spec.type is tuple and [one.type for one in parts] == [tuple, dict]
+    return spec.type is tuple and [part.type for part in parts] == [tuple, dict]

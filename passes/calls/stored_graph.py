@@ -87,17 +87,17 @@ def decode_graph(stored: Any, *, trust: bool = False) -> tuple[fx.Graph, Bodies]
             raise PassError(f"the graph has two nodes {name!r}")
         if op == "get_attr" and target not in stored["bodies"]:
             raise PassError(f"node {name} is the body {target}, which the graph does not have: compile again")
-        made = graph.create_node(
+        node = graph.create_node(
             op,
             functions[target] if op == "call_function" else target,
             tuple(decode_value(arg, values) for arg in args),
             {key: decode_value(value, values) for key, value in kwargs.items()},
             name,
         )
-        made.name = name  # export may name a node like a builtin of Python, which FX itself would not
+        node.name = name  # export may name a node like a builtin of Python, which FX itself would not
         if transfer:
-            made.meta[TRANSFER] = True
-        nodes[name] = made
+            node.meta[TRANSFER] = True
+        nodes[name] = node
     bodies = {name: decode_graph(body, trust=trust) for name, body in stored["bodies"].items()}
     return graph, {name: fx.GraphModule(inner, body) for name, (body, inner) in bodies.items()}
 
@@ -166,7 +166,7 @@ def encode_value(value: Any) -> Any:
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, list):
-        return [encode_value(one) for one in value]
+        return [encode_value(element) for element in value]
     for name, kind in _KINDS.items():
         if isinstance(value, kind.type):
             return {name: kind.encode(value)}
@@ -185,10 +185,10 @@ class Values:
 
     def node(self, name: object) -> fx.Node:
         """A node by name. Raises PassError where there is none before this one."""
-        found = self.nodes.get(name) if self.nodes and isinstance(name, str) else None
-        if found is None:
+        node = self.nodes.get(name) if self.nodes and isinstance(name, str) else None
+        if node is None:
             refuse(name, "node before this one")
-        return found
+        return node
 
 
 _NOTHING = Values(None, trust=False)
@@ -197,7 +197,7 @@ _NOTHING = Values(None, trust=False)
 def decode_value(value: Any, values: Values = _NOTHING) -> Any:
     """The value that `encode_value` was given. Raises PassError for JSON that is none."""
     if isinstance(value, list):
-        return [decode_value(one, values) for one in value]
+        return [decode_value(element, values) for element in value]
     if not isinstance(value, dict):
         return value
     name, content = next(iter(value.items()), ("", None))
@@ -219,17 +219,17 @@ class _Kind:
 
 
 def _encode_items(value: dict[Any, Any]) -> list[Any]:
-    return [[encode_value(key), encode_value(one)] for key, one in value.items()]
+    return [[encode_value(key), encode_value(element)] for key, element in value.items()]
 
 
 def _decode_items(content: Any, values: Values) -> dict[Any, Any]:
     if not all(isinstance(key, str | int | None) for key, _ in content):
         refuse(content, "dictionary of names or numbers")
-    return {key: decode_value(one, values) for key, one in content}
+    return {key: decode_value(element, values) for key, element in content}
 
 
 def _encode_slice(value: slice) -> list[Any]:
-    return [encode_value(one) for one in (value.start, value.stop, value.step)]
+    return [encode_value(part) for part in (value.start, value.stop, value.step)]
 
 
 def _decode_slice(content: Any, values: Values) -> slice:
@@ -241,10 +241,10 @@ def _named(kind: type) -> _Kind:
     """The kind of a type whose values are attributes of torch, such as dtypes."""
 
     def decode(name: Any, _: Values) -> Any:
-        found = vars(torch).get(name)
-        if not isinstance(found, kind):
+        value = vars(torch).get(name)
+        if not isinstance(value, kind):
             refuse(name, f"{kind.__name__} of torch")
-        return found
+        return value
 
     return _Kind(kind, lambda value: str(value).removeprefix("torch."), decode)
 
@@ -254,7 +254,7 @@ def _record(kind: type) -> _Kind:
     names = [field.name for field in fields(kind)]
 
     def decode(content: Any, values: Values) -> Any:
-        decoded = [decode_value(one, values) for one in content]
+        decoded = [decode_value(element, values) for element in content]
         return checked(kind(*decoded))
 
     return _Kind(kind, lambda record: [encode_value(getattr(record, name)) for name in names], decode)
@@ -276,11 +276,11 @@ _KINDS = {
     "layout": _named(torch.layout),
     "memory_format": _named(torch.memory_format),
     "tree": _Kind(pytree.TreeSpec, encode_tree, lambda text, values: decode_tree(text, trust=values.trust)),
-    **{one.__name__: _record(one) for one in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)},
+    **{kind.__name__: _record(kind) for kind in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)},
 }
 """The kinds of values by their keys in JSON. Subclasses of tuple and dict come back as tuple and dict."""
 
 _IN_GRAPHS = (
-    _KINDS.keys() - {one.__name__ for one in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)} - {"tree"}
+    _KINDS.keys() - {kind.__name__ for kind in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)} - {"tree"}
 )
 """The kinds of values that operators take: FX writes all of them as Python."""

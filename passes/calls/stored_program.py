@@ -59,8 +59,8 @@ def _load(stored: Path | bytes) -> ExportedProgram:
 
 def _unregistered(error: BaseException) -> str | None:
     """The module that registers the type that torch could not load; None if that is not the error."""
-    found = re.search(r"Deserializing ((?:transformers|diffusers)\.[\w.]+)\.\w+ in pytree", str(error))
-    return found[1] if found else None
+    type_name = re.search(r"Deserializing ((?:transformers|diffusers)\.[\w.]+)\.\w+ in pytree", str(error))
+    return type_name[1] if type_name else None
 
 
 @contextmanager
@@ -74,15 +74,15 @@ def _logged_errors() -> Iterator[list[BaseException]]:
                 errors.append(record.exc_info[1])
 
     named = {name: logging.getLogger(name) for name in list(logging.root.manager.loggerDict)}
-    torchs = [found for name, found in named.items() if name.split(".")[0] == "torch" and found.handlers]
-    before = [(found, found.handlers) for found in torchs]
+    torchs = [logger for name, logger in named.items() if name.split(".")[0] == "torch" and logger.handlers]
+    before = [(logger, logger.handlers) for logger in torchs]
     try:
-        for found in torchs:
-            found.handlers = [Keep()]
+        for logger in torchs:
+            logger.handlers = [Keep()]
         yield errors
     finally:
-        for found, handlers in before:
-            found.handlers = handlers
+        for logger, handlers in before:
+            logger.handlers = handlers
 
 
 @contextmanager

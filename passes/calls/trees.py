@@ -73,12 +73,12 @@ def _decode(stored: Any, depth: int) -> pytree.TreeSpec:
 
 def _context(kind: Any, name: str, stored: Any, children: int) -> Any:
     """What the class of a structure keeps beside its children: of a dictionary the keys, often nothing."""
-    own = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
+    from_context = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
     if kind is namedtuple:
         context = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(stored) if isinstance(stored, str) else None
         names = getattr(context, "_fields", None)
         fits = isinstance(names, tuple) and len(names) == children
-    elif kind is defaultdict or own is not None or not isinstance(stored, str):
+    elif kind is defaultdict or from_context is not None or not isinstance(stored, str):
         # torch, or the class itself, would look up what the text names.
         raise PassError(
             f"the results or inputs are in a {name}, whose file could name any module to import: {TRUST}"
@@ -110,5 +110,5 @@ def _fits(kind: Any, context: Any, children: int) -> bool:
 def _is_plain(value: Any) -> bool:
     """Tells whether a value of JSON is of texts, numbers and lists alone, which name no class."""
     if isinstance(value, list):
-        return all(_is_plain(one) for one in value)
+        return all(_is_plain(element) for element in value)
     return isinstance(value, str | int | float | bool | None)

@@ -38,7 +38,7 @@ def without_tokens(exported: ExportedProgram) -> ExportedProgram:
 def with_plain_fakes(exported: ExportedProgram) -> ExportedProgram:
     """Return a copy of the program whose fake tensors have no values, or the program if none has."""
     recorded = tensors_of([node.meta.get("val") for node in placeholders_of(exported.graph)])
-    mode = next((one.fake_mode for one in recorded if isinstance(one, FakeTensor)), None)
+    mode = next((tensor.fake_mode for tensor in recorded if isinstance(tensor, FakeTensor)), None)
     if mode is None or not mode.propagate_real_tensors:
         return exported
     plain = _plain_in(FakeTensorMode(shape_env=mode.shape_env))
@@ -56,7 +56,7 @@ def _plain_in(mode: FakeTensorMode) -> Callable[[Any], Any]:
         if not isinstance(value, FakeTensor):
             return value
         with mode:
-            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        return made.requires_grad_(value.requires_grad)
+            memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return memory.requires_grad_(value.requires_grad)
 
     return plain

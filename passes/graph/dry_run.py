@@ -49,15 +49,15 @@ def dry_run(graph: fx.Graph, inputs: Sequence[object], followed: frozenset[int])
     """
     works: dict[fx.Graph, int] = {}
     work = _work(graph, works)
-    most = _NODES + _REPEATS * sum(len(one.nodes) for one in works)
+    most = _NODES + _REPEATS * sum(len(body.nodes) for body in works)
     if work > most:
         raise PassError("its nodes call bodies that call bodies, so often that it would take for ever")
     values = _Values(followed, shares=not any(map(_moves, works)))
-    given, mode = iter(inputs), fake_mode_of(inputs)
+    next_input, mode = iter(inputs), fake_mode_of(inputs)
     with mode, _counted(mode, most), groups_of_any_dtype(), _silent():
         for node in graph.nodes:
             if node.op == "placeholder":
-                values.note(node, next(given))
+                values.note(node, next(next_input))
             elif node.op == "get_attr":
                 node.meta["val"] = getattr(graph.owning_module, str(node.target))
             elif node.op == "call_function":
@@ -94,7 +94,7 @@ def _parts(func: Any, args: Sequence[Any]) -> int:
     schema, whole = getattr(func, "_schema", None), args[0] if args else None
     if schema is None or not isinstance(whole, torch.Tensor) or not whole.dim():
         return 0
-    if not any(str(one.type) == "List[Tensor]" for one in schema.returns):
+    if not any(str(returned.type) == "List[Tensor]" for returned in schema.returns):
         return 0
     most, by = max(size for size in (0, *whole.shape) if type(size) is int), args[1] if len(args) > 1 else 1
     if isinstance(by, list | tuple):
@@ -125,8 +125,8 @@ class _Known:
     storages: frozenset[int]
     fresh: bool
 
-    def is_fresh_of(self, given: set[int]) -> bool:
-        return self.fresh and self.storages.isdisjoint(given)
+    def is_fresh_of(self, known: set[int]) -> bool:
+        return self.fresh and self.storages.isdisjoint(known)
 
 
 class _Values:
@@ -149,15 +149,15 @@ class _Values:
             return _run(node)
         key = (node.target, self._key(node.args), self._key(node.kwargs))
         known = self._known.get(key)
-        given = {s for one in node.all_input_nodes for s in storages_of(one.meta["val"])}
+        inputs = {s for operand in node.all_input_nodes for s in storages_of(operand.meta["val"])}
         follows = not self._touching.isdisjoint(node.all_input_nodes)
         # Where a followed storage goes in, a value that is no view must not look like one.
-        if known is not None and (not follows or known.is_fresh_of(given)):
+        if known is not None and (not follows or known.is_fresh_of(inputs)):
             return known.value
         value = _run(node)
-        made = storages_of(value)
-        if known is None and _is_static(value) and self._followed.isdisjoint(made):
-            self._known[key] = _Known(value, frozenset(made), given.isdisjoint(made))
+        storages = storages_of(value)
+        if known is None and _is_static(value) and self._followed.isdisjoint(storages):
+            self._known[key] = _Known(value, frozenset(storages), inputs.isdisjoint(storages))
         return value
 
     def _key(self, value: Any) -> object:
@@ -166,7 +166,7 @@ class _Values:
         if isinstance(value, list | tuple):
             return (type(value), *map(self._key, value))
         if isinstance(value, dict):
-            return tuple((key, self._key(held)) for key, held in value.items())
+            return tuple((key, self._key(content)) for key, content in value.items())
         return facts_of(value)
 
 
@@ -187,20 +187,20 @@ def _tells_aliases(target: Any) -> bool:
     """Tells whether an operator's fake has all its aliases; those of a custom one may be in its schema."""
     if not isinstance(target, OpOverload):
         return False
-    return target.namespace == "aten" or not any(one.alias_info for one in target._schema.returns)
+    return target.namespace == "aten" or not any(returned.alias_info for returned in target._schema.returns)
 
 
 def _is_static(value: object) -> bool:
     """Tells whether a value consists of tensors, all of which have sizes that are numbers."""
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and all(
-        isinstance(one, FakeTensor) and all(type(size) is int for size in (*one.shape, *one.stride()))
-        for one in leaves
+        isinstance(leaf, FakeTensor) and all(type(size) is int for size in (*leaf.shape, *leaf.stride()))
+        for leaf in leaves
     )
 
 
 def _run(node: fx.Node) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     if not isinstance(node.target, OpOverload | HigherOrderOperator):
         return _computed(node.target, args, kwargs)
     with _noting_inputs(subgraphs_of(node), pytree.tree_leaves((args, kwargs))):
@@ -213,10 +213,12 @@ def _computed(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     Of texts and lists, functions make such as are longer: only items are taken from them, and sums.
     """
     if function not in (operator.getitem, torch.sym_sum):
-        for one in (*args, *kwargs.values()):
-            if isinstance(one, str | list | tuple | dict):
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, str | list | tuple | dict):
                 raise TypeError("it computes with numbers, and not with texts and lists")
-        if function in _POWERS and any(isinstance(one, int) and abs(one) > _LARGEST for one in args[1:]):
+        if function in _POWERS and any(
+            isinstance(argument, int) and abs(argument) > _LARGEST for argument in args[1:]
+        ):
             raise OverflowError(f"the number may be of more than {_LARGEST} binary digits")
     value = function(*args, **kwargs)
     if isinstance(value, int) and value.bit_length() > _LARGEST:
@@ -235,8 +237,8 @@ def _noting_inputs(bodies: Sequence[fx.GraphModule], operands: Sequence[object])
     """
 
     def note(body: Any, inputs: Sequence[object]) -> None:
-        for entry, value in zip(placeholders_of(body.graph), inputs, strict=False):
-            entry.meta["val"] = value
+        for placeholder, value in zip(placeholders_of(body.graph), inputs, strict=False):
+            placeholder.meta["val"] = value
 
     with ExitStack() as hooks:
         for body in bodies:

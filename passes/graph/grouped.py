@@ -36,16 +36,16 @@ def groups_of_any_dtype() -> Iterator[None]:
     def lenient(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         dtype = left.dtype
         if dtype not in (torch.float32, torch.float16) or right.dtype != dtype:
-            made: torch.Tensor = checked(left, right, *args, **kwargs)
-            return made
-        made = checked(left.to(torch.bfloat16), right.to(torch.bfloat16), *args, **kwargs)
+            product: torch.Tensor = checked(left, right, *args, **kwargs)
+            return product
+        product = checked(left.to(torch.bfloat16), right.to(torch.bfloat16), *args, **kwargs)
         if dtype == torch.float16:
-            return made.to(dtype)
-        *outer, rows, length = made.shape
+            return product.to(dtype)
+        *outer, rows, length = product.shape
         step = _ROW // dtype.itemsize
         width = (length + step - 1) // step * step
         strides = ([rows * width] if outer else []) + [width, 1]
-        return torch.empty_strided(made.shape, strides, dtype=dtype, device=made.device)
+        return torch.empty_strided(product.shape, strides, dtype=dtype, device=product.device)
 
     with _LOCK, patch.object(meta, _CHECKED, lenient):
         yield

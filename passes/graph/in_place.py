@@ -33,8 +33,8 @@ def as_function(operator: OpOverload) -> OpOverload:
     if packet is None or overload not in packet.overloads():
         _declare(operator)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
-    found: OpOverload = getattr(packet, overload)
-    return found
+    named_operator: OpOverload = getattr(packet, overload)
+    return named_operator
 
 
 def named(name: str, overload: str) -> OpOverload | None:
@@ -48,8 +48,12 @@ def is_in_place(operator: Any) -> bool:
     if not isinstance(operator, OpOverload) or operator.namespace != "aten":
         return False
     schema = operator._schema
-    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
-    returned = [one.alias_info is not None and one.alias_info.is_write for one in schema.returns]
+    written = [
+        argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
+    ]
+    returned = [
+        returned.alias_info is not None and returned.alias_info.is_write for returned in schema.returns
+    ]
     moved = torch.Tag.inplace_view in operator.tags or operator._opname in ("set_", "resize_", "resize_as_")
     return bool(written) and written[0] and sum(written) == 1 and returned == [True] and not moved
 
@@ -99,11 +103,13 @@ def layouts_kept(*, differentiated: bool = False) -> Iterator[None]:
     """
     dispatch: Any = FunctionalTensorMode.__torch_dispatch__
 
-    def kept(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run_or_keep(
+        self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         other = differentiated and func in _OTHER_GRADIENTS
         if _writes(func, args) and (other or not _is_kept(func, args, kwargs)):
-            made = dispatch(self, as_function(_with_numbers(func, args)), types, args, kwargs)
-            args[0].replace_(made.from_functional())
+            functional = dispatch(self, as_function(_with_numbers(func, args)), types, args, kwargs)
+            args[0].replace_(functional.from_functional())
             args[0].commit_update()
             args[0].sync()
             return args[0]
@@ -111,7 +117,7 @@ def layouts_kept(*, differentiated: bool = False) -> Iterator[None]:
         _check(func, args, kwargs or {})
         return result
 
-    with mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", kept):
+    with mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", run_or_keep):
         yield
 
 
@@ -122,10 +128,10 @@ def _writes(operator: Any, args: Any) -> bool:
 def _with_numbers(operator: OpOverload, args: Any) -> OpOverload:
     """The overload that takes numbers where one for tensors is given them, as PyTorch allows of its own."""
     pairs = zip(operator._schema.arguments, args, strict=False)
-    if any(isinstance(one, int | float | complex) and str(a.type) == "Tensor" for a, one in pairs):
+    if any(isinstance(value, int | float | complex) and str(a.type) == "Tensor" for a, value in pairs):
         name = operator._overloadname.replace("Tensor", "Scalar")
-        found: OpOverload = getattr(operator.overloadpacket, name, operator)
-        return found
+        overload: OpOverload = getattr(operator.overloadpacket, name, operator)
+        return overload
     return operator
 
 
@@ -136,12 +142,14 @@ def _is_kept(operator: OpOverload, args: Any, kwargs: Any) -> bool:
         return True
     if torch.Tag.pointwise not in operator.tags or not is_dense(written):
         return False
-    others = [one for one in (*args[1:], *(kwargs or {}).values()) if isinstance(one, torch.Tensor)]
-    return all(not one.dim() or (_is_static(one) and _layout(one) == _layout(written)) for one in others)
+    tensors = [value for value in (*args[1:], *(kwargs or {}).values()) if isinstance(value, torch.Tensor)]
+    return all(
+        not tensor.dim() or (_is_static(tensor) and _layout(tensor) == _layout(written)) for tensor in tensors
+    )
 
 
 def _is_static(tensor: torch.Tensor) -> bool:
-    return all(isinstance(one, int) for one in (*tensor.shape, *tensor.stride()))
+    return all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride()))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -153,9 +161,9 @@ def _check(operator: Any, args: Any, kwargs: Any) -> None:
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable or torch.Tag.inplace_view in operator.tags:
         return
-    given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
+    arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     for argument in schema.arguments:
-        value = given.get(argument.name)
+        value = arguments.get(argument.name)
         if argument.alias_info is None or not isinstance(value, FunctionalTensor):
             continue
         now = torch._from_functional_tensor(value.elem)

@@ -48,11 +48,11 @@ def strides_of_kernels() -> Iterator[None]:
 def _with_strides(fake: Callable[..., Any], position: int) -> Callable[..., Any]:
     @functools.wraps(fake)
     def laid_out(*args: Any, **kwargs: Any) -> Any:
-        first, *others = fake(*args, **kwargs)
+        first, *results = fake(*args, **kwargs)
         operand: torch.Tensor = args[position]
         if first is not None and operand.device.type == "cpu":
             first = first.contiguous(memory_format=suggest_memory_format(operand))
-        return (first, *others)
+        return (first, *results)
 
     return laid_out
 

@@ -132,26 +132,26 @@ def dependent(sources: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _reached(starts: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     left = list(starts)
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             left += neighbours(node)
-    return found
+    return reached
 
 
 def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graph modules that a control-flow operator is given, or the one that a node calls."""
     owner = node.graph.owning_module
-    given = [node] if node.op == "call_module" else node.all_input_nodes
-    found = [
+    operands = [node] if node.op == "call_module" else node.all_input_nodes
+    modules = [
         getattr(owner, str(operand.target), None)
-        for operand in given
+        for operand in operands
         if operand.op in ("get_attr", "call_module")
     ]
-    return [module for module in found if isinstance(module, fx.GraphModule)]
+    return [module for module in modules if isinstance(module, fx.GraphModule)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

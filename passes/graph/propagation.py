@@ -85,8 +85,10 @@ def is_propagated(graph_module: fx.GraphModule) -> bool:
         if node.op not in ("placeholder", "output") and FLOPS not in node.meta:
             return False
         storages = storages_of(node.meta.get("val"))
-        given = {s for operand in node.all_input_nodes for s in storages_of(operand.meta.get("val"))}
-        if node.op == "call_function" and not seen.isdisjoint(set(storages) - given):
+        operand_storages = {
+            s for operand in node.all_input_nodes for s in storages_of(operand.meta.get("val"))
+        }
+        if node.op == "call_function" and not seen.isdisjoint(set(storages) - operand_storages):
             return False
         seen.update(storages)
     return True
@@ -186,7 +188,7 @@ class _CountingProp(FakeTensorProp):
         self._storages: set[int] = set()
         targets = (node.target for node in self.graph.nodes)
         # An operator that changes the sizes of its argument in place would change the recorded value.
-        self._reuses = not any(torch.Tag.inplace_view in getattr(one, "tags", ()) for one in targets)
+        self._reuses = not any(torch.Tag.inplace_view in getattr(target, "tags", ()) for target in targets)
 
     def run_node(self, n: fx.Node) -> Any:
         result = self._recorded(n)
@@ -239,8 +241,8 @@ class _CountingProp(FakeTensorProp):
         known = self._counted.get((n.target, facts_of(args), facts_of(kwargs)))
         if known is None or known.layout != _layout(value):
             return None
-        own = set(storages_of(value)).difference(storages_of((args, kwargs)))
-        if not own.isdisjoint(self._storages) or known.aliases != _aliases(value, (args, kwargs)):
+        own_storages = set(storages_of(value)).difference(storages_of((args, kwargs)))
+        if not own_storages.isdisjoint(self._storages) or known.aliases != _aliases(value, (args, kwargs)):
             return None
         n.meta[FLOPS] = known.flops
         return value
@@ -304,21 +306,23 @@ class _Counter(FlopCounterMode):
 def _is_fake(value: object, mode: FakeTensorMode) -> bool:
     """Tells whether a nested value is of fake tensors of a mode, and of nothing else."""
     leaves = pytree.tree_leaves(value)
-    return bool(leaves) and all(isinstance(one, FakeTensor) and one.fake_mode is mode for one in leaves)
+    return bool(leaves) and all(isinstance(leaf, FakeTensor) and leaf.fake_mode is mode for leaf in leaves)
 
 
 def _layout(value: object) -> object:
     """Where the elements of the tensors of a nested value lie, and how large their storages are."""
     return [
-        (facts_of(one), facts_of((one.storage_offset(), one.untyped_storage().nbytes())))
-        for one in tensors_of(value)
+        (facts_of(tensor), facts_of((tensor.storage_offset(), tensor.untyped_storage().nbytes())))
+        for tensor in tensors_of(value)
     ]
 
 
-def _aliases(value: object, given: object) -> list[tuple[int, ...]]:
+def _aliases(value: object, inputs: object) -> list[tuple[int, ...]]:
     """For each tensor of a value, which of the given tensors and of the value's own share its storage."""
-    storages = [*storages_of(given), *storages_of(value)]
-    return [tuple(k for k, one in enumerate(storages) if one == made) for made in storages_of(value)]
+    storages = [*storages_of(inputs), *storages_of(value)]
+    return [
+        tuple(k for k, other in enumerate(storages) if other == storage) for storage in storages_of(value)
+    ]
 
 
 def facts_of(value: Any) -> object:
@@ -331,7 +335,7 @@ def facts_of(value: Any) -> object:
     if isinstance(value, list | tuple):
         return (type(value), *map(facts_of, value))
     if isinstance(value, dict):
-        return tuple((key, facts_of(held)) for key, held in value.items())
+        return tuple((key, facts_of(content)) for key, content in value.items())
     if value is None or isinstance(value, _PLAIN):
         return (type(value), value)
     return object()  # equal to nothing

@@ -24,12 +24,12 @@ def exported_device(graph_module: fx.GraphModule) -> torch.device:
 
     Raises PassError when it names several accelerators, since an arena is on one device.
     """
-    found: set[torch.device] = set()
+    devices: set[torch.device] = set()
     for module in nested_modules(graph_module):
         for node in module.graph.nodes:
-            found |= {tensor.device for tensor in tensors_of(node.meta.get("val"))}
-            found |= {leaf for leaf in _leaves(node) if isinstance(leaf, torch.device)}
-    accelerators = sorted({indexed(device) for device in found if device.type != "cpu"}, key=str)
+            devices |= {tensor.device for tensor in tensors_of(node.meta.get("val"))}
+            devices |= {leaf for leaf in _leaves(node) if isinstance(leaf, torch.device)}
+    accelerators = sorted({indexed(device) for device in devices if device.type != "cpu"}, key=str)
     if len(accelerators) > 1:
         raise PassError(
             f"the program uses the devices {[str(device) for device in accelerators]}, expected one besides "
@@ -99,8 +99,8 @@ def is_transfer(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or node.target.overloadpacket is not torch.ops.aten.to:
         return False
     devices = {tensor.device for tensor in tensors_of(node.meta.get("val"))}
-    given = {tensor.device for tensor in tensors_of(node.all_input_nodes[0].meta.get("val"))}
-    return TRANSFER in node.meta or not given <= devices
+    source_devices = {tensor.device for tensor in tensors_of(node.all_input_nodes[0].meta.get("val"))}
+    return TRANSFER in node.meta or not source_devices <= devices
 
 
 def indexed(device: torch.device) -> torch.device:

@@ -75,20 +75,20 @@ def _name(node: fx.Node) -> str:
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
     """The nodes of each transform that is within no other one, from what pushes its level to what pops it."""
-    found: list[list[fx.Node]] = []
+    regions: list[list[fx.Node]] = []
     depth = 0
     for node in list(graph.nodes):
         if not _is_transform(node):
             if depth:
-                found[-1].append(node)
+                regions[-1].append(node)
             continue
         name = _name(node)
         if name.endswith(_PUSH):
             if not depth:
-                found.append([])
+                regions.append([])
             depth += 1
         if depth:
-            found[-1].append(node)
+            regions[-1].append(node)
         elif not node.users:
             graph.erase_node(node)  # it loads something for what follows
         else:
@@ -97,14 +97,18 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
                 "torch.cond, whose beginning torch.export leaves out: compute it by hand"
             )
         depth -= name.endswith(_POP)
-    return found
+    return regions
 
 
 def _replace(graph: fx.Graph, region: Sequence[fx.Node]) -> None:
     """Put what a region calls in its place."""
     inside = set(region)
-    given = dict.fromkeys(one for node in region for one in node.all_input_nodes if one not in inside)
-    bodies, inputs = [[one for one in given if (one.op == "get_attr") is body] for body in (True, False)]
+    operands = dict.fromkeys(
+        operand for node in region for operand in node.all_input_nodes if operand not in inside
+    )
+    bodies, inputs = [
+        [operand for operand in operands if (operand.op == "get_attr") is body] for body in (True, False)
+    ]
     outputs = [node for node in region if not inside.issuperset(node.users)]
     traced = _traced(graph.owning_module, [*bodies, *region], inputs, outputs)
     here: dict[fx.Node, Any] = dict(zip(placeholders_of(traced.graph), inputs, strict=True))
@@ -127,9 +131,9 @@ def _replace(graph: fx.Graph, region: Sequence[fx.Node]) -> None:
 
 def _given(owner: Any, region: str, name: str, traced: fx.GraphModule) -> str:
     """The name under which the module of a graph has a body that a region's trace calls."""
-    given = f"{region}_{name}"
-    setattr(owner, given, getattr(traced, name))
-    return given
+    attribute = f"{region}_{name}"
+    setattr(owner, attribute, getattr(traced, name))
+    return attribute
 
 
 def _traced(

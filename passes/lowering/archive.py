@@ -55,9 +55,9 @@ def _graphs(annotated: Annotated) -> Iterator[fx.Graph]:
     for code in annotated.codes.values():
         names = operators_in(json.loads(code)["graph"])
         if any(is_collective(operator_of(name, trust=True)) for name in names):
-            made = decode_method(code, trust=True).graph()
-            yield made.graph
-            modules += made.bodies.values()
+            graph = decode_method(code, trust=True).graph()
+            yield graph.graph
+            modules += graph.bodies.values()
     for module in modules:
         yield from (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
 
@@ -66,8 +66,8 @@ def encoded_methods(annotated: Annotated) -> dict[str, bytes | ExportedProgram]:
     """The code of each method as JSON, or its exported program if it has no form in JSON."""
     codes: dict[str, bytes | ExportedProgram] = dict(annotated.codes)
     for name, exported in annotated.programs.items():
-        held = annotated.training.made(name) if annotated.training else ()
-        activations = Activations.of(exported, annotated.propagated[name], held)
+        values_kept = annotated.training.made(name) if annotated.training else ()
+        activations = Activations.of(exported, annotated.propagated[name], values_kept)
         codes[name] = encode_method(exported, activations) or exported
     return codes
 
@@ -145,8 +145,8 @@ def read_code(archive: zipfile.ZipFile, method: str, *, trust: bool) -> MethodCo
             f"{TRUST}"
         )
     training = read_training(archive)
-    held = training.made(method) if training else ()
-    return method_code(load_stored(read_member(archive, f"{method}.pt2", "a lowered program")), held)
+    values_kept = training.made(method) if training else ()
+    return method_code(load_stored(read_member(archive, f"{method}.pt2", "a lowered program")), values_kept)
 
 
 def check_fits(payload: Payload, method: Method, code: MethodCode, *, trust: bool) -> None:

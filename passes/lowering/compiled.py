@@ -72,7 +72,7 @@ def load(folder: Path, payload: Payload, *, trust: bool, index: int = -1) -> Loa
     for method in payload.methods:
         _check_brought(payload, method, runners[method.name].get_constant_fqns())
     signatures = {name: code.signature for name, code in codes.items()}
-    computed = {t.method for t in payload.traces for s in t.steps if any(one.computed for one in s.sparse)}
+    computed = {t.method for t in payload.traces for s in t.steps if any(read.computed for read in s.sparse)}
     bodies = {name: code.graph().bodies if name in computed else {} for name, code in codes.items()}
     return LoadedPackage(payload, runners, signatures, bodies)
 
@@ -103,16 +103,16 @@ class CompiledMethod:
         """Runs on checked leaves, and returns the result in the caller's structure."""
         if self._runner is None:
             raise StreamError("the module is closed: load the program again")
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         unpack: Any = forward_ad.unpack_dual
-        if any(unpack(leaf).tangent is not None for leaf in given):
+        if any(unpack(leaf).tangent is not None for leaf in tensors):
             raise StreamError(
                 "an input has a tangent, and compiled code computes none: call the module outside of "
                 "torch.autograd.forward_ad.dual_level(), or compile the program with lowering='eager'"
             )
-        dense = [leaf.contiguous() for leaf in given]  # compiled code takes contiguous tensors only
+        dense = [leaf.contiguous() for leaf in tensors]  # compiled code takes contiguous tensors only
         values = iter(self._runner.boxed_run(list(dense)))
-        for before, after in zip(given, dense, strict=True):
+        for before, after in zip(tensors, dense, strict=True):
             # The program has written this input if its bytes changed; values would not do, as NaN is not NaN.
             if after is not before and not same_bytes(before.contiguous(), after):
                 before.copy_(after)
@@ -149,10 +149,11 @@ def _check_machine(payload: Payload, index: int) -> None:
     if not machine:
         return
     device, system, processor, *instructions = machine.split(" ")
-    found = f"{platform.system().lower()} {platform.machine()}"
-    if f"{system} {processor}" != found:
+    built_for_here = f"{platform.system().lower()} {platform.machine()}"
+    if f"{system} {processor}" != built_for_here:
         raise PayloadError(
-            f"the program was compiled for {system} {processor}, and this is {found}: compile it here"
+            f"the program was compiled for {system} {processor}, and this is {built_for_here}: compile "
+            "it here"
         )
     missing = [name for name in instructions if not _has(name)]
     if device == "cpu" and missing:

@@ -124,35 +124,35 @@ def instantiate(
             partial(by_units, trace=lowered.payload.trace_for(method.graph), units=units),
         )
     )
-    made = lower(code.graph())
+    graph = lower(code.graph())
     weights = {weight.fqn: weight for weight in lowered.payload.tensors}
     bound = {fqn: checked_weight(weights, fqn, tensors) for _, fqn in code.weights}
     bound |= {fqn: bound[fqn].detach().requires_grad_() for fqn in code.with_grad}
     lifted = tuple(bound[fqn] for _, fqn in code.weights)
     convention = CallingConvention(code.signature, target)
-    return EagerMethod(fx.GraphModule(made.bodies, made.graph), convention, tensors, lifted)
+    return EagerMethod(fx.GraphModule(graph.bodies, graph.graph), convention, tensors, lifted)
 
 
 @declare(ensures=("device",))
-def on_device(made: MethodGraph, source: torch.device, target: torch.device) -> MethodGraph:
+def on_device(graph: MethodGraph, source: torch.device, target: torch.device) -> MethodGraph:
     """Returns the graph, which the caller gives away, with the device `target` in the place of `source`."""
-    inner = [module for body in made.bodies.values() for module in nested_modules(body)]
-    move_graph(made.graph, inner, source, target)
-    return made
+    inner = [module for body in graph.bodies.values() for module in nested_modules(body)]
+    move_graph(graph.graph, inner, source, target)
+    return graph
 
 
 @declare(requires=("device",), ensures=("probes",))
 def with_probes(
-    made: MethodGraph, lowered: LoweredProgram, method: Method, probed: Iterable[int]
+    graph: MethodGraph, lowered: LoweredProgram, method: Method, probed: Iterable[int]
 ) -> MethodGraph:
     """Returns the graph, which the caller gives away, with probes around the steps `probed` of the method.
 
     Raises PassError if program and payload do not belong together.
     """
     trace, probed = lowered.payload.trace_for(method.graph), frozenset(probed)
-    _number_stores(made.graph, trace, probed)
-    placeholders = _placeholders(made.graph, lowered.methods[method.name], lowered.payload)
-    names = {node.name for node in made.graph.nodes}
+    _number_stores(graph.graph, trace, probed)
+    placeholders = _placeholders(graph.graph, lowered.methods[method.name], lowered.payload)
+    names = {node.name for node in graph.graph.nodes}
     sites = []
     for k in sorted(probed):
         step = trace.steps[k]
@@ -165,19 +165,19 @@ def with_probes(
             )
         weights = tuple(name for read in step.reads for name in placeholders[read])
         sites.append(Site(step.name, k, weights))
-    add_sites(made.graph, method.graph, sites)
-    return made
+    add_sites(graph.graph, method.graph, sites)
+    return graph
 
 
 @declare(requires=("probes",), ensures=("units",))
-def by_units(made: MethodGraph, trace: Trace, units: Units | None) -> MethodGraph:
+def by_units(graph: MethodGraph, trace: Trace, units: Units | None) -> MethodGraph:
     """Returns the graph, which the caller gives away, with calls by units where the pool of `units` serves.
 
     Raises PassError if program and payload do not belong together.
     """
     if units is not None:
-        call_by_units(made.graph, made.bodies, trace, units)
-    return made
+        call_by_units(graph.graph, graph.bodies, trace, units)
+    return graph
 
 
 def _number_stores(graph: fx.Graph, trace: Trace, probed: Collection[int]) -> None:

@@ -78,14 +78,14 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
     walk = _Walk()
     for raw in _between(source, *_CPP_BODY):
         line = raw.strip()
-        if found := _CONSTANT.search(line):
-            fqn = fqns.get(int(found[2]), "")
+        if match := _CONSTANT.search(line):
+            fqn = fqns.get(int(match[2]), "")
             if fqn in storages:
-                walk.names[found[1]] = {storages[fqn]}
-        elif (found := _PROXY.search(line)) and int(found[1]) in probes:
-            walk.call(probes[int(found[1])], nested=raw[:5].startswith("     "))
+                walk.names[match[1]] = {storages[fqn]}
+        elif (match := _PROXY.search(line)) and int(match[1]) in probes:
+            walk.call(probes[int(match[1])], nested=raw[:5].startswith("     "))
         else:
-            position = int(found[1]) if found else -1
+            position = int(match[1]) if match else -1
             walk.line(line, operators.get(position), by_units.get(position))
     steps = walk.finish()
     return Observation(tuple(steps), tuple(walk.calls), tuple(fqns.values()))
@@ -106,10 +106,10 @@ def observe_python(source: str, storages: Mapping[str, int], number: int) -> Obs
             margin = min(margin, indent)
         if indent == margin and _PYTHON_GUARD.match(line):
             margin += 4
-        elif found := _PYTHON_PROBE.match(line):
-            if int(found[2]) != number:
-                raise PassError(f"a probe of graph {found[2]} is in the program of graph {number}")
-            walk.call(2 * int(found[3]) + (found[1] == "release"), nested=indent > margin)
+        elif probe := _PYTHON_PROBE.match(line):
+            if int(probe[2]) != number:
+                raise PassError(f"a probe of graph {probe[2]} is in the program of graph {number}")
+            walk.call(2 * int(probe[3]) + (probe[1] == "release"), nested=indent > margin)
         elif not _PYTHON_METADATA.match(line):
             walk.line(line)
     return Observation(tuple(walk.finish()), tuple(walk.calls), tuple(storages))
@@ -130,10 +130,10 @@ def _between(source: str, begin: str, end: str) -> Sequence[str]:
 def _extern_calls(extern_nodes: str, number: int) -> tuple[dict[int, int], dict[int, str], dict[int, int]]:
     """Probe calls, other operators, and numbers of reads by units, by their positions in the list."""
     calls, operators, by_units = {}, {}, {}
-    for position, entry in enumerate(json.loads(extern_nodes)["nodes"] if extern_nodes else ()):
-        target = entry["node"]["target"]
+    for position, node in enumerate(json.loads(extern_nodes)["nodes"] if extern_nodes else ()):
+        target = node["node"]["target"]
         if target.startswith("penstock::"):
-            values = {given["name"]: given["arg"].get("as_int") for given in entry["node"]["inputs"]}
+            values = {argument["name"]: argument["arg"].get("as_int") for argument in node["node"]["inputs"]}
             if values["graph"] != number:
                 raise PassError(f"a probe of graph {values['graph']} is in the program of graph {number}")
         if target.startswith(("penstock::acquire", "penstock::release")):
@@ -176,10 +176,10 @@ class _Walk:
         touched = self._touched(line)
         if not touched:
             return
-        if found := _ALIAS.match(line) or _WRAPPED.match(line) or _PYTHON_ALIAS.match(line):
-            self.names.setdefault(found[1], set()).update(touched)
-        elif found := _ASSIGNED.search(line):
-            self.names.setdefault(found[2], set()).update(touched)
+        if match := _ALIAS.match(line) or _WRAPPED.match(line) or _PYTHON_ALIAS.match(line):
+            self.names.setdefault(match[1], set()).update(touched)
+        elif match := _ASSIGNED.search(line):
+            self.names.setdefault(match[2], set()).update(touched)
         else:
             self.label = self.label or _called(line)
             self.reads |= touched
@@ -208,16 +208,16 @@ class _Walk:
         return tuple(read for read, of in self.by_units.items() if alone and not of & self.whole)
 
     def _touched(self, line: str) -> set[int]:
-        found: set[int] = set()
+        touched: set[int] = set()
         for name in _IDENTIFIER.findall(line):
-            found |= self.names.get(name, set())
-        return found
+            touched |= self.names.get(name, set())
+        return touched
 
 
 def _called(line: str) -> str:
     """The name of the kernel that a line calls, for reports."""
-    if found := _SHIM.search(line) or _PYTHON_OPERATOR.search(line):
-        return found[1]
+    if operator := _SHIM.search(line) or _PYTHON_OPERATOR.search(line):
+        return operator[1]
     return (_IDENTIFIER.search(line) or [""])[0]
 
 
@@ -240,8 +240,8 @@ def _may_alias(line: str, operator: str | None) -> bool:
     if operator is not None:
         namespace, _, name = operator.partition("::")
     else:
-        found = _SHIM.search(line) or _PYTHON_OPERATOR.search(line)
-        namespace, name = "aten", found[1] if found else ""
+        match = _SHIM.search(line) or _PYTHON_OPERATOR.search(line)
+        namespace, name = "aten", match[1] if match else ""
     name = name.partition(".")[0]
     packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
     if packet is None:

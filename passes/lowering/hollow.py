@@ -53,8 +53,8 @@ def without_values(
             return empty.new_empty(nbytes)
         # To Inductor, tensors of one storage and shape are one constant.
         place = shared.data_ptr() + STEP * s
-        own = torch._C._construct_storage_from_data_pointer(place, shared.device, nbytes)
-        return empty.set_(own)
+        storage = torch._C._construct_storage_from_data_pointer(place, shared.device, nbytes)
+        return empty.set_(storage)
 
     def empty(name: str, old: Any) -> Any:
         if name not in weights.held:

@@ -76,7 +76,7 @@ class MethodCode:
     with_grad: frozenset[str] = frozenset()
 
 
-def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> MethodCode:
+def method_code(exported: ExportedProgram, values_kept: Collection[int] = ()) -> MethodCode:
     """The code of a program, whose weights may be on the meta device.
 
     Another method made the leaves `held` of a call for it.
@@ -88,7 +88,7 @@ def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> Method
         partial(_copied, exported.graph_module),
         signature_of(exported),
         tuple(weights),
-        partial(Activations.of, exported, held=held),
+        partial(Activations.of, exported, held=values_kept),
         strides=_strides(exported),
         with_grad=frozenset(fqn for _, fqn in weights if getattr(values.get(fqn), "requires_grad", False)),
     )
@@ -96,14 +96,14 @@ def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> Method
 
 def _strides(exported: ExportedProgram) -> dict[int, tuple[int, ...]]:
     """The example strides of the leaves of a call that are not contiguous, by number."""
-    found = {}
+    strides = {}
     for number, node in enumerate(user_placeholders(exported)):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             shape, stride = (tuple(map(size_hint, sizes)) for sizes in (value.shape, value.stride()))
             if stride != torch.empty(shape, device="meta").stride():
-                found[number] = stride
-    return found
+                strides[number] = stride
+    return strides
 
 
 def _copied(graph_module: fx.GraphModule) -> MethodGraph:
@@ -118,20 +118,20 @@ def _decoded(stored: Mapping[str, Any], trust: bool) -> MethodGraph:
 
 def _like(exported: ExportedProgram, count: int) -> list[Like]:
     """What each of the first placeholders is like. Raises PassError for one that has no static size."""
-    found = []
+    likes = []
     for node in placeholders_of(exported.graph)[:count]:
         value = node.meta.get("val")
         sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (None,)
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in sizes):
             raise PassError(f"{node.name} is no tensor of static size: it has no JSON")
-        found.append((dtype_name(value.dtype), tuple(value.shape), tuple(value.stride())))
-    return found
+        likes.append((dtype_name(value.dtype), tuple(value.shape), tuple(value.stride())))
+    return likes
 
 
 def encode_method(exported: ExportedProgram, activations: Activations) -> bytes | None:
     """The code of a program as JSON; None if a value, an operator or a class in it has no form in JSON."""
     code = method_code(exported)
-    held = [activations.held] if activations.held != (0, ()) else []
+    kept_values = [activations.held] if activations.held != (0, ()) else []
     try:
         stored = {
             "version": VERSION,
@@ -142,7 +142,7 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
             ],
             "signature": encode_signature(code.signature),
             "outputs": list(output_names(code.signature)),
-            "activations": encode_value([activations.sizes, activations.moments, *held]),
+            "activations": encode_value([activations.sizes, activations.moments, *kept_values]),
         }
         if code.strides:
             stored["strides"] = [[k, list(stride)] for k, stride in code.strides.items()]
@@ -169,7 +169,7 @@ def decode_method(data: bytes, *, trust: bool = False) -> MethodCode:
     check_operators(stored["graph"], trust=trust)
     weights = _checked_weights(stored["weights"])
     signature = decode_signature(stored["signature"], trust=trust)
-    _check_inputs(stored["graph"]["nodes"], [one[0] for one in weights], signature)
+    _check_inputs(stored["graph"]["nodes"], [weight[0] for weight in weights], signature)
     return MethodCode(
         partial(_decoded, stored["graph"], trust),
         signature,
@@ -182,23 +182,28 @@ def decode_method(data: bytes, *, trust: bool = False) -> MethodCode:
 
 
 def _checked_strides(stored: Any) -> dict[int, tuple[int, ...]]:
-    for one in stored if isinstance(stored, list) else [stored]:
-        fits = isinstance(one, list) and len(one) == 2 and type(one[0]) is int and isinstance(one[1], list)
-        if not fits or any(type(step) is not int for step in one[1]):
-            refuse(one, "stride of an input")
+    for stride in stored if isinstance(stored, list) else [stored]:
+        fits = (
+            isinstance(stride, list)
+            and len(stride) == 2
+            and type(stride[0]) is int
+            and isinstance(stride[1], list)
+        )
+        if not fits or any(type(step) is not int for step in stride[1]):
+            refuse(stride, "stride of an input")
     return {number: tuple(stride) for number, stride in stored}
 
 
 def _checked_weights(stored: Any) -> list[Any]:
     fields = (str, str, str, list, list, bool)
-    for one in stored if isinstance(stored, list) else [stored]:
-        fits = isinstance(one, list) and len(one) == len(fields)
-        if not fits or not all(isinstance(*pair) for pair in zip(one, fields, strict=True)):
-            refuse(one, "weight")
-        if any(type(size) is not int for size in (*one[3], *one[4])):
-            refuse(one, "weight of static size")
-        if one[5] and not _is_inexact(one[2]):
-            refuse(one, "weight with gradients")
+    for weight in stored if isinstance(stored, list) else [stored]:
+        fits = isinstance(weight, list) and len(weight) == len(fields)
+        if not fits or not all(isinstance(*pair) for pair in zip(weight, fields, strict=True)):
+            refuse(weight, "weight")
+        if any(type(size) is not int for size in (*weight[3], *weight[4])):
+            refuse(weight, "weight of static size")
+        if weight[5] and not _is_inexact(weight[2]):
+            refuse(weight, "weight with gradients")
     return list(stored)
 
 

@@ -82,8 +82,8 @@ class ProbePass(CustomGraphPass):
         entries = placeholders_of(graph)
         if self._inputs not in (None, len(entries)):
             return
-        held = {node: name for node in graph.nodes if (name := self._name_of(node)) is not None}
-        if not held:
+        names = {node: name for node in graph.nodes if (name := self._name_of(node)) is not None}
+        if not names:
             return
         if self.placed is not None:
             raise PassError(
@@ -91,10 +91,10 @@ class ProbePass(CustomGraphPass):
                 "compiles it for several shapes or devices"
             )
         self.input_names = {i: node.name for i, node in enumerate(entries)}
-        propagated, flow = follow_weights(*with_weights_as_inputs(graph, held, self._weights))
+        propagated, flow = follow_weights(*with_weights_as_inputs(graph, names, self._weights))
         if self._inputs is not None:
-            check_flow(flow, held, self._weights)
-        operands = _operands(held, self._weights)
+            check_flow(flow, names, self._weights)
+        operands = _operands(names, self._weights)
         steps, tail = steps_of(propagated.graph, flow.reads, operands)
         _insert(graph, self._number, operands, steps)
         self.placed = PlacedProbes(steps, tail)
@@ -114,10 +114,10 @@ class ProbePass(CustomGraphPass):
         return digest.digest()
 
 
-def _operands(held: Mapping[fx.Node, str], weights: Weights) -> dict[int, list[fx.Node]]:
+def _operands(names: Mapping[fx.Node, str], weights: Weights) -> dict[int, list[fx.Node]]:
     """Returns, for each streamable storage that is used, the nodes that hold it."""
     operands: dict[int, list[fx.Node]] = {}
-    for node, name in held.items():
+    for node, name in names.items():
         storage = weights.storage_of(name)
         if node.users and weights.storages[storage].kind == "streamable":
             operands.setdefault(storage, []).append(node)
@@ -140,14 +140,14 @@ def _insert(
 
 
 def with_weights_as_inputs(
-    graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights
+    graph: fx.Graph, names: Mapping[fx.Node, str], weights: Weights
 ) -> tuple[fx.GraphModule, Weights]:
     """Returns a copy of the graph in which weights are inputs, and the weights by the inputs' names."""
     copied, values = fx.Graph(), {}
-    for node in held:
+    for node in names:
         values[node] = copied.placeholder(node.name)
         values[node].meta = dict(node.meta)
-    inputs = {values[node].name: weights.held[fqn] for node, fqn in held.items()}
+    inputs = {values[node].name: weights.held[fqn] for node, fqn in names.items()}
     for node in graph.nodes:
         if node not in values:
             values[node] = copied.node_copy(node, values.__getitem__)
@@ -156,13 +156,13 @@ def with_weights_as_inputs(
     return module, replace(weights, held=inputs)
 
 
-def check_flow(flow: Flow, held: Mapping[fx.Node, str], weights: Weights) -> None:
+def check_flow(flow: Flow, names: Mapping[fx.Node, str], weights: Weights) -> None:
     """Raises PassError for a weight that the graph writes or returns, since it cannot leave memory."""
-    for what, storages in (("written", flow.written), ("returned, or aliased by what is,", flow.escaping)):
-        for name in held.values():
+    for title, storages in (("written", flow.written), ("returned, or aliased by what is,", flow.escaping)):
+        for name in names.values():
             if weights.storage_of(name) in storages:
                 raise PassError(
-                    f"weight {name!r} is {what} by the compiled graph, so that it cannot be streamed: "
+                    f"weight {name!r} is {title} by the compiled graph, so that it cannot be streamed: "
                     "make it a buffer, or copy what is handed out (clone)"
                 )
 

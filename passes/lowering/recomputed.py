@@ -72,11 +72,11 @@ def check_uses(payload: Payload, method: Method, code: MethodCode) -> None:
 
 def _check_units(payload: Payload, method: Method, graph: fx.Graph, numbers: dict[int, int]) -> None:
     """Raises PayloadError unless nodes that read by units, by the trace, need no more of the weight."""
-    readers, what = readers_by_units(graph), "is read by units by {}, which needs all of it"
+    readers, reason = readers_by_units(graph), "is read by units by {}, which needs all of it"
     for step in payload.trace_for(method.graph).steps:
         for read in step.sparse:
             if numbers.get(readers.get(step.name, 0)) != read.storage:
-                _refuse(payload, method, read.storage, what.format(step.name))
+                _refuse(payload, method, read.storage, reason.format(step.name))
 
 
 def _checked_stores(
@@ -89,7 +89,7 @@ def _checked_stores(
     """
     filled: dict[str, set[int]] = {}
     for node in (node for node in graph.nodes if node.target is STORE):
-        slot, value = (one.meta["val"] for one in node.args[:2])
+        slot, value = (operand.meta["val"] for operand in node.args[:2])
         (place,) = storages_of(slot)
         s, nbytes = numbers.get(place), slot.numel() * slot.itemsize
         if s is not None and place not in storages_of(value) and is_dense(slot):
@@ -98,15 +98,17 @@ def _checked_stores(
     for name, storages in stores.items():
         for s in storages - filled.get(name, set()):
             _refuse(payload, method, s, f"is written by the step {name}, which is no node that fills it")
-    bodies = [body for node in graph.nodes for one in subgraphs_of(node) for body in nested_modules(one)]
+    bodies = [
+        body for node in graph.nodes for holder in subgraphs_of(node) for body in nested_modules(holder)
+    ]
     if any(node.target is STORE for body in bodies for node in body.graph.nodes):
         raise PayloadError(f"a body in method {method.name!r} stores a value, which no step says: {OTHERS}")
     return stores
 
 
-def _refuse(payload: Payload, method: Method, storage: int, what: str) -> NoReturn:
+def _refuse(payload: Payload, method: Method, storage: int, reason: str) -> NoReturn:
     name = payload.storage_names()[storage]
-    raise PayloadError(f"weight {name!r} of method {method.name!r} {what}: {OTHERS}")
+    raise PayloadError(f"weight {name!r} of method {method.name!r} {reason}: {OTHERS}")
 
 
 def _followed(payload: Payload, code: MethodCode) -> tuple[Flow, fx.Graph, dict[int, int]]:
@@ -114,33 +116,35 @@ def _followed(payload: Payload, code: MethodCode) -> tuple[Flow, fx.Graph, dict[
 
     Returns the flow, the graph with its values, and the payload's storages by those of the fake tensors.
     """
-    made, device = code.graph(), code.signature.device
-    bodies = [module for body in made.bodies.values() for module in nested_modules(body)]
-    move_graph(made.graph, bodies, device, "cpu")
+    graph, device = code.graph(), code.signature.device
+    bodies = [module for body in graph.bodies.values() for module in nested_modules(body)]
+    move_graph(graph.graph, bodies, device, "cpu")
     owner: Any = nn.Module()  # no GraphModule, which would write the graph as Python
-    for name, body in made.bodies.items():
+    for name, body in graph.bodies.items():
         setattr(owner, name, body)
-    made.graph.owning_module = owner
+    graph.graph.owning_module = owner
     weights = {weight.fqn: weight for weight in payload.tensors}
-    held = [weights[fqn] for _, fqn in code.weights]
+    stored = [weights[fqn] for _, fqn in code.weights]
     with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()):
         bases: dict[int, torch.Tensor] = {}
-        for weight in held:
+        for weight in stored:
             s = weight.parts[0].storage
             where = "cpu" if indexed(torch.device(weight.device)) == indexed(device) else weight.device
             if s not in bases:
                 bases[s] = torch.empty(payload.storages[s].nbytes, dtype=torch.uint8, device=where)
-        inputs: list[object] = [tensor_in(bases[weight.parts[0].storage], weight.parts[0]) for weight in held]
+        inputs: list[object] = [
+            tensor_in(bases[weight.parts[0].storage], weight.parts[0]) for weight in stored
+        ]
         inputs += [
             _example(leaf, device, code.strides.get(k)) for k, leaf in enumerate(code.signature.leaves)
         ]
         numbers = {storages_of(base)[0]: s for s, base in bases.items()}
-        dry_run(made.graph, inputs, frozenset(numbers))
-        return follow(made.graph, numbers, _run_body), made.graph, numbers
+        dry_run(graph.graph, inputs, frozenset(numbers))
+        return follow(graph.graph, numbers, _run_body), graph.graph, numbers
 
 
 def _run_body(body: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
-    dry_run(body.graph, inputs, frozenset(s for one in inputs for s in storages_of(one)))
+    dry_run(body.graph, inputs, frozenset(s for value in inputs for s in storages_of(value)))
     return body
 
 
@@ -149,7 +153,7 @@ def _example(leaf: Leaf, device: torch.device, stride: tuple[int, ...] | None) -
     if isinstance(leaf, ConstantLeaf):
         return leaf.value
     if isinstance(leaf, TensorLeaf):
-        sizes = [one.example if isinstance(one, Dimension) else one for one in leaf.sizes]
+        sizes = [size.example if isinstance(size, Dimension) else size for size in leaf.sizes]
         where = "cpu" if leaf.device == device.type else leaf.device
         if stride is not None:
             return torch.empty_strided(sizes, stride, dtype=leaf.dtype, device=where)

@@ -32,52 +32,52 @@ def values_of(graph_module: fx.GraphModule) -> Placed:
                 yield f"value {node.name!r}", tensor.device
 
 
-def only_device(placed: Placed, what: str) -> torch.device:
+def only_device(placed: Placed, title: str) -> torch.device:
     """Returns the device of all tensors of `what`; the CPU where there are none.
 
     Raises PassError, which names a tensor on each, if they lie on two.
     """
-    found: dict[torch.device, str] = {}
+    devices: dict[torch.device, str] = {}
     for name, device in placed:
-        found.setdefault(indexed(device), name)
-    if len(found) > 1:
-        (one, first), (other, second) = list(found.items())[:2]
+        devices.setdefault(indexed(device), name)
+    if len(devices) > 1:
+        (here, first), (there, second) = list(devices.items())[:2]
         raise PassError(
-            f"{what} has tensors on two devices, {first} on {one} and {second} on {other}, and Inductor "
-            f"compiles for one: make all of them on {other if one.type == 'cpu' else one}, or {_INSTEAD}"
+            f"{title} has tensors on two devices, {first} on {here} and {second} on {there}, and Inductor "
+            f"compiles for one: make all of them on {there if here.type == 'cpu' else here}, or {_INSTEAD}"
         )
-    return next(iter(found), torch.device("cpu"))
+    return next(iter(devices), torch.device("cpu"))
 
 
-def check_ahead(device: torch.device, what: str) -> None:
+def check_ahead(device: torch.device, title: str) -> None:
     """Raises PassError unless AOTInductor compiles for the device on this machine."""
     if device.type not in AHEAD:
         raise PassError(
-            f"{what} is for {device}, and code of AOTInductor runs on {', '.join(AHEAD)} only: {_INSTEAD}"
+            f"{title} is for {device}, and code of AOTInductor runs on {', '.join(AHEAD)} only: {_INSTEAD}"
         )
     if device.type != "cpu":
-        _check_here(device, what)
-    check_generator(device, what)
+        _check_here(device, title)
+    check_generator(device, title)
 
 
-def check_generator(device: torch.device, what: str) -> None:
+def check_generator(device: torch.device, title: str) -> None:
     """Raises PassError where this torch has no code generator of Inductor for a device."""
     from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 
     init_backend_registration()
     if get_scheduling_for_device(device.type) is None:
         raise PassError(
-            f"{what} is for {device}, for which Inductor has no code generator in torch {torch.__version__}: "
-            f"{_INSTEAD}"
+            f"{title} is for {device}, for which Inductor has no code generator in torch "
+            f"{torch.__version__}: {_INSTEAD}"
         )
 
 
-def _check_here(device: torch.device, what: str) -> None:
+def _check_here(device: torch.device, title: str) -> None:
     """Raises PassError without the device: its kernels are chosen and compiled on it."""
     here = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if here and here.type == device.type else 0
     if (device.index or 0) >= count:
         raise PassError(
-            f"{what} is for {device}, whose kernels Inductor compiles where that device is, and this machine "
-            f"has {count or 'none'} of that kind: compile it on a machine that has it, or {_INSTEAD}"
+            f"{title} is for {device}, whose kernels Inductor compiles where that device is, and this "
+            f"machine has {count or 'none'} of that kind: compile it on a machine that has it, or {_INSTEAD}"
         )

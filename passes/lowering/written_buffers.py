@@ -72,15 +72,15 @@ class OldValues(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         nodes = (node for node in graph.nodes if node.op == "get_attr")
-        held = {node: str(node.target) for node in nodes if node.target in self._weights.held}
+        buffers = {node: str(node.target) for node in nodes if node.target in self._weights.held}
         writes = [node for node in graph.nodes if node.target is aten.copy_.default]
         if not writes:
             return
-        propagated, flow = follow_weights(*with_weights_as_inputs(graph, held, self._weights))
+        propagated, flow = follow_weights(*with_weights_as_inputs(graph, buffers, self._weights))
         values = {node.name: node.meta.get("val") for node in propagated.graph.nodes}
         written = {
             memory
-            for node, name in held.items()
+            for node, name in buffers.items()
             if self._weights.storage_of(name) in flow.written
             for memory in storages_of(values[node.name])
         }

@@ -40,10 +40,10 @@ class ByExpert(HigherOrderOperator):
         rows: torch.Tensor,
         weight: torch.Tensor,
         ends: torch.Tensor,
-        *others: torch.Tensor,
+        *operands: torch.Tensor,
     ) -> torch.Tensor:
         if isinstance(rows, FakeTensor) or rows.device.type != "cpu":
-            whole: torch.Tensor = body.forward(rows, weight, ends, *others)
+            whole: torch.Tensor = body.forward(rows, weight, ends, *operands)
             return whole
         at = [0, *ends.tolist()]
         if at != sorted(at) or at[-1] > rows.shape[0]:
@@ -52,20 +52,22 @@ class ByExpert(HigherOrderOperator):
                 "that are computed one after another need the runs of their rows in order"
             )
 
-        def run(k: int, own: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-            one, shared = slice(k, k + 1), others[sliced:]
-            end = torch.full_like(ends[one], own.shape[0])
-            made: torch.Tensor = body.forward(own, of, end, *(x[one] for x in others[:sliced]), *shared)
-            return made
+        def run(k: int, own_rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+            expert, shared = slice(k, k + 1), operands[sliced:]
+            end = torch.full_like(ends[expert], own_rows.shape[0])
+            computed: torch.Tensor = body.forward(
+                own_rows, of, end, *(x[expert] for x in operands[:sliced]), *shared
+            )
+            return computed
 
         result: torch.Tensor | None = None
         for k, (start, end) in enumerate(pairwise(at)):
             if start < end:
-                made = run(k, rows[start:end], weight[k : k + 1])
+                product = run(k, rows[start:end], weight[k : k + 1])
                 if result is None:
-                    result = _like(made, rows.shape[0])
-                result[start:end] = made
-                del made  # before the next expert takes memory
+                    result = _like(product, rows.shape[0])
+                result[start:end] = product
+                del product  # before the next expert takes memory
         if result is None:  # no expert has rows, and of none a byte may be read
             nothing = weight.new_zeros(()).expand_as(weight[:1])
             result = _like(run(0, rows[:0], nothing), rows.shape[0])
@@ -73,9 +75,9 @@ class ByExpert(HigherOrderOperator):
         return result
 
 
-def _like(made: torch.Tensor, count: int) -> torch.Tensor:
+def _like(product: torch.Tensor, count: int) -> torch.Tensor:
     """Memory for `count` rows, which may be longer there than they are wide, as those that were made."""
-    return made.new_empty_strided((count, made.shape[1]), made.stride())
+    return product.new_empty_strided((count, product.shape[1]), product.stride())
 
 
 def _register() -> None:

@@ -55,27 +55,27 @@ class SparseCall(torch.nn.Module):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Take the arguments of the operator, with a weight whose memory is never touched."""
         weight, index = self._contract.operands(arguments)
-        own = self._tensor
-        if (weight.dtype, weight.shape, weight.stride()) != (own.dtype, own.shape, own.stride()):
+        tensor = self._tensor
+        if (weight.dtype, weight.shape, weight.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
             raise StreamError(
                 f"step {self._step} of graph {self._graph} reads a tensor of {tuple(weight.shape)}, and "
                 f"its payload says {self._read.view.shape}: payload and program are not of one compilation"
             )
-        held = self._tensor.detach().requires_grad_() if weight.requires_grad else self._tensor
-        given = self._contract.replaced(arguments, held, index)
+        stand_in = self._tensor.detach().requires_grad_() if weight.requires_grad else self._tensor
+        replaced = self._contract.replaced(arguments, stand_in, index)
         graph, step, read = self._graph, self._step, self._read
         parts = self._units.ask(graph, step, self._contract.units(index, read.count, read.slices))
         try:
             if len(parts) < 2:
                 with self._units.hold(graph, step, parts[0] if parts else (), alone=True):
-                    return self._operator(*given, **options)
+                    return self._operator(*replaced, **options)
 
             def hold(part: Sequence[int]) -> AbstractContextManager[None]:
                 return self._units.hold(graph, step, part, alone=False)
 
             if index is None:
-                self._units.certify(read, parts, given)
-            return run_in_rounds(self._contract, self._operator, given, Rounds(parts, hold, read.slices))
+                self._units.certify(read, parts, replaced)
+            return run_in_rounds(self._contract, self._operator, replaced, Rounds(parts, hold, read.slices))
         finally:
             if not self._tensor.is_inference():
                 torch.autograd.graph.increment_version(self._tensor)

@@ -79,26 +79,26 @@ def by_expert(exported: ExportedProgram, trusts: Trusts) -> ExportedProgram:
     written between its first node and the product, for small weights, and for products that `trusts` does
     not. A program without chains is returned itself.
     """
-    found = list(_products(exported, trusts))
-    if not found:
+    products = list(_products(exported, trusts))
+    if not products:
         return exported
     copied = copy.copy(exported)
     module = copied._graph_module = copy_graph_module(exported.graph_module)
     nodes = {node.name: node for node in module.graph.nodes}
-    for number, (product, chain, inner) in enumerate(found):
+    for number, (product, chain, inner) in enumerate(products):
         name = f"penstock_experts_{number}"
         setattr(module, name, inner)
         node = nodes[product.name]
         rows, _, ends = node.args[:3]
-        others = [nodes[one.name] for one in (*chain.sliced, *chain.shared)]
+        operands = [nodes[operand.name] for operand in (*chain.sliced, *chain.shared)]
         with module.graph.inserting_before(node):
             body = module.graph.get_attr(name)
         node.target, node.kwargs = BY_EXPERT, {}
-        node.args = (body, len(chain.sliced), rows, nodes[chain.weight.name], ends, *others)
-        for one in reversed(chain.nodes[1:]):
-            for user in tuple(nodes[one.name].users):
+        node.args = (body, len(chain.sliced), rows, nodes[chain.weight.name], ends, *operands)
+        for chain_node in reversed(chain.nodes[1:]):
+            for user in tuple(nodes[chain_node.name].users):
                 module.graph.erase_node(user)  # an assertion
-            module.graph.erase_node(nodes[one.name])
+            module.graph.erase_node(nodes[chain_node.name])
     module.recompile()
     return copied
 
@@ -114,7 +114,9 @@ def _products(exported: ExportedProgram, trusts: Trusts) -> Iterator[tuple[fx.No
         contract = CONTRACTS.get(str(node.target)) if node.op == "call_function" else None
         if contract is None or not contract.ends or node.target is BY_EXPERT:
             continue
-        if len(node.args) < 3 or any(one is not None for one in (*node.args[3:], *node.kwargs.values())):
+        if len(node.args) < 3 or any(
+            argument is not None for argument in (*node.args[3:], *node.kwargs.values())
+        ):
             continue
         chain = _chain(node, weights, position) if _is_static(node.args[1]) else None
         if chain is None or any(position[chain.nodes[1]] < k < position[node] for k in writes):
@@ -193,14 +195,14 @@ def _computes(node: fx.Node) -> bool:
 
 def _sliced_as(operand: fx.Node, node: fx.Node) -> bool | None:
     """Tells whether slice k of a result needs slice k of an operand, or all of it; None if it is neither."""
-    value, made = operand.meta.get("val"), node.meta["val"]
+    value, computed = operand.meta.get("val"), node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return None
     if node.target is _LOOKED_UP and operand is node.args[0]:
         return False
-    if node.target in _EACH_ELEMENT and (value.dim() < made.dim() or value.shape[0] == 1):
+    if node.target in _EACH_ELEMENT and (value.dim() < computed.dim() or value.shape[0] == 1):
         return False
-    return True if value.shape[:1] == made.shape[:1] else None
+    return True if value.shape[:1] == computed.shape[:1] else None
 
 
 def _opened(node: fx.Node, count: int) -> tuple[Any, ...] | None:
@@ -224,12 +226,17 @@ def _rounds_late(node: fx.Node) -> bool:
     For a result of 16 bits torch takes that element before it is rounded to the dtype of the result, and for
     one of 8 bits it refuses it.
     """
-    made: torch.Tensor = node.meta["val"]
-    values = [one.meta["val"] for one in node.all_input_nodes]
-    if len(values) < 2 or node.target is _LOOKED_UP or not made.is_floating_point() or made.itemsize > 2:
+    computed: torch.Tensor = node.meta["val"]
+    values = [operand.meta["val"] for operand in node.all_input_nodes]
+    if (
+        len(values) < 2
+        or node.target is _LOOKED_UP
+        or not computed.is_floating_point()
+        or computed.itemsize > 2
+    ):
         return False
-    rounded = made.itemsize == 2 and all(value.dtype == made.dtype for value in values)
-    return not rounded and any(value.numel() == made.shape[0] for value in values)
+    rounded = computed.itemsize == 2 and all(value.dtype == computed.dtype for value in values)
+    return not rounded and any(value.numel() == computed.shape[0] for value in values)
 
 
 def _same(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
@@ -282,17 +289,17 @@ def _body(product: fx.Node, chain: _Chain) -> fx.GraphModule:
     rows: fx.Node = product.args[0]  # type: ignore[assignment]
     ends: fx.Node = product.args[2]  # type: ignore[assignment]
     inputs = {"rows": rows, "weight": chain.weight, "ends": ends}
-    others = (*chain.sliced, *chain.shared)
-    inputs |= {f"other_{k}": one for k, one in enumerate(others)}
-    own = {given: graph.placeholder(name) for name, given in inputs.items()}
+    operands = (*chain.sliced, *chain.shared)
+    inputs |= {f"other_{k}": operand for k, operand in enumerate(operands)}
+    inner = {outer: graph.placeholder(name) for name, outer in inputs.items()}
     count = chain.stack.meta["val"].shape[0]
     for node in chain.nodes[1:]:
-        made = own[node] = graph.node_copy(node, own.__getitem__)
-        made.args = fx.node.map_arg(_opened(node, count) or (), own.__getitem__)
-    graph.output(graph.node_copy(product, own.__getitem__))
+        copied = inner[node] = graph.node_copy(node, inner.__getitem__)
+        copied.args = fx.node.map_arg(_opened(node, count) or (), inner.__getitem__)
+    graph.output(graph.node_copy(product, inner.__getitem__))
     single = {chain.weight, ends, *chain.sliced}
-    values = [one.meta["val"].detach() for one in inputs.values()]
+    values = [outer.meta["val"].detach() for outer in inputs.values()]
     fakes = [
-        value[:1] if one in single else value for one, value in zip(inputs.values(), values, strict=True)
+        value[:1] if outer in single else value for outer, value in zip(inputs.values(), values, strict=True)
     ]
     return propagate(fx.GraphModule({}, graph), fakes)

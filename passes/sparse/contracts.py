@@ -135,13 +135,13 @@ def sparse_reads(
     read different slices has none.
     """
     inputs = [node for node in placeholders_of(graph_module.graph) if node.name in weights.held]
-    held = {storages_of(node.meta["val"])[0]: node for node in inputs}
-    found: dict[str, SparseRead] = {}
+    node_of = {storages_of(node.meta["val"])[0]: node for node in inputs}
+    reads: dict[str, SparseRead] = {}
     routes: dict[tuple[fx.Node, bool], int] = {}
     for node, contract in _candidates(graph_module.graph):
         weight, index = contract.operands(node.args)
         memory = storages_of(weight.meta["val"])[0]
-        owner = held.get(memory)
+        owner = node_of.get(memory)
         if owner is None or storages[weights.storage_of(owner.name)].kind != "streamable":
             continue
         if _reads_twice(node, memory):
@@ -155,13 +155,13 @@ def sparse_reads(
                 operator, computed = _in_body(node)
                 read = replace(read, operator=operator, computed=computed)
             if _has_units(read, storages[read.storage]):
-                found[node.name] = read
-    found |= _by_tiles(graph_module.graph, held, weights, storages, len(routes))
+                reads[node.name] = read
+    reads |= _by_tiles(graph_module.graph, node_of, weights, storages, len(routes))
     views: dict[int, set[object]] = {}
-    for read in found.values():
+    for read in reads.values():
         rows = replace(read, view=flat(read.view)) if read.slices > 1 else read
         views.setdefault(read.storage, set()).add(rows.units)
-    return {name: read for name, read in found.items() if len(views[read.storage]) == 1}
+    return {name: read for name, read in reads.items() if len(views[read.storage]) == 1}
 
 
 def readers_by_units(graph: fx.Graph) -> dict[str, int]:
@@ -171,23 +171,23 @@ def readers_by_units(graph: fx.Graph) -> dict[str, int]:
     """
     nodes = [(node, contract.operands(node.args)[0]) for node, contract in _candidates(graph)]
     nodes += [(node, node.args[1]) for node in linears(graph)]
-    found = {node: storages_of(weight.meta["val"])[0] for node, weight in nodes}
-    return {node.name: memory for node, memory in found.items() if not _reads_twice(node, memory)}
+    memory_of = {node: storages_of(weight.meta["val"])[0] for node, weight in nodes}
+    return {node.name: memory for node, memory in memory_of.items() if not _reads_twice(node, memory)}
 
 
 def _by_tiles(
     graph: fx.Graph,
-    held: Mapping[Any, fx.Node],
+    node_of: Mapping[Any, fx.Node],
     weights: Weights,
     storages: Sequence[Storage],
     route: int,
 ) -> dict[str, SparseRead]:
     """The linears of a graph whose weights are large, by the nodes' names; each is a route of its own."""
-    found: dict[str, SparseRead] = {}
+    reads: dict[str, SparseRead] = {}
     for node in linears(graph):
         weight: fx.Node = node.args[1]  # type: ignore[assignment]
         memory = storages_of(weight.meta["val"])[0]
-        owner = held.get(memory)
+        owner = node_of.get(memory)
         if owner is None or _reads_twice(node, memory):
             continue
         storage = storages[weights.storage_of(owner.name)]
@@ -196,9 +196,9 @@ def _by_tiles(
         view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
         tiles = tiled(view) if view is not None else None
         if tiles is not None:
-            number, (count, rows, _) = route + len(found), tiles.shape
-            found[node.name] = SparseRead(tiles, LINEAR, number, asked=count, slices=rows, tiles=True)
-    return found
+            number, (count, rows, _) = route + len(reads), tiles.shape
+            reads[node.name] = SparseRead(tiles, LINEAR, number, asked=count, slices=rows, tiles=True)
+    return reads
 
 
 def _in_body(node: fx.Node) -> tuple[str, Computed]:
@@ -206,7 +206,7 @@ def _in_body(node: fx.Node) -> tuple[str, Computed]:
     body, _, *operands = node.args
     owner = node.graph.owning_module
     module = getattr(owner, str(body.target))  # type: ignore[union-attr]
-    whole = propagate(module, [one.meta["val"].detach() for one in operands])  # type: ignore[union-attr]
+    whole = propagate(module, [operand.meta["val"].detach() for operand in operands])  # type: ignore[union-attr]
     (product,) = whole.graph.output_node().all_input_nodes
     stack: fx.Node = product.args[1]  # type: ignore[assignment]
     return str(product.target), computed_like(stack.meta["val"])
@@ -224,7 +224,7 @@ def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:
         if contract.listed and not (isinstance(index, list | tuple) and len(index) == 1):
             continue
         weight, index = contract.operands(node.args)
-        if not all(isinstance(one, fx.Node) and _is_tensor(one) for one in (weight, index)):
+        if not all(isinstance(operand, fx.Node) and _is_tensor(operand) for operand in (weight, index)):
             continue
         if node.target is torch.ops.aten.index_select.default and node.args[1] != 0:
             continue
@@ -233,8 +233,8 @@ def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:
 
 def _reads_twice(node: fx.Node, memory: int) -> bool:
     """Tells whether more than one argument of a node is of a storage, so that it is read whole as well."""
-    given = (one for one in tree_leaves(node.args) if isinstance(one, fx.Node))
-    return sum(memory in storages_of(one.meta.get("val")) for one in given) > 1
+    operands = (leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node))
+    return sum(memory in storages_of(operand.meta.get("val")) for operand in operands) > 1
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -55,10 +55,10 @@ The body of `by_expert` is one of the method's, by its name there; its result ha
 def numbered_reads(trace: Trace, storages: Sequence[Storage]) -> list[tuple[str, SparseRead]]:
     """The reads of a modelled trace that compiled code can do by units, in order, with their nodes' names."""
     return [
-        (step.name, one)
+        (step.name, read)
         for step in trace.steps
-        for one in step.sparse
-        if storages[one.storage].kind == "streamable" and storages[one.storage].nbytes >= division.LEAST
+        for read in step.sparse
+        if storages[read.storage].kind == "streamable" and storages[read.storage].nbytes >= division.LEAST
     ]
 
 
@@ -90,14 +90,14 @@ def with_operators(
 
 def _with_defaults(node: fx.Node) -> tuple[Any, ...]:
     missing = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
-    return (*node.args, *(one.default_value for one in missing))
+    return (*node.args, *(argument.default_value for argument in missing))
 
 
 def _by_expert(node: fx.Node) -> tuple[Any, ...]:
     """What `by_units.by_expert` is given in the place of a node, but for the numbers."""
-    body, sliced, rows, weight, ends, *others = node.args
+    body, sliced, rows, weight, ends, *operands = node.args
     value = node.meta["val"]
-    return rows, weight, ends, others, sliced, str(body.target), value.shape[1], value.stride(0)  # type: ignore[union-attr]
+    return rows, weight, ends, operands, sliced, str(body.target), value.shape[1], value.stride(0)  # type: ignore[union-attr]
 
 
 def _compute_whole(node: fx.Node) -> None:
@@ -123,24 +123,24 @@ def sparse_calls(trace: Trace, steps: Sequence[int], units: Units) -> dict[int, 
 
 def find_operator(name: str) -> torch._ops.OpOverload | None:
     """The operator of a name such as `aten.index.Tensor`; None if nothing in this process has defined it."""
-    namespace, _, rest = name.partition(".")
-    packet = getattr(getattr(torch.ops, namespace, None), rest.partition(".")[0], None)
-    found = getattr(packet, rest.rpartition(".")[2], None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    namespace, _, qualified = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), qualified.partition(".")[0], None)
+    overload = getattr(packet, qualified.rpartition(".")[2], None)
+    return overload if isinstance(overload, torch._ops.OpOverload) else None
 
 
 def _defined(name: str) -> torch._ops.OpOverload:
-    found = find_operator(name)
-    if found is None:
+    operator = find_operator(name)
+    if operator is None:
         raise StreamError(f"the program calls {name}, which this process lacks: import what defines it")
-    return found
+    return operator
 
 
 def _run_by_expert(*arguments: Any) -> Any:
-    rows, weight, ends, others, sliced, body, _, _, graph, read = arguments
+    rows, weight, ends, operands, sliced, body, _, _, graph, read = arguments
     calls = _calls()
     return calls.read_by_units(
-        graph, read, BY_EXPERT, (calls.body(body), sliced, rows, weight, ends, *others)
+        graph, read, BY_EXPERT, (calls.body(body), sliced, rows, weight, ends, *operands)
     )
 
 
@@ -158,8 +158,8 @@ def _calls() -> CompiledCalls:
 
 def _kernel(name: str) -> Callable[..., Any]:
     def read_by_units(*arguments: Any) -> Any:
-        *given, graph, read = arguments
-        return _calls().read_by_units(graph, read, _defined(name), given)
+        *inputs, graph, read = arguments
+        return _calls().read_by_units(graph, read, _defined(name), inputs)
 
     return read_by_units
 
@@ -178,8 +178,10 @@ def _register() -> Any:
     library: Any = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, (overload, arguments) in _OVERLOADS.items():
         library.define(f"by_units.{overload}({arguments}, int graph, int read) -> Tensor")
-        own = name == str(BY_EXPERT)
-        kernel, shapes = (_run_by_expert, _rows_of_experts) if own else (_kernel(name), _shapes(name))
+        is_by_expert = name == str(BY_EXPERT)
+        kernel, shapes = (
+            (_run_by_expert, _rows_of_experts) if is_by_expert else (_kernel(name), _shapes(name))
+        )
         library.impl(f"by_units.{overload}", kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"penstock::by_units.{overload}", shapes, lib=library)
     return library

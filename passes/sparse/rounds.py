@@ -42,16 +42,16 @@ def run_in_rounds(
 
 
 def _by_tiles(operator: Operator, arguments: Arguments, rounds: Rounds) -> torch.Tensor:
-    rows, weight, *rest = arguments
+    rows, weight, *biases = arguments
     result = None
     for part in rounds.parts:
-        own = slice(part[0] * rounds.slices, (part[-1] + 1) * rounds.slices)
+        own_rows = slice(part[0] * rounds.slices, (part[-1] + 1) * rounds.slices)
         with rounds.hold(part):
-            made = operator(rows, weight[own], *(None if b is None else b[own] for b in rest))
+            computed = operator(rows, weight[own_rows], *(None if b is None else b[own_rows] for b in biases))
         if result is None:
-            result = made.new_empty((*made.shape[:-1], weight.shape[0]))
-        result[..., own] = made
-        del made  # before the next round takes memory
+            result = computed.new_empty((*computed.shape[:-1], weight.shape[0]))
+        result[..., own_rows] = computed
+        del computed  # before the next round takes memory
     assert result is not None, "there are two rounds or more"
     return result
 
@@ -70,14 +70,14 @@ def _by_ends(contract: Contract, operator: Operator, arguments: Arguments, round
         stop = part[-1] + 1 if k + 1 < len(parts) else weight.shape[0]
         start = at[first - 1] if first else 0
         end = at[stop - 1] if k + 1 < len(parts) else rows.shape[0]
-        own = contract.narrowed(arguments, slice(first, stop), slice(start, end))
+        narrowed = contract.narrowed(arguments, slice(first, stop), slice(start, end))
         with rounds.hold(part):
-            made = operator(*own)
+            computed = operator(*narrowed)
         if result is None:  # rows may be longer in memory than they are wide
-            shape = (rows.shape[0], made.shape[1])
-            result = made.new_empty_strided(shape, made.stride())
-        result[start:end] = made
-        del made  # before the next round takes memory
+            shape = (rows.shape[0], computed.shape[1])
+            result = computed.new_empty_strided(shape, computed.stride())
+        result[start:end] = computed
+        del computed  # before the next round takes memory
     assert result is not None, "there are two rounds or more"
     return result
 

@@ -49,9 +49,9 @@ def tiled(view: Part) -> Part | None:
 
 def _grouped(view: Part, most: int) -> Part | None:
     """A matrix as runs of rows of at most `most` bytes; None where its rows do not divide into such."""
-    (rows, columns), item = view.shape, ITEM_SIZES[view.dtype]
+    (rows, columns), item_bytes = view.shape, ITEM_SIZES[view.dtype]
     size = rows & -rows  # the largest power of two that divides them
-    while size > _FEWEST and size * columns * item > most:
+    while size > _FEWEST and size * columns * item_bytes > most:
         size //= 2
     if size < _FEWEST or rows // size < 2:
         return None
@@ -66,9 +66,9 @@ def flat(view: Part) -> Part:
 
 def with_common_units(traces: Sequence[Trace]) -> tuple[Trace, ...]:
     """The traces, in which a storage that is read both by tiles and by rows has the same units for both."""
-    reads = [one for trace in traces for step in trace.steps for one in step.sparse]
-    by_tiles = {one.storage: one.view for one in reads if one.operator == LINEAR}
-    by_rows = {one.storage for one in reads if one.operator != LINEAR}
+    reads = [read for trace in traces for step in trace.steps for read in step.sparse]
+    by_tiles = {read.storage: read.view for read in reads if read.operator == LINEAR}
+    by_rows = {read.storage for read in reads if read.operator != LINEAR}
     shared: dict[int, Part] = {}
     for s in by_tiles.keys() & by_rows:
         if (view := _grouped(flat(by_tiles[s]), _TIED)) is not None:

@@ -18,7 +18,9 @@ from penstock.passes.graph.nodes import placeholders_of
 from penstock.schedule.facts.errors import PassError
 
 
-def align(first: fx.GraphModule, other: fx.GraphModule, given: Collection[str]) -> dict[fx.Node, fx.Node]:
+def align(
+    first: fx.GraphModule, other: fx.GraphModule, pairs_given: Collection[str]
+) -> dict[fx.Node, fx.Node]:
     """Adds a trace to the graph of a first one, and returns the nodes there of all nodes of the other.
 
     `given` are the names of the other's placeholders of gradients, which become further inputs; all others
@@ -39,7 +41,7 @@ def align(first: fx.GraphModule, other: fx.GraphModule, given: Collection[str]) 
         if node.op == "output":
             continue
         if node.op == "placeholder":
-            if node.name in given:
+            if node.name in pairs_given:
                 with first.graph.inserting_after(last):
                     here[node] = last = first.graph.placeholder(f"{node.name}_again")
                 last.target, last.meta = last.name, dict(node.meta)
@@ -50,9 +52,9 @@ def align(first: fx.GraphModule, other: fx.GraphModule, given: Collection[str]) 
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
         key = None if node in behind else keys.key(node, here)
-        found = known.get(key) if key is not None else None
-        if found is not None and _is_same_attribute(node, found):
-            here[node] = found
+        twin = known.get(key) if key is not None else None
+        if twin is not None and _is_same_attribute(node, twin):
+            here[node] = twin
             continue
         if node not in behind and node.op != "get_attr" and node.is_impure():
             raise PassError(
@@ -73,7 +75,7 @@ class _Keys:
         """What a node calls, with which arguments, for the how manieth time; None for a placeholder."""
         if node.op == "placeholder":
             return None
-        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda one: here.get(one, one))
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda argument: here.get(argument, argument))
         called = node.op, node.target, repr(arguments)
         self._counts[called] += 1
         return (*called, self._counts[called])
@@ -98,22 +100,22 @@ def _is_same_attribute(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _attribute(node: fx.Node) -> Any:
-    found: Any = node.graph.owning_module
+    attribute: Any = node.graph.owning_module
     for name in str(node.target).split("."):
-        found = getattr(found, name)
-    return found
+        attribute = getattr(attribute, name)
+    return attribute
 
 
-def is_equal(one: Any, other: Any) -> bool:
+def is_equal(first: Any, other: Any) -> bool:
     """Tells whether two attributes of graphs have the same value: tensors, or graphs without tensors."""
-    if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):
-        held = [*one.state_dict().values(), *other.state_dict().values()]
-        return not held and codes(one) == codes(other)
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one is other or (
-            one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(first, fx.GraphModule) and isinstance(other, fx.GraphModule):
+        values = [*first.state_dict().values(), *other.state_dict().values()]
+        return not values and codes(first) == codes(other)
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        return first is other or (
+            first.dtype == other.dtype and first.shape == other.shape and torch.equal(first, other)
         )
-    return one is other
+    return first is other
 
 
 def codes(graph_module: fx.GraphModule) -> list[str]:

@@ -42,7 +42,7 @@ def alone(exported: ExportedProgram, parameters: Sequence[str]) -> ExportedProgr
     names, called, result = call_with(exported, [*parameters])
     targets = {str(spec.target) for spec in specs}
     (_, in_spec), (_, out_spec) = pytree.tree_flatten(called), pytree.tree_flatten(result)
-    made = ExportedProgram(
+    program = ExportedProgram(
         graph_module,
         graph_module.graph,
         ExportGraphSignature(specs, list(exported.graph_signature.output_specs)),
@@ -53,9 +53,9 @@ def alone(exported: ExportedProgram, parameters: Sequence[str]) -> ExportedProgr
         {name: value for name, value in exported.constants.items() if name in targets},
         verifiers=exported.verifiers,
     )
-    made._guards_code = exported._guards_code
-    made.graph_module.meta.update(exported.graph_module.meta)  # parts of weights, and values of buffers
-    return made
+    program._guards_code = exported._guards_code
+    program.graph_module.meta.update(exported.graph_module.meta)  # parts of weights, and values of buffers
+    return program
 
 
 def call_with(exported: ExportedProgram, trained: Sequence[Any]) -> tuple[list[str] | None, Any, Any]:
@@ -70,17 +70,17 @@ def call_with(exported: ExportedProgram, trained: Sequence[Any]) -> tuple[list[s
         raise PassError(
             f"the program takes an argument {TRAINABLE!r}, by which penstock gives parameters: rename it"
         )
-    entry = exported.module_call_graph[0].signature
-    names = entry and entry.forward_arg_names
+    call = exported.module_call_graph[0].signature
+    names = call and call.forward_arg_names
     result = pytree.tree_unflatten(list(range(spec.out_spec.num_leaves)), spec.out_spec)
     return names and [*names, TRAINABLE], (args, {**kwargs, TRAINABLE: [*trained]}), result
 
 
-def is_same(one: ExportedProgram, other: ExportedProgram) -> bool:
+def is_same(first: ExportedProgram, other: ExportedProgram) -> bool:
     """Tells whether two exports of a module are one program; it is certain only where it says so."""
     return (
-        str(one.graph_signature) == str(other.graph_signature)
-        and codes(one.graph_module) == codes(other.graph_module)
-        and one.constants.keys() == other.constants.keys()
-        and all(is_equal(value, other.constants[name]) for name, value in one.constants.items())
+        str(first.graph_signature) == str(other.graph_signature)
+        and codes(first.graph_module) == codes(other.graph_module)
+        and first.constants.keys() == other.constants.keys()
+        and all(is_equal(value, other.constants[name]) for name, value in first.constants.items())
     )

@@ -66,17 +66,17 @@ class Rung:
     @property
     def methods(self) -> tuple[str, ...]:
         """The names of the methods."""
-        return (self.forward, *(one.method for one in self.backwards))
+        return (self.forward, *(backward.method for backward in self.backwards))
 
     def made(self, method: str) -> tuple[int, ...]:
         """The leaves of a method that the forward made for it."""
-        backwards = (one for one in self.backwards if one.method == method)
-        return tuple(k for one in backwards for k, leaf in enumerate(one.kept) if leaf < 0)
+        backwards = (backward for backward in self.backwards if backward.method == method)
+        return tuple(k for backward in backwards for k, leaf in enumerate(backward.kept) if leaf < 0)
 
     @property
     def kept(self) -> tuple[int, ...]:
         """All that a backward may take of what was kept, each once."""
-        return tuple(dict.fromkeys(one for backward in self.backwards for one in backward.kept))
+        return tuple(dict.fromkeys(leaf for backward in self.backwards for leaf in backward.kept))
 
     @property
     def tangents(self) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ class Training:
 
     def rung(self, name: str) -> Rung | None:
         """The rung of a name; None if there is none."""
-        return next((one for one in self.rungs if one.name == name), None)
+        return next((rung for rung in self.rungs if rung.name == name), None)
 
     def made(self, method: str) -> tuple[int, ...]:
         """The leaves of a method that another one made for it: what a backward takes of what was kept."""
@@ -131,7 +131,9 @@ class Training:
     def sets(self) -> str:
         """The sets of results that gradients may come from, in words."""
         backwards = self.rungs[0].backwards
-        return ", or ".join(" and ".join(self.results[k] for k in one.tangents) for one in backwards)
+        return ", or ".join(
+            " and ".join(self.results[k] for k in backward.tangents) for backward in backwards
+        )
 
     def check(self, rung: Rung, methods: Mapping[str, int]) -> None:
         """Raises PayloadError where these are not the facts of methods with so many leaves each."""
@@ -139,13 +141,13 @@ class Training:
         if missing or not rung.backwards:
             lacks = [*missing, BACKWARD][0]
             raise PayloadError(f"training.json does not fit the program, which lacks {lacks}: compile again")
-        leaves, values = methods[rung.forward], len([one for one in rung.kept if one < 0])
+        leaves, values = methods[rung.forward], len([leaf for leaf in rung.kept if leaf < 0])
         fits = len(self.parameters) <= leaves
         fits &= all(0 <= result < len(self.results) for result in (*rung.tangents, *self.left_out))
-        for one in rung.backwards:
-            fits &= all(-values <= leaf < leaves for leaf in one.kept)
-            fits &= all(0 <= leaf < leaves for leaf in one.gradients)
-            fits &= len(one.kept) + len(one.tangents) == methods[one.method]
+        for backward in rung.backwards:
+            fits &= all(-values <= leaf < leaves for leaf in backward.kept)
+            fits &= all(0 <= leaf < leaves for leaf in backward.gradients)
+            fits &= len(backward.kept) + len(backward.tangents) == methods[backward.method]
         if not fits:
             raise PayloadError(
                 f"training.json does not fit the program, whose methods take {dict(methods)} inputs: "

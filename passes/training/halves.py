@@ -71,8 +71,8 @@ class Halves:
     @property
     def propagated(self) -> list[fx.GraphModule]:
         """The graphs of the programs whose values are those that `propagate` would give them."""
-        graphs = (one.graph_module for one in self.programs.values())
-        return [one for one in graphs if is_propagated(one)]
+        graphs = (program.graph_module for program in self.programs.values())
+        return [graph for graph in graphs if is_propagated(graph)]
 
     @property
     def forward(self) -> ExportedProgram:
@@ -82,7 +82,7 @@ class Halves:
     @property
     def backwards(self) -> tuple[ExportedProgram, ...]:
         """The backwards of the first rung."""
-        return tuple(self.programs[one.method] for one in self.training.rungs[0].backwards)
+        return tuple(self.programs[backward.method] for backward in self.training.rungs[0].backwards)
 
 
 def divide(
@@ -126,20 +126,20 @@ def divide(
         raise PassError("spill=True is for one set of losses=: leave it out, or compile each set by itself")
     divided = _Divided(exported, joints, leaves, weights.held.keys() - names, leaf_of, spill)
     programs: dict[str, ExportedProgram] = {}
-    made: list[Rung] = []
+    rungs_made: list[Rung] = []
     least = float("inf")
     for name in rungs if len(joints) == 1 or SEGMENTS in rungs else RUNGS[:1]:
-        rung, own = divided.on(name, f"_{name}" if made else "")
-        _refuse_equal([one.tangents for one in rung.backwards], named)
-        if (peak := _peak(rung, own)) < least:
-            least, made = peak, [*made, rung]
-            programs |= own
+        rung, programs_of_rung = divided.on(name, f"_{name}" if rungs_made else "")
+        _refuse_equal([backward.tangents for backward in rung.backwards], named)
+        if (peak := _peak(rung, programs_of_rung)) < least:
+            least, rungs_made = peak, [*rungs_made, rung]
+            programs |= programs_of_rung
     left_out = frozenset.intersection(*(joint.left_out for joint in joints))
     return Halves(
         programs,
         Training(
             tuple(str(spec.target) for spec in trained),
-            tuple(made),
+            tuple(rungs_made),
             tuple(named.get(k, "") for k in range(signature.results)),
             tuple(leaf_of[k] for k in sorted(left_out)),
             layouts=_layouts(joints[0], specs),
@@ -149,7 +149,7 @@ def divide(
 
 def _layouts(joint: Joint, specs: Sequence[InputSpec]) -> tuple[Layout | None, ...]:
     """How the inputs that each call gives lie in memory."""
-    return tuple(_layout(joint, k) for k, one in enumerate(specs) if one.kind is InputKind.USER_INPUT)
+    return tuple(_layout(joint, k) for k, spec in enumerate(specs) if spec.kind is InputKind.USER_INPUT)
 
 
 def _layout(joint: Joint, number: int) -> Layout | None:
@@ -196,49 +196,50 @@ class _Divided:
         exported, joints, leaves = self.exported, self.joints, self.leaves
         pool: dict[object, fx.Node] = {}
         again = _AGAIN[name]
-        parts = [partition(one, self.frozen, again(one, self.frozen), pool) for one in joints]
+        parts = [partition(joint, self.frozen, again(joint, self.frozen), pool) for joint in joints]
         slots = find_slots(joints[0], parts[0], _free_prefix(exported)) if self.spill else NO_SLOTS
         returned = tuple(node for node in _returned(joints, parts) if node not in slots.read)
         specs = exported.graph_signature.input_specs
         order = {spec.arg.name: k for k, spec in enumerate(leaves)}
         backwards = []
-        for number, (joint, one) in enumerate(zip(joints, parts, strict=True)):
-            taken = [order[node.name] for node in one.inputs if node.name in order]
+        for number, (joint, part) in enumerate(zip(joints, parts, strict=True)):
+            taken = [order[node.name] for node in part.inputs if node.name in order]
             backwards.append(
                 Backward(
                     f"{BACKWARD}_{number}" if number else BACKWARD + suffix,
-                    (*taken, *(-1 - returned.index(node) for node in one.kept if node not in slots.read)),
+                    (*taken, *(-1 - returned.index(node) for node in part.kept if node not in slots.read)),
                     tuple(self.leaf_of[k] for k, node in enumerate(joint.tangents) if node is not None),
                     tuple(order[specs[k].arg.name] for k in joint.gradients),
                 )
             )
         rung = Rung(name, FORWARD + suffix, tuple(backwards))
         programs = [_forward(exported, joints[0], replace(parts[0], kept=returned), slots, leaves)]
-        programs += [_backward(exported, *one, slots, leaves) for one in zip(joints, parts, strict=True)]
+        programs += [_backward(exported, *pair, slots, leaves) for pair in zip(joints, parts, strict=True)]
         return rung, dict(zip(rung.methods, programs, strict=True))
 
 
 def _peak(rung: Rung, programs: Mapping[str, ExportedProgram]) -> int:
     """The most bytes that the methods of a rung take, at the exported sizes."""
     return max(
-        Activations.of(one, one.graph_module, rung.made(method)).peak() for method, one in programs.items()
+        Activations.of(program, program.graph_module, rung.made(method)).peak()
+        for method, program in programs.items()
     )
 
 
 def _returned(joints: Sequence[Joint], parts: Sequence[Partition]) -> tuple[fx.Node, ...]:
     """The values that the forward returns for all backwards."""
-    found = tuple(dict.fromkeys(node for one in parts for node in one.kept))
+    values = tuple(dict.fromkeys(node for part in parts for node in part.kept))
     early = {*parts[0].early, *placeholders_of(joints[0].graph_module.graph)}
-    if not early.issuperset(found):
+    if not early.issuperset(values):
         raise PassError("the sets of losses= need values that one forward does not have: compile them apart")
-    return found
+    return values
 
 
 def _refuse_equal(sets: Sequence[tuple[int, ...]], named: Mapping[int, str]) -> None:
     """Raises PassError for two equal sets of results that gradients would come from."""
-    for one in sets:
-        if sets.count(one) > 1:
-            results = " and ".join(named[k] for k in one)
+    for names in sets:
+        if sets.count(names) > 1:
+            results = " and ".join(named[k] for k in names)
             raise PassError(
                 f"losses= has two sets whose gradients come from {results}: leave one of them out"
             )
@@ -264,51 +265,53 @@ def _refuse_shared(weights: Weights, trained: Sequence[InputSpec]) -> None:
 def _chosen(exported: ExportedProgram, names: Sequence[str], losses: Losses | None) -> list[list[int]]:
     """The numbers of the results that gradients come from, for each set."""
     if losses is not None:
-        plain = all(isinstance(one, str) for one in losses)
+        plain = all(isinstance(loss, str) for loss in losses)
         sets: Any = [losses] if plain else losses
-        if isinstance(losses, str) or any(isinstance(one, str) or not {*one} <= {*names} for one in sets):
+        if isinstance(losses, str) or any(isinstance(loss, str) or not {*loss} <= {*names} for loss in sets):
             raise PassError(
                 f"losses={losses!r}: expected a list of results, which are {', '.join(names)}, or a list of "
                 "such lists"
             )
-        return [[k for k, name in enumerate(names) if name in one] for one in sets]
+        return [[k for k, name in enumerate(names) if name in chosen] for chosen in sets]
     returned: Any = exported.graph.output_node().args[0]
     values = [returned[position].meta["val"] for position in result_positions(exported)]
-    floats = [k for k, one in enumerate(values) if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    floats = [
+        k for k, value in enumerate(values) if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
     return [[k for k in floats if not values[k].dim()] or floats]
 
 
 def _inputs_with_grad(exported: ExportedProgram) -> list[str]:
-    given = pytree.tree_leaves(exported.example_inputs)
-    specs = [one for one in exported.graph_signature.input_specs if one.kind is InputKind.USER_INPUT]
-    pairs = zip(specs, given, strict=True)
-    return [s.arg.name for s, one in pairs if isinstance(one, torch.Tensor) and one.requires_grad]
+    example = pytree.tree_leaves(exported.example_inputs)
+    specs = [spec for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    pairs = zip(specs, example, strict=True)
+    return [s.arg.name for s, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
 
 
 def _forward(
     exported: ExportedProgram, joint: Joint, parts: Partition, slots: Slots, leaves: Sequence[InputSpec]
 ) -> ExportedProgram:
     specs = exported.graph_signature.input_specs
-    made = _Program(exported, joint, slots)
-    given = {spec.arg.name for spec in leaves}
+    forward = _Program(exported, joint, slots)
+    leaf_names = {spec.arg.name for spec in leaves}
     for spec in specs:
-        if spec.arg.name not in given:
-            made.add_input(spec)
-    places = {node: made.add_slot(node, name) for node, name in slots.stored.items()}
+        if spec.arg.name not in leaf_names:
+            forward.add_input(spec)
+    places = {node: forward.add_slot(node, name) for node, name in slots.stored.items()}
     for spec in leaves:
-        made.add_input(spec, trained=True)
-    made.add_nodes(parts.early, places)
+        forward.add_input(spec, trained=True)
+    forward.add_nodes(parts.early, places)
     for number, node in joint.written.items():
-        made.add_written(specs[number], node)
+        forward.add_written(specs[number], node)
     results = iter(joint.results)
     for result in exported.graph_signature.output_specs:
         if result.kind is OutputKind.USER_OUTPUT:
-            made.add_result(result.arg if isinstance(result.arg, ConstantArgument) else next(results))
+            forward.add_result(result.arg if isinstance(result.arg, ConstantArgument) else next(results))
     for node in parts.kept:
-        made.add_result(node)
-    trained = [one for one in leaves if one.kind is not InputKind.USER_INPUT]
+        forward.add_result(node)
+    trained = [spec for spec in leaves if spec.kind is not InputKind.USER_INPUT]
     names, called, result = call_with(exported, trained)
-    program = made.program(names, called, (result, [*parts.kept]))
+    program = forward.program(names, called, (result, [*parts.kept]))
     program._guards_code = exported._guards_code
     return program
 
@@ -316,23 +319,23 @@ def _forward(
 def _backward(
     exported: ExportedProgram, joint: Joint, parts: Partition, slots: Slots, leaves: Sequence[InputSpec]
 ) -> ExportedProgram:
-    made = _Program(exported, joint, slots, parts.same)
-    given = {spec.arg.name for spec in leaves}
-    weights = _with_all_parts(exported, {node.name for node in parts.inputs} - given)
+    program = _Program(exported, joint, slots, parts.same)
+    leaf_names = {spec.arg.name for spec in leaves}
+    weights = _with_all_parts(exported, {node.name for node in parts.inputs} - leaf_names)
     for spec in exported.graph_signature.input_specs:
         if spec.arg.name in weights:
-            made.add_input(spec)
+            program.add_input(spec)
     for node, name in slots.read.items():
-        made.add_value(node, name)
-    given_again = [node for node in parts.inputs if node.name in given]
-    kept = [*given_again, *(node for node in parts.kept if node not in slots.read)]
+        program.add_value(node, name)
+    given_again = [node for node in parts.inputs if node.name in leaf_names]
+    kept_nodes = [*given_again, *(node for node in parts.kept if node not in slots.read)]
     tangents = [node for node in joint.tangents if node is not None]
-    for node in (*kept, *tangents):
-        made.add_value(node)
-    made.add_nodes(parts.late)
+    for node in (*kept_nodes, *tangents):
+        program.add_value(node)
+    program.add_nodes(parts.late)
     for node in joint.gradients.values():
-        made.add_result(node)
-    return made.program(["kept", "tangents"], ((kept, tangents), {}), [*joint.gradients])
+        program.add_result(node)
+    return program.program(["kept", "tangents"], ((kept_nodes, tangents), {}), [*joint.gradients])
 
 
 def _with_all_parts(exported: ExportedProgram, names: set[str]) -> set[str]:
@@ -426,7 +429,7 @@ class _Program:
         old = self._exported
         _, in_spec = pytree.tree_flatten(called_with)
         _, out_spec = pytree.tree_flatten(returning)
-        made = ExportedProgram(
+        program = ExportedProgram(
             self._joint.graph_module,
             self._graph,
             ExportGraphSignature(self._inputs, self._outputs),
@@ -441,10 +444,10 @@ class _Program:
             },
             verifiers=[TrainingIRVerifier] if self._slots.stored else None,  # which allows writing to slots
         )
-        made._guards_code = []
-        made.graph_module.meta.update(old.graph_module.meta)  # parts of weights, and values of buffers
-        made.graph_module.meta[KEPT] = frozenset(self._slots.tensors)
-        return made
+        program._guards_code = []
+        program.graph_module.meta.update(old.graph_module.meta)  # parts of weights, and values of buffers
+        program.graph_module.meta[KEPT] = frozenset(self._slots.tensors)
+        return program
 
 
 def _without_grad(value: Any) -> Any:

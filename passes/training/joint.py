@@ -113,14 +113,14 @@ class _Flat(nn.Module):
             inputs[k] = value
         outputs = self._graph_module(*inputs)
         results = [outputs[position] for position in self._results]
-        for k, one in enumerate(results):
-            if isinstance(one, torch.Tensor):
-                if one.requires_grad and k not in self._losses:
+        for k, result in enumerate(results):
+            if isinstance(result, torch.Tensor):
+                if result.requires_grad and k not in self._losses:
                     self.left_out.add(k)
                 differs = k in self._losses and not self.forward_only
-                results[k] = (one if differs else one.detach()).clone()
+                results[k] = (result if differs else result.detach()).clone()
         if self.forward_only:  # autograd wants something to differentiate
-            results.append(sum(one.sum() for one in inputs if getattr(one, "requires_grad", False)))
+            results.append(sum(leaf.sum() for leaf in inputs if getattr(leaf, "requires_grad", False)))
         return results
 
 
@@ -142,12 +142,12 @@ def trace_joint(
     they share, and so are their inputs, their results and what they write. Raises PassError where autograd
     cannot trace the program.
     """
-    traces = [_traced(exported, weights, trainable, one) for one in losses]
-    first, *others = traces
+    traces = [_traced(exported, weights, trainable, results_of_loss) for results_of_loss in losses]
+    first, *later = traces
     meanings = [_meanings(first, {})]
-    for trace in others:
-        given = {node.name for node in placeholders_of(trace.made.graph) if _is_gradient(node)}
-        meanings.append(_meanings(trace, align(first.made, trace.made, given)))
+    for trace in later:
+        gradients = {node.name for node in placeholders_of(trace.made.graph) if _is_gradient(node)}
+        meanings.append(_meanings(trace, align(first.made, trace.made, gradients)))
     graph_module = propagate(first.made, fake_inputs(first.made, weights))
     for node, copied in zip(first.made.graph.nodes, graph_module.graph.nodes, strict=True):
         copied.name = node.name  # copying renames what is a builtin of Python, such as `input`
@@ -156,10 +156,10 @@ def trace_joint(
         for trace, meaning in zip(traces, meanings, strict=True)
     ]
     shared = joints[0]
-    given_here = tuple(node for one in joints for node in one.tangents if node is not None)
+    given_here = tuple(node for joint in joints for node in joint.tangents if node is not None)
     return [
-        replace(one, inputs=shared.inputs, results=shared.results, written=shared.written, given=given_here)
-        for one in joints
+        replace(joint, inputs=shared.inputs, results=shared.results, written=shared.written, given=given_here)
+        for joint in joints
     ]
 
 
@@ -176,14 +176,14 @@ def trace_forward(
     results, graph = len(result_positions(exported)), trace.made.graph
     output = graph.output_node()
     returned: Any = output.args[0]
-    kept = [
+    named = [
         (node, meaning)
         for node, meaning in zip(returned, output.meta["desc"], strict=True)
         if isinstance(meaning, InputMutationAOTOutput)
         or (isinstance(meaning, PlainAOTOutput) and meaning.idx < results)
     ]
-    output.args = ([node for node, _ in kept],)
-    output.meta["desc"] = [meaning for _, meaning in kept]
+    output.args = ([node for node, _ in named],)
+    output.meta["desc"] = [meaning for _, meaning in named]
     graph.eliminate_dead_code()
     for node in placeholders_of(graph):
         if _is_gradient(node):
@@ -193,22 +193,22 @@ def trace_forward(
     graph_module = propagate(trace.made, fake_inputs(trace.made, weights))
     for node, copied in zip(graph.nodes, graph_module.graph.nodes, strict=True):
         copied.name = node.name
-    found = _described(graph_module, trace.flat, results, meanings)
-    return replace(found, results=tuple(_attached(node) for node in found.results))
+    joint = _described(graph_module, trace.flat, results, meanings)
+    return replace(joint, results=tuple(_attached(node) for node in joint.results))
 
 
 def _copy_written(graph: fx.Graph) -> None:
     """Puts copies, as they lie in memory, in place of the inputs that a program writes to."""
     meanings = graph.output_node().meta["desc"]
-    written = [one.mutated_input for one in meanings if isinstance(one, InputMutationAOTOutput)]
+    written = [meaning.mutated_input for meaning in meanings if isinstance(meaning, InputMutationAOTOutput)]
     inputs = placeholders_of(graph)
-    for node in [one for one in inputs if one.meta["desc"] in written]:
+    for node in [placeholder for placeholder in inputs if placeholder.meta["desc"] in written]:
         with graph.inserting_after(inputs[-1]):
             if is_dense(node.meta["val"]):
                 copied = graph.call_function(aten.clone.default, (node,))
             else:
                 copied = graph.call_function(as_function(aten.copy_.default), (node, node))
-        for user in [one for one in node.users if one is not copied and one.op != "output"]:
+        for user in [reader for reader in node.users if reader is not copied and reader.op != "output"]:
             user.replace_input_with(node, copied)
 
 
@@ -223,18 +223,20 @@ def _with_detached_regions(exported: ExportedProgram) -> ExportedProgram:
 
     The trace, which is of what autograd calls, has no other sign of such a region.
     """
-    made = copy.copy(exported)
-    made._graph_module = copy_graph_module(exported.graph_module)
-    for before, node in zip(exported.graph.nodes, made.graph.nodes, strict=True):
+    copied = copy.copy(exported)
+    copied._graph_module = copy_graph_module(exported.graph_module)
+    for before, node in zip(exported.graph.nodes, copied.graph.nodes, strict=True):
         node.name = before.name
-    for node in list(made.graph.nodes):
+    for node in list(copied.graph.nodes):
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
             for user in node.users:
-                with made.graph.inserting_after(user):
-                    detached = made.graph.call_function(aten.detach.default, (user,))
-                user.replace_all_uses_with(detached, lambda one, own=detached: one is not own)
-    made._graph_module.recompile()
-    return made
+                with copied.graph.inserting_after(user):
+                    detached = copied.graph.call_function(aten.detach.default, (user,))
+                user.replace_all_uses_with(
+                    detached, lambda candidate, detached_node=detached: candidate is not detached_node
+                )
+    copied._graph_module.recompile()
+    return copied
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ def _traced(
         entered.enter_context(layouts_kept(differentiated=forward_only))
         known = _Sizes(inputs)
         try:
-            made = aot_export_joint_with_descriptors(
+            graph_module = aot_export_joint_with_descriptors(
                 entered, flat, tuple(inputs[k] for k in flat.shown), decompositions={}
             )
         except PassError:
@@ -277,14 +279,20 @@ def _traced(
         except Exception as error:
             raise _refusal(error, forward_only=forward_only) from error
         known.check()
-    graph = made.graph_module.graph
+    graph = graph_module.graph_module.graph
     refuse_written_tensors(graph, exported, [names[k] for k in flat.shown])
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
     refuse_random_slopes(graph, forward_only=forward_only)
     _erase_assertions(graph)
     _unwrap_effects(graph)
-    _name_inputs(graph, {one.meta["desc"]: names[flat.shown[one.meta["desc"].idx]] for one in _plain(graph)})
-    return _Trace(made.graph_module, flat)
+    _name_inputs(
+        graph,
+        {
+            placeholder.meta["desc"]: names[flat.shown[placeholder.meta["desc"].idx]]
+            for placeholder in _plain(graph)
+        },
+    )
+    return _Trace(graph_module.graph_module, flat)
 
 
 def _plain(graph: fx.Graph) -> list[fx.Node]:
@@ -321,7 +329,10 @@ def _as_eager() -> Iterator[None]:
     keys = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
     with _LOCK:
         taken = [
-            (one, key, one.py_kernels.pop(key)) for one in operators for key in keys if key in one.py_kernels
+            (overload, key, overload.py_kernels.pop(key))
+            for overload in operators
+            for key in keys
+            if key in overload.py_kernels
         ]
         try:
             for operator in operators:
@@ -345,9 +356,9 @@ class _Sizes:
     """The symbolic sizes of inputs, which autograd's trace must not make narrower."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
-        sizes = [size for one in tensors for size in one.shape] + [
-            one for one in inputs if not isinstance(one, torch.Tensor)
+        tensors = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
+        sizes = [size for tensor in tensors for size in tensor.shape] + [
+            leaf for leaf in inputs if not isinstance(leaf, torch.Tensor)
         ]
         self._sizes = [
             size for size in sizes if isinstance(size, torch.SymInt) and size.node.expr.free_symbols
@@ -386,7 +397,9 @@ def _unwrap_effects(graph: fx.Graph) -> None:
     Autograd hands a token from one to the next, so that no compiler changes their order. The order of the
     graph is kept here.
     """
-    for node in [one for one in graph.nodes if one.target is torch.ops.higher_order.with_effects]:
+    for node in [
+        candidate for candidate in graph.nodes if candidate.target is torch.ops.higher_order.with_effects
+    ]:
         _, operator, *args = node.args
         with graph.inserting_before(node):
             result = graph.call_function(operator, tuple(args), node.kwargs)
@@ -405,7 +418,7 @@ def _unwrap_effects(graph: fx.Graph) -> None:
         graph.erase_node(node)
     output = graph.output_node()
     meanings = output.meta["desc"]
-    left = [k for k, one in enumerate(meanings) if not isinstance(one, _TOKENS_OUT)]
+    left = [k for k, meaning in enumerate(meanings) if not isinstance(meaning, _TOKENS_OUT)]
     returned: Any = output.args[0]
     output.args = ([returned[k] for k in left],)
     output.meta["desc"] = [meanings[k] for k in left]

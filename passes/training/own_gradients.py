@@ -44,7 +44,7 @@ def refuse_hooks(model: nn.Module, trainable: Sequence[str]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         hooks: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
         trained = any(fnmatchcase(name, pattern) for pattern in trainable)
-        for hook in (one for held in hooks if trained and held for one in held.values()):
+        for hook in (registered for by_id in hooks if trained and by_id for registered in by_id.values()):
             raise PassError(
                 f"the parameter {name} has a hook ({_named(hook)}), which is the model's own: remove it, and "
                 "register it on that parameter of the module that load() returns"
@@ -89,13 +89,17 @@ def refused_own_gradients() -> Iterator[None]:
 
     def asked(setup_context: Any) -> bool:
         # `Function.apply` asks this first, also where a module holds it as a function of its own.
-        own = sys._getframe(1).f_locals.get("cls")
-        known = own is None or own is _OF_CHECKPOINTS or own.__module__.startswith("torch._")
-        if own is not None and not known and torch.is_grad_enabled():
+        function_class = sys._getframe(1).f_locals.get("cls")
+        known = (
+            function_class is None
+            or function_class is _OF_CHECKPOINTS
+            or function_class.__module__.startswith("torch._")
+        )
+        if function_class is not None and not known and torch.is_grad_enabled():
             raise PassError(
-                f"{own.__qualname__} is an autograd.Function, of which torch.export keeps the forward and "
-                "drops the backward: make it an operator (torch.library.custom_op, register_autograd), or "
-                "use what it does in plain operations"
+                f"{function_class.__qualname__} is an autograd.Function, of which torch.export keeps the "
+                "forward and drops the backward: make it an operator (torch.library.custom_op, "
+                "register_autograd), or use what it does in plain operations"
             )
         return bool(is_defined(setup_context))
 

@@ -58,16 +58,16 @@ def partition(
     early = forward_of(joint)
     after = dependent(node for node in joint.tangents if node is not None)
     checks = [node for node in nodes if node in after and node.op == "call_function" and node.is_impure()]
-    own = needed([*joint.gradients.values(), *checks]) - early
+    backward_nodes = needed([*joint.gradients.values(), *checks]) - early
     crossing = _Crossing(joint, {*again, *unpacked(joint, frozen)}, {} if kept is None else kept)
     for node in nodes:
-        if node in own and node.op != "placeholder":
+        if node in backward_nodes and node.op != "placeholder":
             for operand in node.all_input_nodes:
-                if operand not in own:
+                if operand not in backward_nodes:
                     crossing.take(operand)
     return Partition(
         tuple(node for node in nodes if node in early and node.op != "placeholder"),
-        tuple(_where_needed(joint, own | crossing.again)),
+        tuple(_where_needed(joint, backward_nodes | crossing.again)),
         tuple(node for node in placeholders_of(joint.graph_module.graph) if node in crossing.inputs),
         tuple(dict.fromkeys(crossing.same.values())),
         crossing.same,
@@ -96,13 +96,13 @@ def steady_storages(joint: Joint) -> set[int]:
 def unpacked(joint: Joint, frozen: Collection[str]) -> set[fx.Node]:
     """What is computed from frozen weights alone, the same each time that it is computed."""
     inputs = (node for k, node in enumerate(joint.inputs) if node is not None and k not in joint.written)
-    given = {node for node in inputs if node.name in frozen}
-    found = set(given)
+    unchanged = {node for node in inputs if node.name in frozen}
+    reached = set(unchanged)
     for node in joint.graph_module.graph.nodes:
         operands = node.all_input_nodes
-        if node.op == "call_function" and operands and found.issuperset(operands) and _repeats(node):
-            found.add(node)
-    return found - given
+        if node.op == "call_function" and operands and reached.issuperset(operands) and _repeats(node):
+            reached.add(node)
+    return reached - unchanged
 
 
 def _where_needed(joint: Joint, late: Set[fx.Node]) -> Iterator[fx.Node]:
@@ -115,7 +115,9 @@ def _where_needed(joint: Joint, late: Set[fx.Node]) -> Iterator[fx.Node]:
     position = {node: k for k, node in enumerate(nodes)}
     after = dependent(joint.given)
     left = late & position.keys()
-    for node in [one for one in nodes if one in left and one in after] + [*joint.gradients.values()]:
+    for node in [candidate for candidate in nodes if candidate in left and candidate in after] + [
+        *joint.gradients.values()
+    ]:
         missing = needed([node], left.__contains__)
         yield from sorted(missing, key=position.__getitem__)
         left -= missing

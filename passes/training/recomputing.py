@@ -46,9 +46,11 @@ def layers(joint: Joint, frozen: Collection[str] = ()) -> frozenset[fx.Node]:
     take the fewest bytes together.
     """
     values = _Values(joint, frozen)
-    kept = {storage for position in _segments(values) for storage in values.crossing[position]}
+    between = {storage for position in _segments(values) for storage in values.crossing[position]}
     return frozenset(
-        node for node in values.repeatable if not values.owns(node) or kept.isdisjoint(_storage_bytes(node))
+        node
+        for node in values.repeatable
+        if not values.owns(node) or between.isdisjoint(_storage_bytes(node))
     )
 
 
@@ -64,10 +66,14 @@ def boundaries(joint: Joint, frozen: Collection[str] = ()) -> list[fx.Node]:
     for k, node in enumerate(values.nodes):
         if node.op == "placeholder":
             continue
-        read = [one for one in node.all_input_nodes if one.name in frozen or one in values.unpacked]
-        for one in [node, *read]:
-            values.needed |= _storage_bytes(one)
-            values.first |= {s: k for s in _storage_bytes(one) if s not in values.first}
+        read = [
+            operand
+            for operand in node.all_input_nodes
+            if operand.name in frozen or operand in values.unpacked
+        ]
+        for source in [node, *read]:
+            values.needed |= _storage_bytes(source)
+            values.first |= {s: k for s in _storage_bytes(source) if s not in values.first}
     return [values.nodes[position] for position in _segments(values)]
 
 
@@ -100,7 +106,10 @@ class _Values:
             return False  # sizes are kept, as numbers
         if node.target is operator.getitem:
             return node.args[0] in self.repeatable
-        if any(self._written.intersection(storages_of(one.meta.get("val"))) for one in node.all_input_nodes):
+        if any(
+            self._written.intersection(storages_of(operand.meta.get("val")))
+            for operand in node.all_input_nodes
+        ):
             return False  # the backward would read what the program has written since
         return node.op == "call_function" and _is_deterministic(node)
 
@@ -119,16 +128,16 @@ class _Values:
     @cached_property
     def needed(self) -> dict[int, int]:
         """The bytes of each storage that the backward reads, where nothing is computed again."""
-        kept = partition(self.joint, self.frozen).kept
-        return {s: n for node in kept for s, n in _storage_bytes(node).items()}
+        kept_nodes = partition(self.joint, self.frozen).kept
+        return {s: n for node in kept_nodes for s, n in _storage_bytes(node).items()}
 
     @cached_property
     def first(self) -> dict[int, int]:
         """The position of the first node of each storage."""
-        found: dict[int, int] = {}
+        first_of: dict[int, int] = {}
         for k, node in enumerate(self.nodes):
-            found |= {s: k for s in storages_of(node.meta.get("val")) if s not in found}
-        return found
+            first_of |= {s: k for s in storages_of(node.meta.get("val")) if s not in first_of}
+        return first_of
 
     @cached_property
     def crossing(self) -> list[dict[int, int]]:
@@ -139,17 +148,17 @@ class _Values:
         last: dict[int, int] = {}
         fixed: set[int] = set()
         for k, node in enumerate(self.nodes):
-            last |= {s: k for one in node.all_input_nodes for s in storages_of(one.meta.get("val"))}
+            last |= {s: k for operand in node.all_input_nodes for s in storages_of(operand.meta.get("val"))}
             if node not in self.repeatable:
                 fixed.update(storages_of(node.meta.get("val")))
-        found: list[dict[int, int]] = []
-        held: dict[int, int] = {}
+        crossing: list[dict[int, int]] = []
+        alive: dict[int, int] = {}
         for k, node in enumerate(self.nodes):
-            held = {s: n for s, n in held.items() if last[s] >= k}
-            found.append(held)
-            made = {} if node.op == "placeholder" or self.is_given(node) else _storage_bytes(node)
-            held = held | {s: n for s, n in made.items() if s in last and s not in fixed}
-        return found
+            alive = {s: n for s, n in alive.items() if last[s] >= k}
+            crossing.append(alive)
+            new = {} if node.op == "placeholder" or self.is_given(node) else _storage_bytes(node)
+            alive = alive | {s: n for s, n in new.items() if s in last and s not in fixed}
+        return crossing
 
 
 def _is_deterministic(node: fx.Node) -> bool:
@@ -162,15 +171,15 @@ def _is_deterministic(node: fx.Node) -> bool:
         return True
     # Attention has the tag for its dropout, and draws nothing where there is none.
     arguments = target._schema.arguments
-    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
-    return given.get("dropout_p") == 0
+    arguments_given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    arguments_given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
+    return arguments_given.get("dropout_p") == 0
 
 
 def _storage_bytes(node: fx.Node) -> dict[int, int]:
     """The bytes of the storages of a node's value at the exported sizes."""
     tensors = tensors_of(node.meta.get("val"))
-    return {storages_of(one)[0]: size_hint(one.untyped_storage().nbytes()) for one in tensors}
+    return {storages_of(tensor)[0]: size_hint(tensor.untyped_storage().nbytes()) for tensor in tensors}
 
 
 def _segments(values: _Values) -> Sequence[int]:
@@ -186,30 +195,30 @@ def _segments(values: _Values) -> Sequence[int]:
     best: tuple[int, list[int]] | None = None
     largest, most = max(b - a for a, b in pairwise(inside)), inside[-1]
     for limit in {largest + (most - largest) * k * k // _LIMITS**2 for k in range(_LIMITS + 1)}:
-        kept, after = [0] * len(places), [0] * len(places)
+        bytes_kept, after = [0] * len(places), [0] * len(places)
         for a in reversed(range(len(places) - 1)):
             reached = [b for b in range(a + 1, len(places)) if inside[b] - inside[a] <= limit]
-            after[a] = min(reached, key=lambda b: added[a][b] + kept[b])
-            kept[a] = added[a][after[a]] + kept[after[a]]
-        if best is None or kept[0] + limit < best[0]:
+            after[a] = min(reached, key=lambda b: added[a][b] + bytes_kept[b])
+            bytes_kept[a] = added[a][after[a]] + bytes_kept[after[a]]
+        if best is None or bytes_kept[0] + limit < best[0]:
             chosen = [after[0]]
             while chosen[-1] < len(places) - 1:
                 chosen.append(after[chosen[-1]])
-            best = kept[0] + limit, [places[k] for k in chosen[:-1]]
+            best = bytes_kept[0] + limit, [places[k] for k in chosen[:-1]]
     return best[1] if best else ()
 
 
 def _narrow(values: _Values) -> list[int]:
     """The positions where fewer bytes cross than around them, and the fewest of all if there are many."""
-    widths = [sum(one.values()) for one in values.crossing]
+    widths = [sum(storages.values()) for storages in values.crossing]
     changes = [k for k in range(1, len(widths)) if values.crossing[k] != values.crossing[k - 1]]
     around = zip([0, *changes], changes, [*changes[1:], None], strict=False)
-    found = [
+    narrow = [
         k
         for before, k, behind in around
         if 0 < widths[k] <= widths[before] and (behind is None or widths[k] <= widths[behind])
     ]
-    return sorted(sorted(found, key=widths.__getitem__)[:_MOST_PLACES])
+    return sorted(sorted(narrow, key=widths.__getitem__)[:_MOST_PLACES])
 
 
 def _inside(values: _Values, places: Sequence[int]) -> list[int]:

@@ -45,9 +45,9 @@ class SegmentGradients(HigherOrderOperator):
         ends = [sum(split[: k + 1]) for k in range(3)]
         state, tangents, sums = operands[: ends[0]], operands[ends[0] : ends[1]], operands[ends[1] : ends[2]]
         inputs = list(operands[ends[2] :])
-        if any(isinstance(one, FakeTensor) for one in pytree.tree_leaves(inputs)):
+        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(inputs)):
             return tuple(torch.empty_like(inputs[k]) for k in wanted)
-        given = [one for one in inputs if isinstance(one, torch.Tensor)]
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         for k in wanted:
             inputs[k] = inputs[k].detach().requires_grad_()
         with torch.enable_grad(), _drawing_from(*state):
@@ -61,21 +61,21 @@ class SegmentGradients(HigherOrderOperator):
         ]
         if not pairs:
             return (None,) * len(wanted)
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             [value for value, _ in pairs],
             [inputs[k] for k in wanted],
             [tangent for _, tangent in pairs],
             allow_unused=True,
         )
-        return tuple(_own(one, given) for one in found)
+        return tuple(_own(gradient, tensors) for gradient in gradients)
 
 
-def _own(gradient: torch.Tensor | None, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _own(gradient: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A gradient that is no view of what the segment was given, such as a weight that is about to leave."""
     if gradient is None:
         return None
     memory = gradient.untyped_storage().data_ptr()
-    shared = any(one.untyped_storage().data_ptr() == memory for one in given)
+    shared = any(tensor.untyped_storage().data_ptr() == memory for tensor in inputs)
     return gradient.clone() if shared else gradient
 
 

@@ -40,25 +40,29 @@ def segment_joint(
     """
     if not trainable:
         raise PassError("nothing is trained: name parameters, or give an example whose inputs require grad")
-    union = {k for one in losses for k in one}
+    union = {k for names in losses for k in names}
     joint = trace_forward(exported, weights, trainable, union)
     frozen = weights.held.keys() - {*trainable}
     requiring = _requiring(joint, weights, trainable)
     segments = _segments(joint, frozen, requiring)
-    made: list[Joint] = []
-    given: list[fx.Node] = []
-    for one in losses:
+    joints: list[Joint] = []
+    tangent_nodes: list[fx.Node] = []
+    for names in losses:
         tangents = tuple(
-            _tangent(joint, k) if k in one and node in requiring else None
+            _tangent(joint, k) if k in names and node in requiring else None
             for k, node in enumerate(joint.results)
         )
-        given += [node for node in tangents if node is not None]
-        left_out = frozenset(k for k, node in enumerate(joint.results) if node in requiring and k not in one)
-        made.append(replace(joint, tangents=tangents, left_out=left_out))
-    found = [replace(one, gradients=_backward(one, segments, requiring)) for one in made]
+        tangent_nodes += [node for node in tangents if node is not None]
+        left_out = frozenset(
+            k for k, node in enumerate(joint.results) if node in requiring and k not in names
+        )
+        joints.append(replace(joint, tangents=tangents, left_out=left_out))
+    with_gradients = [
+        replace(divided, gradients=_backward(divided, segments, requiring)) for divided in joints
+    ]
     joint.graph_module.graph.lint()
     joint.graph_module.recompile()
-    return [replace(one, given=tuple(given)) for one in found]
+    return [replace(divided, given=tuple(tangent_nodes)) for divided in with_gradients]
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class _Segment:
 @kept_torch_state()
 def _requiring(joint: Joint, weights: Weights, trainable: Collection[str]) -> set[fx.Node]:
     """The nodes of a forward whose values require grad when the inputs `trainable` do."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
 
     class Noting(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -85,7 +89,7 @@ def _requiring(joint: Joint, weights: Weights, trainable: Collection[str]) -> se
             if n.op == "placeholder" and n.name in trainable:
                 result = result.detach().requires_grad_()
             if isinstance(result, torch.Tensor) and result.requires_grad:
-                found.add(n)
+                nodes.add(n)
             return result
 
     inputs = fake_inputs(joint.graph_module, weights)
@@ -93,7 +97,7 @@ def _requiring(joint: Joint, weights: Weights, trainable: Collection[str]) -> se
     fresh = sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext()  # numbers out of tensors
     with torch.enable_grad(), mode, fresh:
         Noting(joint.graph_module).run(*inputs)
-    return found
+    return nodes
 
 
 def _segments(joint: Joint, frozen: Collection[str], requiring: set[fx.Node]) -> list[_Segment]:
@@ -101,22 +105,22 @@ def _segments(joint: Joint, frozen: Collection[str], requiring: set[fx.Node]) ->
     early = forward_of(joint)
     nodes = [node for node in joint.graph_module.graph.nodes if node in early]
     derived = _derived(joint, frozen, nodes)
-    given = derived | _kept(joint)
+    known = derived | _kept(joint)
     starts = [0, *(nodes.index(node) for node in boundaries(joint, frozen)), len(nodes)]
     parts = [
-        [node for node in nodes[a:b] if node.op != "placeholder" and node not in given]
+        [node for node in nodes[a:b] if node.op != "placeholder" and node not in known]
         for a, b in pairwise(starts)
     ]
     shown = {node for node in joint.results if node is not None}
-    found: list[_Segment] = []
+    segments: list[_Segment] = []
     for number, part in reversed([*enumerate(parts)]):
         outputs = tuple(node for node in part if node in shown and node in requiring)
         if not outputs:
             continue
         segment = _cut(joint, f"segment_{number}", (part, outputs), derived, requiring)
         shown.update(segment.inputs)
-        found.append(segment)
-    return found
+        segments.append(segment)
+    return segments
 
 
 def _kept(joint: Joint) -> set[fx.Node]:
@@ -127,14 +131,14 @@ def _kept(joint: Joint) -> set[fx.Node]:
 
 def _derived(joint: Joint, frozen: Collection[str], nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """What each segment computes for itself: views of frozen weights, and what is made of these alone."""
-    held = [node for node in joint.inputs if node is not None and node.name in frozen]
-    storages = {storage for node in held for storage in storages_of(node.meta["val"])}
+    frozen_inputs = [node for node in joint.inputs if node is not None and node.name in frozen]
+    storages = {storage for node in frozen_inputs for storage in storages_of(node.meta["val"])}
     views = {
         node
         for node in nodes
         if node.op != "placeholder"
-        and (own := storages_of(node.meta.get("val")))
-        and storages.issuperset(own)
+        and (storages_of_node := storages_of(node.meta.get("val")))
+        and storages.issuperset(storages_of_node)
     }
     return views | unpacked(joint, frozen)
 
@@ -149,10 +153,12 @@ def _cut(
     """Makes the body of a segment, which computes the outputs from what other segments and inputs give."""
     nodes, outputs = part
     random = [node for node in nodes if may_draw(node)]
-    own = {*nodes, *derived}
-    inside = needed([*outputs, *random], own.__contains__)
+    own_nodes = {*nodes, *derived}
+    inside = needed([*outputs, *random], own_nodes.__contains__)
     order = [node for node in joint.graph_module.graph.nodes if node in inside]
-    inputs = tuple(dict.fromkeys(one for node in order for one in node.all_input_nodes if one not in inside))
+    inputs = tuple(
+        dict.fromkeys(operand for node in order for operand in node.all_input_nodes if operand not in inside)
+    )
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
     if any(node.op == "get_attr" for node in (*order, *inputs)):
@@ -207,7 +213,7 @@ def _backward(joint: Joint, segments: Sequence[_Segment], requiring: set[fx.Node
         for segment in segments:
             _add(graph, segment, gradients, requiring)
     numbers: Mapping[Any, int] = {node: k for k, node in enumerate(joint.inputs) if node is not None}
-    return {numbers[node]: made for node, made in gradients.items() if node in numbers}
+    return {numbers[node]: gradient for node, gradient in gradients.items() if node in numbers}
 
 
 def _add(graph: fx.Graph, segment: _Segment, gradients: _Gradients, requiring: set[fx.Node]) -> None:
@@ -221,11 +227,11 @@ def _add(graph: fx.Graph, segment: _Segment, gradients: _Gradients, requiring: s
     operands += [gradients[segment.inputs[k]] for k in begun]
     body = graph.get_attr(segment.body)
     arguments = (body, (*wanted,), (*reached,), (*begun,), segment.state is not None)
-    made = graph.call_function(SEGMENT_GRADIENTS, (*arguments, *operands, *segment.inputs))
+    computed = graph.call_function(SEGMENT_GRADIENTS, (*arguments, *operands, *segment.inputs))
     values = [segment.inputs[k].meta["val"] for k in wanted]
     with fake_mode_of(values):
-        made.meta["val"] = tuple(torch.empty_like(one) for one in values)
+        computed.meta["val"] = tuple(torch.empty_like(value) for value in values)
     for position, k in enumerate(wanted):
-        one = graph.call_function(getitem, (made, position))
-        one.meta["val"] = made.meta["val"][position]
-        gradients[segment.inputs[k]] = one
+        gradient = graph.call_function(getitem, (computed, position))
+        gradient.meta["val"] = computed.meta["val"][position]
+        gradients[segment.inputs[k]] = gradient

@@ -75,9 +75,9 @@ def find_slots(joint: Joint, parts: Partition, prefix: str) -> Slots:
 
 def _seen_by_callers(joint: Joint) -> set[int]:
     """The memory of inputs, results, gradients, and of what the program writes back."""
-    given = placeholders_of(joint.graph_module.graph)
+    inputs = placeholders_of(joint.graph_module.graph)
     results = [node for node in (*joint.results, *joint.written.values()) if node is not None]
-    nodes = [*given, *results, *joint.gradients.values()]
+    nodes = [*inputs, *results, *joint.gradients.values()]
     return {storage for node in nodes for storage in storages_of(node.meta.get("val"))}
 
 
@@ -95,17 +95,19 @@ def _is_static(value: torch.Tensor) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def _same_layout(one: fx.Node, other: fx.Node) -> bool:
-    return part_of(one.meta["val"], 0) == part_of(other.meta["val"], 0)
+def _same_layout(first: fx.Node, other: fx.Node) -> bool:
+    return part_of(first.meta["val"], 0) == part_of(other.meta["val"], 0)
 
 
 def _without_mixed(slots: Slots, parts: Partition) -> Slots:
     """Leaves out the places of memory of which the backward also needs a tensor that has none."""
-    others = {s for node in parts.kept if node not in slots.read for s in storages_of(node.meta["val"])}
+    elsewhere = {s for node in parts.kept if node not in slots.read for s in storages_of(node.meta["val"])}
 
     def allowed(named: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
-        return {node: name for node, name in named.items() if storages_of(node.meta["val"])[0] not in others}
+        return {
+            node: name for node, name in named.items() if storages_of(node.meta["val"])[0] not in elsewhere
+        }
 
     stored, read = allowed(slots.stored), allowed(slots.read)
     names = {*stored.values(), *read.values()}
-    return Slots(stored, read, {name: one for name, one in slots.tensors.items() if name in names})
+    return Slots(stored, read, {name: tensor for name, tensor in slots.tensors.items() if name in names})

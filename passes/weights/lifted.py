@@ -78,7 +78,7 @@ class Catalog:
         """
         _refuse_hidden_tensors(exported.graph_module)
         nodes = {node.name: node for node in exported.graph.nodes}
-        held: dict[str, Weight] = {}
+        weights: dict[str, Weight] = {}
         identities: dict[int, tuple[str, int]] = {}
         for spec in exported.graph_signature.input_specs:
             if spec.kind is InputKind.USER_INPUT:
@@ -90,16 +90,16 @@ class Catalog:
             # The device of the placeholder: the value of a weight for a GPU may lie in a file, on the CPU.
             example = nodes[spec.arg.name].meta.get("val")
             device = example.device if isinstance(example, torch.Tensor) else tensor.device
-            kept = fqn in exported.graph_module.meta.get(KEPT, ())
-            role = "value" if kept else _ROLES[spec.kind]
+            is_kept = fqn in exported.graph_module.meta.get(KEPT, ())
+            role = "value" if is_kept else _ROLES[spec.kind]
             weight = Weight(fqn, role, str(device), (part_of(tensor, number),))
-            held[spec.arg.name] = weight
+            weights[spec.arg.name] = weight
             if self.weights.setdefault(fqn, weight) != weight:
                 raise PassError(
                     f"two methods have weights called {fqn!r} that differ: export them "
                     "from one model, or give the weights different names"
                 )
-        return held
+        return weights
 
     def number(self, tensor: torch.Tensor, fqn: str) -> int:
         """Returns the number of the storage behind the tensor of a weight."""
@@ -117,9 +117,9 @@ class Catalog:
         return number
 
 
-def _are_copies(one: torch.Tensor, other: torch.Tensor) -> bool:
-    known = one.device == other.device and one.device.type != "meta" and type(one) is type(other)
-    return known and same_bytes(one, other)
+def _are_copies(first: torch.Tensor, other: torch.Tensor) -> bool:
+    known = first.device == other.device and first.device.type != "meta" and type(first) is type(other)
+    return known and same_bytes(first, other)
 
 
 def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
@@ -156,13 +156,13 @@ def _is_constant(spec: InputSpec) -> bool:
 
 def _refuse_hidden_tensors(graph_module: fx.GraphModule) -> None:
     """Raises PassError for a tensor that a graph, nested ones included, holds as an attribute."""
-    held = [*graph_module.named_parameters(), *graph_module.named_buffers()]
+    tensors = [*graph_module.named_parameters(), *graph_module.named_buffers()]
     for module in graph_module.modules():
-        held += [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
-    if held:
+        tensors += [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+    if tensors:
         raise PassError(
-            f"the graph holds the tensor {held[0][0]!r} as an attribute, expected all tensors to be inputs: "
-            "register it as a buffer of the model and export again"
+            f"the graph holds the tensor {tensors[0][0]!r} as an attribute, expected all tensors to be "
+            "inputs: register it as a buffer of the model and export again"
         )
 
 

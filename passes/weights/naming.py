@@ -39,17 +39,17 @@ def weights_among(graph_module: fx.GraphModule, payload: Payload, method: str) -
     a weight that the payload does not have.
     """
     known = {weight.fqn: weight for weight in payload.tensors}
-    inputs = {leaf.name for one in payload.methods if one.name == method for leaf in one.inputs}
+    inputs = {leaf.name for called in payload.methods if called.name == method for leaf in called.inputs}
     labels = _labels(known, method)
-    held: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}
     for node in placeholders_of(graph_module.graph):
         fqn = facts_of(node).get("weight")
         if fqn is None and inputs.isdisjoint((node.name, node.target)):
             fqn = labels.get(node.name)
         if fqn is not None:
-            held[node.name] = _checked(node, fqn, known)
-    _refuse_lost(graph_module, payload, method, held)
-    return held
+            weights[node.name] = _checked(node, fqn, known)
+    _refuse_lost(graph_module, payload, method, weights)
+    return weights
 
 
 def _labels(known: Mapping[str, Weight], method: str) -> dict[str, str]:
@@ -88,9 +88,9 @@ def _checked(node: fx.Node, fqn: str, known: Mapping[str, Weight]) -> Weight:
 
 
 def _refuse_lost(
-    graph_module: fx.GraphModule, payload: Payload, method: str, held: Mapping[str, Weight]
+    graph_module: fx.GraphModule, payload: Payload, method: str, weights: Mapping[str, Weight]
 ) -> None:
-    there = {weight.parts[0].storage for weight in held.values()}
+    there = {weight.parts[0].storage for weight in weights.values()}
     read = {s for t in payload.traces if t.method == method for step in t.steps for s in step.reads}
     if read <= there:
         return
@@ -103,5 +103,5 @@ def _refuse_lost(
     )
 
 
-def _described(one: tuple[str, tuple[int, ...]]) -> str:
-    return f"{one[0]} of shape {list(one[1])}"
+def _described(dtype_and_shape: tuple[str, tuple[int, ...]]) -> str:
+    return f"{dtype_and_shape[0]} of shape {list(dtype_and_shape[1])}"

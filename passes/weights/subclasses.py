@@ -53,7 +53,9 @@ def flattened(value: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torc
 
 def plain_tensors(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the tensors that hold a tensor's bytes: itself under its name, or its parts as `NAME.PART`."""
-    return {f"{name}.{part}": one for part, one in flattened(value)} if has_parts(value) else {name: value}
+    return (
+        {f"{name}.{part}": tensor for part, tensor in flattened(value)} if has_parts(value) else {name: value}
+    )
 
 
 def each_part(value: torch.Tensor, other: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -63,8 +65,8 @@ def each_part(value: torch.Tensor, other: Callable[[torch.Tensor], torch.Tensor]
     names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: each_part(getattr(value, name), other) for name in names}
     kind: Any = type(value)
-    made: torch.Tensor = kind.__tensor_unflatten__(parts, context, value.shape, value.stride())
-    return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+    joined: torch.Tensor = kind.__tensor_unflatten__(parts, context, value.shape, value.stride())
+    return nn.Parameter(joined, value.requires_grad) if isinstance(value, nn.Parameter) else joined
 
 
 @declare(requires=("real values", "computed buffers"), ensures=("plain parts",))
@@ -74,11 +76,11 @@ def with_plain_parts(exported: ExportedProgram) -> ExportedProgram:
     A program without subclasses is returned as it is. Raises PassError, which names the weight and its class,
     if the graph does not show the parts and cannot be decomposed.
     """
-    found = _subclasses(exported)
-    if not found:
+    subclasses = _subclasses(exported)
+    if not subclasses:
         return exported
-    hidden = [name for name, one in found.items() if not _is_open(one.node, one.parts)]
-    return _decomposed(exported, found, hidden[0]) if hidden else _opened(exported, found)
+    hidden = [name for name, subclass in subclasses.items() if not _is_open(subclass.node, subclass.parts)]
+    return _decomposed(exported, subclasses, hidden[0]) if hidden else _opened(exported, subclasses)
 
 
 def parts_of(exported: ExportedProgram) -> Mapping[str, tuple[str, str]]:
@@ -99,15 +101,15 @@ class _Subclass:
 
 def _subclasses(exported: ExportedProgram) -> dict[str, _Subclass]:
     nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
-    found: dict[str, _Subclass] = {}
+    subclasses: dict[str, _Subclass] = {}
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT or not isinstance(spec.target, str):
             continue
         value = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
         if has_parts(value):
             parts = dict(flattened(value))
-            found[spec.target] = _Subclass(spec, nodes[spec.arg.name], value, parts)
-    return found
+            subclasses[spec.target] = _Subclass(spec, nodes[spec.arg.name], value, parts)
+    return subclasses
 
 
 def _is_open(node: fx.Node, parts: Container[str], path: str = "") -> bool:
@@ -126,7 +128,7 @@ def _is_access(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.name == _ACCESS
 
 
-def _opened(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> ExportedProgram:
+def _opened(exported: ExportedProgram, subclasses: Mapping[str, _Subclass]) -> ExportedProgram:
     """Returns the program whose graph has an input for each part, in place of nodes that ask for the part."""
     graph_module = copy_graph_module(exported.graph_module)
     nodes = {}
@@ -135,13 +137,13 @@ def _opened(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> Export
         nodes[node.name] = node
     specs: list[InputSpec] = []
     for spec in exported.graph_signature.input_specs:
-        one = found.get(str(spec.target)) if spec.kind is not InputKind.USER_INPUT else None
-        if one is None:
+        subclass = subclasses.get(str(spec.target)) if spec.kind is not InputKind.USER_INPUT else None
+        if subclass is None:
             specs.append(spec)
             continue
-        whole = nodes[one.node.name]
+        whole = nodes[subclass.node.name]
         inputs = {}
-        for part, tensor in one.parts.items():
+        for part, tensor in subclass.parts.items():
             with graph_module.graph.inserting_before(whole):
                 inputs[part] = graph_module.graph.placeholder(f"{whole.name}_{part.replace('.', '_')}")
             inputs[part].meta["val"] = _fake(whole.meta["val"], tensor)
@@ -152,14 +154,14 @@ def _opened(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> Export
     graph_module.graph.lint()
     graph_module.recompile()
     graph_module.meta[PARTS] = {
-        f"{fqn}.{part}": (fqn, part) for fqn, one in found.items() for part in one.parts
+        f"{fqn}.{part}": (fqn, part) for fqn, subclass in subclasses.items() for part in subclass.parts
     }
     result = copy.copy(exported)
     result._graph_module = graph_module
     result._graph_signature = copy.copy(exported.graph_signature)
     result._graph_signature.input_specs = specs
-    result._state_dict = _with_parts(exported.state_dict, found)
-    result._constants = _with_parts(exported.constants, found)
+    result._state_dict = _with_parts(exported.state_dict, subclasses)
+    result._constants = _with_parts(exported.constants, subclasses)
     return result
 
 
@@ -183,13 +185,15 @@ def _inner(whole: torch.Tensor) -> list[torch.Tensor]:
     return [part for _, part in flattened(whole)] if has_parts(whole) else []
 
 
-def _with_parts(values: Mapping[str, Any], found: Mapping[str, _Subclass]) -> dict[str, Any]:
+def _with_parts(values: Mapping[str, Any], subclasses: Mapping[str, _Subclass]) -> dict[str, Any]:
     """Returns the values, each subclass replaced by its parts, which share its memory."""
     result: dict[str, Any] = {}
     for name, value in values.items():
-        if name in found:
+        if name in subclasses:
             wrap = isinstance(value, nn.Parameter)
-            result |= {f"{name}.{part}": _plain(tensor, wrap) for part, tensor in found[name].parts.items()}
+            result |= {
+                f"{name}.{part}": _plain(tensor, wrap) for part, tensor in subclasses[name].parts.items()
+            }
         elif not has_parts(value):
             result[name] = value  # a subclass that is no input is another name of an input, and left out
     return result
@@ -202,49 +206,50 @@ def _plain(tensor: torch.Tensor, wrap: bool) -> torch.Tensor:
 
 
 @kept_torch_state()
-def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidden: str) -> ExportedProgram:
+def _decomposed(
+    exported: ExportedProgram, subclasses: Mapping[str, _Subclass], hidden: str
+) -> ExportedProgram:
     """Returns the decomposed program, in which torch has run the operators of the subclasses.
 
     torch gives the parts names of its own, in the order of `flattened`.
     """
-    name, kind = hidden, type(found[hidden].value).__name__
-    refusal = (
-        f"{found[hidden].spec.kind.name.lower()} {name!r} is a {kind}, whose parts the graph does not show"
-    )
+    name, kind = hidden, type(subclasses[hidden].value).__name__
+    role = subclasses[hidden].spec.kind.name.lower()
+    refusal = f"{role} {name!r} is a {kind}, whose parts the graph does not show"
     if exported.verifier.dialect != "TRAINING":
         raise PassError(f"{refusal}: give the program as torch.export.export returned it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # copying tree specs warns on some versions of torch
         try:
-            opened = _with_plain_memory(exported, found).run_decompositions({})
+            opened = _with_plain_memory(exported, subclasses).run_decompositions({})
         except Exception as error:
             raise PassError(
                 f"{refusal}, and torch cannot decompose the program "
                 f"({type(error).__name__}: {sentence(error)}): dequantise this weight before the export"
             ) from error
     names = {}
-    for fqn, one in found.items():
+    for fqn, subclass in subclasses.items():
         module, _, attribute = fqn.rpartition(".")
         stem = f"{module}{'.' * bool(module)}parametrizations.{attribute}.original"
-        for number, (part, tensor) in enumerate(one.parts.items()):
-            given = f"{stem}{number}"
-            value = opened.state_dict.get(given)
+        for number, (part, tensor) in enumerate(subclass.parts.items()):
+            parametrized = f"{stem}{number}"
+            value = opened.state_dict.get(parametrized)
             if value is None or (value.dtype, value.shape) != (tensor.dtype, tensor.shape):
                 raise PassError(f"{refusal}: dequantise this weight before the export")
-            names[given] = (fqn, part)
-            opened.state_dict[given] = _plain(tensor, isinstance(value, nn.Parameter))
-    result = with_names(opened, {given: ".".join(pair) for given, pair in names.items()})
+            names[parametrized] = (fqn, part)
+            opened.state_dict[parametrized] = _plain(tensor, isinstance(value, nn.Parameter))
+    result = with_names(opened, {parametrized: ".".join(pair) for parametrized, pair in names.items()})
     result.graph_module.meta[PARTS] = {".".join(pair): pair for pair in names.values()}
     result._guards_code = getattr(exported, "_guards_code", [])  # decomposing forgets what export assumed
     return result
 
 
-def _with_plain_memory(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> ExportedProgram:
+def _with_plain_memory(exported: ExportedProgram, subclasses: Mapping[str, _Subclass]) -> ExportedProgram:
     """Returns the program with memory that is never touched in place of fake parts.
 
     torch does not take a subclass apart whose parts are fake.
     """
-    return with_values(exported, lambda fqn, old: each_part(old, _plain_memory) if fqn in found else old)
+    return with_values(exported, lambda fqn, old: each_part(old, _plain_memory) if fqn in subclasses else old)
 
 
 def _plain_memory(part: torch.Tensor) -> torch.Tensor:

@@ -116,15 +116,17 @@ def follow_weights(
 
     A graph that is `propagated` is returned itself.
     """
-    found = graph_module if propagated else propagate(graph_module, fake_inputs(graph_module, weights))
+    propagated_graph = (
+        graph_module if propagated else propagate(graph_module, fake_inputs(graph_module, weights))
+    )
     aliases = {
         storages_of(node.meta["val"])[0]: weights.storage_of(before.name)
         for before, node in zip(
-            placeholders_of(graph_module.graph), placeholders_of(found.graph), strict=True
+            placeholders_of(graph_module.graph), placeholders_of(propagated_graph.graph), strict=True
         )
         if before.name in weights.held
     }
-    return found, follow(found.graph, aliases)
+    return propagated_graph, follow(propagated_graph.graph, aliases)
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def is_view(node: fx.Node) -> bool:
 
 def _touched(arguments: Iterable[object], aliases: dict[int, int]) -> set[int]:
     """Returns the numbers of the followed storages that the values of the nodes among arguments alias."""
-    nodes = (one for one in arguments if isinstance(one, fx.Node))
+    nodes = (argument for argument in arguments if isinstance(argument, fx.Node))
     names = (name for node in nodes for name in storages_of(node.meta.get("val")))
     return {aliases[name] for name in names if name in aliases}
 
@@ -234,7 +236,7 @@ def _refuse_unknown(unknown: Mapping[int, fx.Node], weights: Weights) -> None:
     if not unknown:
         return
     node = next(iter(unknown.values()))
-    taken = (one.fqn for one in weights.held.values() if unknown.get(one.parts[0].storage) is node)
+    taken = (weight.fqn for weight in weights.held.values() if unknown.get(weight.parts[0].storage) is node)
     raise PassError(
         f"node {node.name!r} passes {', '.join(map(repr, sorted(taken)))} to {called(node)}, which has no "
         "schema that says whether it writes a weight: register it as an operator "
@@ -285,7 +287,7 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int], run: Run) -> Flow:
     escaping = _touched(pytree.tree_leaves(_carried(node)), aliases)
     for body in bodies:
         inputs = placeholders_of(body.graph)
-        values = [entry.meta.get("val") for entry in inputs]
+        values = [placeholder.meta.get("val") for placeholder in inputs]
         if len(inputs) > len(operands) or any(value is None for value in values):
             return unknown
         inner_aliases: dict[int, int] = {}
@@ -299,7 +301,7 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int], run: Run) -> Flow:
         inner = follow(run(body, fakes).graph, inner_aliases, run)
         written.update(*(by_number[number] for number in inner.written))
         escaping.update(*(by_number[number] for number in inner.escaping))
-        unsure |= {s: one for number, one in inner.unknown.items() for s in by_number[number]}
+        unsure |= {s: source for number, source in inner.unknown.items() for s in by_number[number]}
     return Flow({}, frozenset(written), frozenset(escaping), unsure)
 
 
@@ -310,9 +312,9 @@ def _written_through(node: fx.Node) -> list[object] | None:
     """
     if str(getattr(node.target, "__name__", "")) in _FUNCTIONAL:
         return []
-    for position, one in enumerate(node.args):
-        if isinstance(one, OpOverload):
-            return list(written_values(one, node.args[position + 1 :], node.kwargs))
+    for position, argument in enumerate(node.args):
+        if isinstance(argument, OpOverload):
+            return list(written_values(argument, node.args[position + 1 :], node.kwargs))
     return None
 
 

@@ -38,9 +38,9 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bytes(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Tells whether the storages behind two tensors, which have values, hold the same bytes."""
-    return torch.equal(storage_bytes(one), storage_bytes(other))
+    return torch.equal(storage_bytes(first), storage_bytes(other))
 
 
 def part_of(tensor: torch.Tensor, storage: int) -> Part:
@@ -69,8 +69,8 @@ def with_values(exported: ExportedProgram, value_of: Callable[[str, Any], Any]) 
     A tensor that replaces a parameter becomes a parameter, and one requires grad where the old one does.
     """
 
-    def values(held: dict[str, Any]) -> dict[str, Any]:
-        return {name: _like(value_of(name, old), old) for name, old in held.items()}
+    def values(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: _like(value_of(name, old), old) for name, old in tensors.items()}
 
     copied = copy.copy(exported)
     copied._state_dict, copied._constants = values(exported.state_dict), values(exported.constants)
