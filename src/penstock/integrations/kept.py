@@ -65,28 +65,28 @@ def bytes_of(value: torch.Tensor) -> torch.Tensor:
     return storage_bytes(value.detach())[start : start + value.nbytes]
 
 
-def names_of(kept: Iterable[KeptWeights]) -> dict[str, Names]:
+def names_of(weight_files: Iterable[KeptWeights]) -> dict[str, Names]:
     """Return what files call weights whose names in the module are other ones."""
-    return {fqn: names for weights in kept for fqn, names in weights.names.items()}
+    return {fqn: names for weights in weight_files for fqn, names in weights.names.items()}
 
 
 class KeptFiles:
     """The files that hold the weights of the model `name`, as they are when this is made."""
 
-    def __init__(self, name: str, kept: Iterable[KeptWeights]) -> None:
+    def __init__(self, name: str, weight_files: Iterable[KeptWeights]) -> None:
         self._name = name
-        self._states = {file: state_of(file) for weights in kept for file in weights.files}
+        self._states = {file: state_of(file) for weights in weight_files for file in weights.files}
 
-    def check(self, kept: Sequence[KeptWeights], facts: ModuleFacts) -> tuple[WeightFile, ...]:
+    def check(self, weight_files: Sequence[KeptWeights], facts: ModuleFacts) -> tuple[WeightFile, ...]:
         """Return the stamps of the files as they are now; `facts` has the former ones.
 
         What was in memory is compared with its hashes where the system says that a file may be another one.
         Raises SourceError for a file that is gone, or holds other bytes.
         """
-        self.refuse_lost(kept)
-        digests = {fqn: digest for weights in kept for fqn, digest in weights.digests.items()}
+        self.refuse_lost(weight_files)
+        digests = {fqn: digest for weights in weight_files for fqn, digest in weights.digests.items()}
         files = list(facts.files)
-        for file in (file for weights in kept for file in weights.files):
+        for file in (file for weights in weight_files for file in weights.files):
             now = state_of(file)
             before = self._states.setdefault(file, now)
             if now == before or (not digests and now[:3] == before[:3]):
@@ -99,9 +99,9 @@ class KeptFiles:
             self._states[file] = now
         return tuple(files)
 
-    def refuse_lost(self, kept: Iterable[KeptWeights]) -> None:
+    def refuse_lost(self, weight_files: Iterable[KeptWeights]) -> None:
         """Raise SourceError for a file that is gone."""
-        for file in (file for weights in kept for file in weights.files):
+        for file in (file for weights in weight_files for file in weights.files):
             with reading(file):
                 there = file.is_file()
             if not there:

@@ -169,6 +169,6 @@ def _same_bytes(
             entries = [where[name].entries[name] for name in stored]
             phase = tensors[fqn].data_ptr() % ALIGNMENT
             mapped = len(stored) > 1 or entries[0].start % ALIGNMENT == phase
-            parts = torch.split(bytes_of(tensors[fqn]), [entry.nbytes for entry in entries])
+            parts = torch.split(bytes_of(tensors[fqn]), [tensor.nbytes for tensor in entries])
             if all(where[name].holds(name, part) for name, part in zip(stored, parts, strict=True)):
                 yield fqn, None if mapped or tensors[fqn].device.type != "cpu" else phase

@@ -76,19 +76,19 @@ class Order:
     def reduced(self, keeps: Callable[[str, SparseRead | int | None], bool]) -> Order:
         """Return the order without the steps that `keeps`, which is told owner and read, says no to."""
         owners, reads = self.owners or self.paths, self.operators or (None,) * len(self.paths)
-        kept = [k for k, step in enumerate(zip(owners, reads, strict=True)) if keeps(*step)]
-        if len(kept) == len(self.paths):
+        remaining = [k for k, step in enumerate(zip(owners, reads, strict=True)) if keeps(*step)]
+        if len(remaining) == len(self.paths):
             return self
         times: list[StepTime] = []
         lead = 0
         for k, time in enumerate(self.times):
-            if k in kept:
+            if k in remaining:
                 times.append(StepTime(time.lead_ns + lead, time.read_ns))
                 lead = 0
             else:
                 lead += time.lead_ns + time.read_ns
-        paths = tuple(self.paths[k] for k in kept)
-        operators, kept_owners = tuple(reads[k] for k in kept), tuple(owners[k] for k in kept)
+        paths = tuple(self.paths[k] for k in remaining)
+        operators, kept_owners = tuple(reads[k] for k in remaining), tuple(owners[k] for k in remaining)
         return Order(self.entry, paths, tuple(times), self.tail_ns + lead, operators, kept_owners)
 
     def timed(self, times: Sequence[StepTime]) -> Order:
@@ -98,7 +98,7 @@ class Order:
     @property
     def unit_bytes(self) -> int:
         """The most bytes of units that the operators ask for."""
-        return sum(one.asked * one.unit_nbytes for one in self.operators if isinstance(one, SparseRead))
+        return sum(read.asked * read.unit_nbytes for read in self.operators if isinstance(read, SparseRead))
 
     def by_units(self) -> set[tuple[str, int]]:
         """Return the paths of modules and the storages of which these read units."""
@@ -156,9 +156,9 @@ class ModuleFacts:
             members = [self.parts[fqn].storage for fqn in group]
             stride = round_up(self.storages[members[0]].nbytes, ALIGNMENT)
             extents = [
-                replace(one, storage_offset=one.storage_offset + unit * stride)
+                replace(extent, storage_offset=extent.storage_offset + unit * stride)
                 for unit, s in enumerate(members)
-                for one in self.storages[s].extents
+                for extent in self.storages[s].extents
             ]
             whole = Storage(
                 stride * len(group), "streamable", tuple(extents), phase=self.storages[members[0]].phase
@@ -192,7 +192,10 @@ class ModuleFacts:
             for s, storage in enumerate(self.storages)
         )
         names = [f"call {graph} of {order.entry or 'the model'}" for graph, order in enumerate(orders)]
-        traces = [self._trace(*one) for one in zip(names, range(len(orders)), orders, reads, strict=True)]
+        traces = [
+            self._trace(*trace_facts)
+            for trace_facts in zip(names, range(len(orders)), orders, reads, strict=True)
+        ]
         return Payload(
             lowering="eager",
             torch=torch.__version__.split("+")[0],
@@ -214,8 +217,8 @@ class ModuleFacts:
             if isinstance(read, SparseRead):
                 nbytes = min(read.asked, read.count) * read.unit_nbytes
                 work = Work(2 * prod(read.view.shape) if read.tiles else 0, nbytes)
-                own = nbytes // _GUESSED_BYTES_PER_NS
-                steps.append(Step(path, (read.storage,), 0, own, read_work=work, sparse=(read,)))
+                guessed_ns = nbytes // _GUESSED_BYTES_PER_NS
+                steps.append(Step(path, (read.storage,), 0, guessed_ns, read_work=work, sparse=(read,)))
                 continue
             storages = reads[path] if read is None else (read,)
             nbytes = sum(self.storages[s].nbytes for s in storages)
@@ -250,7 +253,7 @@ def joined(path: str, key: str) -> str:
 
 def make_facts(
     module: nn.Module,
-    kept: Sequence[KeptWeights],
+    weight_files: Sequence[KeptWeights],
     trained: Sequence[nn.Parameter] = (),
     *,
     aligned: bool = False,
@@ -283,21 +286,21 @@ def make_facts(
             weights[name] = Weight(name, "parameter", "cpu", (part,))
             named = replace(part, name=name[len(fqn) + 1 :])
             wholes[fqn] = (*wholes.get(fqn, ()), named)
-    names = names_of(kept)
-    found = find_values(
+    names = names_of(weight_files)
+    values = find_values(
         [Weight(fqn, "parameter", "cpu", parts) for fqn, parts in wholes.items()],
-        open_checkpoint([file for one in kept for file in one.files]),
+        open_checkpoint([file for weights in weight_files for file in weights.files]),
         Rules(lambda fqn: names.get(fqn, fqn)),
     )
-    phases = {fqn: phase for one in kept for fqn, phase in one.phases.items()}
-    placed = [_at_phase_of_file(storage) for storage in found.placed(storages)]
+    phases = {fqn: phase for weights in weight_files for fqn, phase in weights.phases.items()}
+    placed = [_at_phase_of_file(storage) for storage in values.placed(storages)]
     for weight in weights.values():
         if weight.fqn in phases:
             s = weight.parts[0].storage
             placed[s] = replace(placed[s], phase=phases[weight.fqn])
     if aligned:
         placed = [replace(storage, phase=0) for storage in placed]
-    files = tuple(stamp_file(path, recorded_path=str(path.absolute())) for path in found.files)
+    files = tuple(stamp_file(path, recorded_path=str(path.absolute())) for path in values.files)
     return ModuleFacts(files, tuple(placed), tuple(weights.values()))
 
 

@@ -65,8 +65,8 @@ class Forwards:
         self._copied: dict[int, Callable[[], None]] = {}
         self._children: list[tuple[nn.Module, list[nn.Module | None], object]] = []
         self.find()
-        for entry in entries:
-            path, _, method = entry.rpartition(".")
+        for method_path in entries:
+            path, _, method = method_path.rpartition(".")
             self._wrap(path, self.modules[path], method)
 
     @property
@@ -117,15 +117,15 @@ class Forwards:
             self._copied.pop(known)()
 
     def _wrap(self, path: str, module: nn.Module, method: str) -> None:
-        own, run = getattr(module, method), self._run
+        original, run = getattr(module, method), self._run
         if is_compiled(module):
-            own = functools.update_wrapper(partial(run_uncounted, own), own)
+            original = functools.update_wrapper(partial(run_uncounted, original), original)
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def called(*args: Any, **kwargs: Any) -> Any:
             return run(wrapped, args, kwargs)
 
-        wrapped = Wrapped(path, method, own, called)
+        wrapped = Wrapped(path, method, original, called)
         undo = replace_attribute(module, method, called)
         if "__deepcopy__" not in vars(module):
             self._copied[id(module)] = replace_attribute(module, "__deepcopy__", partial(copy_part, module))

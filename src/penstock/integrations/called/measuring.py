@@ -70,7 +70,7 @@ class CallArguments(NamedTuple):
 
     @classmethod
     def of(
-        cls, device: torch.device, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        cls, device: torch.device, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CallArguments:
         """Return the sizes of the arguments of a call, in caches and objects too."""
         named: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)
@@ -85,7 +85,7 @@ class CallArguments(NamedTuple):
         allocated = sum(round_up(nbytes, granule) for nbytes in sizes)
         flags = {name: flag for name, value in named.items() if (flag := _flag(value)) is not None}
         objects = {name: nbytes for name, nbytes in objects.items() if nbytes}
-        return cls((entry, flags), sum(sizes), allocated, tensors, objects)
+        return cls((method, flags), sum(sizes), allocated, tensors, objects)
 
 
 def _flag(value: object) -> object:
@@ -187,7 +187,7 @@ class CallSizes:
         Nor need one that is far from filling its room and at most twice as large: a context that grows by a
         token a call is measured when it has doubled, and not in every third call.
         """
-        factors = [(one.growth_to(call), one.beside) for one in self._measured]
+        factors = [(measured.growth_to(call), measured.beside) for measured in self._measured]
         return any(f <= _ALIKE or (f <= _FAR and beside * f**2 * _FAR <= room) for f, beside in factors)
 
     def most(self, call: CallArguments) -> float:
@@ -195,7 +195,7 @@ class CallSizes:
 
         Attention takes up to the square of the tokens.
         """
-        factors = [(one.growth_to(call), one.beside) for one in self._measured]
+        factors = [(measured.growth_to(call), measured.beside) for measured in self._measured]
         return min(
             (beside * (factor**2 if factor > _ALIKE else 1) for factor, beside in factors), default=inf
         )
@@ -203,17 +203,17 @@ class CallSizes:
 
 def buffer_bytes(module: nn.Module) -> int:
     """Return the bytes of buffers that stay in a device's memory, as its allocator rounds them."""
-    sizes = (one.nbytes for one in module.buffers() if not isinstance(one, AbsentTensor))
+    sizes = (buffer.nbytes for buffer in module.buffers() if not isinstance(buffer, AbsentTensor))
     return sum(round_up(nbytes, _ALLOCATED) for nbytes in sizes)
 
 
-def run_uncounted(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_uncounted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a compiled function without `LiveBytes`, as the compiler does nothing while a mode is on."""
     modes = _get_current_dispatch_mode_stack()
     if modes and all(isinstance(mode, LiveBytes) for mode in modes):
         with _disable_current_modes():
-            return own(*args, **kwargs)
-    return own(*args, **kwargs)
+            return function(*args, **kwargs)
+    return function(*args, **kwargs)
 
 
 def compiled_graphs() -> int:
@@ -242,11 +242,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(one.untyped_storage()) for one in pytree.tree_leaves((args, kwargs)) if has_memory(one)}
-        for one in pytree.tree_leaves(result):
-            if has_memory(one) and one.device == self._device:
-                memory = one.untyped_storage()
-                if id(memory) not in given and id(memory) not in self._known:
+        storages = {
+            id(argument.untyped_storage())
+            for argument in pytree.tree_leaves((args, kwargs))
+            if has_memory(argument)
+        }
+        for tensor in pytree.tree_leaves(result):
+            if has_memory(tensor) and tensor.device == self._device:
+                memory = tensor.untyped_storage()
+                if id(memory) not in storages and id(memory) not in self._known:
                     self._known.add(id(memory))
                     self.now += memory.nbytes()
                     weakref.finalize(memory, self._free, id(memory), memory.nbytes())
@@ -289,7 +293,7 @@ class Meter:
 
     peak = now = 0
 
-    def look(self, own: int = 0) -> int:
+    def look(self, own_bytes: int = 0) -> int:
         """Return the highest peak of all looks; `own` bytes of memory are left out of the present look."""
         return self.peak
 
@@ -329,7 +333,7 @@ class LiveMeter(Meter):
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
 
-    def look(self, own: int = 0) -> int:
+    def look(self, own_bytes: int = 0) -> int:
         self.peak, self.now = self._live.peak, self._live.now
         return self.peak
 
@@ -345,8 +349,8 @@ class AllocatorMeter(Meter):
         self._base = torch.accelerator.memory_allocated(device)
         self.restart()
 
-    def look(self, own: int = 0) -> int:
-        taken = torch.accelerator.max_memory_allocated(self._device) - self._base - own
+    def look(self, own_bytes: int = 0) -> int:
+        taken = torch.accelerator.max_memory_allocated(self._device) - self._base - own_bytes
         self.peak = max(self.peak, taken)
         self.restart()
         return self.peak
@@ -399,13 +403,13 @@ class PeakMeter(Meter):
         _, resident, self._file = self._look()
         self._base = resident
 
-    def look(self, own: int = 0) -> int:
+    def look(self, own_bytes: int = 0) -> int:
         peak, resident, file = self._look()
         self._alone = self._alone and RUNNING.begun == self._begun
         if not self._alone:
             self.peak = self.now = 0
             return 0
-        before = self._base + max(0, file - self._file) + own
+        before = self._base + max(0, file - self._file) + own_bytes
         self.now = max(0, resident - before)
         self.peak = max(self.peak, (peak if self._can_reset else resident) - before, self.now)
         return self.peak

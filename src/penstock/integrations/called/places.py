@@ -110,7 +110,7 @@ class Places:
                     self.all.append(place)
             elif twin in twins:
                 self.all.append(Place(path, entries, key, twins[twin]))
-        self.flat = tuple(one for one in self._modules.values() if "_flat_weights" in vars(one))
+        self.flat = tuple(part for part in self._modules.values() if "_flat_weights" in vars(part))
         self.twins = {id(place.twin): place.twin for place in self.all}
         self.names = {id(place.twin): place.fqn for place in reversed(self.all)}
 
@@ -120,16 +120,16 @@ class Places:
 
     def bytes_of_others(self) -> int:
         """Return the bytes of parameters and buffers in memory that are no twins."""
-        held = [*self._module.parameters(), *self._module.buffers()]
-        plain = {id(part): part for one in held for part in plain_tensors("", one).values()}
-        return sum(one.nbytes for one in plain.values() if not isinstance(one, AbsentTensor))
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        plain = {id(part): part for tensor in tensors for part in plain_tensors("", tensor).values()}
+        return sum(part.nbytes for part in plain.values() if not isinstance(part, AbsentTensor))
 
     def step(self, path: str, fqns: Iterable[str], foreign: Iterable[str]) -> Step:
         """Return the step of the module at `path`: it reads weights `fqns`; other modules own `foreign`."""
-        own, others = set(fqns), set(foreign)
-        places = tuple(p for p in self.all if p.fqn in own or self.names[id(p.twin)] in others)
+        own_names, foreign_names = set(fqns), set(foreign)
+        places = tuple(p for p in self.all if p.fqn in own_names or self.names[id(p.twin)] in foreign_names)
         owners = {place.owner: self._modules[place.owner] for place in places}
-        return Step(path, places, tuple(one for one in owners.values() if "_flat_weights" in vars(one)))
+        return Step(path, places, tuple(owner for owner in owners.values() if "_flat_weights" in vars(owner)))
 
     def settle(self, standing: Values, known: Sequence[Values]) -> None:
         """Put in each place what `standing` has for its twin, or else the twin.
@@ -139,7 +139,7 @@ class Places:
         for place in self.all:
             twin, there = id(place.twin), place.entries.get(place.key)
             ours = (place.twin, *(values.get(twin) for values in known))
-            if there is not None and any(there is one for one in ours):
+            if there is not None and any(there is candidate for candidate in ours):
                 place.entries[place.key] = standing.get(twin, place.twin)
         refresh(self.flat)
 
@@ -233,7 +233,7 @@ def _count_users(more: int) -> None:
             original = overrides.has_torch_function
 
             def has_torch_function(values: Iterable[Any]) -> bool:
-                return bool(original([one for one in values if not isinstance(one, AbsentTensor)]))
+                return bool(original([value for value in values if not isinstance(value, AbsentTensor)]))
 
             has_torch_function.penstock_original = original  # type: ignore[attr-defined]
             overrides.has_torch_function = has_torch_function

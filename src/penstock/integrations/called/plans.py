@@ -163,22 +163,24 @@ def advice_on(plan: Plan) -> str:
 def residency_of(plan: Plan, steps: StepWeights, name: str) -> tuple[Residency, ...]:
     """Return what a plan does with the weights of each module; the model itself is called `name`."""
     layout, storages = plan.arena.layout, steps.facts.storages
-    moved = [(one.start, one.stop) for schedule in plan.schedules for one in schedule.transfers]
+    moved = [
+        (transfer.start, transfer.stop) for schedule in plan.schedules for transfer in schedule.transfers
+    ]
     pooled = set(plan.pool.storages) if plan.pool is not None else set[int]()
     twins = {fqn: twin for twin, fqn in steps.places.names.items()}
 
     def of(module: str, fqns: Sequence[str]) -> Residency:
-        own = set[int]().union(*(steps.storages_of(twins[fqn]) for fqn in fqns if fqn in twins))
-        nbytes = sum(storages[s].nbytes for s in own)
-        if own <= steps.learned.resident:
+        own_storages = set[int]().union(*(steps.storages_of(twins[fqn]) for fqn in fqns if fqn in twins))
+        nbytes = sum(storages[s].nbytes for s in own_storages)
+        if own_storages <= steps.learned.resident:
             return Residency(module, nbytes, "stays", "calls write it, or keep views of it")
         streams = any(
             start < layout[s] + storages[s].nbytes and layout[s] < stop
-            for s in own
+            for s in own_storages
             for start, stop in moved
             if layout[s] >= 0
         )
-        if own & pooled:
+        if own_storages & pooled:
             return Residency(module, nbytes, "by units", "calls read some of it")
         if streams:
             return Residency(module, nbytes, "streams", "there is no room for all weights")

@@ -77,8 +77,8 @@ class StepWeights:
     readers: Readers
     steps: dict[str, Step]
 
-    def __init__(self, module: nn.Module, own: OwnMemory, places: Places) -> None:
-        self.own, self.places, self.learned = own, places, Learned()
+    def __init__(self, module: nn.Module, own_memory: OwnMemory, places: Places) -> None:
+        self.own, self.places, self.learned = own_memory, places, Learned()
         self._module = module
 
     def find(self) -> None:

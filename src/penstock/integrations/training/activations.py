@@ -107,11 +107,11 @@ class _Memory:
 
     def look(self) -> bool:
         """Tell whether nothing but saved tensors has this memory."""
-        held = [saved.value for saved in self.tensors if saved.value is not None]
+        values = [saved.value for saved in self.tensors if saved.value is not None]
         self.is_alone = (
-            bool(held)
-            and use_count(held[0]) == 1 + len(held)  # one for the look itself
-            and held[0].untyped_storage().nbytes() == self.nbytes
+            bool(values)
+            and use_count(values[0]) == 1 + len(values)  # one for the look itself
+            and values[0].untyped_storage().nbytes() == self.nbytes
         )
         return self.is_alone
 
@@ -121,9 +121,9 @@ class _Memory:
         value = saved[0].value
         assert value is not None
         self.place = file.write(value.untyped_storage().data_ptr(), self.nbytes)
-        self.file, self.unread = file, {one.number for one in saved}
-        for one in saved:
-            one.leave()
+        self.file, self.unread = file, {tensor.number for tensor in saved}
+        for tensor in saved:
+            tensor.leave()
 
 
 class SavedTensor:
@@ -339,7 +339,7 @@ class Activations:
         """Give back memory that has been read again."""
         if memory.reading is not None:
             self._is_read(memory)
-            memory.reading, memory.unread = None, {one.number for one in memory.tensors}
+            memory.reading, memory.unread = None, {tensor.number for tensor in memory.tensors}
             self._count(memory, -memory.nbytes)
 
     def _is_read(self, memory: _Memory) -> None:
@@ -367,8 +367,10 @@ class Activations:
         """Read what was saved before a tensor, the latest first, while there is room for it."""
         if self._come_of != asked.turn:
             self._come_of = asked.turn
-            earlier = [one for one in self._have_left if one.turn == asked.turn and one.last <= number]
-            earlier.sort(key=lambda one: one.last, reverse=True)
+            earlier = [
+                memory for memory in self._have_left if memory.turn == asked.turn and memory.last <= number
+            ]
+            earlier.sort(key=lambda memory: memory.last, reverse=True)
             self._come_next = deque(map(weakref.ref, earlier))
         while self._come_next:
             memory = self._come_next[0]()

@@ -49,17 +49,17 @@ class Adapting:
         Raises PassError where a weight that is in files is to be trained, or where what the function returns
         is another model, and StreamError for what needs the values of weights.
         """
-        own, places = {id(value) for value in module.parameters()}, Places(module, facts.parts)
+        own_ids, places = {id(value) for value in module.parameters()}, Places(module, facts.parts)
         torch.set_rng_state(self.drawn)
         try:
             adapted = self._adapted(module)
         except StreamError as error:
-            what, _, _ = str(error).partition(": ")
-            raise StreamError(f"{what}: {_SENTENCE}") from error
+            sentence, _, _ = str(error).partition(": ")
+            raise StreamError(f"{sentence}: {_SENTENCE}") from error
         if [*components_of(adapted).values()] != [module]:
             raise PassError(f"adapter= made a model of something else than the {name} that it was given")
         for fqn, value in module.named_parameters():
-            if value.requires_grad and id(value) in own:
+            if value.requires_grad and id(value) in own_ids:
                 raise PassError(
                     f"{fqn} requires grad and is in files: load trains what adapter= adds; freeze it "
                     "(requires_grad_(False)), or load the model with its library and use apply"

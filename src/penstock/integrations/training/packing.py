@@ -57,7 +57,7 @@ def packing(
     values: Values,
     names: Mapping[int, str],
     unpack: Callable[[PackedWeight], torch.Tensor],
-    others: Activations,
+    activations: Activations,
 ) -> Iterator[None]:
     """Pack the weights that autograd saves in the body, which is the call of one module.
 
@@ -68,7 +68,7 @@ def packing(
         unpack: Returns the tensor of a packed weight.
         others: Keeps what is no weight, if no hooks are there already.
     """
-    packer = _Packer(owner, values, names, unpack, others)
+    packer = _Packer(owner, values, names, unpack, activations)
     try:
         with saved_tensors_hooks(packer.pack, packer.unpack):
             yield
@@ -106,7 +106,7 @@ class _Packer:
         values: Values,
         names: Mapping[int, str],
         unpack: Callable[[PackedWeight], torch.Tensor],
-        others: Activations,
+        activations: Activations,
     ) -> None:
         self.spans = [
             _Span.of(twin, part, plain)
@@ -116,8 +116,8 @@ class _Packer:
         self._owner, self._unpack_weight = owner, unpack
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._others: tuple[Callable[[Any], Any], Callable[[Any], torch.Tensor]] = outer or (
-            others.pack,
-            others.unpack,
+            activations.pack,
+            activations.unpack,
         )
 
     def pack(self, value: torch.Tensor) -> object:
@@ -136,7 +136,10 @@ class _Packer:
     def _plain(self, value: torch.Tensor) -> object | None:
         if not has_memory(value) or not value.numel():
             return None
-        span = next((one for one in self.spans if one.start <= value.data_ptr() < one.stop), None)
+        span = next(
+            (candidate for candidate in self.spans if candidate.start <= value.data_ptr() < candidate.stop),
+            None,
+        )
         if span is None:
             return None
         if value.is_conj() or value.is_neg():
@@ -146,11 +149,11 @@ class _Packer:
     def _whole(self, value: torch.Tensor) -> object | None:
         """Pack a quantised tensor: a weight by its name; another one that shares its memory is copied."""
         parts = [plain for plain in plain_tensors("", value).values() if has_memory(plain)]
-        spans = [one for part in parts for one in self.spans if one.start <= part.data_ptr() < one.stop]
+        spans = [span for part in parts for span in self.spans if span.start <= part.data_ptr() < span.stop]
         if not spans:
             return None
-        weight = [one for one in self.spans if one.twin == spans[0].twin]
-        if [_place(part) for part in parts] == [_place(one.plain) for one in weight]:
+        weight = [span for span in self.spans if span.twin == spans[0].twin]
+        if [_place(part) for part in parts] == [_place(span.plain) for span in weight]:
             return PackedWeight.of(value, self._owner, spans[0].twin, None, 0)
         return _Copy(each_part(value, torch.clone))
 

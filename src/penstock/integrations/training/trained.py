@@ -68,8 +68,8 @@ class TrainedParameters:
 
     def without(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of a module, by FQN, that are not trained."""
-        own = {id(value) for value in self.parameters}
-        return {fqn: value for fqn, value in tensors.items() if id(value) not in own}
+        trained_ids = {id(value) for value in self.parameters}
+        return {fqn: value for fqn, value in tensors.items() if id(value) not in trained_ids}
 
     def refuse_others(self) -> None:
         """Raise StreamError for a weight that streams, and requires grad now."""

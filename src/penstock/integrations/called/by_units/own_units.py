@@ -22,8 +22,10 @@ from penstock.schedule.facts.model import SparseRead
 class OwnUnits:
     """Units in memory of their own, while one operator runs: where no plan has any."""
 
-    def __init__(self, own: OwnMemory, room: Callable[[], int], measure: Callable[[int], None]) -> None:
-        self._own, self._room, self._measure = own, room, measure
+    def __init__(
+        self, own_memory: OwnMemory, room: Callable[[], int], measure: Callable[[int], None]
+    ) -> None:
+        self._own, self._room, self._measure = own_memory, room, measure
         self._memory: dict[int, Reservation] = {}
         self._held = 0
         self.read_ns = 0
@@ -74,8 +76,8 @@ class _OwnRead:
     pool: Any = None
     certify = PooledUnits.certify
 
-    def __init__(self, own: OwnUnits, read: SparseRead, room: Callable[[], int]) -> None:
-        self._own, self._read, self._room = own, read, room
+    def __init__(self, own_units: OwnUnits, read: SparseRead, room: Callable[[], int]) -> None:
+        self._own, self._read, self._room = own_units, read, room
 
     def tensor(self, read: SparseRead) -> torch.Tensor:
         with torch.inference_mode(False):

@@ -72,7 +72,7 @@ class Planned:
         key, graph = (path, read.storage, read.operator), self.by_units[current.order]
         steps = graph.get(key)
         if steps is None and read.operator == SLICES:
-            steps = next((found for (_, s, _), found in graph.items() if s == read.storage), None)
+            steps = next((step for (_, s, _), step in graph.items() if s == read.storage), None)
         if steps is None:
             return None
         turns = current.reads.turns
@@ -84,7 +84,7 @@ class Planned:
     def hold(self, number: int, read: SparseRead, numbers: Sequence[int], to: Bringing) -> bool:
         """Have units in the pool for a step; returns whether they fit into what is left of it."""
         pool, graph = self.units.pool, to.current.order
-        edges = [pool.granules(read, one) for one in numbers]
+        edges = [pool.granules(read, unit) for unit in numbers]
         nbytes = sum(stop - first for first, stop in edges) * pool.granule
         if not numbers or nbytes > to.left:
             return False
@@ -136,10 +136,14 @@ def open_planned(
             if read is None:
                 continue
             served = [
-                one for one in trace.steps[number].sparse if plan.pool is not None and plan.pool.has(one)
+                read_of_step
+                for read_of_step in trace.steps[number].sparse
+                if plan.pool is not None and plan.pool.has(read_of_step)
             ]
-            for one in served:
-                by_units.setdefault((path, one.storage, one.operator), []).append((number, one))
+            for read_of_step in served:
+                by_units.setdefault((path, read_of_step.storage, read_of_step.operator), []).append(
+                    (number, read_of_step)
+                )
             if not served:
                 s = read if isinstance(read, int) else read.storage
                 whole.setdefault((path, s), []).append(number)

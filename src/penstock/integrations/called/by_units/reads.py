@@ -66,8 +66,8 @@ class PassReads:
         and a token ask for other numbers of rows of an embedding, and one plan serves both.
         """
         differing = 0
-        for read, one in zip(order.operators, steps, strict=False):
-            asked = one.as_read()
+        for read, seen in zip(order.operators, steps, strict=False):
+            asked = seen.as_read()
             if isinstance(read, SparseRead) and isinstance(asked, SparseRead):
                 low, high = sorted((read.asked, asked.asked))
                 differing += (high - low) * read.unit_nbytes if high > 2 * low else 0
@@ -90,17 +90,17 @@ def matrix(read: SparseRead) -> object:
 
 def read_of(form: Form, view: Part, nbytes: int, least: int) -> SparseRead | None:
     """Return the read of an operator that names units, or None. Heads of `least` bytes have tiles."""
-    contract, given = CONTRACTS[form.operator], form.arguments
-    index = contract.operands(given)[1]
+    contract, arguments = CONTRACTS[form.operator], form.arguments
+    index = contract.operands(arguments)[1]
     if contract.index is None:
         tiles = tiled(view) if part_nbytes(view) == nbytes >= least else None
-        rows = given[0].numel() // max(1, given[0].shape[-1])
+        rows = arguments[0].numel() // max(1, arguments[0].shape[-1])
         if tiles is None or rows * prod(view.shape[:1]) * ITEM_SIZES[view.dtype] > MOST_RESULT:
             return None
         return SparseRead(tiles, LINEAR, 0, tiles.shape[0], slices=tiles.shape[1], tiles=True)
     if not view.shape or 0 in view.shape or index.dtype not in (torch.int64, torch.int32):
         return None
-    asked = min(view.shape[0], given[contract.rows].shape[0] if contract.ends else index.numel())
+    asked = min(view.shape[0], arguments[contract.rows].shape[0] if contract.ends else index.numel())
     read = SparseRead(view, form.operator, 0, asked)
     return read if has_units(read, nbytes) else None
 

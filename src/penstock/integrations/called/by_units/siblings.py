@@ -29,20 +29,20 @@ class Siblings:
     def __init__(
         self,
         module: nn.Module,
-        own: OwnMemory,
+        own_memory: OwnMemory,
         uses: Mapping[int, int],
         is_watched: Callable[[int], bool],
     ) -> None:
-        self._own, self.lists = own, _sibling_lists(module)
+        self._own, self.lists = own_memory, _sibling_lists(module)
         self._module, self._uses, self._is_watched = module, uses, is_watched
 
-    def chosen(self, entry: str, steps: Sequence[Seen]) -> list[str]:
+    def chosen(self, method: str, steps: Sequence[Seen]) -> list[str]:
         """Return the lists of modules of which a pass has chosen some by values, and lists like those.
 
         In such a list a pass leaves modules out that are not the last ones, or calls them in another order.
         """
         chosen: set[object] = set()
-        inside = f"{entry}." if entry else ""
+        inside = f"{method}." if method else ""
         for path, names in self.lists.items():
             if not f"{path}.".startswith(inside):
                 continue

@@ -87,7 +87,7 @@ class Root:
 
     def versions(self) -> list[int]:
         """Return the versions of all memory of this root."""
-        return [one._version for one in self._flat.values()]
+        return [memory._version for memory in self._flat.values()]
 
     def forget(self) -> None:
         """Forget memory that is given back."""
@@ -113,7 +113,7 @@ class Root:
 
     def made(self, geometry: torch.Tensor) -> torch.Tensor:
         """Return the watched tensor of a geometry."""
-        made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
             WatchedTensor,
             geometry.shape,
             strides=geometry.stride(),
@@ -122,8 +122,8 @@ class Root:
             device=torch.device("cpu"),
             storage_size=0,
         )
-        made.__dict__.update({_ROOT: self, _GEOMETRY: geometry, _SAYS: self.says, _STORAGE: _EMPTY})
-        return made
+        wrapper.__dict__.update({_ROOT: self, _GEOMETRY: geometry, _SAYS: self.says, _STORAGE: _EMPTY})
+        return wrapper
 
 
 _EMPTY = torch.empty(0).untyped_storage()
@@ -151,9 +151,9 @@ class WatchedTensor(AbsentTensor):
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, WatchedTensor):
-            made = _without_reading(func, name, args, kwargs)
-            if made is not None:
-                return made
+            answer = _without_reading(func, name, args, kwargs)
+            if answer is not None:
+                return answer
         return root_of(next(watched_in(args, kwargs))).run(func, args, kwargs)
 
     @classmethod
@@ -195,7 +195,7 @@ def geometry_of(watched: torch.Tensor) -> torch.Tensor:
 
 def watched_in(*values: Any) -> Iterator[Any]:
     """Yield the watched tensors among arguments."""
-    return (one for one in pytree.tree_leaves(values) if isinstance(one, WatchedTensor))
+    return (value for value in pytree.tree_leaves(values) if isinstance(value, WatchedTensor))
 
 
 def bytes_of_view(part: Part) -> tuple[int, int]:
@@ -232,22 +232,22 @@ def _without_reading(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[
 def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, may_copy: bool = False) -> Any:
     """Return the watched tensors of a view; None where a function that may copy does."""
     root, shape = root_of(args[0]), geometry_of(args[0])
-    others = pytree.tree_map_only(WatchedTensor, geometry_of, args[1:])
-    made = func(shape, *others, **kwargs)
+    arguments = pytree.tree_map_only(WatchedTensor, geometry_of, args[1:])
+    viewed = func(shape, *arguments, **kwargs)
     if may_copy:
-        if made.untyped_storage()._cdata != shape.untyped_storage()._cdata:
+        if viewed.untyped_storage()._cdata != shape.untyped_storage()._cdata:
             return None
-        if made is shape:
+        if viewed is shape:
             return args[0]
-    if isinstance(made, torch.Tensor):
-        return root.run(func, args, kwargs) if made.is_conj() or made.is_neg() else root.made(made)
-    views = [root.made(one) for one in made]
-    return iter(views) if func.__name__ == "__iter__" else type(made)(views)
+    if isinstance(viewed, torch.Tensor):
+        return root.run(func, args, kwargs) if viewed.is_conj() or viewed.is_neg() else root.made(viewed)
+    views = [root.made(view) for view in viewed]
+    return iter(views) if func.__name__ == "__iter__" else type(viewed)(views)
 
 
 def _is_view(index: Any) -> bool:
     """Tell whether a tensor that is indexed so gives a view."""
-    return all(_is_place(one) for one in (index if isinstance(index, tuple) else (index,)))
+    return all(_is_place(part) for part in (index if isinstance(index, tuple) else (index,)))
 
 
 def _is_place(index: Any) -> bool:
@@ -274,18 +274,18 @@ def form_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form |
         name = name if isinstance(func, torch._ops.OpOverload) else f"{name}.default"
         if name not in CONTRACTS:
             return None
-        names = [one.name for one in getattr(func, "default", func)._schema.arguments]
-        given = (*args, *(kwargs[one] for one in names[len(args) :] if one in kwargs))
-        form: Form | None = Form(name, given)
+        names = [argument.name for argument in getattr(func, "default", func)._schema.arguments]
+        arguments = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
+        form: Form | None = Form(name, arguments)
     else:
         form = make(*args, **kwargs)
     if form is None:
         return None
-    contract, given = CONTRACTS[form.operator], form.arguments
-    if contract.index is not None and len(given) <= contract.index:
+    contract, arguments = CONTRACTS[form.operator], form.arguments
+    if contract.index is not None and len(arguments) <= contract.index:
         return None
-    weight, index = contract.operands(given)
-    if not isinstance(weight, WatchedTensor) or sum(1 for _ in watched_in(given)) > 1:
+    weight, index = contract.operands(arguments)
+    if not isinstance(weight, WatchedTensor) or sum(1 for _ in watched_in(arguments)) > 1:
         return None
     return form if index is None or type(index) is torch.Tensor else None
 
