@@ -52,15 +52,15 @@ def beside(other: str | Compiler) -> Compiler:
     def compile_graph(
         graph_module: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None
     ) -> Callable[..., Any]:
-        own, given = own_options(options, f"penstock beside {other}")
+        own_part, rest_options = own_options(options, f"penstock beside {other}")
 
         def alone(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            return compiler(graph, inputs, **({"options": given} if given else {}))
+            return compiler(graph, inputs, **({"options": rest_options} if rest_options else {}))
 
         def lower(piece: Piece) -> tuple[Callable[..., Any], Trace, ProbeOrder]:
             return _lower(piece, alone)
 
-        return compile_for(lower, alone, graph_module, list(example_inputs), own)
+        return compile_for(lower, alone, graph_module, list(example_inputs), own_part)
 
     return compile_graph
 
@@ -76,10 +76,10 @@ def _find(name: str) -> Compiler:
                 "ignore", FutureWarning
             )  # torch 2.13 always inlines, and warns of the switch
             inlined = getattr(config, _INLINED, None)
-            found: Compiler = lookup_backend(name)
+            compiler: Compiler = lookup_backend(name)
             if inlined is not None:
                 setattr(config, _INLINED, inlined)
-            return found
+            return compiler
     except InvalidBackend:
         raise PassError(
             f"no installed library has the torch.compile backend {name!r}: there are "
@@ -92,17 +92,17 @@ def _lower(piece: Piece, compiler: Compiler) -> tuple[Callable[..., Any], Trace,
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
-    found: list[Trace] = []
+    traces: list[Trace] = []
 
     def lower_graph(graph_module: fx.GraphModule, _: list[Any]) -> Any:
         if len(placeholders_of(graph_module.graph)) != len(piece.inputs):
             refuse_other_inputs()
         lowered, trace = _with_regions(graph_module, piece, compiler)
-        found.append(trace)
+        traces.append(trace)
         return make_boxed_func(lowered.forward)
 
     run = aot_autograd(fw_compiler=lower_graph)(piece.graph_module, piece.inputs)
-    (trace,) = found
+    (trace,) = traces
     steps = range(len(trace.steps))
     order = ProbeOrder(piece.number, tuple(2 * k for k in steps), tuple(2 * k + 1 for k in steps))
     return run, trace, order
@@ -113,9 +113,9 @@ def _with_regions(
 ) -> tuple[fx.GraphModule, Trace]:
     name_of = placeholder_names(piece.homes, piece.weights)
     fqns = {node: fqn for node in placeholders_of(graph_module.graph) if (fqn := name_of(node))}
-    held = {node.name: piece.weights.held[fqn] for node, fqn in fqns.items()}
-    weights = Weights(held, piece.weights.storages)
-    streamed = {s for s, one in enumerate(weights.storages) if one.kind == "streamable"}
+    weight_of = {node.name: piece.weights.held[fqn] for node, fqn in fqns.items()}
+    weights = Weights(weight_of, piece.weights.storages)
+    streamed = {s for s, storage in enumerate(weights.storages) if storage.kind == "streamable"}
     propagated, flow = follow_weights(graph_module, weights)
     check_flow(flow, fqns, piece.weights)
     steps, tail = steps_of(propagated.graph, flow.reads, streamed)
@@ -126,10 +126,10 @@ def _with_regions(
         Site(step.name, k, tuple(name for s in step.reads for name in owners[s]))
         for k, step in enumerate(steps)
     ]
-    rest = _without_weights(
+    others_graph = _without_weights(
         propagated, {node.name for node in fqns if weights.storage_of(node.name) in streamed}
     )
-    partitioner = CapabilityBasedPartitioner(graph_module, NamedNodes(rest))
+    partitioner = CapabilityBasedPartitioner(graph_module, NamedNodes(others_graph))
     fused = partitioner.fuse_partitions(partitioner.propose_partitions(), prefix="region_")
     for name, region in list(fused.named_children()):
         if name.startswith("region_") and isinstance(region, fx.GraphModule):
@@ -181,8 +181,8 @@ class _Region(torch.nn.Module):
             if not self._runs:
                 self._runs[()] = self._compiler(self._graph_module, list(inputs))
             return self._runs[()](*inputs)
-        tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
-        sizes = tuple(tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in inputs)
+        tensors = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
+        sizes = tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs)
         if sizes not in self._runs:
             self._runs[sizes] = self._compiler(_with_sizes(self._graph_module, inputs), tensors)
         return self._runs[sizes](*tensors)
@@ -190,9 +190,9 @@ class _Region(torch.nn.Module):
 
 def _with_sizes(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """Returns a copy of a region whose inputs are tensors alone: it has the given sizes inside."""
-    graph, made = fx.Graph(), dict[fx.Node, Any]()
-    given = dict(zip(placeholders_of(graph_module.graph), inputs, strict=True))
+    graph, copied = fx.Graph(), dict[fx.Node, Any]()
+    value_of = dict(zip(placeholders_of(graph_module.graph), inputs, strict=True))
     for node in graph_module.graph.nodes:
-        is_size = node in given and not isinstance(given[node], torch.Tensor)
-        made[node] = given[node] if is_size else graph.node_copy(node, made.__getitem__)
+        is_size = node in value_of and not isinstance(value_of[node], torch.Tensor)
+        copied[node] = value_of[node] if is_size else graph.node_copy(node, copied.__getitem__)
     return fx.GraphModule(graph_module, graph)

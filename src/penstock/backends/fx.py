@@ -147,13 +147,13 @@ def with_facts(
     for node in placeholders_of(copied.graph):
         if names is not None and node.name in names:
             add_facts(node, weight=names[node.name])
-    held = weights_among(copied, payload, method)
+    weights = weights_among(copied, payload, method)
     observed = reobserve(copied, payload, method)
     steps = {step.name: (k, step.reads) for k, step in enumerate(trace_of(observed, method).steps)}
     storages, fqns = payload.storages, payload.storage_names()
     for node in copied.graph.nodes:
-        if node.name in held:
-            add_facts(node, weight=held[node.name].fqn)
+        if node.name in weights:
+            add_facts(node, weight=weights[node.name].fqn)
         elif node.name in steps:
             step, reads = steps[node.name]
             nbytes = sum(storages[s].nbytes for s in reads)
@@ -175,19 +175,19 @@ def reobserve(graph_module: fx.GraphModule, payload: Payload, method: str | None
             f"node {opaque[0].name!r} calls a module that is no graph, so what it reads cannot be seen: "
             "lower the graph before its regions are replaced by compiled code"
         )
-    held = weights_among(graph_module, payload, method)
-    usage = usage_of(graph_module, Weights(held, payload.storages))
+    weights = weights_among(graph_module, payload, method)
+    usage = usage_of(graph_module, Weights(weights, payload.storages))
     names = payload.storage_names()
     for s, (kind, storage) in enumerate(zip(usage.kinds, payload.storages, strict=True)):
         if kind != "streamable" and storage.kind == "streamable":
-            what = "written" if kind == "mutable" else "returned, or aliased by what is returned,"
+            state = "written" if kind == "mutable" else "returned, or aliased by what is returned,"
             raise PassError(
-                f"weight {names[s]!r} is {what} by the graph, and was not when it was annotated: leave the "
+                f"weight {names[s]!r} is {state} by the graph, and was not when it was annotated: leave the "
                 "weight out of that pass, or annotate the program behind it"
             )
-    described = next(one for one in payload.methods if one.name == method)
+    described = next(known for known in payload.methods if known.name == method)
     trace = read_together(observe(usage, payload.storages, described, PRESET_CPU), payload.weights)
-    traces = tuple(trace if one.method == method else one for one in payload.traces)
+    traces = tuple(trace if known.method == method else known for known in payload.traces)
     return replace(payload, traces=traces)
 
 
@@ -215,11 +215,11 @@ def with_order(payload: Payload, order: Sequence[Collection[str]], *, method: st
             raise PassError(
                 f"step {k} of {len(order)} reads no weight that streams: count it to the step before"
             )
-        same = [one for one in left if reads.issuperset(one.reads)]
-        left = [one for one in left if one not in same]
-        lead, read = sum_of(*(one.lead_work for one in same)), sum_of(*(one.read_work for one in same))
+        same = [step for step in left if reads.issuperset(step.reads)]
+        left = [step for step in left if step not in same]
+        lead, read = sum_of(*(step.lead_work for step in same)), sum_of(*(step.read_work for step in same))
         steps.append(Step(f"step_{k}", tuple(sorted(reads)), 0, 0, lead, read))
-    missing = {s for one in before.steps for s in one.reads}.difference(*(one.reads for one in steps))
+    missing = {s for step in before.steps for s in step.reads}.difference(*(step.reads for step in steps))
     if missing:
         raise PassError(
             f"no step reads the weight {names[min(missing)]!r}, which the annotated program reads: the "
@@ -228,7 +228,7 @@ def with_order(payload: Payload, order: Sequence[Collection[str]], *, method: st
         )
     trace = with_times(replace(before, steps=tuple(steps)), PRESET_CPU)
     trace = read_together(trace, payload.weights)
-    return replace(payload, traces=tuple(trace if one is before else one for one in payload.traces))
+    return replace(payload, traces=tuple(trace if known is before else known for known in payload.traces))
 
 
 def lower(
@@ -293,27 +293,27 @@ def annotated_partitions(
     chosen = supported or NamedNodes(frozenset(by_name))
     partitioner = CapabilityBasedPartitioner(graph_module, chosen, allows_single_node_partition=True)
     order = {node: position for position, node in enumerate(graph_module.graph.nodes)}
-    found = []
+    partitions = []
     proposed = partitioner.propose_partitions()
     names = payload.storage_names()
-    for nodes in (sorted(_with_bodies(one.nodes), key=order.__getitem__) for one in proposed):
+    for nodes in (sorted(_with_bodies(proposal.nodes), key=order.__getitem__) for proposal in proposed):
         reading = [by_name[node.name] for node in nodes if node.name in by_name]
         storages = sorted({s for _, reads in reading for s in reads})
         if reading:
             nbytes = sum(payload.storages[s].nbytes for s in storages)
             steps = tuple(sorted(k for k, _ in reading))
             weights = tuple(names[s] for s in storages)
-            found.append(AnnotatedPartition(tuple(nodes), steps, weights, nbytes))
-    if not found:
+            partitions.append(AnnotatedPartition(tuple(nodes), steps, weights, nbytes))
+    if not partitions:
         raise PassError(
             f"none of the {len(proposed)} partitions of method {method!r} reads a weight that streams: "
             "compile this graph without penstock"
         )
-    found.sort(key=lambda one: one.steps)
-    for number, one in enumerate(found):
-        for node in one.nodes:
+    partitions.sort(key=lambda partition: partition.steps)
+    for number, partition in enumerate(partitions):
+        for node in partition.nodes:
             add_facts(node, partition=number)
-    return tuple(found)
+    return tuple(partitions)
 
 
 def _with_bodies(nodes: Collection[fx.Node]) -> set[fx.Node]:
@@ -333,7 +333,7 @@ class NamedNodes(OperatorSupportBase):
 
 
 def _method(payload: Payload, method: str | None) -> str:
-    names = [one.name for one in payload.methods]
+    names = [known.name for known in payload.methods]
     if method is None and len(names) > 1:
         raise PassError(f"the payload has the methods {names}: name one of them with method=")
     if method is not None and method not in names:

@@ -144,7 +144,7 @@ class StreamedModel:
             model = onnx.load_model_from_string(stored)
         except Exception as error:  # of protobuf, which penstock does not import
             raise PayloadError(f"{folder / MODEL} is no ONNX model ({error}): get an intact copy") from error
-        keys = [one.value for one in model.metadata_props if one.key == _KEY]
+        keys = [prop.value for prop in model.metadata_props if prop.key == _KEY]
         if not keys:
             raise PayloadError(f"{folder / MODEL} names no payload: write it with write_onnx")
         with reading(folder):
@@ -166,10 +166,10 @@ class StreamedModel:
 
         def run(reading: Reading) -> list[Any]:
             for step, session in enumerate(self.sessions):
-                names = [one.name for one in session.get_outputs()]
-                given = {one.name: values[one.name] for one in session.get_inputs()}
+                names = [output.name for output in session.get_outputs()]
+                feeds = {feed.name: values[feed.name] for feed in session.get_inputs()}
                 with reading(step):
-                    values.update(zip(names, session.run(names, given), strict=True))
+                    values.update(zip(names, session.run(names, feeds), strict=True))
             return [values[name] for name in self._outputs]
 
         return self.weights.stream(run)
@@ -201,7 +201,7 @@ class StreamedModel:
 
 
 def _streamed(model: Any) -> list[str]:
-    return [one.name for one in model.graph.initializer if one.external_data]
+    return [tensor.name for tensor in model.graph.initializer if tensor.external_data]
 
 
 def _check_reads(pieces: Sequence[Any], weights: LoadedPayload) -> None:
@@ -227,21 +227,21 @@ def _pieces(model: Any) -> list[Any]:
     import onnx
 
     graph = onnx.shape_inference.infer_shapes(model).graph
-    types = {one.name: one for one in (*graph.input, *graph.value_info, *graph.output)}
-    weights = {one.name: one for one in graph.initializer}
+    types = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
+    weights = {tensor.name: tensor for tensor in graph.initializer}
     sizes = {name: int(e.value) for name, w in weights.items() for e in w.external_data if e.key == "length"}
     large = {name for name, nbytes in sizes.items() if nbytes >= LARGE}
     nodes = list(graph.node)
     result: list[Any] = []
     for piece in cut([node.input for node in nodes], large):
-        made = {name for node in nodes[piece] for name in node.output}
+        outputs = {name for node in nodes[piece] for name in node.output}
         read = dict.fromkeys(name for node in nodes[piece] for name in node.input if name)
         later = {name for node in nodes[piece.stop :] for name in node.input} | {v.name for v in graph.output}
         part = onnx.helper.make_graph(
             nodes[piece],
             f"step_{len(result)}",
-            [types[name] for name in read if name not in made and name not in weights],
-            [types[name] for name in sorted(made & later)],
+            [types[name] for name in read if name not in outputs and name not in weights],
+            [types[name] for name in sorted(outputs & later)],
             [weights[name] for name in read if name in weights],
         )
         versions = {"opset_imports": model.opset_import, "ir_version": model.ir_version}

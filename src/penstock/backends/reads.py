@@ -24,37 +24,39 @@ _UNKNOWN = object()
 
 
 def check_probes(
-    graph_module: fx.GraphModule, payload: Payload, trace: Trace, held: Mapping[str, Weight]
+    graph_module: fx.GraphModule, payload: Payload, trace: Trace, weights: Mapping[str, Weight]
 ) -> None:
     """Raises PayloadError unless the probes of the graph are those of the trace, around the same weights.
 
     `held` has the weights by the names of the graph's inputs.
     """
-    found = {
-        int(node.args[2]): {held[one.name].parts[0].storage for one in node.args[0]}
+    probed = {
+        int(node.args[2]): {weights[operand.name].parts[0].storage for operand in node.args[0]}
         for node in graph_module.graph.nodes
         if node.target is ACQUIRE
     }
     names = payload.storage_names()
     for k, step in enumerate(trace.steps):
-        if not found.get(k, set()).issuperset(step.reads):
+        if not probed.get(k, set()).issuperset(step.reads):
             raise PayloadError(
                 f"step {k} of method {trace.method!r} reads {', '.join(names[s] for s in step.reads)}, and "
-                f"the graph holds {', '.join(names[s] for s in found.get(k, ())) or 'nothing'} there: lower "
+                f"the graph holds {', '.join(names[s] for s in probed.get(k, ())) or 'nothing'} there: lower "
                 "the graph, and load the payload that was written after that"
             )
 
 
 def check_reads(
-    graph_module: fx.GraphModule, payload: Payload, trace: Trace, held: Mapping[str, Weight]
+    graph_module: fx.GraphModule, payload: Payload, trace: Trace, weights: Mapping[str, Weight]
 ) -> None:
     """Raises PayloadError for a node that reads a streamed weight, or a view of it, outside of its probes.
 
     Compiled code counts as reading all weights and views that it is given. What it returns is not followed.
     """
-    method = next(one for one in payload.methods if one.name == trace.method)
-    followed, aliases = _followed(graph_module, payload, method, held)
-    streamed = {s for s, one in enumerate(payload.storages) if one.kind == "streamable" and one.nbytes}
+    method = next(known for known in payload.methods if known.name == trace.method)
+    followed, aliases = _followed(graph_module, payload, method, weights)
+    streamed = {
+        s for s, storage in enumerate(payload.storages) if storage.kind == "streamable" and storage.nbytes
+    }
     there: dict[int, set[int]] = {}
     for node in followed.graph.nodes:
         if node.target in (ACQUIRE, RELEASE):
@@ -62,7 +64,7 @@ def check_reads(
             read = step < len(trace.steps) and node.target is ACQUIRE
             there[step] = set(trace.steps[step].reads) if read else set()
         elif node.op == "output" or not is_view(node):
-            values = [one.meta["val"] for one in node.all_input_nodes]
+            values = [operand.meta["val"] for operand in node.all_input_nodes]
             reads = {aliases[name] for name in storages_of(values) if name in aliases} & streamed
             late = reads.difference(*there.values())
             if late:
@@ -76,7 +78,7 @@ def check_reads(
 
 @kept_torch_state()
 def _followed(
-    graph_module: fx.GraphModule, payload: Payload, method: Method, held: Mapping[str, Weight]
+    graph_module: fx.GraphModule, payload: Payload, method: Method, weights: Mapping[str, Weight]
 ) -> tuple[fx.GraphModule, dict[int, int]]:
     """Returns a copy of the graph that was run on fake values, and the storages of weights by fake ones."""
     copied = copy_graph_module(graph_module)
@@ -86,7 +88,7 @@ def _followed(
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs: list[Any] = []
         for node in placeholders_of(copied.graph):
-            if weight := held.get(node.name):
+            if weight := weights.get(node.name):
                 s = weight.parts[0].storage
                 if s not in bases:
                     nbytes = payload.storages[s].nbytes
@@ -102,7 +104,7 @@ class _Following(fx.Interpreter):
     """Notes the value of each node in its `meta["val"]`; those that cannot be known are `_UNKNOWN`."""
 
     def run_node(self, n: fx.Node) -> Any:
-        known = not any(self.env[one] is _UNKNOWN for one in n.all_input_nodes)
+        known = not any(self.env[operand] is _UNKNOWN for operand in n.all_input_nodes)
         if n.op == "call_module":
             known = known and isinstance(self.module.get_submodule(str(n.target)), fx.GraphModule)
         n.meta["val"] = _UNKNOWN
@@ -129,5 +131,5 @@ def _example(recorded: object, described: Input | None, method: Method) -> objec
     if recorded is not None or described is None or not isinstance(dtype, torch.dtype):
         return _UNKNOWN
     examples = {symbol.name: symbol.example for symbol in method.symbols}
-    shape = [one if isinstance(one, int) else examples[one] for one in described.shape]
+    shape = [size if isinstance(size, int) else examples[size] for size in described.shape]
     return torch.empty(shape, dtype=dtype, device=described.device)

@@ -95,12 +95,12 @@ class LoadedPayload:
         for more or fewer inputs than the method has.
         """
         trace = trace_of(self.payload, method)
-        held = weights_among(graph_module, self.payload, method)
-        check_probes(graph_module, self.payload, trace, held)
-        check_reads(graph_module, self.payload, trace, held)
+        weights = weights_among(graph_module, self.payload, method)
+        check_probes(graph_module, self.payload, trace, weights)
+        check_reads(graph_module, self.payload, trace, weights)
         nodes = placeholders_of(graph_module.graph)
-        views = [self._view(node, held[node.name]) if node.name in held else None for node in nodes]
-        names = [node.name for node in nodes if node.name not in held]
+        views = [self._view(node, weights[node.name]) if node.name in weights else None for node in nodes]
+        names = [node.name for node in nodes if node.name not in weights]
 
         @outside_dynamo
         def call(*inputs: Any) -> Any:
@@ -110,13 +110,13 @@ class LoadedPayload:
                     f"{len(inputs)}: give it a value for each, and leave weights to the payload"
                 )
             refuse_tracers(inputs)
-            if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in inputs):
+            if torch.is_grad_enabled() and any(getattr(leaf, "requires_grad", False) for leaf in inputs):
                 raise StreamError(
                     "an input requires grad and grad mode is on: gradients through streamed weights are not "
                     "supported, so call under torch.no_grad() or detach the input"
                 )
-            given = iter(inputs)
-            values = [next(given) if view is None else view for view in views]
+            remaining = iter(inputs)
+            values = [next(remaining) if view is None else view for view in views]
             with without_grad():
                 return self._pass(trace, lambda probes: graph_module.forward(*values))
 
@@ -135,24 +135,24 @@ class LoadedPayload:
         trace = trace_of(self.payload, method)
 
         def with_steps(probes: CompiledCalls) -> _Result:
-            held: list[int] = []
+            open_steps: list[int] = []
 
             @contextmanager
             def reading(step: int) -> Iterator[None]:
-                if held:
+                if open_steps:
                     raise StreamError(
-                        f"step {held[0]} of method {method!r} is held, or failed, and step {step} would take "
+                        f"step {open_steps[0]} of method {method!r} is held, or failed, and step {step} would take "
                         "its memory: read one step after another, and end the pass when one fails"
                     )
                 if not 0 <= step < len(trace.steps):
                     raise StreamError(
                         f"method {method!r} has {len(trace.steps)} steps and none with number {step}"
                     )
-                held.append(step)
+                open_steps.append(step)
                 probes.acquire(trace.graph, step)
                 yield
                 probes.release(trace.graph, step)
-                held.clear()
+                open_steps.clear()
 
             return run(reading)
 

@@ -71,10 +71,10 @@ def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
 def simulated(plan: Plan) -> list[dict[str, Any]]:
     """The times in ns of the first and of a steady pass of each method on a virtual clock, as JSON."""
     facts, plan = [], joined(plan)
-    for which, (trace, schedule) in enumerate(zip(plan.traces, plan.schedules, strict=True)):
+    for number, (trace, schedule) in enumerate(zip(plan.traces, plan.schedules, strict=True)):
         if not trace.steps:
             continue
-        launched = launched_steps(plan, which)
+        launched = launched_steps(plan, number)
         done = settle(trace, schedule, plan.hardware, plan.wrap, launched=launched)
         stalls = stalls_of(trace, done.steady)
         facts.append(
@@ -110,18 +110,18 @@ def simulated_routes(
     profile = profile_of(read_routes(path), payload.storages, payload.traces, payload.storage_names())
     calls = [
         {
-            "number": one.number,
-            "method": one.method,
-            "asked_bytes": one.asked.nbytes,
-            "missed_bytes": one.missed.nbytes,
-            "copied_bytes": one.copied_bytes,
-            "rounds": one.rounds,
-            "stall_ns": one.stall_ns,
-            "total_ns": one.total_ns,
+            "number": call.number,
+            "method": call.method,
+            "asked_bytes": call.asked.nbytes,
+            "missed_bytes": call.missed.nbytes,
+            "copied_bytes": call.copied_bytes,
+            "rounds": call.rounds,
+            "stall_ns": call.stall_ns,
+            "total_ns": call.total_ns,
         }
-        for one in simulated_calls(plan, profile)
+        for call in simulated_calls(plan, profile)
     ]
-    return [fact | {"calls": [one for one in calls if one["method"] == fact["method"]]} for fact in facts]
+    return [fact | {"calls": [call for call in calls if call["method"] == fact["method"]]} for fact in facts]
 
 
 def _lowest(make: Callable[[int], Plan]) -> int:

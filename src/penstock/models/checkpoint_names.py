@@ -27,10 +27,10 @@ def names_in_checkpoint(model: nn.Module, names: Iterable[str]) -> dict[str, tup
         return {}
     if not isinstance(model, PreTrainedModel):
         return {}
-    found: dict[str, list[tuple[str, Any, str | None]]] = {}
+    conversions: dict[str, list[tuple[str, Any, str | None]]] = {}
     for name, fqn, converter, pattern in _conversions(model, names):
-        found.setdefault(fqn, []).append((name, converter, pattern))
-    result = {fqn: _in_order(sources) for fqn, sources in found.items()}
+        conversions.setdefault(fqn, []).append((name, converter, pattern))
+    result = {fqn: _in_order(sources) for fqn, sources in conversions.items()}
     return {fqn: order for fqn, order in result.items() if order and order != (fqn,)}
 
 
@@ -55,16 +55,18 @@ def _in_order(sources: Sequence[tuple[str, Any, str | None]]) -> tuple[str, ...]
     converter = sources[0][1]
     if converter is None:
         return (sources[0][0],) if len(sources) == 1 else ()
-    operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+    operations = [
+        (type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations
+    ]
     by_pattern: dict[str | None, list[str]] = {pattern: [] for pattern in converter.source_patterns}
     for name, _, pattern in sources:
         by_pattern[pattern].append(name)
-    lists = [sorted(found, key=_numbers) for found in by_pattern.values()]
+    lists = [sorted(matching, key=_numbers) for matching in by_pattern.values()]
     if operations == _STACKED:
         return tuple(lists[0]) if len(lists) == 1 else ()
     if operations == _ONE_AFTER_ANOTHER:
-        return tuple(name for found in lists for name in found)
-    if operations == _STACKED_SIDE_BY_SIDE and len({len(found) for found in lists}) == 1:
+        return tuple(name for matching in lists for name in matching)
+    if operations == _STACKED_SIDE_BY_SIDE and len({len(matching) for matching in lists}) == 1:
         return tuple(name for together in zip(*lists, strict=True) for name in together)
     return ()
 

@@ -54,8 +54,8 @@ def examine(source: str) -> list[Check]:
     try:
         payload = annotate(exported)
     except Exception as error:  # a pass may fail in any way
-        said = str(error) if isinstance(error, PassError) else f"{type(error).__name__}: {sentence(error)}"
-        return [*checks, Check("streaming", "problem", said)]
+        reason = str(error) if isinstance(error, PassError) else f"{type(error).__name__}: {sentence(error)}"
+        return [*checks, Check("streaming", "problem", reason)]
     return [*checks, *_of_weights(payload)]
 
 
@@ -93,14 +93,14 @@ def _of_devices(exported: ExportedProgram) -> Iterator[Check]:
 
 def _of_operators(exported: ExportedProgram) -> Iterator[Check]:
     """Yield a note on operators of other libraries without a GPU kernel; torch's own count as having one."""
-    found = {
+    targets = {
         str(node.target)
         for node in exported.graph.nodes
         if isinstance(node.target, OpOverload) and not _runs_on_cuda(node.target)
     }
-    if found:
+    if targets:
         yield Check(
-            "operators", "note", f"{_some(sorted(found))} have no CUDA kernel: they run on a CPU only"
+            "operators", "note", f"{_some(sorted(targets))} have no CUDA kernel: they run on a CPU only"
         )
     else:
         yield Check("operators", "ok", "all can run on a GPU")
@@ -127,21 +127,21 @@ def _of_weights(payload: Payload) -> Iterator[Check]:
         f"{format_size(streamable)} of {format_size(total)} of weights can stream, "
         f"read in {sum(len(trace.steps) for trace in payload.traces)} steps",
     )
-    kept = [w.fqn for w in payload.weights if payload.storages[w.parts[0].storage].kind != "streamable"]
-    if kept:
-        yield Check("streaming", "note", f"{_some(kept)} always stay: they are written, or given back")
+    staying = [w.fqn for w in payload.weights if payload.storages[w.parts[0].storage].kind != "streamable"]
+    if staying:
+        yield Check("streaming", "note", f"{_some(staying)} always stay: they are written, or given back")
     names: dict[int, list[str]] = {}
     for weight in payload.weights:
         names.setdefault(weight.parts[0].storage, []).append(weight.fqn)
-    for tied in [found for found in names.values() if len(found) > 1][:_NAMED]:
+    for tied in [tied_names for tied_names in names.values() if len(tied_names) > 1][:_NAMED]:
         yield Check("ties", "note", f"{_some(tied)} share one memory, which is copied once")
 
 
 def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + rest
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def facts(checks: list[Check]) -> list[dict[str, Any]]:
     """The checks as JSON."""
-    return [{"check": one.name, "outcome": one.outcome, "message": one.message} for one in checks]
+    return [{"check": check.name, "outcome": check.outcome, "message": check.message} for check in checks]

@@ -31,7 +31,7 @@ def unpack_gguf(module: nn.Module) -> nn.Module:
 
     if isinstance(module, GGUFLinear):
         raise PassError("the module is a GGUF linear itself: give the module that holds it")
-    found: list[tuple[nn.Module, str, nn.Module]] = []
+    packed: list[tuple[nn.Module, str, nn.Module]] = []
     for name, owner in module.named_modules():
         for key, parameter in owner.named_parameters(recurse=False):
             if isinstance(parameter, GGUFParameter) and not (
@@ -41,14 +41,14 @@ def unpack_gguf(module: nn.Module) -> nn.Module:
                     f"parameter {name + '.' * bool(name) + key!r} is a {type(parameter).__name__} of a "
                     f"{type(owner).__name__}, expected them in linears only: dequantise this module first"
                 )
-        found += [
+        packed += [
             (owner, key, child)
             for key, child in owner.named_children()
             if isinstance(child, GGUFLinear) and isinstance(child.weight, GGUFParameter)
         ]
-    if not found:
+    if not packed:
         raise PassError("the module has no GGUF linears: export it as it is")
-    for owner, key, child in found:
+    for owner, key, child in packed:
         setattr(owner, key, _Linear(child).train(child.training))
     return module
 

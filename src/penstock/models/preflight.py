@@ -101,7 +101,7 @@ class Finding:
     def facts(self) -> dict[str, Any]:
         """The finding as JSON."""
         plan, split = self.plan, self.split
-        found = {
+        fact = {
             "hardware": self.hardware.name,
             "runs": plan is not None,
             "budget_bytes": self.budget,
@@ -112,8 +112,8 @@ class Finding:
             "verdict": list(self.verdict),
         }
         if plan is None:
-            return found
-        return found | {
+            return fact
+        return fact | {
             "seconds_per_pass": plan.predicted_seconds,
             "lower_bound_seconds": plan.lower_bound_seconds,
             "streamed_bytes_per_pass": plan.streamed_bytes,
@@ -171,15 +171,15 @@ def find(model: Model, hardware: str, budget: str | None, host_memory: str | Non
     asked = split.weights if budget is None else parse_size(budget, total=model.weight_bytes)
     asked = max(0, min(asked, model.weight_bytes))
     least = model.floor_bytes
-    held = parse_host_memory(host_memory, model.weight_bytes)
-    problem = Problem(storages, traces, model.arena, hardware=machine, host=held)
+    host_bytes = parse_host_memory(host_memory, model.weight_bytes)
+    problem = Problem(storages, traces, model.arena, hardware=machine, host=host_bytes)
     plan = partial(make_plan, problem, names=model.payload.storage_names())
     try:
-        found = plan(asked)
+        chosen = plan(asked)
     except BudgetError as error:
         return Finding(machine, split, asked, least, None, (f"It does not run: {error}.",))
-    judged = verdict(found, tokens_of(model.payload.methods))
-    return Finding(machine, split, asked, least, found, (*_room(split, asked, machine), *judged))
+    judged = verdict(chosen, tokens_of(model.payload.methods))
+    return Finding(machine, split, asked, least, chosen, (*_room(split, asked, machine), *judged))
 
 
 def _room(split: MemorySplit, budget: int, machine: Hardware) -> Iterator[str]:
@@ -193,17 +193,19 @@ def _room(split: MemorySplit, budget: int, machine: Hardware) -> Iterator[str]:
 
 def _from_factory(source: str) -> tuple[Callable[[], nn.Module], Inputs]:
     function = _function(source)
-    given: list[tuple[nn.Module, Any]] = []
+    built: list[tuple[nn.Module, Any]] = []
 
     def build() -> nn.Module:
-        found = function()
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise PassError(f"{source} returns {type(found).__name__}, expected a module and example inputs")
-        given.append(found)
-        return found[0]  # type: ignore[no-any-return]
+        returned = function()
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise PassError(
+                f"{source} returns {type(returned).__name__}, expected a module and example inputs"
+            )
+        built.append(returned)
+        return returned[0]  # type: ignore[no-any-return]
 
     def inputs() -> Sequence[Any] | Mapping[str, Any]:
-        module, example = given[0]
+        module, example = built[0]
         check_inputs(module, example, source)
         return example  # type: ignore[no-any-return]
 
@@ -219,19 +221,19 @@ def _function(source: str) -> Callable[[], Any]:
         )
     try:
         with _here():
-            found = getattr(importlib.import_module(module), name)
+            value = getattr(importlib.import_module(module), name)
     except Exception as error:  # a module may raise anything
         hint = f"; write {module[:-3]}:{name}, without .py" if module.endswith(".py") else ""
-        said = sentence(error)
+        reason = sentence(error)
         if isinstance(error, SyntaxError):
-            said = f"{error.filename}:{error.lineno}: {error.msg}"
+            reason = f"{error.filename}:{error.lineno}: {error.msg}"
         elif not isinstance(error, ImportError | AttributeError):
-            said = f"{type(error).__name__}{where(error)}: {said}"
-        raise SourceError(f"{source} cannot be imported: {said}{hint}") from error
-    if not callable(found):
-        raise SourceError(f"{source} is {type(found).__name__}, expected a function")
-    _check_no_arguments(source, found)
-    return found  # type: ignore[no-any-return]
+            reason = f"{type(error).__name__}{where(error)}: {reason}"
+        raise SourceError(f"{source} cannot be imported: {reason}{hint}") from error
+    if not callable(value):
+        raise SourceError(f"{source} is {type(value).__name__}, expected a function")
+    _check_no_arguments(source, value)
+    return value  # type: ignore[no-any-return]
 
 
 def _check_no_arguments(source: str, function: Callable[..., Any]) -> None:

@@ -105,7 +105,7 @@ def run_simulated(program: Program, plan: Plan, device: str) -> list[dict[str, A
     import torch
 
     methods = {method.graph: method for method in program.payload.methods}
-    found: dict[str, dict[str, Any]] = {}
+    by_method: dict[str, dict[str, Any]] = {}
     with program.load(plan=plan, device=device) as module, torch.inference_mode():
         for turn in turns_of(plan.traces):
             for k in [*turn] * _SIMULATED_PASSES:
@@ -114,19 +114,19 @@ def run_simulated(program: Program, plan: Plan, device: str) -> list[dict[str, A
                 before = module.stats
                 outputs = module.call(method.name, *args, **kwargs)
                 after = module.stats
-                one = found.setdefault(
+                measured = by_method.setdefault(
                     method.name,
                     {"method": method.name, "device": device, "pass_seconds": [], "bytes_moved": 0},
                 )
-                one["pass_seconds"].append(
+                measured["pass_seconds"].append(
                     (after.simulated_seconds or 0.0) - (before.simulated_seconds or 0.0)
                 )
-                one["outputs"] = _described(_named_outputs(outputs))
-                one["bytes_moved"] += after.bytes_moved - before.bytes_moved
-                one["bytes_written"] = (
-                    one.get("bytes_written", 0) + after.bytes_written - before.bytes_written
+                measured["outputs"] = _described(_named_outputs(outputs))
+                measured["bytes_moved"] += after.bytes_moved - before.bytes_moved
+                measured["bytes_written"] = (
+                    measured.get("bytes_written", 0) + after.bytes_written - before.bytes_written
                 )
-    return [found[method.name] for method in program.payload.methods if method.name in found]
+    return [by_method[method.name] for method in program.payload.methods if method.name in by_method]
 
 
 def _method(program: Program, name: str | None) -> Method:
@@ -158,9 +158,10 @@ def _from_file(path: Path, method: Method) -> list[Any]:
             )
         for leaf in tensors:
             _refuse_other_shape(path, leaf, file.entries[leaf.name].shape, method)
-        found = {leaf.name: file.get_tensor(leaf.name) for leaf in tensors}
+        tensors_given = {leaf.name: file.get_tensor(leaf.name) for leaf in tensors}
     return [
-        _given(leaf, found[leaf.name]) if leaf.value is None else _constant(leaf) for leaf in method.inputs
+        _given(leaf, tensors_given[leaf.name]) if leaf.value is None else _constant(leaf)
+        for leaf in method.inputs
     ]
 
 
@@ -177,7 +178,7 @@ def _refuse_other_shape(path: Path, leaf: Input, shape: tuple[int, ...], method:
                 f"input {leaf.name} is a number: give a tensor of one element, got {list(shape)}"
             )
         return
-    limits = {one.name: (one.lower, one.upper) for one in method.symbols}
+    limits = {symbol.name: (symbol.lower, symbol.upper) for symbol in method.symbols}
     sizes = [limits[size] if isinstance(size, str) else (size, size) for size in leaf.shape]
     if len(sizes) != len(shape) or any(
         got < least or (most is not None and got > most)
