@@ -141,8 +141,8 @@ class LoadedPayload:
             def reading(step: int) -> Iterator[None]:
                 if open_steps:
                     raise StreamError(
-                        f"step {open_steps[0]} of method {method!r} is held, or failed, and step {step} would take "
-                        "its memory: read one step after another, and end the pass when one fails"
+                        f"step {open_steps[0]} of method {method!r} is held, or failed, and step {step} "
+                        "would take its memory: read one step after another, and end the pass when one fails"
                     )
                 if not 0 <= step < len(trace.steps):
                     raise StreamError(
