@@ -257,8 +257,8 @@ def open_model(
     pickled = sorted(path.name for path in folder.glob("*model*.bin"))
     if pickled and not any(folder.glob("*.safetensors")):
         raise SourceError(
-            f"{folder} has its weights in {pickled[0]} and in no safetensors file: write them to one with "
-            f"`penstock convert {folder} --output NEW` and put its {_CONFIG} into NEW, or {_AGAIN}"
+            f"{folder} has its weights in {pickled[0]} and in no safetensors file: "
+            f"`penstock convert {folder}` writes one beside it"
         )
     weights = _weights(folder, variant)
     files = tuple(own_place(path) for path in index_files(weights))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
+from zipfile import is_zipfile
 
 import typer
 
 from penstock.schedule.atomic_file import reporting
+
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".ckpt", ".pth")
+"""The ends of names of files that hold weights alone."""
 
 
 def fail(sentence: str) -> NoReturn:
@@ -60,6 +64,13 @@ def load_exported(path: Path, *, trust: bool) -> Any:
         there = path.is_file()
     if not there:
         fail(f"{path} is not a file: give a program saved by torch.export.save")
+    if path.suffix in _WEIGHTS:
+        fail(
+            f"{path} holds weights, and no program to run them: give the folder of the model; or a program "
+            f"that torch.export.save wrote (.pt2), or module:function, with --weights {path}"
+        )
+    if not is_zipfile(path):
+        fail(f"{path} is not a program that torch.export.save wrote: give one that it wrote (.pt2)")
     if not trust:
         fail(
             f"{path} is read by torch.export.load, which may run code: give --trust if you trust whoever "
