@@ -163,7 +163,11 @@ def local_folder(source: object, revision: str | None = None) -> Path:
     with suppress(Exception):
         return _snapshot(str(source), revision)
     if Path(source).is_file():
-        raise SourceError(f"{source} is a file: give the folder that it is in, {Path(source).parent}")
+        folder = Path(source).parent
+        way = f"give the folder that it is in, {folder}"
+        if not any((folder / name).is_file() for name in (_CONFIG, _PIPELINE)):
+            way = f"give a model's folder, with its {_CONFIG} beside its weights"
+        raise SourceError(f"{source} is a file: {way}")
     if not is_hub_name(str(source)):
         raise SourceError(f"there is no folder {source}: give a model's folder, or its name on the hub")
     raise SourceError(

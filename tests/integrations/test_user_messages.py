@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock
 from penstock.integrations import apply, load
-from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
 WORDS = re.compile(r"\b(export|exported|artifact|payload|program|compiled|compile|weights=|rename)\b")
@@ -94,3 +94,15 @@ def test_no_error_speaks_of_what_the_user_did_not_do() -> None:
             found = WORDS.search(said)
             assert found is None or any(one in said for one in KNOWN), f"{file.name}:{node.lineno}: {said}"
     assert raised > 50
+
+
+def test_apply_and_load_are_told_from_each_other(tmp_path: Path) -> None:
+    with pytest.raises(PassError, match=r"got a str: folders and names are for penstock\.integrations\.load"):
+        apply("some/model", "1MB")
+    with pytest.raises(SourceError, match=r"what is in memory is for penstock\.integrations\.apply"):
+        load(Raising(), "1MB")  # type: ignore[arg-type]
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        SourceError, match=r"model\.gguf is a file: give a model's folder, with its config\.json"
+    ):
+        load(tmp_path / "model.gguf", "1MB")
