@@ -111,6 +111,8 @@ def test_a_pipelines_part_is_converted_to_the_name_that_its_library_reads(
     assert load_file(tmp_path / "diffusion_pytorch_model.safetensors")["x"].tolist() == [1, 1]
     save_file({"y": torch.ones(1)}, tmp_path / "other.safetensors")
     assert penstock("convert", tmp_path / "diffusion_pytorch_model.bin").status == 2  # which exists
+    done = penstock("convert", tmp_path, "--force")
+    assert f"{tmp_path} is safetensors already: say with --output where to write it anew" in done.err
 
 
 def test_a_narrow_terminal_breaks_no_name_and_no_value(

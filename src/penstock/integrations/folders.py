@@ -201,7 +201,9 @@ def is_pipeline(folder: Path) -> bool:
         return False
     _refuse_adapter(folder)
     if (folder / PAYLOAD).is_file():
-        raise SourceError(f"{folder} is an artifact of penstock: open it with penstock.open")
+        raise SourceError(
+            f"{folder} is an artifact of penstock: penstock.open opens it, `penstock run` runs it"
+        )
     tokenizer = any(folder.glob("tokenizer*.json"))
     raise SourceError(
         f"{folder} holds {'a tokenizer and no model' if tokenizer else 'no model'}: give the folder that has "
