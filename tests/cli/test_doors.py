@@ -31,9 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["x.safetensors", "pytorch_model.bin", "model.gguf"])
+@pytest.mark.parametrize("name", ["x.safetensors", "pytorch_model.bin", "model.pt", "model.gguf"])
 def test_weights_alone_are_no_program(penstock: Command, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"weights")
+    torch.save({"weight": torch.ones(2)}, tmp_path / name)
     done = penstock("compile", tmp_path / name, tmp_path / "out.penstock")
     assert done.status == 2
     assert f"{name} holds weights, and no program to run them: give the folder of the model; or" in done.err
