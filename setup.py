@@ -2,10 +2,11 @@
 
 import sys
 
-from setuptools import setup
-
 if not sys.platform.startswith("linux"):
     sys.exit(
         f"penstock runs on Linux, and this is {sys.platform}: use a container or a virtual machine of Linux"
     )
+
+from setuptools import setup
+
 setup()
