@@ -28,7 +28,7 @@ This is the method:
 - Weights are drawn alike for everyone and lie on page boundaries of one safetensors file. Offload
   folders and artifacts are named after the shapes, and made by this run.
 
-Linux only. Peers: `pip install 'penstock[bench]'`.
+Linux only. Peers: `pip install '.[bench]'`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _split_peers(text: str) -> tuple[str, ...]:
     chosen = _split(text, PEERS) if text else ()
     for peer in chosen:
         if peer != "mmap" and importlib.util.find_spec(peer) is None:
-            raise ValueError(f"{peer} is not installed: pip install 'penstock[bench]', or leave it out")
+            raise ValueError(f"{peer} is not installed: pip install '.[bench]', or leave it out")
     return chosen
 
 

@@ -18,7 +18,7 @@ This is the method:
   of the file has them, modulo 64: products of weights elsewhere take some hundredths less or more.
 - Times are compared within a round, as a virtual machine's speed changes by several times within minutes.
 
-Linux only; groups need root. Peer: `pip install 'penstock[bench]'`.
+Linux only; groups need root. Peer: `pip install '.[bench]'`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 A decoder with two methods, a cache that they share and a head that is tied to its embedding goes through
 ExecuTorch's own export. penstock's partitioner marks what reads weights. The `.pte` then has the code and
-the plans, and the `.ptd` has each weight once. Needs `pip install 'penstock[executorch]'`.
+the plans, and the `.ptd` has each weight once. Needs `pip install '.[executorch]'`.
 """
 
 from __future__ import annotations

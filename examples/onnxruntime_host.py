@@ -1,6 +1,6 @@
 """Streams the weights of an ONNX model under onnxruntime, in memory that penstock fills.
 
-    pip install 'penstock[onnx]'
+    pip install '.[onnx]'
     python examples/onnxruntime_host.py
 
 The bits are those of onnxruntime alone, run over the same files with the same options.

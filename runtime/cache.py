@@ -21,7 +21,7 @@ import math
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +39,7 @@ from penstock.schedule.atomic_file import (
     write_all,
     writing_privately,
 )
-from penstock.schedule.bounded_file import read_bounded
+from penstock.schedule.bounded_file import open_regular, read_bounded
 from penstock.schedule.facts.errors import PenstockError, SourceError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
@@ -54,7 +54,7 @@ WEIGHTS, PROGRAMS, CALLS, PLANS = "weights", "programs", "calls", "plans"
 
 _KINDS: dict[str, Kind] = {WEIGHTS: "weights", PROGRAMS: "program", CALLS: "call", PLANS: "plan"}
 
-RECORD, _MADE_FOR = "entry.json", "made_for"
+RECORD, MADE_FOR = "entry.json", "made_for"
 
 _OWN = re.compile(r"[0-9a-f]{32}(\.\w+)?")
 """The names that penstock gives to entries. Files of other names are neither listed nor removed."""
@@ -284,25 +284,34 @@ def list_entries(folder: Path) -> tuple[Entry, ...]:
 
 
 def prune(
-    folder: Path, *, before: float = -math.inf, most: float = math.inf, dry_run: bool = False
+    folder: Path,
+    *,
+    before: float = -math.inf,
+    most: float = math.inf,
+    dry_run: bool = False,
+    only: Container[Path] | None = None,
 ) -> Pruned:
     """Remove leftovers of killed writers, entries last used `before` a time, and entries beyond `most` bytes.
 
-    `before` is in seconds since 1970. Beyond `most` bytes, the least recently used entries are removed first;
-    the rates of the machine, which are small, stay. Programs are removed with the weights that they refer to.
-    Entries in use stay. A dry run removes nothing, and returns what would be removed. Raises SourceError if
-    the system refuses to remove a file.
+    `before` is in seconds since 1970. With `only`, entries at other paths stay. Beyond `most` bytes, the
+    least recently used entries are removed first; the rates of the machine, which are small, stay. Programs
+    are removed with the weights that they refer to. Entries in use stay. A dry run removes nothing, and
+    returns what would be removed. Raises SourceError if the system refuses to remove a file.
     """
     with reading(folder):
-        return _prune(folder, before, most, dry_run=dry_run)
+        return _prune(folder, before, most, only, dry_run=dry_run)
 
 
-def _prune(folder: Path, before: float, most: float, *, dry_run: bool) -> Pruned:
+def _prune(
+    folder: Path, before: float, most: float, only: Container[Path] | None = None, *, dry_run: bool
+) -> Pruned:
     entries = list_entries(folder)
     left = sum(listed.nbytes for listed in entries)
     removed: dict[Path, Entry] = {}
     in_use: list[Entry] = []
     for listed in sorted(entries, key=lambda listed: listed.kind != "leftover"):
+        if only is not None and listed.path not in only:
+            continue
         beyond = left > most and listed.kind != "rates"
         if listed.path in removed or not (listed.kind == "leftover" or listed.used < before or beyond):
             continue
@@ -378,13 +387,24 @@ def _inside(folder: Path) -> list[Path]:
 def _entry(path: Path, kind: Kind) -> Entry:
     record, made_for = path / RECORD, ""
     with suppress(OSError, PenstockError, ValueError, RecursionError):
-        stored = json.loads(read_bounded(record, "a record of the cache"))
-        made_for = str(stored.get(_MADE_FOR, "")) if isinstance(stored, dict) else ""
+        if kind == "plan":
+            made_for = _plan_made_for(path)
+        else:
+            stored = json.loads(read_bounded(record, "a record of the cache"))
+            made_for = str(stored.get(MADE_FOR, "")) if isinstance(stored, dict) else ""
     used = 0.0
     for place in (path, record):  # the record, if there is one, is newer
         with suppress(OSError):
             used = place.stat().st_mtime
     return Entry(path, kind, made_for, _nbytes(path), used)
+
+
+def _plan_made_for(path: Path) -> str:
+    """What a plan says at its beginning; the rest, which may be long, is not read."""
+    with open(open_regular(path), "rb") as file:
+        begin = file.read(64 << 10).decode(errors="replace")
+    said, _ = json.JSONDecoder().raw_decode(begin, len(f'{{"{MADE_FOR}": '))
+    return said if isinstance(said, str) and begin.startswith(f'{{"{MADE_FOR}": ') else ""
 
 
 def _nbytes(path: Path) -> int:
@@ -422,7 +442,7 @@ def _make_record(path: Path, made_for: str) -> None:
     with suppress(OSError):
         record = os.open(path / RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.write(record, json.dumps({_MADE_FOR: made_for}).encode() + b"\n")
+            os.write(record, json.dumps({MADE_FOR: made_for}).encode() + b"\n")
         finally:
             os.close(record)
 

@@ -34,7 +34,7 @@ from penstock.runtime.measurements import (
 from penstock.runtime.system.trials import LEAST, SECONDS, Trials, repeat
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.hardware import HOST_STEP_NS
-from penstock.schedule.facts.model import Hardware, Weight
+from penstock.schedule.facts.model import MEASURED, Hardware, Weight
 
 _LEAST_MATRIX, _MATRIX, _DEVICE_MATRIX = 128, 1024, 4096
 _BUFFER = 32 << 20  # a load may measure, and may take at most 64 MiB beside its budget
@@ -61,7 +61,7 @@ def measure_cpu(weights: Sequence[Weight], arrival: Arrival | None, why: str = "
     rate, answer = (arrival.rate, arrival.answer) if arrival else (None, None)
     measured = f"{rate.subject.title} at {rate.amount}" if rate else ""
     threads = torch.get_num_threads()
-    where = f"measured on this machine with {threads} thread{'' if threads == 1 else 's'}"
+    where = f"{MEASURED} this machine with {threads} thread{'' if threads == 1 else 's'}"
     return Hardware(
         name=THIS_CPU,
         flops_per_s=products.median,
@@ -118,7 +118,7 @@ def measure_accelerator(device: str, weights: Sequence[Weight], files: WeightFil
         link_latency_ns=_COPY_LATENCY_NS,
         memory_nbytes=opened.memory_info[1],
         disk_bytes_per_s=disk.median if disk else None,
-        note=noted(f"measured on {opened.model}", sources, (products, memory, copies, disk)),
+        note=noted(f"{MEASURED} {opened.model}", sources, (products, memory, copies, disk)),
         host_step_ns=HOST_STEP_NS,
     )
 

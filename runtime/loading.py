@@ -236,25 +236,21 @@ def load_weights(
         if plan.arena_bytes or units:
             team = ParkedTeam()
             opened.callback(team.wake)
-        outside = HeldStorages(payload.storages, plan.outside, source, options.readers)
-        opened.callback(outside.close)
-        tensors = {
-            w.fqn: _tensor(w.parts[0], payload, plan, outside.buffers, memory) for w in payload.tensors
-        }
+        fixed = HeldStorages(payload.storages, plan.outside, source, options.readers)
+        opened.callback(fixed.close)
+        tensors = {w.fqn: _tensor(w.parts[0], payload, plan, fixed.buffers, memory) for w in payload.tensors}
         free = memory.free if isinstance(memory, NativeStreamer) else memory and memory.close
         away = units and units.close
-        closers = tuple(
-            closer for closer in (team and team.wake, away, outside.close, free, source.close) if closer
-        )
+        closers = tuple(end for end in (team and team.wake, away, fixed.close, free, source.close) if end)
         opened.pop_all()
     return LoadedWeights(
         plan=plan,
         tensors=tensors,
         resources=Resources(
-            streamer, closers, lambda: outside.in_reader or (units is not None and units.in_reader)
+            streamer, closers, lambda: fixed.in_reader or (units is not None and units.in_reader)
         ),
-        usage=partial(_arena_usage, plan, memory, outside.nbytes, options.readers, units),
-        wait=outside.wait,
+        usage=partial(_arena_usage, plan, memory, fixed.nbytes, options.readers, units),
+        wait=fixed.wait,
         team=team,
         units=units,
     )

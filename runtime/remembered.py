@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock._version import __version__
-from penstock.runtime.cache import PLANS, remember, user_cache
+from penstock.runtime.cache import MADE_FOR, PLANS, remember, user_cache
 from penstock.runtime.files.artifact_files import artifact_digest
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PenstockError
@@ -61,7 +61,9 @@ def remembered_plan(
     if plan is None:
         plan = make()
         nearness = plan.predicted_ns / plan.lower_bound_ns if plan.lower_bound_ns else 0.0
-    remember(path, f'{{"nearness": {nearness!r}, "plan": {plan.to_json()}}}'.encode())
+    made_for = json.dumps(str(folder.absolute()))
+    data = f'{{"{MADE_FOR}": {made_for}, "nearness": {nearness!r}, "plan": {plan.to_json()}}}'
+    remember(path, data.encode())
     with suppress(OSError):
         _forget_oldest(path.parent)
     return plan

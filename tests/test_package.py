@@ -99,7 +99,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_type_checkers_see_the_same_names_as_programs() -> None:
     tree = ast.parse((ROOT / "src/penstock/__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
+    blocks = (node for node in tree.body if isinstance(node, ast.If))
+    block = next(node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
     seen = {name.name for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
     assert seen | {"__version__"} == set(penstock.__all__)
     for node in block.body:
@@ -245,7 +246,7 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         declared = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist") or []
-    extras = {"", *Requirement(asked).extras}
+    extras = {"", *Requirement(asked.removeprefix("./")).extras}
     direct = [Requirement(one) for one in declared]
     wanted = [r for r in direct if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in extras)]
     for name in needed(wanted):
@@ -369,9 +370,41 @@ except penstock.PenstockError as error:
     done = run_forked(code, folder=tmp_path)
     assert done.status in (1, 2), done.err
     said = " ".join(done.err.split())
-    assert f"needs {library}: pip install 'penstock[" in said
+    assert re.search(rf"needs {library}: pip install .*{library.replace('_', '.')}", said)
     assert "Traceback" not in said
 
 
 def test_the_citation_names_this_version() -> None:
     assert f"version: {penstock.__version__}" in (ROOT / "CITATION.cff").read_text().splitlines()
+
+
+def test_nothing_says_to_install_from_a_registry_that_lacks_it() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    wrong = re.compile(r"pip install[^\n]*['\" ]penstock\b(?!/)")
+    for name in listed.splitlines():
+        if Path(name).suffix in (".py", ".md", ".toml", ".rst", "") and (ROOT / name).is_file():
+            assert not wrong.search((ROOT / name).read_text(errors="replace")), name
+
+
+@pytest.mark.parametrize(
+    ("before", "here"),
+    [
+        ("sys.platform = 'darwin'", "darwin"),
+        ("sys.platform = 'win32'", "win32"),
+        ("sys.version_info = (3, 10, 4)", "linux with Python 3.10"),
+    ],
+)
+def test_other_systems_and_pythons_end_with_one_sentence(before: str, here: str) -> None:
+    code = f"import sys; {before}\ntry: import penstock\nexcept ImportError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert re.fullmatch(
+        rf"penstock runs on Linux .*, and this is {here}.*: use it in .* Linux\n", done.stdout
+    )
+    assert done.stderr == ""
+
+
+def test_an_installation_elsewhere_ends_before_anything_is_compiled() -> None:
+    code = "import runpy, sys; sys.platform = 'darwin'; runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"penstock runs on Linux, and this is darwin: .*\n", done.stderr)

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.passes.building.placement import OnCpu
 from penstock.passes.building.recording import Recording
-from penstock.passes.building.refusals import refuse_scripted, sentence, where
+from penstock.passes.building.refusals import own_sentence, refuse_scripted, sentence, where
 from penstock.schedule.facts.errors import PassError, PenstockError
 
 
@@ -48,7 +48,7 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
         raise
     except Exception as error:
         raise PassError(
-            f"the model cannot be built without memory{where(error)}: {sentence(error)}"
+            f"the model cannot be built without memory{where(error)}: {own_sentence(error)}"
         ) from error
     if not isinstance(module, nn.Module):
         raise PassError(f"expected a function that returns a module, got {type(module).__name__}")

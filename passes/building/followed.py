@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock.passes.building.caches import empty_caches
 from penstock.passes.building.clocks import noted_clocks
 from penstock.passes.building.module_state import MISSING, Change, ModuleState, is_same
-from penstock.passes.building.refusals import refuse_scripted, remedy, sentence, where
+from penstock.passes.building.refusals import own_sentence, refuse_scripted, remedy, where
 from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of
 from penstock.passes.graph.torch_state import generator_states, kept_torch_state
 from penstock.passes.weights.values import has_values, storage_identity
@@ -62,7 +62,7 @@ def export_errors(module: nn.Module) -> Iterator[None]:
         # torch.export calls a scripted part with an argument too many, or finds no parameters in it.
         if isinstance(error, TypeError | SpecViolationError):
             refuse_scripted(module)
-        reason = sentence(error).rstrip(". ")
+        reason = own_sentence(error).rstrip(". ")
         raise PassError(f"the model cannot be exported{where(error)}: {reason}; {remedy(error)}") from error
 
 

@@ -92,6 +92,11 @@ def sentence(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def own_sentence(error: Exception) -> str:
+    """Returns what `sentence` does, with the class of an error whose message is no more than a key."""
+    return f"{type(error).__name__}: {sentence(error)}" if isinstance(error, KeyError) else sentence(error)
+
+
 def where(error: BaseException) -> str:
     """Returns the innermost line of a traceback that is in the user's code; an empty string if none is."""
     return _innermost(traceback.extract_tb(error.__traceback__))

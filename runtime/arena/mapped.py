@@ -7,6 +7,7 @@ from bisect import bisect_right
 
 from penstock.native.library import library
 from penstock.runtime.arena.base import PagedArena, Pages
+from penstock.runtime.files.direct_file import AGAIN
 from penstock.runtime.system.memory import MADV_POPULATE_READ, PAGE, Reservation, advise
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 
@@ -49,8 +50,7 @@ class MappedArena(PagedArena):
         self._source.check_all_unchanged()
         if self._guard >= 0 and (native := library()) is not None and native.ps_guard_hit(self._guard):
             raise SourceError(
-                "a weight file has been truncated while in use, and was read meanwhile: open the artifact "
-                "again"
+                f"a weight file has been truncated while in use, and was read meanwhile: {AGAIN}"
             )
 
     def close(self) -> None:

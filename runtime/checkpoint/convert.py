@@ -88,6 +88,18 @@ def convert(
     return open_checkpoint(source, only).read(write)
 
 
+def place_beside(source: Path) -> Path:
+    """The safetensors file that libraries read in a model's folder, or beside a file that is converted.
+
+    Raises SourceError for safetensors, which need another place.
+    """
+    if source.suffix in (".safetensors", ".json") or any(source.glob("*.safetensors")):
+        raise SourceError(f"{source} is safetensors already: say with --output where to write it anew")
+    if not source.is_dir():
+        return source.with_suffix(".safetensors")
+    return source / ("diffusion_pytorch_" * any(source.glob("diffusion_pytorch_model*")) + _FILE)
+
+
 def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> None:
     """Refuse a target that cannot be written, before any work is done."""
     if path.suffix in SUFFIXES:

@@ -62,9 +62,21 @@ def read_payload_bytes(folder: Path) -> bytes:
             reason = "it is a file"
         elif isinstance(error, FileNotFoundError):
             reason = f"it has no {PAYLOAD}"
-        raise SourceError(
-            f"{folder} is not an artifact: {reason}; give the folder that penstock compile wrote"
-        ) from error
+        said = f"is not an artifact: {reason}; give the folder that penstock compile wrote"
+        raise SourceError(f"{folder} {_of_model(folder) or said}") from error
+
+
+def _of_model(path: Path) -> str:
+    """What makes an artifact of a model's folder, or of a file in it; empty for everything else."""
+    folder = path if os.path.isdir(path) else path.parent
+    if not os.path.isfile(folder / "config.json") or not os.path.exists(path):
+        return ""
+    what = "is a model's folder" if folder == path else "is a file of a model"
+    name = f"{folder.resolve().name}.penstock"
+    return (
+        f"{what} and not an artifact: `penstock compile {folder} {name}` makes one of it, and "
+        f"`penstock generate {folder}` runs a language model as it is"
+    )
 
 
 def read_seen(folder: Path) -> Mapping[str, object]:

@@ -20,7 +20,7 @@ from datetime import datetime
 from io import FileIO
 from pathlib import Path
 
-from penstock.runtime.files.safetensors_file import open_descriptor, reading
+from penstock.runtime.files.safetensors_file import RECOMPILE, open_descriptor, reading
 from penstock.runtime.files.stamp import check_open_file, locate
 from penstock.runtime.system.page_cache import open_uncached
 from penstock.schedule.facts.errors import SourceError
@@ -200,7 +200,7 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
     with ExitStack() as opened:
         try:
             with reading(path):
-                source = FileIO(path, opener=lambda *_: open_descriptor(path))
+                source = FileIO(path, opener=lambda *_: open_descriptor(path, RECOMPILE))
                 opened.callback(_close, source)
                 fd = source.fileno()
                 status = os.fstat(fd)  # taken before the check, so that a change meanwhile is noticed later

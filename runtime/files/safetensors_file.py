@@ -20,6 +20,12 @@ from typing import Any, NoReturn
 from penstock.schedule.bounded_file import CEILINGS, open_regular, read_bounded
 from penstock.schedule.facts.errors import SourceError
 
+ELSEWHERE = "name a file that is there"
+"""What to do about a missing file that somebody has named."""
+
+RECOMPILE = "put the file back, or compile again from where it is now"
+"""What to do about a missing file of an artifact."""
+
 PREFIX_BYTES = 8
 HEADER_LIMIT = CEILINGS["a header of weights"]
 
@@ -200,13 +206,13 @@ def own_place(path: Path) -> Path:
 
 
 @contextmanager
-def open_for_reading(path: Path) -> Iterator[int]:
+def open_for_reading(path: Path, otherwise: str = ELSEWHERE) -> Iterator[int]:
     """Yields a descriptor of a weight file, closed at the end.
 
-    Raises SourceError if the system does not open it, and for what it refuses meanwhile.
+    Raises SourceError as `open_descriptor` does, and for what the system refuses meanwhile.
     """
     with reading(path):
-        fd = open_descriptor(path)
+        fd = open_descriptor(path, otherwise)
         try:
             yield fd
         finally:
@@ -234,17 +240,15 @@ def close_read(fd: int) -> None:
         os.close(fd)
 
 
-def open_descriptor(path: Path) -> int:
+def open_descriptor(path: Path, otherwise: str = ELSEWHERE) -> int:
     """Returns a descriptor of a weight file that the caller closes.
 
-    Raises SourceError if the system does not open it.
+    Raises SourceError if the system does not open it. `otherwise` says what to do about a missing file.
     """
     try:
         return open_regular(path)
     except FileNotFoundError as error:
-        raise SourceError(
-            f"{path} is missing: put the file back, or compile again from where it is now"
-        ) from error
+        raise SourceError(f"{path} is missing: {otherwise}") from error
     except OSError as error:
         raise SourceError(
             f"{path} cannot be opened ({error.strerror}); check its permissions and the disk"

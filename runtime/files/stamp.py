@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from penstock.runtime.files.safetensors_file import (
+    RECOMPILE,
     Header,
     close_read,
     open_for_reading,
@@ -115,7 +116,7 @@ def file_chunks(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
     Raises SourceError if it cannot be read.
     """
-    with open_for_reading(path) as fd:
+    with open_for_reading(path, RECOMPILE) as fd:
         for offset in range(start, stop, CHUNK_BYTES):
             yield read_exactly(fd, offset, min(CHUNK_BYTES, stop - offset), path)
 

@@ -146,6 +146,27 @@ class Method:
 UNEVEN = "measured rates are uneven: see `penstock hardware`"
 """The end of the note of hardware that has a doubtful figure."""
 
+MEASURED = "measured on"
+"""The beginning of the note of hardware whose figures were measured."""
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """How far the times of a plan can be trusted.
+
+    `level` is `measured` if the rates were measured and agreed between trials, `doubtful` if one of them did
+    not or is a guess, and `assumed` if none was measured: those of a preset, or figures that were given.
+    `why` has the reasons in words.
+    """
+
+    level: Literal["measured", "doubtful", "assumed"]
+    why: str
+
+    @property
+    def text(self) -> str:
+        """Level and reasons in one phrase."""
+        return f"{self.level}: {self.why}"
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -421,6 +442,20 @@ class Decisions:
     def lower_bound_seconds(self) -> float | None:
         """`lower_bound_ns` in seconds."""
         return None if self.lower_bound_ns is None else self.lower_bound_ns / 1e9
+
+    @property
+    def confidence(self) -> Confidence:
+        """How far the predicted times can be trusted, and why."""
+        known = self.hardware.note.removesuffix(UNEVEN).removesuffix("; ")
+        if not known.startswith(MEASURED):
+            return Confidence("assumed", f"{known or 'figures that were given'}; none of it was measured")
+        doubts = [UNEVEN] if self.hardware.uneven else []
+        if self.written_bytes and self.hardware.write_bytes_per_s is None:
+            doubts.append("writes are taken to be as fast as reads")
+        if doubts:
+            return Confidence("doubtful", "; ".join([*doubts, known]))
+        modelled = any(trace.times == "modelled" for trace in self.traces)
+        return Confidence("measured", known + "; times of compute follow from these rates" * modelled)
 
     @property
     def ratio(self) -> float | None:

@@ -45,6 +45,10 @@ def _parse(size: str, total: int | None, name: str) -> int:
     if unit == "%":
         if total is None:
             raise BudgetError(f"{name} {size!r} is a percentage of an unknown total: write bytes or '32MiB'")
+        if number > 100 and name.endswith("budget"):
+            raise BudgetError(
+                f"{name} {size!r} is more than all weights, which 100% holds: write at most '100%'"
+            )
         return int(number * total / 100)
     if unit not in _UNITS:
         units = "KiB, MiB, GiB, kB, MB, GB" + ("" if total is None else " or %")

@@ -80,21 +80,49 @@ def limit_of(plan: Decisions) -> Limit:
 def verdict(
     plan: Decisions, tokens: Mapping[str, int], policies: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """The verdict: whether streaming pays, the best other way, what limits the plan, and what would help.
+    """The verdict in at most three sentences: how fast the plan is, what limits it, and what would help.
 
-    It has one sentence or more, of which the first is a summary. `tokens` is as in Origin, and `policies` the
-    result of `other_policies`, which is called if they are not given.
+    `tokens` is as in Origin, and `policies` the result of `other_policies`, which is called if they are not
+    given.
     """
     plan = joined(plan)
     rates = " and ".join(
-        f"{trace.method} makes {_rate(plan.expected_ns(number), tokens.get(trace.method))}"
+        _rate(trace.method, plan.expected_ns(number), tokens.get(trace.method))
         for number, trace in enumerate(plan.traces)
     )
-    within = f"{rates or 'nothing runs'} within {format_budget(plan.budget, sum(plan.sizes))}."
+    within = f"{rates or 'nothing runs'} within {format_budget(plan.budget, sum(plan.sizes))}"
     if not plan.streamed_bytes and plan.pool is None:
-        return (f"Everything fits: {within}", "Nothing streams, so that compute alone sets the time.")
-    pays, beside = _beside(plan, other_policies(plan) if policies is None else policies)
-    return (f"{pays}: {within}", *_units(plan), *beside, _limit(plan), _best(plan), *_twice(plan))
+        alone = "Nothing streams, so compute alone sets the time, and only faster compute helps."
+        return f"Everything fits: {within}.", alone
+    pays, faster = _beside(plan, other_policies(plan) if policies is None else policies)
+    return f"{pays}: {within}; their time {near_best(plan)}.", f"{_limit(plan)}.", f"{_help(plan, faster)}."
+
+
+def near_best(plan: Decisions, best: str = "the best possible") -> str:
+    """How far a plan's time is from the lower bound: `is at most 0.8 % above the best possible`.
+
+    `best` is what the bound is called. It does not know of other sizes of the pool, so a pool that costs
+    something is named.
+    """
+    if plan.ratio is None or limit_of(plan) == "units":
+        why = (
+            "the solver found no bound in time"
+            if plan.ratio is None
+            else "that depends on what calls ask for"
+        )
+        return f"may be above {best}: {why}"
+    pool = " with this pool" if has_costly_pool(plan) else ""
+    if plan.ratio < 1.00005:
+        return f"is {best}{pool}"
+    if plan.ratio >= 2:
+        return f"is at most {plan.ratio:,.{'0f' if plan.ratio >= 10 else '1f'}} times {best}{pool}"
+    return f"is at most {plan.ratio * 100 - 100:.2g} % above {best}{pool}"
+
+
+def has_costly_pool(plan: Decisions) -> bool:
+    """True if a plan has a pool for which passes are expected to wait 1 % of their time, or nobody knows."""
+    pool = plan.pool
+    return pool is not None and (not pool.worst_ns or 100 * sum(pool.expected_ns) >= plan.predicted_ns)
 
 
 def units_of(plan: Decisions) -> tuple[str, str]:
@@ -123,128 +151,152 @@ def slow_launches(plan: Decisions) -> str:
     return f"the calling thread is the limit: {', '.join(found)}" if found else ""
 
 
-def _units(plan: Decisions) -> list[str]:
-    """The sentence on what is read by units, of which a plan knows no more than an expectation."""
-    holds, waits = units_of(plan)
-    if plan.pool is None:
-        return []
-    return [
-        f"A pool has {holds}; a pass waits for them ({waits}), and what calls take is measured in a load."
-    ]
+def _rate(method: str, ns: int, tokens: int | None) -> str:
+    """The rate of a method, with the kind of call: `calls of decode with 1 token make 3.05 tokens a second`.
 
-
-def _rate(ns: int, tokens: int | None) -> str:
-    """A rate for people: `3.05 tokens a second`, or `a token in 1.87 s` if one takes longer than a second."""
-    one, many = ("pass", "passes") if tokens is None else ("token", "tokens")
+    If a token or a pass takes longer than a second, it is the time of one.
+    """
+    if tokens is None:
+        calls, make, take, one, many = method, "makes", "takes", "pass", "passes"
+    else:
+        calls, make, take = f"calls of {method} with {_count(tokens, 'token')}", "make", "take"
+        one, many = "token", "tokens"
     each = max(1, ns) / (tokens or 1)
     if each > 1e9:
-        return f"a {one} in {format_time(each)}"
-    return f"{1e9 / each:,.0f} {many} a second" if each <= 1e7 else f"{1e9 / each:.3g} {many} a second"
+        return f"{calls} {take} {format_time(each)} a {one}"
+    rate = f"{1e9 / each:,.0f}" if each <= 1e7 else f"{1e9 / each:.3g}"
+    return f"{calls} {make} {rate} {many} a second"
 
 
-def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, list[str]]:
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, str]:
     """Compare the plan with the best of the other policies.
 
-    Returns the words that say whether streaming pays, and a sentence about that policy, if there is one.
+    Returns the words that say whether streaming pays, and a clause about that policy if it is faster.
     """
     if not policies:
-        apart = ["No other way fits, since each holds all that the forward keeps."] if plan.produced else []
-        return "This plan streams", apart
+        return (
+            "No other way fits, as each holds all that the forward keeps"
+            if plan.produced
+            else "This plan streams",
+            "",
+        )
     name = min(policies, key=lambda policy: policies[policy])
-    host, way = host_beside(plan.hardware), repr(name)
+    host, way = host_beside(plan.hardware), f"the policy {name!r} would be"
     if name == REST and host is not None:
-        way = f"to let the host ({host.name}) compute what does not fit"
-    taken, times = format_time(policies[name]), policies[name] / max(1, plan.predicted_ns)
+        way = f"letting the host ({host.name}) compute what does not fit would be"
+    times = policies[name] / max(1, plan.predicted_ns)
     doubt = "probably " if plan.hardware.uneven else ""
-    pays, relation = f"Streaming {doubt}pays here", f"{times:.3g} times as long"
     if times < 1 / _ALIKE:
-        pays, relation = f"Streaming {doubt}does not pay here", f"{1 / times:.3g} times as fast"
-    elif times <= _ALIKE:
-        pays, relation = f"Streaming is {doubt}as good as any other way here", "just as long"
-    return pays, [f"The best other way is {way}, which takes {taken} a pass: {relation}."]
+        return f"Streaming {doubt}does not pay here", f"{way} {1 / times:.3g} times as fast"
+    if times <= _ALIKE:
+        return f"Streaming is {doubt}as good as any other way here", ""
+    return f"Streaming {doubt}pays here, {times:.3g} times as fast as any other way", ""
 
 
 def _limit(plan: Decisions) -> str:
-    """The sentence on what limits a plan."""
+    """The sentence on what limits a plan, and on what passes wait for units if that is not the limit."""
+    limit = limit_of(plan)
+    if limit == "units" or plan.pool is None or not has_costly_pool(plan):
+        return _limited(plan, limit)
+    _, waits = units_of(plan)
+    return f"{_limited(plan, limit)}; a pass also waits for rows or experts from the pool: {waits}"
+
+
+def _limited(plan: Decisions, limit: Limit) -> str:  # noqa: PLR0911 (one for each limit)
+    """The sentence on what limits a plan, without its full stop."""
     predicted, compute = format_time(plan.predicted_ns), format_time(plan.compute_ns)
-    moved, out, link = format_size(plan.streamed_bytes), format_size(plan.written_bytes), plan.hardware
-    match limit_of(plan):
+    moved, out = format_size(plan.streamed_bytes), format_size(plan.written_bytes)
+    match limit:
+        case "compute" if not plan.streamed_bytes:
+            return f"Compute limits it: {compute} of {predicted}"
         case "compute":
             both = f"{moved} in and {out} out" if plan.written_bytes else moved
-            return f"Compute limits it: copying {both} a pass hides behind {compute} of compute."
+            return f"Compute limits it: copying {both} a pass hides behind {compute} of compute"
         case "link":
-            both = f"{moved} a pass at {_gigabytes(link.link_bytes_per_s)}"
-            if plan.written_bytes:
-                rate = _gigabytes(link.write_bytes_per_s or link.link_bytes_per_s)
-                beside = "beside" if link.duplex else "and"
-                both = f"{both} in, {beside} {out} at {rate} out,"
-            return f"The link limits it: {both} take {predicted}, compute {compute}."
+            return f"The link limits it: {_copied(plan)} take {predicted}, compute {compute}"
         case "disk":
             held, read = format_size(plan.host.nbytes if plan.host else 0), format_size(_staged(plan))
             return (
                 f"The disk limits it: of {moved} a pass, {read} are more than a host of {held} holds, and "
-                f"reading them takes {predicted}, compute {compute}."
+                f"reading them takes {predicted}, compute {compute}"
             )
         case "host":
             both = f"launching the streamed steps takes {predicted}, compute {compute}"
-            return f"The calling thread limits it: {both}."
+            return f"The calling thread limits it: {both}"
         case "units":
-            waits = format_time(sum(plan.pool.expected_ns) if plan.pool else 0)
-            return f"Units limit it: of {predicted}, a pass is expected to wait {waits} for them."
+            _, waits = units_of(plan)
+            missing = f"for rows or experts that are not in the pool of {format_size(_pool_bytes(plan))}"
+            return f"Units limit it: of {predicted}, a pass waits {missing}: {waits}"
     return (
         f"Memory limits it: within {format_budget(plan.budget)} there is too little room to copy ahead, so "
-        f"link and compute ({compute}) wait for each other in {predicted}."
+        f"link and compute ({compute}) wait for each other in {predicted}"
     )
 
 
-def _best(plan: Decisions) -> str:
-    """The sentence on how near a plan is to the lower bound."""
-    if plan.ratio is None:
-        return "How much faster streaming could be is not known: the solver found no bound in time."
-    if plan.ratio < 1.00005:
-        return f"This is the best streaming possible{' with this pool' if plan.pool is not None else ''}."
-    faster = plan.ratio * 100 - 100
-    if plan.pool is not None:
-        bound = format_time(plan.lower_bound_ns or 0)
-        return f"No plan with this pool takes less than {bound} a pass, which counts nothing for units."
-    return f"The best streaming possible is at most {faster:.{'0f' if faster >= 100 else '2g'}} % faster."
+def _copied(plan: Decisions) -> str:
+    """The bytes that a pass copies in and out, and their rates."""
+    hardware = plan.hardware
+    brought = f"{format_size(plan.streamed_bytes)} a pass at {_gigabytes(hardware.link_bytes_per_s)}"
+    if not plan.written_bytes:
+        return brought
+    rate, beside = (
+        hardware.write_bytes_per_s or hardware.link_bytes_per_s,
+        "beside" if hardware.duplex else "and",
+    )
+    return f"{brought} in, {beside} {format_size(plan.written_bytes)} at {_gigabytes(rate)} out,"
 
 
-def _twice(plan: Decisions) -> list[str]:
-    """The sentence on what would halve the plan's time, or help at all; none if that is not known.
+def _help(plan: Decisions, faster: str) -> str:
+    """The sentence on what would help: `faster`, a clause about a faster policy, and what streams faster."""
+    both = "; ".join(filter(None, (faster, _twice(plan))))
+    return both[:1].upper() + both[1:]
+
+
+def _twice(plan: Decisions) -> str:
+    """The clause on what would halve the plan's time, or help at all.
 
     It takes for granted that plans for larger budgets come as near to `best_ns` as this plan does.
     """
     half, compute = plan.predicted_ns // 2, plan.compute_ns
-    if limit_of(plan) == "host":
-        return [_replayed(plan)]
+    pool, limit, disk = _pool_bytes(plan), limit_of(plan), plan.hardware.disk_bytes_per_s
+    if limit == "host":
+        return _replayed(plan)
     if compute > half:
-        return [f"Only faster compute makes it twice as fast: compute alone takes {format_time(compute)}."]
-    limit, disk = limit_of(plan), plan.hardware.disk_bytes_per_s
-    if plan.pool is not None or not plan.sizes or (limit == "disk" and best_ns(plan, plan.budget) > half):
-        return []
+        return f"only faster compute makes it twice as fast: compute alone takes {format_time(compute)}"
+    if has_costly_pool(plan) or not plan.sizes:
+        return "a larger budget makes it faster"
+    if limit == "disk" and best_ns(plan, plan.budget - pool) > half:
+        return "a host with more memory, or a faster disk, makes it faster"
     if limit == "disk" and plan.host and disk:
         held = format_size(plan.host.nbytes + _staged(plan) // 2)
-        return [f"Twice as fast takes a host that holds about {held}, or a disk of {_gigabytes(2 * disk)}."]
-    wanted = max(compute, best_ns(plan, plan.budget) // 2)
+        return f"twice as fast takes a host that holds about {held}, or a disk of {_gigabytes(2 * disk)}"
+    wanted = max(compute, best_ns(plan, plan.budget - pool) // 2)
     budgets = range(plan.budget, plan.budget + sum(plan.sizes) + 1)
-    budget = budgets[bisect_left(budgets, True, key=lambda nbytes: best_ns(plan, nbytes) <= wanted)]
+    budget = budgets[bisect_left(budgets, True, key=lambda nbytes: best_ns(plan, nbytes - pool) <= wanted)]
     link = f", or a link of {_gigabytes(2 * plan.hardware.link_bytes_per_s)}" if limit == "link" else ""
     if link and plan.written_bytes and plan.hardware.write_bytes_per_s:
         link += f" in and {_gigabytes(2 * plan.hardware.write_bytes_per_s)} out"
-    return [f"Twice as fast takes a budget of about {format_size(budget)}{link}."]
+    return f"twice as fast takes a budget of about {format_size(budget)}{link}"
 
 
 def _replayed(plan: Decisions) -> str:
-    """The sentence on what would help a plan whose limit is the calling thread."""
+    """The clause on what would help a plan whose limit is the calling thread."""
     if plan.wrap == "barrier":
         return (
-            f"A call that is captured and replayed as a graph takes {format_time(replayed_ns(plan))} a pass."
+            f"a call that is captured and replayed as a graph takes {format_time(replayed_ns(plan))} a pass"
         )
     return (
-        "Larger batches give each launch more to do; with wrap='barrier', calls can be captured and replayed "
-        "as graphs, each of which is one launch."
+        "larger batches give each launch more to do; with wrap='barrier', calls can be captured and replayed "
+        "as graphs, each of which is one launch"
     )
+
+
+def _pool_bytes(plan: Decisions) -> int:
+    return plan.pool.nbytes if plan.pool else 0
 
 
 def _staged(plan: Decisions) -> int:

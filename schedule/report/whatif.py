@@ -15,7 +15,7 @@ from penstock.schedule.report.baselines import Setting, compare, without_values
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 """The budgets of a sweep: 0 is the floor, and 1 the bytes of all weights."""
 
-BEST = "best streaming possible"
+BEST = "best possible"
 """The name of a plan's lower bound in curves."""
 _WIDE = 12
 """Times are drawn on a logarithmic scale if the longest exceeds the shortest by more than this factor."""
@@ -86,7 +86,8 @@ def curve_of(
     names = dict.fromkeys(name for times in at.values() for name in times)
     lines = {name: [at[budget].get(name) for budget in sorted(at)] for name in names}
     drawn = [max(1, ns) for line in lines.values() for ns in line if ns is not None]
-    return {"budgets": sorted(at), "lines": lines, "logarithmic": max(drawn) > _WIDE * min(drawn)}
+    wide = max(drawn) > _WIDE * min(drawn)
+    return {"budgets": sorted(at), "lines": lines, "logarithmic": wide, "swept": bool(points)}
 
 
 def best_ns(plan: Decisions, budget: int) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.report.pictures import Box, Interval, Picture
-from penstock.schedule.report.uses import format_share
-from penstock.schedule.report.verdict import copying_ns, limit_of, units_of
+from penstock.schedule.report.uses import Lives, format_share
+from penstock.schedule.report.verdict import copying_ns, has_costly_pool, limit_of, near_best, units_of
 from penstock.schedule.report.views import View, resident_bytes, storage_ranges, title_of, weights_of
 
 Lines = list[tuple[str, str]]
@@ -19,6 +19,32 @@ Said = dict[str, Any]
 """A description: its title, a name to show if there is room, the weights that it is about, and its lines."""
 
 _MOST_LISTED = 4
+
+LINES = {
+    "plans by penstock": "a plan made for each budget",
+    "this plan": "the one that this page is about",
+    "best possible": "the least time that any plan can take within the plan's budget",
+    "link and compute at best": "what copying what does not fit takes, or compute if that takes longer",
+    "everything resident": "nothing streams",
+    "on demand": "a step's weights are copied when it is reached, and dropped when it ends",
+    "one block ahead": "while some steps run, the weights of the next ones are copied; none stay",
+    "some of every group": "of every few steps some stream, two at a time, and the others stay",
+    "least recently used": "what was read longest ago makes room for what a step needs",
+    "rest on the host": "nothing streams: the host's processor computes the steps that do not fit",
+}
+"""What a line of the curve stands for, by its name."""
+
+LIVES: dict[Lives, str] = {
+    "resident": "stays in the arena, so it is never copied",
+    "in part": "a part stays in the arena, the rest is copied in a pass",
+    "streamed": "copied in a pass, and gone when its step has ended",
+    "outside": "in ordinary memory beside the arena; never copied",
+    "not read": "no step of this method reads it",
+    "kept": "written by a step, and in memory until it is read",
+    "spilled": "written by a step, copied out and brought back for the step that reads it",
+    "by units": "single rows or experts come to the pool when a call asks for them",
+}
+"""What the column Where says of a weight."""
 
 
 def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
@@ -33,16 +59,12 @@ def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
         "host": ("The calling thread", "it launches the steps that stream"),
         "units": ("Units", "calls wait for rows or experts"),
     }[limit_of(plan)]
-    total, near = sum(plan.sizes), "the solver gave none in time"
-    bound = None if plan.lower_bound_ns is None else format_time(plan.lower_bound_ns)
-    if bound is not None:
-        near = f"this plan takes {plan.ratio:.4f} times that" + (
-            ", which has this pool and no waits for units" if plan.pool else ""
-        )
+    total = sum(plan.sizes)
+    bound = "not found" if plan.lower_bound_ns is None else format_time(plan.lower_bound_ns)
     share = f"{format_share(plan.budget / total)} of {format_size(total)}" if total else "unknown sizes"
     title = "A pass of each method" if len(plan.traces) > 1 else "A pass"
     yield title, format_time(plan.predicted_ns), f"compute alone takes {format_time(plan.compute_ns)}"
-    yield "Best streaming possible", bound or "not found", near
+    yield "Best possible", bound, f"this plan {near_best(plan, 'it')}"
     yield "What limits it", limit, reason if transfers or plan.pool else "nothing streams"
     values = " and kept values" if plan.produced else ""
     yield "Budget", format_budget(plan.budget), f"{share} of weights{values}"
@@ -54,25 +76,32 @@ def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
     methods = " or ".join(trace.method for trace in plan.traces) or "the program"
     moved, room = "nothing streams", "nothing needs it"
     if plan.streamed_bytes:
-        moved = f"{format_size(plan.streamed_bytes)} stream in {_count(_transfers(plan, 'in'), 'transfer')}"
+        moved = f"{format_size(plan.streamed_bytes)} stream in {_transfers(plan, 'in'):,} copies"
     if plan.arena_bytes:
         stays = format_size(sum(one.nbytes for one in plan.resident))
-        room = f"{format_size(plan.arena_bytes)}, {arena.kind}, of which {stays} never leave"
+        room = f"{format_size(plan.arena_bytes)}, of which {stays} never leave"
     others = {*plan.outside} - plan.produced
     outside = _count(len(others), "weight")
     if plan.sizes and others:
         outside += f" ({format_size(sum(plan.sizes[s] for s in others))})"
     rate = f"{hardware.link_bytes_per_s / 1e9:.3g} GB/s on {hardware.name}"
+    yield "Budget", "the memory that weights may take" + (" with kept values" if plan.produced else "")
+    yield (
+        "Best possible",
+        "a lower bound of the time: what the link and compute take at least within the budget",
+    )
     yield "Pass", f"one call of {methods}, which always reads its weights in the same order; {moved}"
     yield "Arena", f"the memory in which weights take turns: {room}; {outside} outside it"
     yield "Granule", f"the unit in which the arena is filled and emptied: {format_size(arena.granule)}"
-    yield (
-        "Link",
-        f"what brings weights to the arena: {rate}" + (f" ({hardware.note})" if hardware.note else ""),
-    )
+    yield "Step", "a part of a pass that reads weights; before it, a pass may stall, that is wait for a copy"
+    yield "Link", f"what brings weights to the arena: {rate}"
+    yield "Rates", plan.confidence.text
     if plan.pool is not None:
         holds, waits = units_of(plan)
-        yield "Pool", f"{holds}, beside the arena; a pass waits for what is not there: {waits}"
+        cost = (
+            f"a pass waits for what is not there: {waits}" if has_costly_pool(plan) else "its waits are short"
+        )
+        yield "Pool", f"{holds}, beside the arena; {cost}"
     if plan.produced:
         yield "Kept", _values(plan)
 
@@ -99,9 +128,15 @@ def _transfers(plan: Decisions, direction: str) -> int:
     return sum(t.direction == direction for schedule in plan.schedules for t in schedule.transfers)
 
 
+def explained(meanings: Mapping[Any, str], names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names that have a meaning, in the order of `meanings`, each with it."""
+    present = {*names}
+    yield from ((name, meaning) for name, meaning in meanings.items() if name in present)
+
+
 def note_of_curve(*, swept: bool, logarithmic: bool) -> str:
     """The note under the curve of time against budget: `swept` if a sweep was made for it."""
-    note = "This plan, the best streaming possible, and other policies with the same memory, link and times."
+    note = "This plan, and other policies with the same memory, link and times."
     if swept:
         note += " Each dot of the line is a plan for that budget."
     return note + (" Times are on a logarithmic scale." if logarithmic else "")

@@ -6,8 +6,15 @@ is quick and does not import torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if not sys.platform.startswith("linux") or sys.version_info < (3, 11):
+    raise ImportError(
+        f"penstock runs on Linux with Python 3.11 or later, and this is {sys.platform} with Python "
+        f"{sys.version_info[0]}.{sys.version_info[1]}: use it in a container or a virtual machine of Linux"
+    )
 
 from penstock._logging import set_up
 from penstock._version import __version__

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import penstock as library
 from penstock.runtime.cache import LIMIT, Cache
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
@@ -141,3 +143,22 @@ def test_wrong_ages_and_sizes_are_refused(
     assert done.status == 2
     assert words in done.err
     assert held(cache) == {"a", "b"}
+
+
+def test_what_one_model_has_is_together_and_goes_alone(
+    penstock: Command, cache: Cache, tmp_path: Path
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    artifact = tmp_path / "model b.penstock"
+    library.compile(torch.export.export(model, (torch.zeros(1, 64),)), artifact)
+    library.open(artifact).plan("60%")
+    rows = [line for line in penstock("cache", "list").out.splitlines() if "set" in line or " plan" in line]
+    order = ("1 plan", "model a", "model b", "all models")
+    assert [next(word for word in order if word in row) for row in rows] == [*order]
+    done = penstock("cache", "clear", "--model", "Model C")
+    assert done.status == 2
+    assert f"was made for 'Model C': it has entries of {artifact}, model a, model b" in done.err
+    facts = json.loads(penstock("cache", "clear", "--model", "model b", "--json", "--yes").out)
+    assert sorted(one["kind"] for one in facts["removed"]) == ["plan", "weights"]
+    assert held(cache) == {"a"}
+    assert len([*(cache.folder / "plans").iterdir()]) == 3

@@ -293,7 +293,7 @@ def test_what_cannot_be_compiled(penstock: Command, files: Files, tmp_path: Path
     ]
     for arguments, words in cases:
         assert words in refused(penstock("compile", "--trust", *arguments)), arguments
-    assert "may run code: give --trust" in refused(penstock("compile", text, output))
+    assert "may run code: give --trust" in refused(penstock("compile", files.exported, output))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["text.pt2"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,21 @@ def test_noise_and_age_are_told(penstock: Command, monkeypatch: pytest.MonkeyPat
 def test_what_is_refused(penstock: Command, arguments: list[str], words: str) -> None:
     done = penstock("hardware", *arguments)
     assert (done.status, words in done.err, "Traceback" in done.err) == (2, True, False)
+
+
+def test_a_file_is_listed_once_however_often_it_was_written_and_measured(
+    penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    old, new = (replace(reads("/srv/model.safetensors"), identity=one) for one in ("old", "new"))
+    for subject in (old, replace(old, cache="warm"), replace(old, quantity="answer"), new):
+        measured(subject, lambda: Trials((1.5e9, 3.5e9)))
+    table, doubts = penstock("hardware", "auto").out.split("Doubtful")
+    assert table.count("/srv/model.safetensors") == 1
+    assert table.count("direct reads") == 1
+    assert "reads from the page cache" in table
+    assert (
+        " ".join(doubts.split()).count("direct reads of /srv/model.safetensors and 190 more varied by") == 1
+    )
+    measured_ = json.loads(penstock("hardware", "auto", "--json").out)["measured"]
+    assert len(measured_) == 4

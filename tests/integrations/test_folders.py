@@ -116,7 +116,7 @@ def test_pickled_weights_are_refused_with_what_to_do(folder):
     torch.save({}, folder / "optimizer.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(
-        SourceError, match=r"in pytorch_model\.bin and in no safetensors.*save_pretrained, or"
+        SourceError, match=r"in pytorch_model\.bin and in no safetensors file: `penstock convert .* beside it"
     ):
         load(folder, "1MB")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.integrations import apply
 
 hooks = pytest.importorskip(
-    "diffusers.hooks", reason="diffusers is not installed: pip install 'penstock[diffusers]'"
+    "diffusers.hooks", reason="diffusers is not installed: pip install '.[diffusers]'"
 )
 
 TIMES = [1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84]

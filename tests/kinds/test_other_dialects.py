@@ -20,9 +20,7 @@ from tests.passes.pass_runs import decompose
 @contextmanager
 def edge_dialect():
     """ExecuTorch's lowering, without its own warnings; skips the test where it is not installed."""
-    pytest.importorskip(
-        "executorch", reason="executorch is not installed: pip install 'penstock[executorch]'"
-    )
+    pytest.importorskip("executorch", reason="executorch is not installed: pip install '.[executorch]'")
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         import executorch.exir

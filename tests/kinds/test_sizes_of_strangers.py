@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("executorch", reason="executorch is not installed: pip install 'penstock[executorch]'")
+pytest.importorskip("executorch", reason="executorch is not installed: pip install '.[executorch]'")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ExecuTorch's own, as it is imported

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("executorch", reason="executorch is not installed: pip install 'penstock[executorch]'")
+pytest.importorskip("executorch", reason="executorch is not installed: pip install '.[executorch]'")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ExecuTorch's own, as it is imported

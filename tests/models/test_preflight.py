@@ -113,6 +113,7 @@ def test_a_function_is_exported_without_building_what_it_returns(
     found = facts("factories_of_a_test:build", *options)["findings"][0]
     assert 0 < found["host_bytes"] <= 1 << 20
     assert found["disk_bytes_per_pass"] > 0
+    assert found["confidence"]["level"] == "assumed"
     assert page.read_text().startswith("<!doctype html>")
     page.write_text("mine")
     assert "overwrite it with --force" in penstock("preflight", "factories_of_a_test:build", *options).err

@@ -1,11 +1,12 @@
 // Time against budget: the plan or the sweep, the bound below it, and other policies.
 
-const OWN = { "this plan": "compute", "plans by penstock": "compute", "best streaming possible": "ink" };
+const OWN = { "this plan": "compute", "plans by penstock": "compute", "best possible": "ink" };
 const OTHERS = ["disk", "green", "gold", "stall", "muted", "indigo"];
+const NONE = { "best possible": "not found" };
 const DASHES = { solid: [], dashed: [8, 4], dotted: [2, 3] };
 
 function drawCurve() {
-  const { budget, curve: { budgets, lines, logarithmic } } = DATA;
+  const { budget, curve: { budgets, lines, logarithmic, swept } } = DATA;
   const holder = byId("curve");
   const others = Object.keys(lines).filter((label) => !(label in OWN));
   const series = Object.entries(lines).map(([label, times]) => {
@@ -17,7 +18,7 @@ function drawCurve() {
     return {
       label, style, spanGaps: true, stroke: paint, width: thick ? 2.5 : 1.5, dash: DASHES[style],
       points: { show: thick || alone, size: alone ? 11 : 7, fill: paint },
-      value: (u, ns) => (ns === null ? "\u2013" : formatTime(ns)),
+      value: (u, ns) => (ns === null ? (swept ? NONE[label] ?? "does not fit" : "") : formatTime(ns)),
     };
   });
   const home = budgets.indexOf(budget);

@@ -68,7 +68,7 @@ function showView() {
     axis: axisOf(BYTES, { ...ink, splits: () => [top / 2], values: () => ["in memory"] }),
   });
   makeChart("arena", clamp(Math.round(window.innerHeight * 0.5), 260, 520), {
-    title: DATA.arena === "paged" ? "Arena, by layout offset" : "Arena, by address",
+    title: DATA.arena === "paged" ? "Arena, where each weight has a place" : "Arena, where weights take turns",
     range: () => figure.y,
     axis: axisOf(BYTES, { space: 44 }),
     paint: drawArena,

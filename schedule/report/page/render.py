@@ -49,6 +49,7 @@ def render_page(
     policies = other_policies(plan)
     curve = curve_of(plan, policies, sweep)
     data = page_data(plan, names) | {"curve": curve}
+    lives = [use["lives"] for method in data["methods"] for use in method["uses"]]
     packed = gzip.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), mtime=0)
     headline, *reasons = verdict(plan, origin.tokens, policies)
     budget = format_budget(plan.budget, sum(plan.sizes))
@@ -62,6 +63,8 @@ def render_page(
         terms=_listed(words.terms_of(plan)),
         command=html.escape(origin.command),
         curve=words.note_of_curve(swept=bool(sweep), logarithmic=curve["logarithmic"]),
+        policies=_listed(words.explained(words.LINES, curve["lines"])),
+        lives=_listed(words.explained(words.LIVES, lives)),
         style=_read("vendor/uPlot.min.css") + _read("page.css"),
         # Compressed, since there may be thousands of transfers; in base64, no name can end the element.
         data=base64.b64encode(packed).decode(),

@@ -1,6 +1,7 @@
 // Every weight: where it lives, what it costs and why; searched, sorted and narrowed down. Then all begins.
 
 const table = { rows: [], order: "step", down: false, lives: "all" };
+const HEADS = Array.from(document.getElementsByName("order"), (head) => head.textContent);
 const collator = new Intl.Collator("en", { numeric: true });
 
 /** A name that may be broken behind its dots and underscores, and nowhere else if possible. */
@@ -17,10 +18,11 @@ function rowOf(weight, index) {
     [element("button", named, ...breakable(name))],
     [nbytes === null ? "unknown" : formatBytes(nbytes)],
     [element("span", { className: "share", style: bar }), where],
-    [streamed ? formatBytes(streamed) : "\u2013"],
-    breakable(first < 0 ? "\u2013" : `${first} ${method.steps[first]}`),
+    [streamed ? formatBytes(streamed) : "nothing"],
+    breakable(first < 0 ? "none" : `${first} ${method.steps[first]}`),
     [why],
   ].map((content) => element("td", {}, ...content)));
+  for (const cell of line.cells) cell.dataset.of = HEADS[cell.cellIndex]; // which a narrow window shows
   const orders = { name, nbytes, where, streamed, why };
   const text = `${line.textContent} ${lives}`.toLowerCase();
   return { ...orders, step: first < 0 ? Infinity : first, line, index, lives, text, value };

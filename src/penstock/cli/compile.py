@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import check_folder, load_exported, pairs, weight_files
+from penstock.cli.terminal.inputs import check_folder, fail, load_exported, pairs, weight_files
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ def _program(model: str, tokens: int, files: Any, *, trust: bool) -> tuple[Any, 
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     if folder is None and (path.exists() or ":" not in model):
         return load_exported(path, trust=trust), files, {}
+    if (path / "payload.json").is_file():
+        fail(f"{model} is an artifact already: `penstock run {model} --budget 50%` runs it")
     from penstock.models.checkpoint_names import names_in_checkpoint
     from penstock.models.preflight import open_source
     from penstock.passes.building.fake_export import Built

@@ -10,6 +10,7 @@ import typer
 from penstock.cli.terminal import console, options
 
 EXAMPLES = (
+    "penstock convert model/",
     "penstock convert model.pt -o model.safetensors",
     "penstock convert model/ -o model-bf16/ --dtype bfloat16 --shard-size 5GB",
 )
@@ -25,8 +26,13 @@ def convert(
     ],
     *,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="A .safetensors file, or a folder of shards.")
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="A .safetensors file, or a folder of shards. Default: a file beside what is converted.",
+        ),
+    ] = None,
     shard_size: Annotated[
         str | None,
         typer.Option(
@@ -44,6 +50,7 @@ def convert(
     """Write a checkpoint in another layout or dtype, in bounded memory."""
     from penstock.runtime.checkpoint import convert as conversion
 
+    output = output or conversion.place_beside(source[0])
     with console.byte_progress() as progress:
         done = conversion.convert(
             source,

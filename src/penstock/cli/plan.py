@@ -13,7 +13,6 @@ import typer
 
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import check_artifact, check_outputs
-from penstock.schedule.facts.model import UNEVEN
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:
@@ -105,6 +104,7 @@ def _print_json(program: Program, found: Advice) -> None:
         "predicted_seconds": found.plan.predicted_seconds,
         "lower_bound_seconds": found.plan.lower_bound_seconds,
         "floor_bytes": found.floor_bytes,
+        "confidence": asdict(found.plan.confidence),
         "plan": json_module.loads(found.plan.to_json()),
     }
     if found.plan.pool is not None:
@@ -151,7 +151,7 @@ def _print(artifact: Path, program: Program, found: Advice) -> None:
 
 def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
     """The plan's decisions and times as lines of a name and a value."""
-    from penstock.schedule.report.verdict import units_of
+    from penstock.schedule.report.verdict import has_costly_pool, near_best, units_of
 
     resident = sum(r.nbytes for r in plan.resident)
     outside = sum(program.payload.storages[s].nbytes for s in {*plan.outside} - plan.produced)
@@ -159,10 +159,8 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
     streamed = f"{format_size(plan.streamed_bytes)} in {ways.count('in')} transfers"
     if plan.streamed_bytes > program.largest_budget:
         streamed += "; what several steps read, or lies in one granule with it, comes more than once"
-    bound = "not found: the solver gave up"
-    if plan.lower_bound_ns is not None:
-        bound = f"{format_time(plan.lower_bound_ns)}; this plan takes {plan.ratio:.3f} times as long"
-        bound += "; it has this pool, and no waits for units" if plan.pool is not None else ""
+    bound = "not found" if plan.lower_bound_ns is None else format_time(plan.lower_bound_ns)
+    bound += f"; this plan {near_best(plan, 'it')}"
     predicted, compute = format_time(plan.predicted_ns), format_time(plan.compute_ns)
     holds, waits = units_of(plan)
     lacking = _lacking(program, plan)
@@ -171,13 +169,16 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         ("arena", f"{format_size(plan.arena_bytes)}, {plan.arena.kind}, {plan.arena.backing}"),
         ("always in memory", f"{format_size(resident)} in the arena, {format_size(outside)} outside"),
         ("streamed each pass", streamed),
-        *([("pool", holds), ("waiting for units", f"{waits}; measured in a load")] if holds else []),
+        *(
+            [("pool", holds), ("waiting for units", f"{waits}; measured in a load")]
+            if has_costly_pool(plan)
+            else []
+        ),
         *([("kept values", _values(program, plan, ways.count("out")))] if plan.produced else []),
         ("predicted", f"{predicted} a pass, {compute} of it compute"),
-        ("best streaming possible", bound),
+        ("best possible", bound),
         *([("activations", _kept(program))] if program.rung is not None else []),
-        ("assumed", f"{plan.hardware.name}: {plan.hardware.note.removesuffix(UNEVEN).removesuffix('; ')}"),
-        *([("but", UNEVEN)] if plan.hardware.uneven else []),
+        ("rates", f"{plan.hardware.name}: {plan.confidence.text}"),
         *([("no room here", lacking)] if lacking else []),
     ]
 

@@ -163,7 +163,11 @@ def local_folder(source: object, revision: str | None = None) -> Path:
     with suppress(Exception):
         return _snapshot(str(source), revision)
     if Path(source).is_file():
-        raise SourceError(f"{source} is a file: give the folder that it is in, {Path(source).parent}")
+        folder = Path(source).parent
+        way = f"give the folder that it is in, {folder}"
+        if not any((folder / name).is_file() for name in (_CONFIG, _PIPELINE)):
+            way = f"give a model's folder, with its {_CONFIG} beside its weights"
+        raise SourceError(f"{source} is a file: {way}")
     if not is_hub_name(str(source)):
         raise SourceError(f"there is no folder {source}: give a model's folder, or its name on the hub")
     raise SourceError(
@@ -197,7 +201,9 @@ def is_pipeline(folder: Path) -> bool:
         return False
     _refuse_adapter(folder)
     if (folder / PAYLOAD).is_file():
-        raise SourceError(f"{folder} is an artifact of penstock: open it with penstock.open")
+        raise SourceError(
+            f"{folder} is an artifact of penstock: penstock.open opens it, `penstock run` runs it"
+        )
     tokenizer = any(folder.glob("tokenizer*.json"))
     raise SourceError(
         f"{folder} holds {'a tokenizer and no model' if tokenizer else 'no model'}: give the folder that has "
@@ -257,8 +263,8 @@ def open_model(
     pickled = sorted(path.name for path in folder.glob("*model*.bin"))
     if pickled and not any(folder.glob("*.safetensors")):
         raise SourceError(
-            f"{folder} has its weights in {pickled[0]} and in no safetensors file: write them to one with "
-            f"`penstock convert {folder} --output NEW` and put its {_CONFIG} into NEW, or {_AGAIN}"
+            f"{folder} has its weights in {pickled[0]} and in no safetensors file: "
+            f"`penstock convert {folder}` writes one beside it"
         )
     weights = _weights(folder, variant)
     files = tuple(own_place(path) for path in index_files(weights))

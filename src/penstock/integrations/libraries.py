@@ -29,8 +29,10 @@ def components_of(model: Any) -> dict[str, nn.Module]:
         return {type(module).__name__: module}
     components = getattr(model, "components", None)
     if not isinstance(components, dict):
+        folder = ": folders and names are for penstock.integrations.load" * isinstance(model, str | PathLike)
         raise PassError(
-            f"expected a module, a transformers model or a diffusers pipeline, got {type(model).__name__}"
+            f"expected a module, a transformers model or a diffusers pipeline, got a {type(model).__name__}"
+            f"{folder}"
         )
     _refuse_stand_ins(model, components)
     streamed = [_streamed(name, part) for name, part in components.items() if isinstance(part, nn.Module)]

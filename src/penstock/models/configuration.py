@@ -76,7 +76,8 @@ def model_class(config: Any, source: str) -> Any:
     raise SourceError(
         f"{source} {found if names else 'names no architectures'}: "
         + ("" if names else 'add them ("architectures": ["LlamaForCausalLM"]), or ')
-        + "give a function that builds it (module:function)"
+        + "load it with its own code and give it to penstock.integrations.apply; commands take a function "
+        "that builds it (module:function)"
     )
 
 

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ class Finding:
         return fact | {
             "seconds_per_pass": plan.predicted_seconds,
             "lower_bound_seconds": plan.lower_bound_seconds,
+            "confidence": asdict(plan.confidence),
             "streamed_bytes_per_pass": plan.streamed_bytes,
             "host_bytes": host_bytes(plan),
             "disk_bytes_per_pass": sum(sum(s.staged) for s in plan.schedules),

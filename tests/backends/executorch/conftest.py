@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.export import ExportedProgram
 
-pytest.importorskip("executorch", reason="executorch is not installed: pip install 'penstock[executorch]'")
+pytest.importorskip("executorch", reason="executorch is not installed: pip install '.[executorch]'")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ExecuTorch's own, as it is imported

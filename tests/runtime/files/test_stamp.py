@@ -14,6 +14,7 @@ from penstock.runtime.files.safetensors_file import open_for_reading, read_heade
 from penstock.runtime.files.stamp import (
     SAMPLE_BYTES,
     check_open_file,
+    file_chunks,
     hash_storage,
     locate,
     sample_offsets,
@@ -160,6 +161,8 @@ def test_hash_storage_goes_extent_after_extent(path: Path, file: WeightFile) -> 
 def test_missing(path: Path, file: WeightFile) -> None:
     path.unlink()
     with pytest.raises(SourceError, match=r"w.safetensors is missing: .* compile again"):
+        list(file_chunks(path, 0, 1))
+    with pytest.raises(SourceError, match=r"w.safetensors is missing: name a file that is there"):
         check_stamp(file, path.parent, in_place=False)
 
 

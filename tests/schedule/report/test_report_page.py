@@ -21,6 +21,7 @@ from penstock.schedule.report.views import views_of
 from penstock.schedule.space.layout import packed_arena
 from tests.schedule.report.report_browser import Page, open_browser
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
+from tests.schedule.report.test_pools_in_reports import pooled
 from tests.schedule.traces import equal_problem
 
 MOST_BYTES = 1_000_000
@@ -207,7 +208,7 @@ def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -
     ]
     page = Page(browser, save(tmp_path, plan, sweep=sweep))
     legend = dict(page.legend())
-    lines = {"plans by penstock", "this plan", "best streaming possible", "on demand", "one block ahead"}
+    lines = {"plans by penstock", "this plan", "best possible", "on demand", "one block ahead"}
     assert legend.keys() >= lines | {"budget", "some of every group"}  # and policies at the plan's own budget
     assert legend["budget"] == "16 KiB"  # the plan's own, until the pointer or a key asks for another
     seen = {}
@@ -223,9 +224,9 @@ def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -
     assert set(browser.execute_script(drawn % "borderStyle")) == {"solid", "dashed", "dotted"}
     colours = set(browser.execute_script(drawn % "borderColor"))
     assert len(colours) == len(legend) - 2  # the budget has none, and both of ours have one
-    none = {budget for budget, one in seen.items() if one["best streaming possible"] == "\u2013"}
+    none = {budget for budget, one in seen.items() if one["best possible"] == "not found"}
     assert none == {"20 KiB"}
-    assert {budget for budget, one in seen.items() if one["one block ahead"] == "\u2013"} == {
+    assert {budget for budget, one in seen.items() if one["one block ahead"] == "does not fit"} == {
         "8 KiB",
         "12 KiB",
     }
@@ -299,8 +300,42 @@ def test_four_cards_and_a_glossary_fit_a_phone(browser: Chrome, tmp_path: Path) 
     lefts, tops = zip(*browser.execute_script(corners), strict=True)
     assert (len(lefts), len(set(lefts)), len(set(tops))) == (4, 2, 2)
     terms = page.text(".terms").split("\n")
-    assert terms[::2] == ["Pass", "Arena", "Granule", "Link"]
+    assert terms[::2] == ["Budget", "Best possible", "Pass", "Arena", "Granule", "Step", "Link", "Rates"]
     assert all(terms[1::2])
+
+
+@pytest.mark.parametrize(("what", "plan"), [*odd_plans(), ("a pool", pooled(1_000, arena=16, pool=8))])
+def test_a_phone_shows_all_and_no_keys(browser: Chrome, tmp_path: Path, what: str, plan: Plan) -> None:
+    path = save(tmp_path, plan)
+    page = Page(browser, path, width=390)
+    cut = """return [...document.querySelectorAll("main *")].filter((one) =>
+        one.clientWidth && one.scrollWidth > one.clientWidth + 1).map((one) => one.outerHTML.slice(0, 99))"""
+    assert browser.execute_script(cut) == [], what
+    assert browser.execute_script(
+        "return [...document.querySelectorAll('kbd')].every((one) => !one.offsetParent)"
+    )
+    shown = page.text("main")
+    assert "tap a weight" in shown, what
+    assert "\u2013" not in shown, what
+    assert "\n-\n" not in shown, what
+    wide = Page(browser, path, width=1280)
+    assert "tap a weight" not in wide.text("main")
+    assert "PgUp" in wide.text("#keys")
+
+
+def test_lines_and_places_are_explained(browser: Chrome, tmp_path: Path) -> None:
+    page = Page(browser, save(tmp_path, equal_plan(units=7), names=names(8)))
+    explained = """return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)"""
+    drawn = {name for name, value in page.legend() if value} - {"budget"}
+    assert {*browser.execute_script(explained, "#curve + .terms dt")} == drawn
+    kinds = {one.get_attribute("value") for one in browser.find_elements(By.NAME, "lives")}
+    assert {*browser.execute_script(explained, "#count + .terms dt")} == kinds - {"all"}
+    browser.find_element(By.ID, "curve").send_keys(Keys.ARROW_LEFT)
+    page.settle()
+    shown = (
+        "return [...document.querySelectorAll('#curve .u-series')].filter((one) => one.offsetParent).length"
+    )
+    assert browser.execute_script(shown) == 2  # no policy is known there, as no sweep was asked for
 
 
 def test_a_dark_page_prints_light_and_as_wide_as_paper(browser: Chrome, tmp_path: Path) -> None:

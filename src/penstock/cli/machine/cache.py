@@ -24,7 +24,7 @@ from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 EXAMPLES = (
     "penstock cache list",
     "penstock cache prune --older-than 30d --to 20GB",
-    "penstock cache clear",
+    "penstock cache clear --model Llama-3.2-1B",
 )
 
 cache = typer.Typer(
@@ -44,6 +44,8 @@ _ONLY_LEFTOVERS = (
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)", re.IGNORECASE)
 _SECONDS = {"min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+_COLUMNS = ("made for", "what", "size", "last used")
 
 Group = list[Entry]
 
@@ -78,7 +80,7 @@ def list(*, cache: Folder = None, json: Json = False) -> None:
     bound = f", {LIMIT} is {format_budget(limit)}" if limit else ""
     console.print_table(
         f"{folder}: {format_size(total)}{bound}",
-        ("what", "made for", "size", "last used"),
+        _COLUMNS,
         _rows(entries),
     )
 
@@ -117,17 +119,26 @@ def prune(
 def clear(
     *,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Only what was made for this model: a part of its name in `list`.")
+    ] = None,
     dry_run: DryRun = False,
     cache: Folder = None,
     json: Json = False,
 ) -> None:
-    """Remove all entries that are not in use. On a terminal, you are asked first."""
+    """Remove all entries that are not in use, or those of a model. On a terminal, you are asked first."""
     folder = cache or user_cache()
+    entries = list_entries(folder)
+    going = [one for one in entries if model is None or model.lower() in one.made_for.lower()]
+    if model is not None and not going:
+        models = ", ".join(sorted({one.made_for for one in entries} - {""})) or "no model"
+        fail(f"nothing in {folder} was made for {model!r}: it has entries of {models}")
     if not yes and not dry_run and sys.stdin.isatty():
-        total = sum(one.nbytes for one in list_entries(folder))
+        total = sum(one.nbytes for one in going)
         if not typer.confirm(f"remove {format_size(total)} from {folder}?", err=True):
             fail("nothing was removed")
-    _report(prune_entries(folder, before=math.inf, dry_run=dry_run), dry_run, json)
+    done = prune_entries(folder, before=math.inf, dry_run=dry_run, only={one.path for one in going})
+    _report(done, dry_run, json)
 
 
 def _limit() -> int | None:
@@ -155,14 +166,19 @@ def _facts(one: Entry) -> dict[str, Any]:
 
 
 def _rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield a row for all entries of a kind that are made for the same model: kinds as in _WORDS."""
+    """Yield a row for the entries of a kind that are made for one model, by model: kinds as in _WORDS."""
     groups: dict[tuple[str, str], Group] = {}
-    for one in sorted(entries, key=lambda one: [*_WORDS].index(one.kind)):
-        groups.setdefault((one.kind, one.made_for or _FOR.get(one.kind, "unknown")), []).append(one)
+    for one in sorted(entries, key=lambda one: (not one.made_for, _for(one), [*_WORDS].index(one.kind))):
+        groups.setdefault((one.kind, _for(one)), []).append(one)
     for (kind, made_for), some in groups.items():
         what = _WORDS[kind].format(number=len(some), s="" if len(some) == 1 else "s")
         used = "in use" if any(one.in_use for one in some) else _ago(max(one.used for one in some))
-        yield what, made_for, format_size(sum(one.nbytes for one in some)), used
+        yield made_for, what, format_size(sum(one.nbytes for one in some)), used
+
+
+def _for(one: Entry) -> str:
+    """The model that an entry was made for, in words."""
+    return one.made_for or _FOR.get(one.kind, "unknown")
 
 
 def _ago(used: float) -> str:
@@ -185,7 +201,7 @@ def _report(done: Pruned, dry_run: bool, json: bool) -> None:
         return
     if done.removed:
         would = "would be removed" if dry_run else "removed"
-        console.print_table(would, ("what", "made for", "size", "last used"), _rows(done.removed))
+        console.print_table(would, _COLUMNS, _rows(done.removed))
     kept = f", of which {len(done.in_use)} in use should have gone" if done.in_use else ""
     freed = "would be freed" if dry_run else "freed"
     console.print_text(f"{format_size(done.freed_bytes)} {freed}, {format_size(done.left_bytes)} left{kept}")

@@ -78,7 +78,15 @@ def hardware(
 
 
 def _print_measured(found: Sequence[Measurement]) -> None:
-    """Print a table of the figures of each machine, what its columns mean, and the reasons for doubts."""
+    """Print a table of the figures of each machine, what its columns mean, and the reasons for doubts.
+
+    Of figures that read alike, as those of a file that was written again, only the newest is shown; figures
+    of one file stand together.
+    """
+    newest = {
+        (one.subject.machine, *_subject(one)): one for one in sorted(found, key=lambda one: one.taken_at)
+    }
+    found = sorted(newest.values(), key=_subject)
     for machine in dict.fromkeys(one.subject.machine for one in found):
         threads = f"{machine.threads} thread{'' if machine.threads == 1 else 's'}"
         title = f"Measured on {machine.processor}, {threads}, torch {machine.torch}"
@@ -87,9 +95,20 @@ def _print_measured(found: Sequence[Measurement]) -> None:
         console.print_text("Nothing has been measured yet: plans do it, and --measure.")
         return
     console.print_sentences([_MEASURED_LEGEND])
-    if doubts := [(one, ", ".join(one.doubts())) for one in found if any(one.doubts())]:
+    used = [one for one in found if one.is_fresh(time.time())]
+    if doubts := [(one, ", ".join(one.doubts())) for one in used if any(one.doubts())]:
         console.print_sentences([_DOUBTFUL])
-        console.print_sentences([f"{one.subject.title} {why}" for one, why in doubts], indent="  ")
+        console.print_sentences([f"{_named(one)} {why}" for one, why in doubts], indent="  ")
+
+
+def _named(one: Measurement) -> str:
+    return one.subject.title + (f" of {one.subject.what}" if one.subject.where else "")
+
+
+def _subject(one: Measurement) -> tuple[str, str, str]:
+    """What a reader sees of the subject of a figure: the file or the like, where it is, and the quantity."""
+    of_file = one.subject.where != ""
+    return (one.subject.what if of_file else "", one.subject.where, one.subject.title)
 
 
 def _show_preset(preset: Hardware, *, json: bool) -> None:
@@ -135,9 +154,11 @@ def _gb(amount: float | None) -> str:
 
 
 def _measured(found: Sequence[Measurement]) -> tuple[tuple[str, ...], list[list[str]]]:
-    rows = []
+    rows, above = [], None
     for one in found:
-        of = [] if one.subject.where == "" else [one.subject.what, one.subject.where]
+        place = (one.subject.what, one.subject.where)
+        of = [] if one.subject.where == "" or place == above else list(place)
+        above = place
         taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.taken_at))
         believed = "" if one.is_fresh(time.time()) else "expired"
         doubt = "doubtful" if any(one.doubts()) else ""

@@ -130,7 +130,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     """Print a table with numbers aligned on the right.
 
     A table that is too wide has no frame; its headings break between words, and names in its first column at
-    dots.
+    dots. If a name would break into more than two lines, names have lines of their own above other values.
     """
     cells = [list(row) for row in rows]
     table = Table(pad_edge=False)
@@ -138,6 +138,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column, justify=_justify([row[k] for row in cells]) if k else "left")
     framed = sum(_widest([column, *values]) + 3 for column, *values in zip(columns, *cells, strict=True)) - 1
     if framed > width():
+        if stacked := _stacked(columns, cells):
+            return print_text("\n".join([*([title] if title else []), *stacked]))
         table.box, table.show_edge = box.SIMPLE_HEAD, False
         _narrow(table, columns, cells)
     for row in cells:
@@ -178,6 +180,26 @@ def _narrow(table: Table, columns: Sequence[str], cells: list[list[str]]) -> Non
         row[0] = "\n".join(_at_dots(row[0], widths[0]))
     for column, most in zip(table.columns, widths, strict=True):
         column.width, column.no_wrap, column.overflow = most, False, "fold"
+
+
+def _stacked(columns: Sequence[str], cells: list[list[str]]) -> list[str]:
+    """The lines of a table whose names stand above other values; none if that is not needed, or no help."""
+    widths = [_widest([column, *(row[k] for row in cells)]) for k, column in enumerate(columns)]
+    left = width() - sum(widths[1:]) - len(widths) + 1
+    broken = max((len([*_at_dots(row[0], max(_SHORTEST, left))]) for row in cells), default=0)
+    if broken <= 2 or left < 2 or any("\n" in value for row in cells for value in row):
+        return []
+    right = [_justify([row[k] for row in cells]) == "right" for k in range(len(columns))]
+
+    def line(values: Sequence[str]) -> str:
+        padded = zip(values, widths, right, strict=True)
+        aligned = [one.rjust(most) if is_number else one.ljust(most) for one, most, is_number in padded]
+        return ("  " + " ".join(aligned[1:])).rstrip()
+
+    lines = [columns[0], line(columns), "\u2500" * (1 + sum(widths[1:]) + len(widths))]
+    for row in cells:
+        lines += [row[0], line(row)]
+    return lines
 
 
 def _at_dots(name: str, most: int) -> Iterator[str]:

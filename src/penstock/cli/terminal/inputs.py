@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
+from zipfile import BadZipFile
 
 import typer
 
 from penstock.schedule.atomic_file import reporting
+from penstock.schedule.bounded_file import open_regular, open_zip
+
+_OF_SAVE = re.compile(r"[^/]+/data\.pkl")
+"""A member of the zip that torch.save writes."""
 
 
 def fail(sentence: str) -> NoReturn:
@@ -60,6 +66,7 @@ def load_exported(path: Path, *, trust: bool) -> Any:
         there = path.is_file()
     if not there:
         fail(f"{path} is not a file: give a program saved by torch.export.save")
+    _check_program(path)
     if not trust:
         fail(
             f"{path} is read by torch.export.load, which may run code: give --trust if you trust whoever "
@@ -69,6 +76,24 @@ def load_exported(path: Path, *, trust: bool) -> Any:
         return load_stored(path)
     except Exception as error:
         fail(f"{path} is not a program that this torch ({torch.__version__}) can load: {first_line(error)}")
+
+
+def _check_program(path: Path) -> None:
+    """Fail for files that are no program whoever wrote them; nothing in them is run."""
+    from penstock.runtime.files.safetensors_file import reading
+
+    holds_weights = path.suffix in (".safetensors", ".gguf")
+    if not holds_weights:
+        try:
+            with reading(path), open(open_regular(path), "rb") as file, open_zip(file, path) as archive:
+                holds_weights = any(map(_OF_SAVE.fullmatch, archive.namelist()))
+        except BadZipFile:
+            fail(f"{path} is not a program that torch.export.save wrote: give one that it wrote (.pt2)")
+    if holds_weights:
+        fail(
+            f"{path} holds weights, and no program to run them: give the folder of the model; or a program "
+            f"that torch.export.save wrote (.pt2), or module:function, with --weights {path}"
+        )
 
 
 def first_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.integrations.called.kinds import IN_MEMORY
 from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.places import Places, Watched
 from penstock.integrations.kept import KeptWeights, digest_of
@@ -101,7 +102,7 @@ class BetweenCalls:
             del self._opened[twin]
             raise StreamError(
                 f"the parameter {self.names[twin]} streams as {list(stands_for.shape)} of "
-                f"{stands_for.dtype}, and was given other memory: restore() the model first"
+                f"{stands_for.dtype}, and was given other memory: {IN_MEMORY}"
             )
         self._refuse_shared(twin)
         opened.is_written = True
@@ -152,7 +153,7 @@ class BetweenCalls:
         if name is not None:
             raise StreamError(
                 f"the parameter {self.names[twin]} shares its memory with {name}, and was written to: "
-                "restore() the model first"
+                f"{IN_MEMORY}"
             )
 
     def _save(self) -> None:

@@ -79,6 +79,12 @@ def _is_filled(cache: Any) -> object:
         return None
 
 
+IN_MEMORY = (
+    "have the weights in memory for that (restore() what apply returned, or load the model with its library)"
+)
+"""What whoever came by `apply` and whoever came by `load` can do where weights that stream do not serve."""
+
+
 def refuse_elsewhere(arguments: object, name: str, process: int) -> None:
     """Raise StreamError for a call in a forked child of the process, or in a tracer of torch's.
 
@@ -88,7 +94,7 @@ def refuse_elsewhere(arguments: object, name: str, process: int) -> None:
         raise StreamError(f"a forked child cannot call the {name}: load it in the child")
     if tracer := tracer_of(pytree.tree_leaves(arguments)):
         raise StreamError(
-            f"{tracer} cannot record a model whose weights come and go while it runs: restore() it first"
+            f"{tracer} cannot record a model whose weights come and go while it runs: {IN_MEMORY}"
         )
 
 

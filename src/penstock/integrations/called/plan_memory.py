@@ -12,6 +12,7 @@ import torch
 
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.facts import NO_FOLDER, StepTime
+from penstock.integrations.called.kinds import IN_MEMORY
 from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass, positions_of
 from penstock.integrations.called.places import NO_VALUES, Place, Step, Values, Watched
@@ -220,8 +221,7 @@ class PlanMemory:
         ]
         if written:
             raise StreamError(
-                f"the call writes {written[0]}, which is not in memory between calls: restore() the model "
-                "first"
+                f"the call writes {written[0]}, which is not in memory between calls: {IN_MEMORY}"
             )
 
     def written_in_place(self) -> list[tuple[int, torch.Tensor]]:
@@ -242,5 +242,5 @@ class PlanMemory:
         if self._viewed:
             raise StreamError(
                 f"something keeps a view of {self._viewed[0][0]}, which is not in memory between calls: "
-                "restore() the model first, or keep a clone() of the view"
+                f"keep a clone() of the view, or {IN_MEMORY}"
             )

@@ -23,7 +23,7 @@ from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import Order, StepTime
 from penstock.integrations.called.forwards import Wrapped
-from penstock.integrations.called.kinds import kind_of, refuse_elsewhere
+from penstock.integrations.called.kinds import IN_MEMORY, kind_of, refuse_elsewhere
 from penstock.integrations.called.measuring import CallArguments, CallSizes, PeakMeter
 from penstock.integrations.called.own_memory import like, plain_tensors_only
 from penstock.integrations.called.passes import Pass
@@ -378,7 +378,7 @@ class TrainedModule(CalledModule):
         if node is not None and torch.is_grad_enabled():
             raise StreamError(
                 f"{self._places.names[packed.twin]} is not in memory for gradients of gradients "
-                "(create_graph=True): restore() the model first"
+                f"(create_graph=True): {IN_MEMORY}"
             )
         with self._cap.lock:
             if node is None:  # somebody looks at what a node has saved

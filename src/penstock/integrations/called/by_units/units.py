@@ -39,6 +39,7 @@ from penstock.integrations.called.by_units.watched import (
     written_by,
 )
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
+from penstock.integrations.called.kinds import IN_MEMORY
 from penstock.integrations.called.readers import StepWeights, is_compiled
 from penstock.integrations.cap import SLACK, Cap
 from penstock.integrations.emptied.absent import CLASS
@@ -300,9 +301,7 @@ class UnitReads:
         if storage not in self._stayed:
             name, ((twin, _), *others) = self._twins[storage]
             if others:
-                raise StreamError(
-                    f"{self.roots[storage].says}, and the call writes to one: restore() the model first"
-                )
+                raise StreamError(f"{self.roots[storage].says}, and the call writes to one: {IN_MEMORY}")
             self._let_go(storage)
             value = self._stay(self._current, id(twin))
             self._stayed[storage] = value.data_ptr() - self.facts.parts[name].offset
@@ -419,9 +418,7 @@ class UnitReads:
         made = func(*args, **kwargs)
         if [root.versions() for root in moving] != before:
             self.spoiled = True
-            raise StreamError(
-                f"{moving[0].says}, and {func.__name__} has written to it: restore() the model first"
-            )
+            raise StreamError(f"{moving[0].says}, and {func.__name__} has written to it: {IN_MEMORY}")
         plain = (
             isinstance(made, tuple | list) or type(made) is torch.Tensor or type(made).__module__ == "numpy"
         )
