@@ -7,6 +7,7 @@ assumption would run and give wrong results, so all of them are checked before a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -185,6 +186,15 @@ class ConstantLeaf:
             leaf == self.value or (_is_nan(leaf) and _is_nan(self.value))
         ):
             _refuse_input(self.name, f"the exported value {self.value!r}", repr(leaf))
+
+
+def failed_check(what: str) -> StreamError:
+    """Return the error for a check that a program makes of its own, by what torch says of it."""
+    first = (what.splitlines() or [""])[0].rstrip(".:; ")
+    first = re.sub(r"^Runtime assertion failed for expression (.+) on node '\w+'$", r"\1", first)
+    return StreamError(
+        f"a check of the program fails for this call: {first}; pass inputs that the model takes"
+    )
 
 
 Leaf = TensorLeaf | NumberLeaf | ConstantLeaf

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.autograd import forward_ad
 
+from penstock.passes.calls.checks import failed_check
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.calls.signature import CallSignature
 from penstock.passes.lowering.archive import PACKAGE, check_ranks, open_programs, read_code
@@ -110,8 +111,17 @@ class CompiledMethod:
                 "an input has a tangent, and compiled code computes none: call the module outside of "
                 "torch.autograd.forward_ad.dual_level(), or compile the program with lowering='eager'"
             )
+        for name, leaf in zip(self.convention.names, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() and not _has_memory(leaf):
+                raise StreamError(
+                    f"input {name}: expected a dense tensor with memory of its own, got {_described(leaf)}: "
+                    "pass a dense one, which compiled code can read, or compile with lowering='eager'"
+                )
         dense = [leaf.contiguous() for leaf in tensors]  # compiled code takes contiguous tensors only
-        values = iter(self._runner.boxed_run(list(dense)))
+        try:
+            values = iter(self._runner.boxed_run(list(dense)))
+        except RuntimeError as error:
+            raise _without_dump(error) from None
         for before, after in zip(tensors, dense, strict=True):
             # The program has written this input if its bytes changed; values would not do, as NaN is not NaN.
             if after is not before and not same_bytes(before.contiguous(), after):
@@ -124,6 +134,38 @@ class CompiledMethod:
         """Destroys the runner, before the memory that it reads."""
         self._runner = None
         self._tensors = {}
+
+
+def _has_memory(leaf: torch.Tensor) -> bool:
+    try:
+        return bool(leaf.data_ptr())
+    except RuntimeError:  # a sparse one
+        return False
+
+
+def _described(leaf: torch.Tensor) -> str:
+    if leaf.layout is not torch.strided:
+        return f"a tensor of layout {leaf.layout}"
+    kind = type(leaf).__name__
+    return "one whose memory was freed" if type(leaf) in _OF_TORCH else f"a {kind}, which has none"
+
+
+_OF_TORCH = (torch.Tensor, torch.nn.Parameter)
+
+
+def _without_dump(error: RuntimeError) -> Exception:
+    """Return the error that compiled code raised without the calls in C++.
+
+    It says where an operator failed, and of the checks that the program makes only what they say.
+    """
+    said, dump, _ = str(error).partition("\nException raised from ")
+    if dump or _CALL_FAILED in said or "out of memory" in said:
+        return RuntimeError(said)
+    return failed_check(said)
+
+
+_CALL_FAILED = "API call failed at"
+"""What AOTInductor says where it does not know more."""
 
 
 def _check_brought(payload: Payload, method: Method, names: Iterable[str]) -> None:

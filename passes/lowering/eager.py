@@ -6,6 +6,8 @@ saved without weights; probes are inserted when it is loaded, since the plan is 
 
 from __future__ import annotations
 
+import re
+import traceback
 import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from penstock.passes.annotate import Annotated
+from penstock.passes.calls.checks import failed_check
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.graph.retarget import move_graph, nested_modules
@@ -95,8 +99,23 @@ class EagerMethod:
     def run(self, leaves: list[Any]) -> Any:
         """Runs on leaves that `convention.flatten` has checked; returns results in the caller's structure."""
         # This calls the generated function, because GraphModule's own call prints to stderr when it raises.
-        values = self.graph_module.forward(*self.lifted, *leaves)
+        try:
+            values = self.graph_module.forward(*self.lifted, *leaves)
+        except RuntimeError as error:
+            if _is_of_a_check(error):
+                raise failed_check(str(error)) from error
+            raise
         return self.convention.finish(values, leaves, self.tensors)
+
+
+def _is_of_a_check(error: RuntimeError) -> bool:
+    """Tell whether the operator that raised an error only checks something."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    operator = frames[-1].f_locals.get("self") if frames else None
+    return isinstance(operator, OpOverload) and _CHECKS.match(operator._schema.name) is not None
+
+
+_CHECKS = re.compile(r"aten::(_assert_\w+|_functional_assert_\w+|sym_constrain_range\w*)$")
 
 
 def instantiate(

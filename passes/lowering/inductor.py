@@ -29,6 +29,7 @@ from penstock.passes.annotate import Annotated
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.graph.propagation import fake_mode_of
+from penstock.passes.graph.retarget import nested_modules
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.lowering.archive import PACKAGE, PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
@@ -46,6 +47,8 @@ from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import Method, SparseRead, Step, Storage, Trace, Weight, Work
 from penstock.schedule.facts.parts import read_together
 from penstock.schedule.payload.codec import Payload, ProbeOrder
+
+aten = torch.ops.aten
 
 FIXED = {
     "aot_inductor.package": True,
@@ -220,7 +223,7 @@ def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, An
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # torch warns about its own code
-            module = _of_contiguous(hollow.module(check_guards=False))
+            module = _of_contiguous(_with_tensor_scales(hollow.module(check_guards=False)))
             files = aot_compile(module, args, kwargs, options=dict(patches))
     except Exception as error:
         raise_own(error)
@@ -230,6 +233,28 @@ def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, An
         ) from error
     assert isinstance(files, list)
     return files
+
+
+def _with_tensor_scales(module: Any) -> Any:
+    """The module, in which products divided by a tensor are divided by an operator with the same code.
+
+    Inductor takes any divisor of an attention's products for a number, and fails when it is a tensor.
+    """
+    for one in nested_modules(module):
+        for node in one.graph.nodes:
+            if node.target is not aten.div.Tensor or not isinstance(node.args[1], fx.Node):
+                continue
+            product = node.args[0]
+            while isinstance(product, fx.Node) and product.target in _RESHAPES:
+                product = product.args[0]
+            if isinstance(product, fx.Node) and product.target in _PRODUCTS:
+                node.target, node.kwargs = aten.div.Tensor_mode, {"rounding_mode": None}
+        one.recompile()
+    return module
+
+
+_PRODUCTS = (aten.matmul.default, aten.bmm.default)
+_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten._to_copy.default)
 
 
 def _of_contiguous(module: Any) -> Any:

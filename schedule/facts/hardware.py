@@ -21,7 +21,7 @@ from pinned memory were reported to reach, in one direction.
 - a100: NVIDIA A100 data sheet, 80 GB SXM: 312 TFLOPS, 2039 GB/s, PCIe 4.0 x16.
 - h100: NVIDIA H100 data sheet, SXM: 989 TFLOPS, 3350 GB/s, 80 GB, PCIe 5.0 x16.
 - h200: NVIDIA H200 data sheet, SXM: 989 TFLOPS, 4800 GB/s, 141 GB, PCIe 5.0 x16.
-- b200: NVIDIA HGX B200 data sheet, one of eight: 2250 TFLOPS, 8000 GB/s, 180 GB, PCIe 5.0 x16.
+- b200: NVIDIA HGX B200 data sheet, one of eight: 2250 TFLOPS, 8000 GB/s, 180 GB, PCIe 5.0 x16 (the host's).
 - gh200: NVIDIA GH200 data sheet, 96 GB HBM3: 989 TFLOPS, 4000 GB/s; NVLink-C2C is 450 GB/s in one
   direction, of which public threads report 342.
 - mi300x: AMD Instinct MI300X data sheet: 1307 TFLOPS, 5300 GB/s, 192 GB, PCIe 5.0 x16.
@@ -165,7 +165,7 @@ def find_hardware(name: Hardware | str) -> Hardware:
     if preset in PRESETS:
         return _changed(name, PRESETS[preset], changes) if changes else PRESETS[preset]
     same = [one for one in PRESETS if re.findall(r"\d+", one) == re.findall(r"\d+", preset)]
-    near = difflib.get_close_matches(preset.lower(), same, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(preset.lower(), same, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise PlanError(
         f"there is no hardware {preset!r}: {hint}give one of {', '.join(PRESETS)}, one with figures of yours "
@@ -179,6 +179,12 @@ def _changed(name: str, preset: Hardware, changes: Sequence[str]) -> Hardware:
         key, _, value = change.partition("=")
         if key not in _FIGURES:
             raise PlanError(f"hardware {name!r}: expected one of {', '.join(_FIGURES)} and =, got {change!r}")
+        if _FIGURES[key] in figures:
+            raise PlanError(f"hardware {name!r}: {key}= stands there twice, expected it once")
+        if key == "disk" and preset.disk_bytes_per_s is None:
+            raise PlanError(
+                f"hardware {name!r}: the disk of {preset.name} is its link: write link= for disk="
+            )
         try:
             number = _figure(key, value)
         except (BudgetError, ValueError):
@@ -193,15 +199,13 @@ def _changed(name: str, preset: Hardware, changes: Sequence[str]) -> Hardware:
 
 
 def _figure(key: str, text: str) -> float:
-    """The value of a figure. Raises BudgetError or ValueError for what is none, or a rate without a unit."""
-    if key == "memory":
-        return parse_size(text)
+    """The value of a figure. Raises BudgetError or ValueError for what is none, or has no unit."""
     if key == "tflops":
         return float(text) * 1e12
-    rate = parse_size(text.removesuffix("/s"))
-    if rate < 1_000_000:
+    number = parse_size(text if key == "memory" else text.removesuffix("/s"))
+    if number < 1_000_000:  # as "24" is, which has no unit
         raise ValueError(text)
-    return float(rate)
+    return number if key == "memory" else float(number)
 
 
 def _from_file(path: Path) -> Hardware:

@@ -39,10 +39,28 @@ class Branching(Solved):
         return torch.cond(x.shape[0] > 3, solved, lambda y: y.T @ y, (self.layer(x),))
 
 
+class Sized(Solved):
+    """Has results whose size the values of the input decide."""
+
+    def forward(self, x):
+        y = self.layer(x)
+        return self.layer(y[torch.nonzero(y[:, 0] > 0).squeeze(1)]), torch.unique(y.round()).numel() * y
+
+
+class Told(Solved):
+    """Calls operators with effects: one that prints, and one that checks a value."""
+
+    def forward(self, x):
+        torch.ops.aten._print("told")
+        torch._assert_async((x.abs() < 100).all(), "small")
+        return (self.layer(x),)
+
+
 EXPORTS = {
     "decomposed": lambda model: torch.export.export(model, (X,)).run_decompositions(),
     "functional": lambda model: torch.export.export(model, (X,)).run_decompositions({}),
     "drafted": lambda model: torch.export.draft_export(model, (X,)),
+    "drafted, functional": lambda model: torch.export.draft_export(model, (X,)).run_decompositions({}),
     "drafted, decomposed": lambda model: torch.export.draft_export(model, (X,)).run_decompositions(),
     # torch itself drafts no control flow of any size
     "drafted for any number of rows": lambda model: torch.export.draft_export(
@@ -63,7 +81,11 @@ def drafts():
 @pytest.mark.usefixtures("drafts")
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its drafts
 @pytest.mark.parametrize(
-    ("kind", "how"), [*((Solved, how) for how in EXPORTS), *((Branching, how) for how in list(EXPORTS)[:-1])]
+    ("kind", "how"),
+    [
+        *((Solved, how) for how in EXPORTS),
+        *((kind, how) for kind in (Branching, Sized, Told) for how in list(EXPORTS)[:-1]),
+    ],
 )
 def test_outputs_are_those_of_the_program_itself(tmp_path, kind, how):
     torch.manual_seed(0)

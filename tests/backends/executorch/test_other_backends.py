@@ -29,6 +29,23 @@ class Words(nn.Module):
         return self.layers(self.table(words))
 
 
+class Counting(nn.Module):
+    """Writes a buffer between two layers: to a sum, or rows of it."""
+
+    def __init__(self, *, rows: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.rows = nn.Linear(64, 64), nn.Linear(64, 64), rows
+        self.register_buffer("kept", torch.zeros(4, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.rows:
+            self.kept[torch.tensor([1])] = y[:1]
+        else:
+            self.kept.add_(y)
+        return self.last(y + self.kept)
+
+
 def delegates(model: nn.Module, given: Tensor, partitioners: Sequence[Any]) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -63,3 +80,21 @@ def test_a_compiled_method_is_not_without_what_another_has_taken() -> None:
 def test_what_penstock_took_first_is_not_anothers() -> None:
     partitioners = PenstockPartitioner(least=1), XnnpackPartitioner()
     assert set(delegates(Words(), torch.arange(4), partitioners)) == {"PenstockBackend"}
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_penstock_may_come_first_where_a_buffer_is_written(rows: bool) -> None:
+    partitioners = PenstockPartitioner(least=1), XnnpackPartitioner()
+    with torch.no_grad():
+        found = delegates(Counting(rows=rows), torch.randn(4, 64), partitioners)
+    assert found.count("PenstockBackend") == 3
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_penstock_may_come_last_where_a_buffer_is_written(rows: bool) -> None:
+    model = nn.Sequential(nn.Embedding(100, 64), Counting(rows=rows))
+    partitioners = XnnpackPartitioner(), PenstockPartitioner(least=1)
+    with torch.no_grad():  # ExecuTorch alone needs it too
+        found = delegates(model, torch.arange(4), partitioners)
+    assert found[0] == "PenstockBackend"
+    assert set(found) == {"PenstockBackend", "XnnpackBackend"}

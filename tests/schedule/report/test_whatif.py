@@ -62,7 +62,13 @@ def test_a_preset_of_the_same_number_is_suggested(name: str, hint: str) -> None:
         find_hardware(name)
 
 
-@pytest.mark.parametrize("name", ["toaster", "rtx3080", "a1000"])
+def test_the_disk_of_a_host_is_its_link() -> None:
+    assert find_hardware("laptop,link=3GB/s").disk_bytes_per_s is None
+    with pytest.raises(PlanError, match="the disk of laptop is its link: write link= for disk="):
+        find_hardware("laptop,disk=3GB/s")
+
+
+@pytest.mark.parametrize("name", ["toaster", "rtx3080", "a1000", "auto,memory=2GB"])
 def test_an_unknown_machine_lists_all(name: str) -> None:
     with pytest.raises(PlanError, match=r"one of t4, l4, .*, laptop, server, one with figures of") as raised:
         find_hardware(name)
@@ -89,6 +95,8 @@ def test_figures_of_a_preset_may_be_changed() -> None:
     [
         ("speed=3", "expected one of memory, link, disk, bandwidth, tflops and =, got 'speed=3'"),
         ("link=12", "a figure such as link=12GB/s, got 'link=12'"),
+        ("memory=24", "a figure such as memory=24GB, got 'memory=24'"),
+        ("memory=24GB,memory=12GB", "memory= stands there twice"),
         ("memory=lots", "a figure such as memory=24GB, got 'memory=lots'"),
         ("tflops=x", "a figure such as tflops=150, got 'tflops=x'"),
         ("tflops=-1", "flops_per_s: expected a rate above 0"),

@@ -173,7 +173,7 @@ def _described(value: object) -> str:
 
 def _with_weights_as_inputs(exported: ExportedProgram) -> ExportedProgram:
     """Returns the program whose own inputs come first, then its weights; it writes its states in place."""
-    signature = exported.graph_signature
+    signature = copy.deepcopy(exported.graph_signature)  # ExecuTorch writes names into its parts
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     own = [name for name, spec in specs.items() if spec.kind is InputKind.USER_INPUT]
     order = [*own, *(name for name in specs if name not in own)]

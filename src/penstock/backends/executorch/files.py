@@ -186,7 +186,7 @@ def _exported(path: Path, contents: Pte) -> Exported:
     if len(payloads) != 1:
         raise PayloadError(
             f"{path} holds {len(payloads) or 'no'} payloads of penstock, expected one: lower all methods at "
-            "once, with PenstockPartitioner"
+            "once, with PenstockPartitioner before other backends"
         )
     payload = Payload.from_bytes(_checked(path, named, payloads[0]), source=str(path))
     own = [one for one in contents.delegates if one.backend == _BACKEND]

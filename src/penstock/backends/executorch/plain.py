@@ -70,13 +70,14 @@ def _numbers(exported: ExportedProgram) -> dict[str, torch.Tensor]:
 
 
 def _restore_number(node: fx.Node, numbers: Mapping[str, torch.Tensor]) -> None:
-    """Put a number where arithmetic with a tensor has a constant of the same dtype."""
+    """Put a number where arithmetic with a tensor has a constant that leaves the dtype as it is."""
     if node.target not in _ARITHMETIC:
         return
     value, other = node.args
     if isinstance(value, fx.Node) and isinstance(other, fx.Node) and other.name in numbers:
-        number = numbers[other.name]
-        if number.dtype == value.meta["val"].dtype:
+        number, known = numbers[other.name], value.meta["val"]
+        wider = known.dim() > 0 and known.is_floating_point() and number.is_floating_point()
+        if number.dtype == known.dtype or wider:
             node.args = value, number.item()
 
 

@@ -83,9 +83,11 @@ def find_regions(
     reads it cannot be in a region.
     """
     graph = _Graph(exported, usage, held, worth)
+    states = list(_states(graph))
     left: set[int] = set()
     while True:
-        groups = _merged(graph, [*_states(graph), *_whole_weights(graph, list(_readers(graph, left)))])
+        readers = [group for group in _readers(graph, left) if not _writes_what_stays(graph, group, states)]
+        groups = _merged(graph, [*states, *_whole_weights(graph, readers)])
         groups = _with_results(graph, groups)
         inside = {node for group in groups for node in group}
         outside = {
@@ -199,6 +201,9 @@ def _states(graph: _Graph) -> Iterator[set[fx.Node]]:
             continue
         state, new = graph.nodes[inputs[spec.target]], graph.nodes[spec.arg.name]
         group = _hull(graph, _users(graph, [state, new]))
+        if any(_is_delegate(node) for node in group):
+            _log.warning(_STAYS, spec.target, "has given another backend what uses it")
+            continue
         unusual = names.count(new.name) > 1 or len(_inputs_of(graph, state.name)) > 1
         if unusual or new not in group or not all(takes_part(node) for node in group):
             _log.warning(
@@ -206,6 +211,14 @@ def _states(graph: _Graph) -> Iterator[set[fx.Node]]:
             )
             continue
         yield group
+
+
+def _writes_what_stays(graph: _Graph, group: set[fx.Node], states: Sequence[set[fx.Node]]) -> bool:
+    """Tell whether a group computes a state that stays with ExecuTorch, and something else uses it."""
+    outputs = graph.exported.graph_signature.output_specs
+    written = {graph.nodes[one.arg.name] for one in outputs if one.kind is OutputKind.BUFFER_MUTATION}
+    stays = (written & group).difference(*states)
+    return any(user not in group and user.op != "output" for node in stays for user in node.users)
 
 
 def _users(graph: _Graph, state: Sequence[fx.Node]) -> set[fx.Node]:
