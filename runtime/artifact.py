@@ -33,6 +33,7 @@ from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.sparse.trial import reads_units_only
+from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.atomic import write_artifact
 from penstock.runtime.training.parameters import write_parameters
 from penstock.schedule.bounded_file import hash_bounded
@@ -116,7 +117,8 @@ def compile(
 
         write_artifact(folder, force=force, build=build)
 
-    _open(weights, annotated, rename, pack=pack).read(write)
+    with announced(f"compiling {folder}"):
+        _open(weights, annotated, rename, pack=pack).read(write)
     return open_program(folder, trust=True)  # this process has just made it
 
 

@@ -44,7 +44,7 @@ def convert(
     """Write a checkpoint in another layout or dtype, in bounded memory."""
     from penstock.runtime.checkpoint import convert as conversion
 
-    with console.byte_progress() as progress:
+    with console.byte_progress(f"writing {output}") as progress:
         done = conversion.convert(
             source,
             output,

@@ -41,6 +41,7 @@ from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.cache import Cache
 from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
+from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.own_memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size, seconds_since
@@ -296,7 +297,7 @@ def apply(
         refuse_scripted(module, name)
         _refuse_moved(module, name)
     applied = Applied(model, memory, device, cache, options, restores=True, train=train)
-    with ExitStack() as on_error:
+    with ExitStack() as on_error, announced(f"applying penstock to {type(model).__name__}"):
         on_error.push(applied)
         for name, module in parts.items():
             _empty(applied, name, module, train=train)
@@ -367,12 +368,14 @@ def load(
         files = stored.kept(module, names, applied.cache)
         return applied.add(stored.name, module, files, adapting=adapting)
 
-    if isinstance(opened, tuple):
-        parts, assemble = opened
-        applied.target = assemble({name: stream(replace(part, name=name)) for name, part in parts.items()})
-    else:
-        applied.target = stream(opened)
-        add_generation_config(next(iter(components_of(applied.target).values())), folder)
+    with announced(f"loading {source}"):
+        if isinstance(opened, tuple):
+            parts, assemble = opened
+            streamed = {name: stream(replace(part, name=name)) for name, part in parts.items()}
+            applied.target = assemble(streamed)
+        else:
+            applied.target = stream(opened)
+            add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.settle(memory)
     applied.target.penstock_applied = applied
     return closing(applied.target)

@@ -50,6 +50,7 @@ from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
+from penstock.runtime.system.announcing import announced
 from penstock.schedule.facts.errors import BudgetError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, seconds_since
 from penstock.schedule.plan import Plan
@@ -170,8 +171,7 @@ class CalledModule:
     @property
     def stats(self) -> Stats | None:
         """The counters of the present plan, or None where none is loaded."""
-        weights = self._memory.weights
-        return weights.stats(self._passes) if weights else None
+        return self._memory.weights.stats(self._passes) if self._memory.weights else None
 
     @property
     def weights(self) -> list[Path]:
@@ -346,7 +346,7 @@ class CalledModule:
         self._check_files()
         self.unload()
         begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
-        with live:
+        with live, announced(f"a call of a new kind of {self.name}, one module at a time,"):
             output = run()
         beside = arguments.allocated + taken_by(live, current.meter, self._cap.kernels)
         words = "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights"
@@ -414,9 +414,9 @@ class CalledModule:
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, self._sizes.beside)
         self._units.open(weights, planned.traced)
-        within = f"{format_size(self.plan.budget)} of {format_budget(self._cap.nbytes)}"
-        done = f"{within}, planned in {seconds_since(begun)}: {self.plan.residency}"
-        _log.info("%s streams within %s%s", self.name, done, advice_on(self.plan))
+        nbytes, memory = format_size(self.plan.budget), format_budget(self._cap.nbytes)
+        done = f"{memory}, planned in {seconds_since(begun)}: {self.plan.residency}{advice_on(self.plan)}"
+        _log.info("%s streams within %s of %s", self.name, nbytes, done)
         return weights
 
     def _plan_for(self, orders: Sequence[Order], memory: int, room: int) -> tuple[PlannedOrders, int]:
