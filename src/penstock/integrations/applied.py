@@ -23,6 +23,7 @@ from penstock.integrations.called.facts import make_facts
 from penstock.integrations.called.measuring import buffer_bytes
 from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import ANY_TOTAL, Cap, asked_memory
+from penstock.integrations.context import context_that_fits
 from penstock.integrations.emptied.hollow import Hollow, uninterrupted
 from penstock.integrations.folders import Stored, asked_dtype, local_folder, open_folder
 from penstock.integrations.kept import KeptWeights
@@ -118,6 +119,14 @@ class Applied:
         nbytes = asked_memory(memory, total, self._options.device)
         self._refuse_trained(nbytes)
         self.cap.nbytes = nbytes
+        for words in self.contexts:
+            _log.info("%s", words)
+
+    @property
+    def contexts(self) -> list[str]:
+        """A sentence for each component that makes text: how long a context may become in its memory."""
+        facts = [(part.module, self.cap.room, part.largest_bytes) for part in self.components.values()]
+        return [words for one in facts if (words := context_that_fits(*one, self.memory))]
 
     @property
     def bytes_read(self) -> int:

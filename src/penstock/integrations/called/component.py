@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.adapters import adapted_layers, unmerge_disabled
+from penstock.integrations.called import plans
 from penstock.integrations.called.between_calls import BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import UnitReads
@@ -34,13 +35,6 @@ from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, one_pass
 from penstock.integrations.called.places import Places, Step, leave_twins_out, write_back
 from penstock.integrations.called.plan_memory import PlanMemory
-from penstock.integrations.called.plans import (
-    PlannedOrders,
-    Residency,
-    advice_on,
-    plan_calls,
-    residency_of,
-)
 from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import Answer, answer_with
@@ -174,16 +168,21 @@ class CalledModule:
         return self._memory.weights.stats(self._passes) if self._memory.weights else None
 
     @property
+    def largest_bytes(self) -> int:
+        """The bytes of the most weights that are in memory at once whatever the plan is."""
+        return self._own_steps.bytes_at_once(self._own_steps.largest)
+
+    @property
     def weights(self) -> list[Path]:
         """The files that hold the weights."""
         return [file for one in self.kept for file in one.files]
 
     @property
-    def residency(self) -> tuple[Residency, ...]:
+    def residency(self) -> tuple[plans.Residency, ...]:
         """What the present plan does with the weights of each module; empty where there is none."""
         if self.plan is None or self._memory.weights is None:
             return ()
-        return residency_of(self.plan, self._steps, self.name)
+        return plans.residency_of(self.plan, self._steps, self.name)
 
     def unload(self) -> None:
         """Give the memory of weights back. The next call plans and loads again."""
@@ -346,6 +345,7 @@ class CalledModule:
         self._check_files()
         self.unload()
         begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
+        current.given_bytes = arguments.allocated
         with live, announced(f"a call of a new kind of {self.name}, one module at a time,"):
             output = run()
         beside = arguments.allocated + taken_by(live, current.meter, self._cap.kernels)
@@ -415,14 +415,16 @@ class CalledModule:
         weights = self._memory.load(planned, self._options, self._sizes.beside)
         self._units.open(weights, planned.traced)
         nbytes, memory = format_size(self.plan.budget), format_budget(self._cap.nbytes)
-        done = f"{memory}, planned in {seconds_since(begun)}: {self.plan.residency}{advice_on(self.plan)}"
+        done = (
+            f"{memory}, planned in {seconds_since(begun)}: {self.plan.residency}{plans.advice_on(self.plan)}"
+        )
         _log.info("%s streams within %s of %s", self.name, nbytes, done)
         return weights
 
-    def _plan_for(self, orders: Sequence[Order], memory: int, room: int) -> tuple[PlannedOrders, int]:
+    def _plan_for(self, orders: Sequence[Order], memory: int, room: int) -> tuple[plans.PlannedOrders, int]:
         """Plan orders in `room` bytes of `memory`; returned with the plan are the bytes that calls have."""
         known, error = (orders, self._options, self._steps, self._units), self._own_steps.too_little
-        return plan_calls(*known, sizes=self._sizes, memory=memory, room=room, too_little=error)
+        return plans.plan_calls(*known, sizes=self._sizes, memory=memory, room=room, too_little=error)
 
     def planned_within(self, memory: int) -> Plan | None:
         """Return how calls like the last one would be planned within `memory` bytes; None before any plan."""
