@@ -91,8 +91,7 @@ def compile(
     unchanged. With `ladder` the artifact gets plans for programs without Python (`Program.write_ladder`), and
     computes quantised experts all at once, as only Python does one at a time. The bytes to write are logged.
 
-    Raises PassError for a program that cannot be streamed, and SourceError for weight files that do not
-    belong to the program and for an output that cannot be written.
+    Raises PassError for a program that cannot stream, and SourceError for files that are not the program's.
     """
     _check_lowering(lowering, options, resident_below)
     _check_packing(weights, pack, cast, slices)

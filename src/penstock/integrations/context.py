@@ -58,17 +58,17 @@ def largest_context(token: TokenBytes, left: int) -> int | None:
     tokens = left // (token.lasting + token.passing + token.computing)
     if token.window and tokens > token.window:
         tokens = (left - token.window * token.passing) // (token.lasting + token.computing)
-    return None if not token.lasting and tokens > token.window else max(0, tokens)
+    return None if not token.lasting and tokens > token.window else tokens
 
 
 def context_that_fits(module: nn.Module, room: int, largest: int, memory: int) -> str | None:
-    """Return a sentence about the largest context that fits `room` bytes of `memory`; None if unknown.
+    """Return a sentence about the largest context that fits `room` bytes of `memory`, or None.
 
     `largest` bytes of weights are in memory at once.
     """
     token = token_bytes(module)
-    tokens = None if token is None else largest_context(token, room - largest)
-    if token is None or tokens is None:
+    tokens = None if token is None else largest_context(token, max(0, room - largest))
+    if token is None or not tokens:
         return None
     return (
         f"a context of about {tokens:,} tokens fits {format_budget(memory)}: each takes "

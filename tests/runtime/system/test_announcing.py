@@ -65,13 +65,6 @@ def test_work_that_fails_ends_with_its_line_too(at_once, capsys):
         assert len(lines(capsys)) == 2
 
 
-def test_a_threshold_that_is_no_number_is_the_default(monkeypatch, capsys):
-    monkeypatch.setenv(VARIABLE, "soon")
-    with announced("counting sheep"):
-        pass
-    assert lines(capsys) == []
-
-
 def test_compiling_planning_and_converting_are_announced(at_once, capsys, tmp_path):
     layer = torch.nn.Linear(64, 64).eval()
     exported = torch.export.export(layer, (torch.zeros(1, 64),))

@@ -415,10 +415,8 @@ class CalledModule:
         weights = self._memory.load(planned, self._options, self._sizes.beside)
         self._units.open(weights, planned.traced)
         nbytes, memory = format_size(self.plan.budget), format_budget(self._cap.nbytes)
-        done = (
-            f"{memory}, planned in {seconds_since(begun)}: {self.plan.residency}{plans.advice_on(self.plan)}"
-        )
-        _log.info("%s streams within %s of %s", self.name, nbytes, done)
+        done = f"{memory}, planned in {seconds_since(begun)}: {self.plan.residency}"
+        _log.info("%s streams within %s of %s%s", self.name, nbytes, done, plans.advice_on(self.plan))
         return weights
 
     def _plan_for(self, orders: Sequence[Order], memory: int, room: int) -> tuple[plans.PlannedOrders, int]:
