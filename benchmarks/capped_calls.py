@@ -21,11 +21,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.loading_ways import forget_pages, warm_pages
-from benchmarks.machine import describe_machine
-from benchmarks.table import write_between
+from benchmarks.capped import SLACK
 from penstock.demo.cgroup import join_group, make_group
-from penstock.integrations.cap import SLACK
 from penstock.runtime.system.own_memory import anonymous_bytes
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
@@ -81,12 +78,12 @@ def _padded(model: Any) -> Any:
 
 
 def _chat(model: Any) -> Any:
-    """Three turns, each with all that was said before, as `penstock generate --chat` sends them."""
+    """Five turns, each with all that was said before, as `penstock generate --chat` sends them."""
     import torch
 
     said = _prompt(20)
-    for turn in range(3):
-        said = _generate(model, torch.cat([said, _prompt(100 * (turn + 1), turn)], 1))
+    for turn in range(5):
+        said = _generate(model, torch.cat([said, _prompt(60 * (turn + 1), turn)], 1))
     return said
 
 
@@ -95,7 +92,7 @@ CALLS: dict[str, Call] = {
     "a prompt of 900 tokens": lambda model: _generate(model, _prompt(900)),
     "a padded batch of 4": _padded,
     "4 beams": lambda model: _generate(model, _prompt(40), num_beams=4),
-    "a chat of 3 turns, up to 632 tokens": _chat,
+    "a chat of 5 turns, up to 940 tokens": _chat,
 }
 
 
@@ -119,7 +116,11 @@ class Lived:
 
 
 def live(folder: str, cap: int, names: Sequence[str], group: str) -> Lived:
-    """Make calls of a model, one after another, capped unless `cap` is 0, in a group unless that is empty."""
+    """Make calls of a model, one after another, capped unless `cap` is 0, in a group unless that is empty.
+
+    The group is joined before the libraries are imported, so that it holds their memory, too.
+    """
+    assert "torch" not in sys.modules
     if group:
         join_group(Path(group))
     import torch
@@ -150,7 +151,7 @@ def run_apart(folder: Path, names: Sequence[str], *, cap: int = 0, group: Path |
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise StreamError(f"{', '.join(names)}: the process ended with {done.returncode}: {last}")
     facts = json.loads(done.stdout.strip().splitlines()[-1])
-    return Lived(**{name: tuple(fact) if isinstance(fact, list) else fact for name, fact in facts.items()})
+    return Lived(facts["bare"], tuple(facts["after"]), tuple(facts["tokens"]))
 
 
 def run_capped(folder: Path, names: Sequence[str], *, bare: int, cap: int) -> Lived | None:
@@ -164,6 +165,8 @@ def run_capped(folder: Path, names: Sequence[str], *, bare: int, cap: int) -> Li
 
 def measure(folder: Path, cap: int) -> list[dict[str, Any]]:
     """Run each call in a process of its own, and all in one, with cold and with warm files."""
+    from benchmarks.loading_ways import forget_pages, warm_pages
+
     bare = run_apart(folder, ()).bare
     expected = {name: run_apart(folder, (name,)).tokens[0] for name in CALLS}
     rows = []
@@ -185,6 +188,8 @@ def measure(folder: Path, cap: int) -> list[dict[str, Any]]:
 
 def render(rows: Sequence[dict[str, Any]], cap: int) -> str:
     """Return the table of docs/transformers.md."""
+    from benchmarks.machine import describe_machine
+
     machine, first = describe_machine(), rows[0]["cold"]
     lines = [
         f"{machine['date']}: {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
@@ -229,6 +234,8 @@ def main(
     if json_path:
         json_path.write_text(json.dumps({"cap": cap, "rows": rows}, indent=1) + "\n")
     if docs:
+        from benchmarks.table import write_between
+
         write_between(docs, render(rows, cap), BEGIN)
     raise SystemExit(not all(row[state]["equal"] for row in rows for state in ("cold", "warm")))
 

@@ -27,9 +27,10 @@ SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hi
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
 
 
-def make_llama() -> LlamaForCausalLM:
+def make_llama(**sizes: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, max_position_embeddings=20000)).eval()
+    config = LlamaConfig(**SIZES | HEADS | sizes, max_position_embeddings=50000)
+    return LlamaForCausalLM(config).eval()
 
 
 def make_gpt2() -> GPT2LMHeadModel:
@@ -44,10 +45,13 @@ def prompt(length: int) -> torch.Tensor:
     return torch.arange(length)[None] % 100 + 3
 
 
-def grow(model, cache: DynamicCache) -> None:
-    """Go on with a context, in a cache of 512 bytes a token, to ten times 2 MB."""
-    for _ in range(40):
-        model(prompt(1000), past_key_values=cache, use_cache=True)
+def long_cache(model) -> DynamicCache:
+    """Return a cache of 160 MB, more than what a process may take beside its memory."""
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    cache, shape = DynamicCache(), (1, heads, 20_000_000 // (16 * layers * heads), 16)
+    for layer in range(layers):
+        cache.update(torch.ones(shape), torch.ones(shape), layer)
+    return cache
 
 
 def cache_bytes(model, length: int) -> int:
@@ -88,17 +92,17 @@ def test_the_context_that_is_said_fits_and_one_beyond_the_memory_is_refused(tmp_
         cache = DynamicCache(config=model.config)
         for part in prompt(tokens).split(100, 1):
             model(part, past_key_values=cache, use_cache=True)
+        cache = long_cache(model)
         with pytest.raises(BudgetError, match=r"give at least .* MiB, or a shorter context$") as refused:
-            grow(model, cache)
-        assert "its inputs and the cache of its context" in str(refused.value)
-        assert 2_000_000 < refused.value.floor_bytes < 8_000_000
+            model(prompt(1), past_key_values=cache, use_cache=True)
+        assert "the cache of its context take 152.59 MiB" in str(refused.value)
         model(prompt(10))
 
 
 def test_the_number_in_the_error_would_do(tmp_path):
-    model, cache = make_llama(), DynamicCache()
+    model = make_llama(num_hidden_layers=8, num_key_value_heads=4)
     with apply(model, "1MB", cache=tmp_path) as applied:
-        model(prompt(4000), past_key_values=cache, use_cache=True)
+        cache = long_cache(model)
         with pytest.raises(BudgetError) as refused:
             model(prompt(1), past_key_values=cache, use_cache=True)
         applied.memory = refused.value.floor_bytes

@@ -60,7 +60,7 @@ class OwnSteps:
         storages = tuple(s for s in storages if s not in left_out)
         nbytes = self.bytes_at_once(step.path)
         if current.meter is not None:
-            self._check_room(nbytes, max(0, current.meter.look() - SLACK), current.given_bytes)
+            self._check_room(nbytes, current.meter.look(), current.given_bytes)
         nested = current.open is not None
         seen = Seen(step.path, step.path)
         if not nested and not self._units.is_member(step.path):
@@ -135,8 +135,9 @@ class OwnSteps:
         `given` bytes of caches and inputs were there before. The error's number is for the largest step,
         which may be still to come.
         """
-        if nbytes + taken + given > self._cap.room:
-            raise self.too_little(self.bytes_at_once(self.largest), taken + given, self.largest, given)
+        beside = max(0, given + taken - SLACK)
+        if nbytes + beside > self._cap.room:
+            raise self.too_little(self.bytes_at_once(self.largest), beside, self.largest, given)
 
     @property
     def largest(self) -> str:
@@ -154,12 +155,13 @@ class OwnSteps:
 
         `given` of these are of the caches and inputs of the call.
         """
-        least = floor + int(ROOM * beside) + self._cap.nbytes - self._cap.room  # a call never takes the same
+        room = ROOM * beside + (ROOM - 1) * min(given, SLACK)  # a call never takes the same
+        least = floor + int(room) + self._cap.nbytes - self._cap.room
         who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
         ways = ["or call it with smaller inputs"]
         takes = f"the call takes {format_size(beside)} beside weights"
         if 2 * given > beside:
-            takes += f", of which {format_size(given)} are its inputs and the cache of its context"
+            takes = f"the inputs of the call and the cache of its context take {format_size(given)}"
             ways = smaller_caches(on_cpu=self._own.on_cpu)
         return BudgetError(
             f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}, and {who} at once; "
