@@ -205,7 +205,7 @@ def test_a_conversation_is_the_templates(
 ) -> None:
     typed = "\nkoga neda\n" if prompt else "lado mibe\n\nkoga neda\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    done = penstock("generate", folder, "--memory", "50%", "--chat", *prompt, "--max-new-tokens", 6)
+    done = penstock("generate", folder, "--memory", "2MB", "--chat", *prompt, "--max-new-tokens", 6)
     assert (done.status, done.out.splitlines()) == (0, by_hand(folder, "lado mibe", "koga neda"))
     assert len(SUMMARY.findall(done.err)) == 2
     assert re.search(r"^penstock: a context of about [\d,]+ tokens fits .* in the cache$", done.err, re.M)
@@ -244,9 +244,7 @@ def test_ctrl_c_stops_an_answer_and_twice_the_conversation(folder: Path) -> None
             assert set((first + process.stdout.readline()).split()) <= set(speaking_models.WORDS)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=120)
-    assert (process.returncode, rest) == (130, "")
-    assert errors.count("\n") == 1
-    assert "a context of about" in errors
+    assert (process.returncode, rest, errors) == (130, "", "")
 
 
 # What is refused, and what is found out.

@@ -1,13 +1,10 @@
-"""Capped models in a memory cgroup of their libraries, the cap and 64 MiB.
-
-As in `benchmarks/capped.py` and `benchmarks/capped_calls.py`.
-"""
+"""Capped models in a memory cgroup of their libraries, the cap and 64 MiB, as in `benchmarks/capped.py`."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import capped, capped_calls
+from benchmarks import capped
 from penstock.demo.cgroup import make_group
 from tests.hunt import sampled
 
@@ -43,16 +40,3 @@ def test_a_process_that_takes_more_is_killed(bare, tmp_path):
     capped.make_llama(tmp_path)
     with pytest.raises(capped.StreamError, match="llama, load: the process ended with -9"):
         capped.run_capped("llama", "load", tmp_path, bare - capped.CAP - capped.SLACK - (100 << 20))
-
-
-def test_no_call_takes_more_than_the_group_and_each_gives_its_memory_back(bare, tmp_path):
-    """A Llama of 37 MiB. The kernel enforces the limit, and what is the process's own is no page cache."""
-    cap, names = 24 << 20, tuple(capped_calls.CALLS)
-    capped_calls.make_llama(tmp_path, layers=6, hidden=512, vocabulary=2048)
-    libraries = capped_calls.run_apart(tmp_path, ()).bare
-    plain = capped_calls.run_apart(tmp_path, names)
-    lived = capped_calls.run_capped(tmp_path, names, bare=libraries, cap=cap)
-    assert lived is not None
-    assert lived.tokens == plain.tokens
-    for name, nbytes in zip(names, lived.after, strict=True):
-        assert nbytes <= cap + capped_calls.SLACK // 2, name
