@@ -1,16 +1,18 @@
-# The environment is .venv, made again when pyproject.toml or constraints.txt change.
+# The environment is .venv, made again when pyproject.toml or constraints.txt change: first what the demo needs (DEMO),
+# and the rest for the targets that need more (STAMP).
 PYTHON ?= python3
 VENV := .venv
 WORKERS ?= 2
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: run test check docs bench sparse nightly soak fuzz faults mutants sanitize zoo gpu cuda-dry wheels clean help
 
-run: $(STAMP) ## make the environment, then run the demo
-	@$(VENV)/bin/penstock demo
+run: $(DEMO) ## make the environment of the demo, then run it
+	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/penstock demo
 
-test: $(STAMP) ## make the environment, then run every check and test (WORKERS=2)
+test: $(STAMP) ## make the whole environment, then run every check and test (WORKERS=2)
 	@scripts/install-browser
 	@scripts/check
 	@$(VENV)/bin/python -m tests.rig.building
@@ -83,14 +85,25 @@ clean: ## remove the environment and everything that was built
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard native/*.cpp native/*.h native/*.map native/aoti/* native/run/* native/sparse/* native/executorch/*)
+$(DEMO): pyproject.toml constraints.txt $(wildcard native/*.cpp native/*.h native/*.map native/sparse/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or later: make PYTHON=python3.12 ...")'
-	@echo "Making the environment in $(VENV): the first time takes a few minutes."
+	@echo "Installing penstock and what the demo needs (torch, transformers, a model) in $(VENV): a minute or two."
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@scripts/install-compiler
 	@# setuptools first: it then builds penstock itself, at the version that the constraints pin.
 	@$(PIP) install -c constraints.txt setuptools wheel
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,bench,dev]'
+	@$(VENV)/bin/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*p["dependencies"], *p["optional-dependencies"]["demo"], sep="\n")' >$(VENV)/demo.txt
+	@# The engine is compiled while wheels arrive. Bytecode is written by the first import: to compile all modules would
+	@# take 40 s.
+	@$(PIP) install -c constraints.txt --no-compile --no-build-isolation --no-deps -e . & penstock=$$!; \
+		$(PIP) install -c constraints.txt --no-compile -r $(VENV)/demo.txt; needed=$$?; wait $$penstock && exit $$needed
+	@touch $@
+
+$(STAMP): $(DEMO) $(wildcard native/aoti/* native/run/* native/executorch/*)
+	@echo "Installing what tests, checks, pages and benchmarks need in $(VENV): the first time takes a few minutes."
+	@# By its name: penstock is there, and only what its extras need is installed.
+	@$(PIP) install -c constraints.txt 'penstock[bench,dev]'
 	@scripts/build-run || echo "penstock-run could not be built; everything else works without it."
 	@scripts/build-delegate || echo "ExecuTorch's delegate could not be built; everything else works without it."
 	@touch $@

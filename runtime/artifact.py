@@ -33,6 +33,7 @@ from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.sparse.trial import reads_units_only
+from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.atomic import write_artifact
 from penstock.runtime.training.parameters import write_parameters
 from penstock.schedule.bounded_file import hash_bounded
@@ -90,8 +91,7 @@ def compile(
     unchanged. With `ladder` the artifact gets plans for programs without Python (`Program.write_ladder`), and
     computes quantised experts all at once, as only Python does one at a time. The bytes to write are logged.
 
-    Raises PassError for a program that cannot be streamed, and SourceError for weight files that do not
-    belong to the program and for an output that cannot be written.
+    Raises PassError for a program that cannot stream, and SourceError for files that are not the program's.
     """
     _check_lowering(lowering, options, resident_below)
     _check_packing(weights, pack, cast, slices)
@@ -116,7 +116,8 @@ def compile(
 
         write_artifact(folder, force=force, build=build)
 
-    _open(weights, annotated, rename, pack=pack).read(write)
+    with announced(f"compiling {folder}"):
+        _open(weights, annotated, rename, pack=pack).read(write)
     return open_program(folder, trust=True)  # this process has just made it
 
 

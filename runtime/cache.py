@@ -20,11 +20,13 @@ import logging
 import math
 import os
 import re
+import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -64,8 +66,44 @@ _ATTEMPTS = 50
 
 
 def user_cache() -> Path:
-    """The folder for machine rates, plans, and the weights of applied models. It may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    """The folder for machine rates, plans, and the weights of applied models. It may not exist yet.
+
+    Where nothing can be written, as in a container with a read-only home or without one, it is a temporary
+    folder, of which a warning tells.
+    """
+    folder = _lasting_cache()
+    return folder if _can_write(folder) else _temporary_cache(folder)
+
+
+def _lasting_cache() -> Path:
+    home = os.path.expanduser("~")  # a tilde for a user without a home
+    place = os.environ.get("XDG_CACHE_HOME") or Path(home if os.path.isabs(home) else "/", ".cache")
+    return Path(place, "penstock").absolute()
+
+
+def _can_write(folder: Path) -> bool:
+    """Tell whether a folder, or what is there on the way to it, can be written to."""
+    place = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+
+
+@lru_cache(maxsize=1)
+def _temporary_cache(instead_of: Path) -> Path:
+    """Return a folder of this user alone among the temporary files, and warn that it is used."""
+    try:
+        folder = Path(tempfile.gettempdir(), f"penstock-{os.geteuid()}")
+        make_private(folder)
+        if find_writer(folder):  # somebody else has made it
+            folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+    except OSError:  # nothing can be written anywhere, which is an error only where something must be
+        return instead_of
+    warnings.warn(
+        f"penstock cannot write to {instead_of}, and keeps what it remembers in {folder}: set XDG_CACHE_HOME "
+        "to a folder that stays",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return folder
 
 
 def remember(path: Path, data: bytes) -> None:
@@ -121,10 +159,13 @@ class Hold:
 
 
 class Cache:
-    """A cache folder to which entries are written. It may hold `limit` bytes; None stands for no limit."""
+    """A cache folder to which entries are written. It may hold `limit` bytes; None stands for no limit.
 
-    def __init__(self, folder: Path, limit: int | None = None) -> None:
-        self.folder, self.limit = folder, limit
+    What the folder `first` has is used where it is, and nothing is written there.
+    """
+
+    def __init__(self, folder: Path, limit: int | None = None, *, first: Path | None = None) -> None:
+        self.folder, self.limit, self._first = folder, limit, first or folder
         self._warned = False
 
     @classmethod
@@ -133,11 +174,9 @@ class Cache:
 
         Raises BudgetError for a limit that is no size.
         """
-        limit = os.environ.get(LIMIT)
-        return cls(
-            user_cache() if folder is None else Path(folder),
-            parse_size(limit, name=LIMIT) if limit else None,
-        )
+        asked = os.environ.get(LIMIT)
+        limit = parse_size(asked, name=LIMIT) if asked else None
+        return cls(Path(folder), limit) if folder else cls(user_cache(), limit, first=_lasting_cache())
 
     @property
     def own(self) -> bool:
@@ -168,6 +207,11 @@ class Cache:
     @property
     def weights(self) -> Path:
         return self.folder / WEIGHTS
+
+    def place_of(self, name: str) -> Path:
+        """Return the path of an entry of weights: where it is, or where it can be written."""
+        there = self._first / WEIGHTS / name
+        return there if there.is_dir() else self.weights / name
 
     @property
     def programs(self) -> Path:

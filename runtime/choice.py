@@ -25,6 +25,7 @@ from penstock.runtime.memory_split import LEAST_HOST_BYTES, fits_host, host_limi
 from penstock.runtime.remembered import remembered_plan
 from penstock.runtime.sightings import seen_compute
 from penstock.runtime.sparse.trial import trusted
+from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.memory import PAGE, supports_populate
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
@@ -241,6 +242,7 @@ def reduced(payload: Payload, pool: Pool | None) -> Payload:
     return replace(payload, traces=tuple(without_units(trace, pool) for trace in payload.traces))
 
 
+@announced("planning")
 def _best(
     folder: Path, payload: Payload, request: PlanRequest, plan_of: Callable[[Problem, int], Plan]
 ) -> Plan:

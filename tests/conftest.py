@@ -30,6 +30,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
     """What penstock remembers of a machine stays out of the user's folders, in child processes too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(
+            "PENSTOCK_ANNOUNCE_AFTER", "inf"
+        )  # what is printed does not depend on the machine's speed
         if _INDUCTORS_OWN:
             base = tmp_path_factory.getbasetemp()
             base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers

@@ -46,7 +46,7 @@ def test_makes_environment_has_all_that_tests_are_skipped_without() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = chain.from_iterable(project["optional-dependencies"][name] for name in ("demo", "bench", "dev"))
     missing = [name for one in extras if not is_installed(name := Requirement(one).name)]
-    assert not missing, "make the environment again: rm .venv/.installed; make"
+    assert not missing, "make the environment again: rm .venv/.demo; make check"
 
 
 def is_installed(name: str) -> bool:

@@ -17,6 +17,7 @@ from penstock.runtime.checkpoint.torch_file import SUFFIXES
 from penstock.runtime.files.pack import BLOCK, Chunk, PackEntry, check_space, write_packed
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, reading
 from penstock.runtime.files.stamp import Progress, count_bytes
+from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.atomic import check_output, write_artifact
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.sizes import format_size, parse_size
@@ -85,7 +86,8 @@ def convert(
         write_artifact(path, force=force, build=build, marker=INDEX)
         return Converted(tuple(path / name for name in names), len(entries), total)
 
-    return open_checkpoint(source, only).read(write)
+    with announced(f"writing {path}"):
+        return open_checkpoint(source, only).read(write)
 
 
 def place_beside(source: Path) -> Path:

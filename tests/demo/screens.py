@@ -15,9 +15,9 @@ MIB = 1 << 20
 CONSOLE = Console(file=io.StringIO())
 
 
-def capture(show: Callable[[Console], None]) -> str:
+def capture(show: Callable[[Console], None], width: int = 160) -> str:
     file = io.StringIO()
-    show(Console(file=file, width=160))
+    show(Console(file=file, width=width))
     return file.getvalue()
 
 

@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.demo import cap, main, real
-from tests.demo.screens import CONSOLE, capture, make_runs
+from tests.demo.screens import CONSOLE, MIB, capture, make_runs
 
 
 def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path: Path) -> None:
@@ -34,6 +35,26 @@ def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path:
     assert 0 < above.moved <= found.weight_bytes
     text = capture(lambda console: real.print_embedded(console, found, len(sentences)))
     assert text.count("same bits") == 2
+
+
+def test_the_screens_fit_a_terminal_of_80_columns() -> None:
+    """With the longest numbers of each column; a cell that does not fit would end in an ellipsis."""
+    run = real.BudgetRun(
+        1021 * MIB, 1021 * MIB, 1021 * MIB, 0.0123, 0, 2.75, equal=True, arena="mapped, " * 20
+    )
+    other = replace(run, equal=False, seconds=27.5)
+    found = real.Embedded(1021 * MIB, 1021 * MIB, 0.275, (run, other), (("one", "another", 0.5),))
+    runs = make_runs("a" * 64)
+    slow = replace(runs, cap=1021 * MIB, plain=replace(runs.plain, peak=1021 * MIB, failure="memory refused"))
+    for show, rows in (
+        (lambda console: real.print_embedded(console, found, 24), ["same bits", "different"]),
+        (lambda console: cap.print_runs(console, slow), ["memory refused", "a" * 16]),
+    ):
+        text = capture(show, width=80)
+        lines = [line.rstrip() for line in text.splitlines()]
+        assert all(any(line.endswith(row) for line in lines) for row in rows)
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text
+        assert all(line.startswith("  ") for line in lines if line)
 
 
 def test_without_the_extra_the_demo_says_how_to_install_it(

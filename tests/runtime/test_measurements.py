@@ -148,6 +148,7 @@ def test_a_folder_that_cannot_be_written_is_not_missed(
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(blocked))
     for trials in (STEADY, WIDE):
         assert measured(memory(), lambda trials=trials: trials).median == trials.median
     assert blocked.read_text() == ""

@@ -73,7 +73,7 @@ def compile(
     from penstock.runtime.artifact import compile as compile_program
 
     program, files, names = _program(model, tokens, weight_files(weights), trust=trust)
-    with console.byte_progress() as progress:
+    with console.byte_progress(f"compiling {model}") as progress:
         compiled = compile_program(
             program,
             output,

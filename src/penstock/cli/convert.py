@@ -51,7 +51,7 @@ def convert(
     from penstock.runtime.checkpoint import convert as conversion
 
     output = output or conversion.place_beside(source[0])
-    with console.byte_progress() as progress:
+    with console.byte_progress(f"writing {output}") as progress:
         done = conversion.convert(
             source,
             output,

@@ -122,6 +122,8 @@ def generate(
         session.assist(helper)
     torch.manual_seed(seed)
     if chat:
+        for words in session.contexts:
+            typer.echo(f"penstock: {words}", err=True)
         _converse(session, prompt)
         return
     answer = session.answer(tokenizer(prompt, return_tensors="pt"))
@@ -348,6 +350,11 @@ class _Session:
             other = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             if other.get_vocab() != self.tokenizer.get_vocab():
                 self.limits |= {"tokenizer": self.tokenizer, "assistant_tokenizer": other}
+
+    @property
+    def contexts(self) -> list[str]:
+        """How long the conversation may become, in words."""
+        return list(self._applied.contexts)
 
     def encode(self, messages: Sequence[dict[str, str]]) -> Any:
         """Return a conversation as the model's template has it. Raises SourceError if that refuses it."""

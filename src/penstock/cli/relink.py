@@ -32,7 +32,7 @@ def relink(
     check_artifact(artifact)
     from penstock.runtime.relink import relink as relink_artifact
 
-    with console.byte_progress() as progress:
+    with console.byte_progress(f"relinking {artifact}") as progress:
         program = relink_artifact(artifact, files or (), progress=progress)
     paths = [file.path for file in program.payload.files if Path(file.path).is_absolute()]
     if json:

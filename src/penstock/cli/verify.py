@@ -28,7 +28,7 @@ def verify(
     from penstock.runtime.program import read_program
 
     program = read_program(artifact, trust=trust)
-    with console.byte_progress() as progress:
+    with console.byte_progress(f"verifying {artifact}") as progress:
         nbytes = program.verify(progress, strict=strict or digest is not None, digest=digest)
     if json:
         facts = {"path": str(artifact), "verified_bytes": nbytes, "digest": program.digest}

@@ -161,17 +161,17 @@ def print_runs(console: Console, runs: Runs) -> None:
         return
     rate = streamed.moved / streamed.run_seconds
     how = "O_DIRECT" if runs.disk.direct else "buffered, cold"
-    say(
-        f"\n  penstock moved {shorten(streamed.moved)} at {rate / 1e9:.2f} GB/s, "
+    moved = (
+        f"\npenstock moved {shorten(streamed.moved)} at {rate / 1e9:.2f} GB/s, "
         f"[bold]{rate / runs.disk.bytes_per_s:.0%}[/bold] of the {runs.disk.bytes_per_s / 1e9:.2f} GB/s "
         f"that this disk gives ({how})"
     )
-    say(
-        f"  budget {shorten(runs.budget)}, {streamed.misses} misses, "
-        f"{format_time(streamed.stall_seconds * 1e9)} stalled, "
-        f"{streamed.readers} readers\n  {streamed.arena}\n",
-        style="dim",
+    notes = (
+        f"budget {shorten(runs.budget)}, {streamed.misses} misses, "
+        f"{format_time(streamed.stall_seconds * 1e9)} stalled, {streamed.readers} readers\n{streamed.arena}\n"
     )
+    say(Padding.indent(moved, 2))
+    say(Padding.indent(notes, 2), style="dim")
 
 
 def _describe(ending: Ending, runs: Runs) -> tuple[str, str, str]:

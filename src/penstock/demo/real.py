@@ -190,14 +190,13 @@ def print_embedded(console: Console, found: Embedded, count: int) -> None:
     for first, second, similarity in found.nearest[:SHOWN_PAIRS]:
         say(f"  {similarity:.2f}  {first}\n        {second}")
     say()
-    table = make_table("", "budget", "floor", "memory", "moved", "stalled", "time", "vectors")
+    table = make_table("", "budget", "memory", "moved", "stalled", "time", "vectors")
     whole = format_time(found.memory_seconds * 1e9)
-    table.add_row("memory", "", "", shorten(found.weight_bytes), "", "", whole, "reference")
+    table.add_row("memory", "", shorten(found.weight_bytes), "", "", whole, "reference")
     for run in found.runs:
         table.add_row(
             "penstock",
             shorten(run.budget),
-            shorten(found.floor),
             shorten(run.memory),
             shorten(run.moved),
             format_time(run.stall_seconds * 1e9),
@@ -206,8 +205,9 @@ def print_embedded(console: Console, found: Embedded, count: int) -> None:
         )
     say(Padding.indent(table, 2))
     misses = sum(run.misses for run in found.runs)
-    say(
-        f"\n  moved, stalled and time are for all sentences once: medians and means of {ROUNDS} interleaved "
-        f"rounds, after one to warm up; {misses} misses\n  {found.runs[0].arena}",
-        style="dim",
+    notes = (
+        f"\nthe first budget is the least that works; moved, stalled and time are for all sentences once: "
+        f"medians and means of {ROUNDS} interleaved rounds, after one to warm up; {misses} misses\n"
+        f"{found.runs[0].arena}"
     )
+    say(Padding.indent(notes, 2), style="dim")

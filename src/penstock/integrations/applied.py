@@ -23,6 +23,7 @@ from penstock.integrations.called.facts import make_facts
 from penstock.integrations.called.measuring import buffer_bytes
 from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import ANY_TOTAL, Cap, asked_memory
+from penstock.integrations.context import context_that_fits
 from penstock.integrations.emptied.hollow import Hollow, uninterrupted
 from penstock.integrations.folders import Stored, asked_dtype, local_folder, open_folder
 from penstock.integrations.kept import KeptWeights
@@ -41,6 +42,7 @@ from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.cache import Cache
 from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
+from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.own_memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size, seconds_since
@@ -117,6 +119,14 @@ class Applied:
         nbytes = asked_memory(memory, total, self._options.device)
         self._refuse_trained(nbytes)
         self.cap.nbytes = nbytes
+        for words in self.contexts:
+            _log.info("%s", words)
+
+    @property
+    def contexts(self) -> list[str]:
+        """A sentence for each component that makes text: how long a context may become in its memory."""
+        facts = [(part.module, self.cap.room, part.largest_bytes) for part in self.components.values()]
+        return [words for one in facts if (words := context_that_fits(*one, self.memory))]
 
     @property
     def bytes_read(self) -> int:
@@ -296,7 +306,7 @@ def apply(
         refuse_scripted(module, name)
         _refuse_moved(module, name)
     applied = Applied(model, memory, device, cache, options, restores=True, train=train)
-    with ExitStack() as on_error:
+    with ExitStack() as on_error, announced(f"applying penstock to {type(model).__name__}"):
         on_error.push(applied)
         for name, module in parts.items():
             _empty(applied, name, module, train=train)
@@ -367,12 +377,14 @@ def load(
         files = stored.kept(module, names, applied.cache)
         return applied.add(stored.name, module, files, adapting=adapting)
 
-    if isinstance(opened, tuple):
-        parts, assemble = opened
-        applied.target = assemble({name: stream(replace(part, name=name)) for name, part in parts.items()})
-    else:
-        applied.target = stream(opened)
-        add_generation_config(next(iter(components_of(applied.target).values())), folder)
+    with announced(f"loading {source}"):
+        if isinstance(opened, tuple):
+            parts, assemble = opened
+            streamed = {name: stream(replace(part, name=name)) for name, part in parts.items()}
+            applied.target = assemble(streamed)
+        else:
+            applied.target = stream(opened)
+            add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.settle(memory)
     applied.target.penstock_applied = applied
     return closing(applied.target)

@@ -73,7 +73,7 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> K
     """
     digests = digests_of(tensors)
     facts = [f"{n} {value.dtype} {tuple(value.shape)} {digests[n]}\n" for n, value in tensors.items()]
-    folder = cache.weights / hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
+    folder = cache.place_of(hashlib.sha256("".join(facts).encode()).hexdigest()[:32])
     entries = [_entry(name, value) for name, value in tensors.items()]
     hold = keep_packed(
         folder, entries, cache, made_for, whole=lambda: not tensors or _holds(folder / WEIGHTS, tensors)

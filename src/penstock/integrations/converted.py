@@ -116,7 +116,7 @@ def _write(changes: Sequence[_Change], files: Sequence[Path], cache: Cache, made
     entries = [change.entry(files) for change in in_file]
     headers = [hashlib.sha256(read_header(file).raw).hexdigest() for file in files]
     facts = f"converted {before} {headers} {[entry.name for entry in entries]}"
-    folder = _place_of(cache.weights, hashlib.sha256(facts.encode()).hexdigest()[:32], entries, ctimes)
+    folder = _place_of(cache, hashlib.sha256(facts.encode()).hexdigest()[:32], entries, ctimes)
 
     def finish(unfinished: Path, placed: Sequence[PackedTensor]) -> None:
         after, now = _states(files)
@@ -146,7 +146,7 @@ def _states(files: Sequence[Path]) -> tuple[list[tuple[int, int, int]], list[int
     return [state[:3] for state in states], [state[3] for state in states]
 
 
-def _place_of(folder: Path, name: str, entries: Sequence[PackEntry], ctimes: Sequence[int]) -> Path:
+def _place_of(cache: Cache, name: str, entries: Sequence[PackEntry], ctimes: Sequence[int]) -> Path:
     """Return the place of what was converted of files as they are now, or of nothing yet.
 
     Nothing but the ctime may tell a file from what it was before, so the conversions of both have the same
@@ -155,7 +155,7 @@ def _place_of(folder: Path, name: str, entries: Sequence[PackEntry], ctimes: Seq
 
     def place(number: int) -> Path:
         numbered = hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:32] if number else name
-        return folder / numbered
+        return cache.place_of(numbered)
 
     there = list(takewhile(Path.is_dir, map(place, count())))
     seen = (path for path in there if _facts(path).get(_SOURCES) == ctimes)

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock._logging import shown
+from penstock.runtime.system.announcing import announced
 
 if TYPE_CHECKING:
     from penstock.runtime.files.stamp import Progress
@@ -32,8 +33,11 @@ _SHORTEST = 12
 
 
 @contextmanager
-def byte_progress() -> Iterator[Progress]:
-    """Draw a bar on stderr for each task, below the log messages; without a terminal there are no bars."""
+def byte_progress(what: str) -> Iterator[Progress]:
+    """Draw a bar on stderr for each task, below the log messages.
+
+    Without a terminal there are no bars, and long work is announced as `what`.
+    """
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -46,6 +50,7 @@ def byte_progress() -> Iterator[Progress]:
     with (
         progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
         shown(),
+        announced(what),
     ):
 
         def report(what: str, done: int, total: int) -> None:
@@ -58,8 +63,11 @@ def byte_progress() -> Iterator[Progress]:
 
 @contextmanager
 def spinner(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr for work without a known length; yields a function that changes its text."""
-    with Console(file=sys.stderr).status(what) as status:
+    """A spinner on stderr for work without a known length; yields a function that changes its text.
+
+    Without a terminal there is none, and long work is announced.
+    """
+    with Console(file=sys.stderr).status(what) as status, announced(what):
         yield status.update
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.adapters import adapted_layers, unmerge_disabled
+from penstock.integrations.called import plans
 from penstock.integrations.called.between_calls import BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import UnitReads
@@ -34,13 +35,6 @@ from penstock.integrations.called.own_steps import OwnSteps
 from penstock.integrations.called.passes import Pass, one_pass
 from penstock.integrations.called.places import Places, Step, leave_twins_out, write_back
 from penstock.integrations.called.plan_memory import PlanMemory
-from penstock.integrations.called.plans import (
-    PlannedOrders,
-    Residency,
-    advice_on,
-    plan_calls,
-    residency_of,
-)
 from penstock.integrations.called.readers import StepWeights, can_read
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import Answer, answer_with
@@ -50,6 +44,7 @@ from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import LoadedWeights
+from penstock.runtime.system.announcing import announced
 from penstock.schedule.facts.errors import BudgetError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, seconds_since
 from penstock.schedule.plan import Plan
@@ -170,8 +165,12 @@ class CalledModule:
     @property
     def stats(self) -> Stats | None:
         """The counters of the present plan, or None where none is loaded."""
-        weights = self._memory.weights
-        return weights.stats(self._passes) if weights else None
+        return self._memory.weights.stats(self._passes) if self._memory.weights else None
+
+    @property
+    def largest_bytes(self) -> int:
+        """The bytes of the most weights that are in memory at once whatever the plan is."""
+        return self._own_steps.bytes_at_once(self._own_steps.largest)
 
     @property
     def weights(self) -> list[Path]:
@@ -179,11 +178,11 @@ class CalledModule:
         return [file for one in self.kept for file in one.files]
 
     @property
-    def residency(self) -> tuple[Residency, ...]:
+    def residency(self) -> tuple[plans.Residency, ...]:
         """What the present plan does with the weights of each module; empty where there is none."""
         if self.plan is None or self._memory.weights is None:
             return ()
-        return residency_of(self.plan, self._steps, self.name)
+        return plans.residency_of(self.plan, self._steps, self.name)
 
     def unload(self) -> None:
         """Give the memory of weights back. The next call plans and loads again."""
@@ -346,7 +345,8 @@ class CalledModule:
         self._check_files()
         self.unload()
         begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
-        with live:
+        current.given_bytes = arguments.allocated
+        with live, announced(f"a call of a new kind of {self.name}, one module at a time,"):
             output = run()
         beside = arguments.allocated + taken_by(live, current.meter, self._cap.kernels)
         words = "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights"
@@ -414,15 +414,15 @@ class CalledModule:
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, self._sizes.beside)
         self._units.open(weights, planned.traced)
-        within = f"{format_size(self.plan.budget)} of {format_budget(self._cap.nbytes)}"
-        done = f"{within}, planned in {seconds_since(begun)}: {self.plan.residency}"
-        _log.info("%s streams within %s%s", self.name, done, advice_on(self.plan))
+        nbytes, memory = format_size(self.plan.budget), format_budget(self._cap.nbytes)
+        done = f"{memory}, planned in {seconds_since(begun)}: {self.plan.residency}"
+        _log.info("%s streams within %s of %s%s", self.name, nbytes, done, plans.advice_on(self.plan))
         return weights
 
-    def _plan_for(self, orders: Sequence[Order], memory: int, room: int) -> tuple[PlannedOrders, int]:
+    def _plan_for(self, orders: Sequence[Order], memory: int, room: int) -> tuple[plans.PlannedOrders, int]:
         """Plan orders in `room` bytes of `memory`; returned with the plan are the bytes that calls have."""
         known, error = (orders, self._options, self._steps, self._units), self._own_steps.too_little
-        return plan_calls(*known, sizes=self._sizes, memory=memory, room=room, too_little=error)
+        return plans.plan_calls(*known, sizes=self._sizes, memory=memory, room=room, too_little=error)
 
     def planned_within(self, memory: int) -> Plan | None:
         """Return how calls like the last one would be planned within `memory` bytes; None before any plan."""

@@ -97,6 +97,11 @@ class OwnMemory:
         self._source: Source | None = None
         self._lock = threading.RLock()
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether weights come into the memory of the host."""
+        return self._device.type == "cpu"
+
     def read(self, storages: Iterable[int]) -> dict[int, torch.Tensor]:
         """Return the bytes of storages on the device; on a CPU, each at its phase.
 

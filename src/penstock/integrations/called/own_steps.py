@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -57,9 +58,9 @@ class OwnSteps:
         storages = self._steps.readers.storages[step.path]
         left_out = self._units.left_out(step.path, storages)
         storages = tuple(s for s in storages if s not in left_out)
-        nbytes = self._bytes_at_once(step.path)
+        nbytes = self.bytes_at_once(step.path)
         if current.meter is not None:
-            self._check_room(nbytes, current.meter.look() - SLACK)
+            self._check_room(nbytes, current.meter.look(), current.given_bytes)
         nested = current.open is not None
         seen = Seen(step.path, step.path)
         if not nested and not self._units.is_member(step.path):
@@ -128,31 +129,62 @@ class OwnSteps:
         self._stay(current, twin, value, "the call writes")
         return value
 
-    def _check_room(self, nbytes: int, beside: int) -> None:
+    def _check_room(self, nbytes: int, taken: int, given: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
 
-        Its number is for the largest step, which may be still to come.
+        `given` bytes of caches and inputs were there before. The error's number is for the largest step,
+        which may be still to come.
         """
-        if nbytes + max(0, beside) > self._cap.room:
-            largest = max(self._steps.steps, key=self._bytes_at_once)
-            raise self.too_little(self._bytes_at_once(largest), max(0, beside), largest)
+        beside = max(0, given + taken - SLACK)
+        if nbytes + beside > self._cap.room:
+            raise self.too_little(self.bytes_at_once(self.largest), beside, self.largest, given)
 
-    def _bytes_at_once(self, path: str) -> int:
+    @property
+    def largest(self) -> str:
+        """The path of the module that reads the most bytes of weights at once."""
+        return max(self._steps.steps, key=self.bytes_at_once, default="")
+
+    def bytes_at_once(self, path: str) -> int:
         """Return the bytes of weights that the step of a module reads whole."""
-        storages = self._steps.readers.storages[path]
+        storages = self._steps.readers.storages.get(path, ())
         left_out = self._units.left_out(path, storages)
         return sum(self._steps.facts.storages[s].nbytes for s in storages if s not in left_out)
 
-    def too_little(self, floor: int, beside: int, path: str = "") -> BudgetError:
-        """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others."""
-        least = floor + int(ROOM * beside) + self._cap.nbytes - self._cap.room  # a call never takes the same
+    def too_little(self, floor: int, beside: int, path: str = "", given: int = 0) -> BudgetError:
+        """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others.
+
+        `given` of these are of the caches and inputs of the call.
+        """
+        room = ROOM * beside + (ROOM - 1) * min(given, SLACK)  # a call never takes the same
+        least = floor + int(room) + self._cap.nbytes - self._cap.room
         who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
+        ways = ["or call it with smaller inputs"]
+        takes = f"the call takes {format_size(beside)} beside weights"
+        if 2 * given > beside:
+            takes = f"the inputs of the call and the cache of its context take {format_size(given)}"
+            ways = smaller_caches(on_cpu=self._own.on_cpu)
         return BudgetError(
-            f"{self._name} does not run in {format_budget(self._cap.nbytes)}: the call takes "
-            f"{format_size(beside)} beside weights, and {who} at once; give at least "
-            f"{format_size(least, up=True)}, or call it with smaller inputs",
+            f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}, and {who} at once; "
+            f"give at least {format_size(least, up=True)}, {', '.join(ways)}",
             floor_bytes=least,
         )
+
+
+def smaller_caches(*, on_cpu: bool) -> list[str]:
+    """Return in words how a context takes less memory, by ways that work here."""
+    ways = ["or a shorter context"]
+    if not on_cpu:
+        ways.append('or a cache in the memory of the host (generate(cache_implementation="offloaded"))')
+    if any(_is_installed(name) for name in ("optimum.quanto", "hqq")):
+        ways.append('or a quantised cache (generate(cache_implementation="quantized"))')
+    return ways
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def _start(watched: Sequence[tuple[int, Watched]]) -> None:
