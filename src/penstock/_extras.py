@@ -22,5 +22,6 @@ def require(*libraries: str, purpose: str) -> None:
     """Raise MissingExtraError if one of these libraries is not installed; `purpose` says what needs it."""
     for library in libraries:
         if find_spec(library) is None:
-            message = f"{purpose} needs {library}: pip install 'penstock[{_EXTRAS[library]}]'"
+            what = f"'penstock[{_EXTRAS[library]}]'" if library in _EXTRAS else library
+            message = f"{purpose} needs {library}: pip install {what}"
             raise MissingExtraError(message, name=library)

@@ -1,17 +1,22 @@
-"""`penstock convert`: a checkpoint in another layout or dtype."""
+"""`penstock convert`: a checkpoint in another layout or dtype, or with an adapter merged into it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.terminal import console, options
+from penstock.schedule.facts.errors import SourceError
+
+if TYPE_CHECKING:
+    from penstock.runtime.checkpoint.convert import Converted
 
 EXAMPLES = (
     "penstock convert model.pt -o model.safetensors",
     "penstock convert model/ -o model-bf16/ --dtype bfloat16 --shard-size 5GB",
+    "penstock convert model/ -o merged/ --merge adapter/",
 )
 
 
@@ -38,12 +43,31 @@ def convert(
         list[str] | None,
         typer.Option(help="Names to take, such as 'model.layers.0.*'. May be given again."),
     ] = None,
+    merge: Annotated[
+        Path | None,
+        typer.Option(help="A folder with a LoRA adapter of peft; the model's folder or name is converted."),
+    ] = None,
     force: options.Force = False,
     json: options.Json = False,
 ) -> None:
     """Write a checkpoint in another layout or dtype, in bounded memory."""
     from penstock.runtime.checkpoint import convert as conversion
 
+    if merge is not None:
+        if len(source) > 1 or only or force or output.suffix == ".safetensors":
+            raise SourceError(
+                "--merge writes the whole of one model's folder to a new folder: give one of each, without "
+                "--only and --force"
+            )
+        from penstock.integrations import merged
+
+        with console.byte_progress() as progress:
+            size = shard_size or "5GB"
+            done = merged.merge(
+                str(source[0]), merge, output, shard_size=size, dtype=dtype, progress=progress
+            )
+        _print(done, output, json=json)
+        return
     with console.byte_progress() as progress:
         done = conversion.convert(
             source,
@@ -54,6 +78,12 @@ def convert(
             force=force,
             progress=progress,
         )
+    _print(done, output, json=json)
+
+
+def _print(done: Converted, output: Path, *, json: bool) -> None:
+    from penstock.runtime.checkpoint import convert as conversion
+
     if json:
         console.print_json(conversion.describe(done))
     else:

@@ -18,9 +18,10 @@ from penstock.integrations.emptied.absent import value_of
 from penstock.integrations.kept import bytes_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.subclasses import has_parts
-from penstock.runtime.checkpoint.convert import write_shards
+from penstock.runtime.checkpoint.convert import Converted, write_shards
 from penstock.runtime.files.pack import Chunk, PackEntry, check_space, tensor_chunks
 from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.stamp import Progress, count_bytes
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PassError, SourceError
 
@@ -56,11 +57,13 @@ def refuse_folder(path: Path) -> None:
             raise SourceError(f"{path} is a file: choose a folder that is new or empty")
 
 
-def save_model(model: Any, folder: Path, shard_size: int, read: Read | None = None) -> None:
+def save_model(
+    model: Any, folder: Path, shard_size: int, read: Read | None = None, progress: Progress | None = None
+) -> Converted:
     """Write weights, configuration and generation settings into an empty folder, as `save_pretrained` does.
 
     One weight is in memory at a time, or those that the library makes one tensor of the files from. `read`
-    is for values other than those of the model.
+    is for values other than those of the model, and `progress` is told how many bytes are written.
 
     Raises PassError for a model of another library, and for a quantised one.
     """
@@ -71,7 +74,8 @@ def save_model(model: Any, folder: Path, shard_size: int, read: Read | None = No
     nbytes = sum(entry.nbytes for entry in entries)
     check_space(folder, nbytes, dense=True)
     _log.info("writing %s bytes of weights to %s", f"{nbytes:,}", folder)
-    write_shards(folder, entries, shard_size)
+    names = write_shards(folder, entries, shard_size, count_bytes(progress, "writing", nbytes))
+    return Converted(tuple(folder / name for name in names), len(entries), nbytes)
 
 
 @contextmanager
