@@ -143,7 +143,7 @@ def test_large_weights_are_unpacked_in_pieces(name, tmp_path, monkeypatch):
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
 
 
-# compressed-tensors, which the tests do not have: data/compressed_tensors.safetensors has what it gives.
+# compressed-tensors, which the tests do not have: tests/data/make_compressed_tensors.py has written what it gives.
 
 GOLDEN = Path(__file__).parents[1] / "data" / "compressed_tensors.safetensors"
 
@@ -290,6 +290,16 @@ def test_a_model_that_its_library_has_unpacked_streams_from_the_cache(make, quan
         for _ in range(2):
             assert torch.equal(model(IDS).logits, reference(IDS).logits)
         assert [*(tmp_path / "cache").rglob("*.safetensors")]
+
+
+def test_a_model_that_compressed_tensors_has_loaded_is_refused_and_left_alone(tmp_path):
+    model = models.llama()
+    expected, weight = model(IDS).logits, model.lm_head.weight
+    model.lm_head.quantization_scheme = object()  # compressed-tensors sets it on each layer that it quantises
+    with pytest.raises(PassError, match=r"was quantised with compressed-tensors, .*: give its folder to"):
+        apply(model, "1MB", cache=tmp_path)
+    assert model.lm_head.weight is weight
+    assert torch.equal(model(IDS).logits, expected)
 
 
 def test_a_folder_without_a_part_is_refused_by_the_name_of_that(tmp_path):

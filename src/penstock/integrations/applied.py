@@ -409,6 +409,11 @@ def load(
 def _refuse_moved(module: nn.Module, name: str) -> None:
     """Raise PassError if a module is on several devices, or another tool moves or converts its weights."""
     for child in module.modules():
+        if hasattr(child, "quantization_scheme"):
+            raise PassError(
+                f"{name} was quantised with compressed-tensors, whose layers move and unpack their weights: "
+                "give its folder to penstock.integrations.load"
+            )
         if type(getattr(child, "_hf_hook", None)).__name__ in _MOVING:
             raise PassError(
                 f"{name} was wrapped by accelerate: remove its hooks first "
