@@ -1,4 +1,4 @@
-"""Writes compressed_tensors.safetensors: what compressed-tensors 0.20.1 unpacks and rounds, where it is there."""
+"""Writes compressed_tensors.safetensors: what compressed-tensors 0.20.1 unpacks and rounds."""
 
 from __future__ import annotations
 

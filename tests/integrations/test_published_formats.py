@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from penstock.integrations import apply, load
@@ -143,7 +144,7 @@ def test_large_weights_are_unpacked_in_pieces(name, tmp_path, monkeypatch):
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
 
 
-# compressed-tensors, which the tests do not have: tests/data/make_compressed_tensors.py has written what it gives.
+# The tests do not have compressed-tensors: data/make_compressed_tensors.py has written what it gives.
 
 GOLDEN = Path(__file__).parents[1] / "data" / "compressed_tensors.safetensors"
 
@@ -269,11 +270,15 @@ def test_schemes_that_are_not_computed_are_refused_by_what_they_have(said, tmp_p
         load(tmp_path, "1MB", cache=tmp_path / "cache")
 
 
-def test_parts_that_make_no_weight_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "packed_part",
+    [torch.zeros(8, 8, dtype=torch.int32), torch.zeros(64, 16), torch.zeros(64, 16, dtype=torch.int16)],
+)
+def test_parts_that_make_no_weight_are_refused(packed_part, tmp_path):
     def quantise(name: str, value: torch.Tensor) -> Tensors:
-        if not name.endswith("proj.weight"):
+        if not name.endswith("q_proj.weight"):
             return {name: value}
-        return {f"{name}_packed": torch.zeros(8, 8, dtype=torch.int32), f"{name}_scale": torch.ones(8, 1)}
+        return {f"{name}_packed": packed_part.clone(), f"{name}_scale": torch.ones(64, 1)}
 
     publish(models.llama(), tmp_path, quantise, compressed_facts(*COMPRESSED["int8 packed"]))
     with pytest.raises(
@@ -290,6 +295,26 @@ def test_a_model_that_its_library_has_unpacked_streams_from_the_cache(make, quan
         for _ in range(2):
             assert torch.equal(model(IDS).logits, reference(IDS).logits)
         assert [*(tmp_path / "cache").rglob("*.safetensors")]
+
+
+def test_adapters_are_trained_over_packed_weights(tmp_path):
+    make, quantise, facts = IN_PLACE["FP8 by blocks"]
+    publish(make(), tmp_path / "model", quantise, facts)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    reference = type(make()).from_pretrained(tmp_path / "model")
+    torch.manual_seed(3)
+    reference.add_adapter(lora)
+    torch.manual_seed(3)
+    model = load(tmp_path / "model", "8MB", cache=tmp_path / "cache", train=True, adapter=lora)
+    for _ in range(2):
+        for one in (model, reference):
+            one.zero_grad()
+            one(IDS, labels=IDS).loss.backward()
+        grads = {name: value.grad for name, value in reference.named_parameters() if value.requires_grad}
+        assert len(grads) == 8
+        got = dict(model.named_parameters())
+        assert all(torch.equal(got[name].grad, grad) for name, grad in grads.items())
+    model.penstock_applied.close()
 
 
 def test_a_model_that_compressed_tensors_has_loaded_is_refused_and_left_alone(tmp_path):

@@ -1,7 +1,7 @@
 """Weights that published checkpoints have packed, and transformers unpacks while it loads them on a CPU.
 
-Such a weight stays packed, in the bytes of its file. Each operator that reads it gets what the library's own
-code unpacks.
+Such a weight stays packed, in the bytes of its file. Each operator that reads it gets the values to which the
+library would have unpacked it.
 """
 
 from __future__ import annotations
@@ -82,6 +82,15 @@ def _fits_mxfp4(shapes: Shapes, shape: tuple[int, ...]) -> bool:
     made = (blocks[0], prod(blocks[2:]) * 2, blocks[1]) if len(blocks) == 4 else ()
     return made == shape and shapes["scales"] == blocks[:-1]
 
+
+_DTYPES = {
+    "qdata": ("I8", "F8_E4M3", "F8_E5M2"),
+    "packed": ("I32",),
+    "blocks": ("U8",),
+    "scales": ("U8",),
+    "scale": ("BF16", "F16", "F32", "F8_E8M0", "U8"),
+}
+"""The dtypes that files have parts in."""
 
 _COMPRESSED = Format({"qdata": "", "scale": "_scale"}, compressed.unpack, compressed.fits)
 
@@ -177,10 +186,12 @@ def put_packed(
                 "part of a stack: load the model with its library, and give it to penstock.integrations.apply"
             )
         shapes = {part: stored[name].shape for part, name in names.items()}
-        if not format_.fits(shapes, tuple(weights[fqn].shape)):
+        known = all(stored[name].dtype in _DTYPES[part] for part, name in names.items())
+        if not known or not format_.fits(shapes, tuple(weights[fqn].shape)):
+            dtypes = ", ".join(stored[name].dtype for name in names.values())
             raise SourceError(
-                f"{folder} has parts of {fqn} of the shapes {shapes}, of which {method} makes no weight of "
-                f"{list(weights[fqn].shape)}: get its files again"
+                f"{folder} has parts of {fqn} of the shapes {shapes} ({dtypes}), of which {method} makes no "
+                f"weight of {list(weights[fqn].shape)}: get its files again"
             )
         packing = Packing(method, tuple(names.items()), tuple(weights[fqn].shape), weights[fqn].dtype)
         parts = {part: _without_memory(stored[name]) for part, name in names.items()}
