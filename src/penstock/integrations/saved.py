@@ -97,8 +97,8 @@ def refuse_model(model: Any) -> None:
     kind = type(model).__name__
     if not (isinstance(model, nn.Module) and hasattr(model, "_keys_to_ignore_on_save")):
         raise PassError(
-            f"the {kind} is no model of transformers, and only these are saved while they stream: restore() "
-            "it, and save it with its library"
+            f"the {kind} is no model of transformers, and only these are saved while they stream: load it "
+            "with its library, and save it with that"
         )
     quantised = getattr(model.config, "quantization_config", None) or any(map(has_parts, model.parameters()))
     if quantised:
@@ -173,7 +173,7 @@ def _groups(
     if refused or sum(len(group.tensors) for group in groups) != len(whole):
         names = ", ".join(refused[0][:3]) if refused else "weights"
         raise PassError(
-            f"the library writes {names} together with weights of other layers: restore() the model, "
-            "and save it with its library"
+            f"the library writes {names} together with weights of other layers: load the "
+            "model with the library, and save it with that"
         )
     return groups
