@@ -73,7 +73,7 @@ def save_model(
     entries = _entries(model, read or (lambda name, tensor: value_of(tensor)))
     nbytes = sum(entry.nbytes for entry in entries)
     check_space(folder, nbytes, dense=True)
-    _log.info("writing %s bytes of weights to %s", f"{nbytes:,}", folder)
+    _log.info("writing %s bytes of weights", f"{nbytes:,}")
     names = write_shards(folder, entries, shard_size, count_bytes(progress, "writing", nbytes))
     return Converted(tuple(folder / name for name in names), len(entries), nbytes)
 
