@@ -16,7 +16,7 @@ from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
 from penstock.runtime.checkpoint.torch_file import SUFFIXES
 from penstock.runtime.files.pack import BLOCK, Chunk, PackEntry, check_space, write_packed
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, reading
-from penstock.runtime.files.stamp import Progress, count_bytes
+from penstock.runtime.files.stamp import BytesDone, Progress, count_bytes
 from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.atomic import check_output, write_artifact
 from penstock.schedule.facts.errors import SourceError
@@ -74,17 +74,13 @@ def convert(
         if path.suffix == ".safetensors":
             write_packed(path, entries, dense=True, force=force, progress=report)
             return Converted((path,), len(entries), total)
-        shards = _shards(entries, most)
-        names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
-        names = names if len(shards) > 1 else [_FILE]
+        files: list[str] = []
 
         def build(folder: Path) -> None:
-            for name, shard in zip(names, shards, strict=True):
-                write_packed(folder / name, shard, dense=True, progress=report)
-            (folder / INDEX).write_text(_index(names, shards, total), encoding="utf-8")
+            files.extend(write_shards(folder, entries, most, report, always_index=True))
 
         write_artifact(path, force=force, build=build, marker=INDEX)
-        return Converted(tuple(path / name for name in names), len(entries), total)
+        return Converted(tuple(path / name for name in files), len(entries), total)
 
     with announced(f"writing {path}"):
         return open_checkpoint(source, only).read(write)
@@ -100,6 +96,30 @@ def place_beside(source: Path) -> Path:
     if not source.is_dir():
         return source.with_suffix(".safetensors")
     return source / ("diffusion_pytorch_" * any(source.glob("diffusion_pytorch_model*")) + _FILE)
+
+
+def write_shards(
+    folder: Path,
+    entries: Sequence[PackEntry],
+    most: int,
+    report: BytesDone | None = None,
+    *,
+    always_index: bool = False,
+) -> list[str]:
+    """Write tensors to a folder, in the order given, in shards of at most `most` bytes; return their names.
+
+    One tensor larger than that has a shard of its own. Several shards get an index, and with `always_index`
+    one shard does too.
+    """
+    shards = _shards(entries, most)
+    names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
+    names = names if len(shards) > 1 else [_FILE]
+    for name, shard in zip(names, shards, strict=True):
+        write_packed(folder / name, shard, dense=True, progress=report)
+    if always_index or len(names) > 1:
+        total = sum(entry.nbytes for entry in entries)
+        (folder / INDEX).write_text(_index(names, shards, total), encoding="utf-8")
+    return names
 
 
 def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> None:

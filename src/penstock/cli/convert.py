@@ -1,18 +1,23 @@
-"""`penstock convert`: a checkpoint in another layout or dtype."""
+"""`penstock convert`: a checkpoint in another layout or dtype, or with an adapter merged into it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.terminal import console, options
+from penstock.schedule.facts.errors import SourceError
+
+if TYPE_CHECKING:
+    from penstock.runtime.checkpoint.convert import Converted
 
 EXAMPLES = (
     "penstock convert model/",
     "penstock convert model.pt -o model.safetensors",
     "penstock convert model/ -o model-bf16/ --dtype bfloat16 --shard-size 5GB",
+    "penstock convert model/ -o merged/ --merge adapter/",
 )
 
 
@@ -44,12 +49,25 @@ def convert(
         list[str] | None,
         typer.Option(help="Names to take, such as 'model.layers.0.*'. May be given again."),
     ] = None,
+    merge: Annotated[
+        Path | None,
+        typer.Option(help="A folder with a LoRA adapter of peft; the model's folder or name is converted."),
+    ] = None,
     force: options.Force = False,
     json: options.Json = False,
 ) -> None:
     """Write a checkpoint in another layout or dtype, in bounded memory."""
     from penstock.runtime.checkpoint import convert as conversion
 
+    if merge is not None:
+        if len(source) > 1 or only or force or output is None or output.suffix == ".safetensors":
+            raise SourceError(
+                "--merge writes the whole of one model's folder to a new folder: give one of each, with "
+                "--output and without --only and --force"
+            )
+        done = _merge(source[0], merge, output, shard_size, dtype)
+        _print(done, output, json=json)
+        return
     output = output or conversion.place_beside(source[0])
     with console.byte_progress(f"writing {output}") as progress:
         done = conversion.convert(
@@ -61,6 +79,20 @@ def convert(
             force=force,
             progress=progress,
         )
+    _print(done, output, json=json)
+
+
+def _merge(source: Path, adapter: Path, output: Path, shard_size: str | None, dtype: str | None) -> Converted:
+    from penstock.integrations import merged
+
+    size = shard_size or "5GB"
+    with console.byte_progress(f"writing {output}") as progress:
+        return merged.merge(str(source), adapter, output, shard_size=size, dtype=dtype, progress=progress)
+
+
+def _print(done: Converted, output: Path, *, json: bool) -> None:
+    from penstock.runtime.checkpoint import convert as conversion
+
     if json:
         console.print_json(conversion.describe(done))
     else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.integrations.emptied.absent import value_of
 from penstock.schedule.facts.errors import PassError
 
 
@@ -29,6 +30,22 @@ def _names(module: nn.Module, adapter: str) -> Iterator[str]:
             kind, *names = name.split(".")
             if kind in kinds and names[:1] == [adapter]:
                 yield f"{path}.{name}"
+
+
+def state_of_adapters(model: Any) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model of which the adapters are saved: what is saved of them has values."""
+    from peft import get_peft_model_state_dict
+
+    state = model.state_dict()
+    saved = {
+        id(value)
+        for adapter in model.peft_config
+        for value in get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter).values()
+    }
+    return {
+        name: value_of(value).detach().clone() if id(value) in saved else value
+        for name, value in state.items()
+    }
 
 
 def adapted_layers(module: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock._logging import show
-from penstock.integrations.adapters import by_adapter
+from penstock.integrations.adapters import by_adapter, state_of_adapters
 from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
@@ -24,7 +25,7 @@ from penstock.integrations.called.measuring import buffer_bytes
 from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import ANY_TOTAL, Cap, asked_memory
 from penstock.integrations.context import context_that_fits
-from penstock.integrations.emptied.hollow import Hollow, uninterrupted
+from penstock.integrations.emptied.hollow import ADAPTED, Hollow, uninterrupted
 from penstock.integrations.folders import Stored, asked_dtype, local_folder, open_folder
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import (
@@ -35,6 +36,7 @@ from penstock.integrations.libraries import (
     owner_of,
 )
 from penstock.integrations.own_files import keep_weights
+from penstock.integrations.saved import save_model, write_folder
 from penstock.integrations.training.adapting import Adapting
 from penstock.integrations.training.module import TrainedModule
 from penstock.integrations.training.trained import TrainedParameters
@@ -242,6 +244,32 @@ class Applied:
                 self._hollow.clear()
                 self._training.clear()
 
+    def save_pretrained(self, folder: str | PathLike[str], max_shard_size: int | str = "5GB") -> None:
+        """Save a model of transformers as its own `save_pretrained` does, one weight in memory at a time.
+
+        Merged and written weights are saved as they are now. Of an adapted model, the adapter is saved.
+
+        Args:
+            folder: A folder that does not exist, or is empty; it gets all files, or nothing if that fails.
+            max_shard_size: Bytes of a file of weights at most.
+
+        Raises:
+            SourceError: There is something at `folder`, or it cannot be written.
+            PassError: The model is of another library, or quantised.
+        """
+        most = parse_size(max_shard_size, name="max_shard_size")
+        model = self.target
+        adapted = hasattr(model, "get_base_model") or getattr(model, ADAPTED, False)
+
+        def build(unfinished: Path) -> None:
+            if adapted:
+                model.save_pretrained(unfinished, state_dict=state_of_adapters(model))
+            else:
+                save_model(model, unfinished, most)
+
+        with self.cap.lock:
+            write_folder(folder, build)
+
     def __enter__(self) -> Applied:
         return self
 
@@ -393,6 +421,11 @@ def load(
 def _refuse_moved(module: nn.Module, name: str) -> None:
     """Raise PassError if a module is on several devices, or another tool moves or converts its weights."""
     for child in module.modules():
+        if hasattr(child, "quantization_scheme"):
+            raise PassError(
+                f"{name} was quantised with compressed-tensors, whose layers move and unpack their weights: "
+                "give its folder to penstock.integrations.load"
+            )
         if type(getattr(child, "_hf_hook", None)).__name__ in _MOVING:
             raise PassError(
                 f"{name} was wrapped by accelerate: remove its hooks first "

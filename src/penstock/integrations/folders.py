@@ -20,9 +20,10 @@ from torch import nn
 
 from penstock._extras import require
 from penstock.integrations.converted import is_converted, keep_converted
+from penstock.integrations.formats.packed import names_of_packed
+from penstock.integrations.formats.quantised import quantised_weights
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import owner_of
-from penstock.integrations.quantised import with_quantised_weights
 from penstock.models.checkpoint_names import names_in_checkpoint
 from penstock.models.configuration import DTYPES, builder, default_dtype, model_class, read_config
 from penstock.passes.building.deferred import Deferred, deferred_init, join
@@ -58,12 +59,13 @@ _AGAIN = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A module in a folder: the function that builds it, and the files of its weights."""
+    """A module in a folder: what builds it, the files of its weights, what gives it quantised ones."""
 
     name: str
     folder: Path
     build: Callable[[], nn.Module]
     files: tuple[Path, ...]
+    quantise: Callable[[nn.Module], None] = lambda module: None
 
     def make(self) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
         """Make the module: buffers have values, parameters only shapes.
@@ -72,6 +74,7 @@ class Stored:
         Raises SourceError where the files do not hold the parameters.
         """
         deferred = deferred_init(self.build)
+        self.quantise(deferred.module)
         names = self.names(deferred.module)
         _untie(deferred.module, self.checkpoint, names)
         self._check(deferred.module, names)
@@ -107,7 +110,7 @@ class Stored:
 
     def names(self, module: nn.Module) -> dict[str, tuple[str, ...]]:
         """Return the names that the files have for weights, for those that the module calls otherwise."""
-        return names_in_checkpoint(module, self.checkpoint.tensors)
+        return names_in_checkpoint(module, self.checkpoint.tensors) | names_of_packed(module)
 
     def kept(
         self, module: nn.Module, names: Mapping[str, tuple[str, ...]], cache: Cache
@@ -283,7 +286,7 @@ def open_model(
         dtype = dtype or (_most(checkpoint) if as_stored else _first(files, config))
         name = model_class(config, str(folder)).__name__
         build = builder(config, str(folder), dtype)
-    return Stored(name, folder, with_quantised_weights(build, facts, files, folder), files)
+    return Stored(name, folder, build, files, quantised_weights(facts, files, folder))
 
 
 def _weights(folder: Path, variant: str | None) -> Path:

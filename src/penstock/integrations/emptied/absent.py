@@ -155,6 +155,15 @@ def answer_with(value: torch.Tensor, answer: Answer) -> None:
     value.__dict__[_ANSWER] = answer
 
 
+def value_of(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its values, which are read from the files if it is absent.
+
+    The values go once nothing refers to them, and another weight is asked for. Raises StreamError for a
+    tensor without values.
+    """
+    return _answer_of(value)[1] if isinstance(value, AbsentTensor) else value
+
+
 def _sentence_of(absent: torch.Tensor) -> str:
     """Return what errors say of an absent tensor. Libraries make tensors of its class, which have no name."""
     sentence: str = vars(absent).get(

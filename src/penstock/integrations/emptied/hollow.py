@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.integrations.adapters import state_of_adapters
 from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.emptied.absent import AbsentTensor, make_absent
@@ -177,9 +178,9 @@ class Hollow:
         kind = type(module).__name__
         who = f"{path} ({kind})" if path else f"the {kind}"
 
-        def refuse(done: str) -> Callable[..., NoReturn]:
+        def refuse(done: str, instead: str = sentence) -> Callable[..., NoReturn]:
             def refused(*_: Any, **__: Any) -> NoReturn:
-                raise StreamError(f"{who} cannot be {done}, as its parameters are not in memory: {sentence}")
+                raise StreamError(f"{who} cannot be {done}, as its parameters are not in memory: {instead}")
 
             return refused
 
@@ -190,7 +191,8 @@ class Hollow:
         self._replace(module, "_apply", _unless_done(module, refuse("moved or converted")))
         for method, done in _SAVING.items():
             if hasattr(module, method):
-                self._replace(module, method, _unless_adapted(module, getattr(module, method), refuse(done)))
+                refused = refuse(done, _INSTEAD)
+                self._replace(module, method, _unless_adapted(module, getattr(module, method), refused))
 
 
 def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
@@ -207,7 +209,9 @@ def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torc
 _SAVING = {"save_pretrained": "saved", "push_to_hub": "pushed to the hub"}
 """Methods that would change the configuration, or ask the network, before they fail."""
 
-_ADAPTED = "_hf_peft_config_loaded"
+_INSTEAD = "save it with save_pretrained(folder) of what apply returned, or of penstock_applied after load"
+
+ADAPTED = "_hf_peft_config_loaded"
 """Set on models of transformers whose `save_pretrained` saves their adapters only."""
 
 _REPLACED = "penstock_replaced"
@@ -220,7 +224,9 @@ def _unless_adapted(
     """Return what saves a module if it has adapters, which are all that is saved then."""
 
     def saved(*args: Any, **kwargs: Any) -> Any:
-        return (save if getattr(module, _ADAPTED, False) else refused)(*args, **kwargs)
+        if not getattr(module, ADAPTED, False):
+            refused()
+        return save(*args, **{"state_dict": state_of_adapters(module), **kwargs})
 
     return saved
 

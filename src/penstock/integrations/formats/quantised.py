@@ -1,51 +1,50 @@
-"""Folders of quantised models, in whose files transformers wrote the classes of torchao's weights."""
+"""Folders of quantised models: weights of torchao's classes, and weights that their library unpacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.integrations.formats import compressed
+from penstock.integrations.formats.packed import FORMATS, put_packed, refusal
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, read_header
 from penstock.schedule.facts.errors import SourceError
 
-_ONLY = "torchao"
+_TORCHAO = "torchao"
 
 
-def with_quantised_weights(
-    build: Callable[[], nn.Module], facts: Mapping[str, Any], files: tuple[Path, ...], folder: Path
-) -> Callable[[], nn.Module]:
-    """Let a module be built with the quantised weights that its configuration and its files describe.
+def quantised_weights(
+    facts: Mapping[str, Any], files: tuple[Path, ...], folder: Path
+) -> Callable[[nn.Module], None]:
+    """Return what gives a module without memory the quantised weights that its files hold.
 
-    `facts` is the configuration. Returns `build` itself where nothing is quantised. Raises SourceError for
-    methods other than torchao's.
+    `facts` is the configuration. It does nothing where that says nothing of quantisation. Raises SourceError
+    for formats that are not read in place.
     """
     quantised = facts.get("quantization_config")
     if not quantised:
-        return build
-    method = quantised.get("quant_method")
-    if method != _ONLY:
-        raise SourceError(
-            f"{folder} was saved quantised with {method}, and penstock reads torchao's folders: load one in "
-            "full dtype, or one that transformers saved with TorchAoConfig (docs/quantised.md)"
-        )
+        return lambda module: None
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     stored = open_checkpoint(files).tensors
-    weights = _weights(files, stored, folder)
+    if method == _TORCHAO:
+        return partial(_put, _weights(files, stored, folder), stored=stored)
+    if method in FORMATS:
+        return partial(put_packed, stored=stored, method=method, folder=folder)
+    if method == compressed.METHOD and quantised.get("format") in FORMATS:
+        activations = compressed.activations_of(quantised, folder)
+        method = quantised["format"]
+        return partial(put_packed, stored=stored, method=method, folder=folder, activations=activations)
+    raise SourceError(refusal(folder, quantised))
 
-    def build_quantised() -> nn.Module:
-        module = build()
-        _put(weights, module, stored)
-        return module
 
-    return build_quantised
-
-
-def _put(weights: Mapping[str, nn.Parameter], module: nn.Module, stored: Container[str]) -> None:
+def _put(weights: Mapping[str, nn.Parameter], module: nn.Module, *, stored: Container[str]) -> None:
     """Give a module its weights; a tied one that is not stored gets the weight of its other name."""
     tied: dict[int, list[str]] = {}
     for fqn, value in module.named_parameters(remove_duplicate=False):

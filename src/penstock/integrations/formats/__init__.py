@@ -1,0 +1,1 @@
+"""Formats in which checkpoints hold quantised weights."""

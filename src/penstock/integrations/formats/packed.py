@@ -1,0 +1,238 @@
+"""Weights that published checkpoints have packed, and transformers unpacks while it loads them on a CPU.
+
+Such a weight stays packed, in the bytes of its file. Each operator that reads it gets the values to which the
+library would have unpacked it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.integrations.formats import compressed
+from penstock.models.checkpoint_names import names_in_checkpoint
+from penstock.runtime.checkpoint.stored_tensor import StoredTensor
+from penstock.runtime.files.safetensors_file import TORCH_NAMES
+from penstock.schedule.facts.errors import SourceError
+
+_AT_ONCE = 1 << 22
+"""Elements that are unpacked at a time, which bounds what the library takes for it."""
+
+Parts = Mapping[str, torch.Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to pack weights.
+
+    Attributes:
+        ends: What the files add to a weight's name for each of its parts. The last part tells that a weight
+            is packed.
+        unpack: Writes the values of a weight with given parts into its memory.
+        fits: Tells whether parts of given shapes, by name, can make a weight of a shape.
+    """
+
+    ends: Mapping[str, str]
+    unpack: Callable[[Parts, torch.Tensor], None]
+    fits: Callable[[Shapes, tuple[int, ...]], bool]
+
+
+def _unpack_fp8(parts: Parts, out: torch.Tensor) -> None:
+    """One scale for a weight, or one for each of its blocks."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    data, scale = parts["qdata"], parts["scale"]
+    blocks = scale.shape[-2] if scale.dim() > 1 else 1
+    height = data.shape[-2] // blocks
+    count = max(_AT_ONCE // max(height * data.shape[-1], 1), 1) if blocks > 1 else blocks
+    rows = count * height if blocks > 1 else max(_AT_ONCE // max(data.shape[-1], 1), 1)
+    for start in range(0, data.shape[-2], rows):
+        scales = scale[start // height : start // height + count] if blocks > 1 else scale
+        unpacked = Fp8Dequantize(None)._dequantize_one(data[start : start + rows], scales, out.dtype)
+        out[start : start + rows] = unpacked
+
+
+def _unpack_mxfp4(parts: Parts, out: torch.Tensor) -> None:
+    """Experts, one after another."""
+    from transformers.integrations.mxfp4 import dequantize_convertops
+
+    for expert in range(len(out)):
+        blocks, scales = (parts[name][expert : expert + 1] for name in ("blocks", "scales"))
+        out[expert] = dequantize_convertops(blocks, scales, out.dtype)[0]
+
+
+def _fits_fp8(shapes: Shapes, shape: tuple[int, ...]) -> bool:
+    scale = shapes["scale"]
+    divides = all(n and not size % n for n, size in zip(scale, shape, strict=False))
+    return (
+        len(shape) == 2 and shapes["qdata"] == shape and (prod(scale) == 1 or (len(scale) == 2 and divides))
+    )
+
+
+def _fits_mxfp4(shapes: Shapes, shape: tuple[int, ...]) -> bool:
+    blocks = shapes["blocks"]
+    made = (blocks[0], prod(blocks[2:]) * 2, blocks[1]) if len(blocks) == 4 else ()
+    return made == shape and shapes["scales"] == blocks[:-1]
+
+
+_DTYPES = {
+    "qdata": ("I8", "F8_E4M3", "F8_E5M2"),
+    "packed": ("I32",),
+    "blocks": ("U8",),
+    "scales": ("U8",),
+    "scale": ("BF16", "F16", "F32", "F8_E8M0", "U8"),
+}
+"""The dtypes that files have parts in."""
+
+_COMPRESSED = Format({"qdata": "", "scale": "_scale"}, compressed.unpack, compressed.fits)
+
+FORMATS = {
+    "fp8": Format({"qdata": "", "scale": "_scale_inv"}, _unpack_fp8, _fits_fp8),
+    "mxfp4": Format({"blocks": "_blocks", "scales": "_scales"}, _unpack_mxfp4, _fits_mxfp4),
+    "pack-quantized": replace(_COMPRESSED, ends={"packed": "_packed", "scale": "_scale"}),
+    "int-quantized": _COMPRESSED,
+    "float-quantized": _COMPRESSED,
+}
+"""Formats by what a configuration calls them: `quant_method`, or the `format` of compressed-tensors."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a weight is packed: its format, the names of its parts in the files, its shape, its dtype."""
+
+    method: str
+    names: tuple[tuple[str, str], ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PackedWeight(torch.Tensor):
+    """A weight of which the memory is that of its parts. Operators get a tensor with its values."""
+
+    @staticmethod
+    def __new__(cls, parts: Parts, packing: Packing) -> PackedWeight:
+        """Return a tensor of the weight's shape and dtype, without memory of its own."""
+        device = next(iter(parts.values())).device
+        return torch.Tensor._make_wrapper_subclass(cls, packing.shape, dtype=packing.dtype, device=device)
+
+    def __init__(self, parts: Parts, packing: Packing) -> None:
+        self.packing = packing
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Packing]:
+        return [name for name, _ in self.packing.names], self.packing
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Parts, packing: Packing, size: Any, stride: Any) -> PackedWeight:
+        return cls(parts, packing)
+
+    def unpacked(self) -> torch.Tensor:
+        """Return a tensor with the values of the weight."""
+        parts = {name: getattr(self, name) for name, _ in self.packing.names}
+        out = torch.empty(self.packing.shape, dtype=self.packing.dtype, device=self.device)
+        FORMATS[self.packing.method].unpack(parts, out)
+        return out
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedWeight({self.packing.method}, {list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            parts, packing = args[0].__tensor_flatten__()
+            return cls({name: func(getattr(args[0], name)) for name in parts}, packing)
+        args, kwargs = pytree.tree_map_only(cls, cls.unpacked, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def put_packed(
+    module: nn.Module,
+    *,
+    stored: Mapping[str, StoredTensor],
+    method: str,
+    folder: Path,
+    activations: compressed.Activations | None = None,
+) -> None:
+    """Give a module its packed weights, without memory, and have its layers round their inputs.
+
+    Raises SourceError for weights that the module has otherwise.
+    """
+    format_ = FORMATS[method]
+    renamed = names_in_checkpoint(module, stored)
+    fqns = {names[0]: fqn for fqn, names in renamed.items() if len(names) == 1}
+    stacked = {name for names in renamed.values() if len(names) > 1 for name in names}
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    last = [*format_.ends.values()][-1]
+    for base in (name.removesuffix(last) for name in stored if name.endswith(last)):
+        fqn = fqns.get(base, base)
+        names = {part: base + end for part, end in format_.ends.items()}
+        missing = [name for name in names.values() if name not in stored]
+        if missing:
+            raise SourceError(f"{folder} does not hold {missing[0]}, a part of {fqn}: get its other files")
+        if fqn not in weights or base in stacked:
+            raise SourceError(
+                f"{folder} has {base} packed as {method}, which is no weight of its own in the model, but a "
+                "part of a stack: load the model with its library, and give it to penstock.integrations.apply"
+            )
+        shapes = {part: stored[name].shape for part, name in names.items()}
+        known = all(stored[name].dtype in _DTYPES[part] for part, name in names.items())
+        if not known or not format_.fits(shapes, tuple(weights[fqn].shape)):
+            dtypes = ", ".join(stored[name].dtype for name in names.values())
+            raise SourceError(
+                f"{folder} has parts of {fqn} of the shapes {shapes} ({dtypes}), of which {method} makes no "
+                f"weight of {list(weights[fqn].shape)}: get its files again"
+            )
+        packing = Packing(method, tuple(names.items()), tuple(weights[fqn].shape), weights[fqn].dtype)
+        parts = {part: _without_memory(stored[name]) for part, name in names.items()}
+        owner, _, key = fqn.rpartition(".")
+        layer = module.get_submodule(owner)
+        layer._parameters[key] = nn.Parameter(PackedWeight(parts, packing), requires_grad=False)
+        if activations is not None and isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(activations)
+
+
+def _without_memory(tensor: StoredTensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=getattr(torch, TORCH_NAMES[tensor.dtype]), device="meta")
+
+
+def names_of_packed(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return what files call the parts of a module's packed weights, by `FQN.PART`."""
+    return {
+        f"{fqn}.{part}": (name,)
+        for fqn, weight in module.named_parameters(remove_duplicate=False)
+        if isinstance(weight, PackedWeight)
+        for part, name in weight.packing.names
+    }
+
+
+_NAMES = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "fbgemm_fp8": "FP8 of fbgemm",
+    "compressed-tensors": "compressed-tensors",
+}
+"""What people call formats, by `quant_method`."""
+
+
+def refusal(folder: Path, quantised: object) -> str:
+    """Return the sentence that refuses a folder of another format, which its configuration describes."""
+    facts = quantised if isinstance(quantised, dict) else {}
+    method = str(facts.get("quant_method", "a method that it does not name"))
+    format_ = facts.get("format") or facts.get("quant_algo") or ""
+    name = "NVFP4" if "nvfp4" in f"{method} {format_}".lower() else _NAMES.get(method, method)
+    detail = f" ({format_})" if format_ and name != "NVFP4" else ""
+    return (
+        f"{folder} was quantised with {name}{detail}, which penstock does not read: give the checkpoint in "
+        "full dtype that it was made from, or one in FP8, MXFP4 or of torchao (docs/quantised.md)"
+    )
