@@ -40,7 +40,7 @@ from penstock.schedule import planner
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.hardware import PRESETS, with_times
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.space import packing
+from penstock.schedule.space import addresses
 from penstock.schedule.space.layout import packed_arena
 
 BEGIN = "<!-- benchmarks/ablation.py writes from here -->"
@@ -203,7 +203,7 @@ def _plan(case: Case) -> Attempt:
 
 def _blocks(case: Case) -> Attempt:
     instance = make_instance(case.program, blocks=int(case.share), seed=int(case.hardware))
-    return lambda _: packing.pack_blocks(instance.sizes, instance.alive).nbytes / instance.bound
+    return lambda _: addresses.pack_blocks(instance.sizes, instance.alive).nbytes / instance.bound
 
 
 def list_cases(count: int | None) -> list[Case]:

@@ -24,7 +24,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from penstock.schedule.space.packing import conflicts_of, first_fit, height, pack_blocks
+from penstock.schedule.space.addresses import conflicts_of, first_fit, height, pack_blocks
 
 FAMILIES = {"cut": 1.25, "mixed": 1.1, "dense": 1.15, "around": 1.2, "scattered": 1.2, "layers": 1.1}
 """Each family with the ratio to its bound that the tests accept at 60 blocks."""

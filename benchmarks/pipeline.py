@@ -6,7 +6,7 @@ nothing runs: every figure is a prediction of the simulation. The components sha
 memory at a time, so each begins with nothing on the device: a turn of the plan first copies what stays, then
 runs all its calls on the virtual clock, the first of them cold. Weights wait in page-locked host memory.
 
-Baselines are those of `schedule/report/baselines.py`, with the same memory, link and compute and no
+Baselines are those of `schedule/report/comparison.py`, with the same memory, link and compute and no
 overhead. Their turn is all calls but the first in the steady state, and a first one for which all bytes are
 copied as well, hidden behind its compute as far as can be: no less than it takes. Compute is a roofline at
 the vendor's peaks.
@@ -39,7 +39,7 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import make_plan
-from penstock.schedule.report import whatif
+from penstock.schedule.report import comparison
 from penstock.schedule.verify.proof import verify_plan
 
 BEGIN = "<!-- benchmarks/pipeline.py writes from here -->"
@@ -98,7 +98,7 @@ def _run(plan: Plan, calls: int) -> tuple[int, int]:
 def _baselines(model: Model, plan: Plan, calls: int) -> dict[str, int]:
     """Nanoseconds of each policy's turn, those that do not fit left out."""
     hardware, trace, storages = plan.hardware, plan.traces[0], model.payload.storages
-    periods = whatif.other_policies(plan, find_hardware("server"))
+    periods = comparison.other_policies(plan, find_hardware("server"))
     periods.pop("everything resident", None)
     found, fits = {}, model.weight_bytes <= plan.budget
     for name, period in periods.items():

@@ -2,7 +2,7 @@
 
 Every program of benchmarks/corpus.py, on every preset of hardware, in budgets from the floor to nearly
 all, for both kinds of arena. Of each case: the plan's predicted time over the bound for its own granule,
-the time of every policy of schedule/report/baselines.py in the same model over the plan's, and the
+the time of every policy of schedule/report/comparison.py in the same model over the plan's, and the
 seconds that planning took, bound included. Compute is a roofline at the vendors' peaks, so it is at its
 shortest and the link's share at its largest: the hardest case for the planner.
 
@@ -36,7 +36,7 @@ from benchmarks.table import write_between
 from penstock.schedule.facts.hardware import PRESETS, find_hardware, with_times
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.report.baselines import Setting, compare
+from penstock.schedule.report.comparison import Setting, compare
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
 

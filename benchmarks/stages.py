@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from penstock.schedule.search.contiguous import _Search
-from penstock.schedule.search.one_trace import OneTrace
+from penstock.schedule.search.paged import OneTrace
 
 _SCHEDULE = "penstock.schedule"
 

@@ -37,10 +37,18 @@ from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.atomic import write_artifact
 from penstock.runtime.training.parameters import write_parameters
 from penstock.schedule.bounded_file import hash_bounded
-from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import PassError, SourceError
-from penstock.schedule.facts.model import ALIGNMENT, Extent, Method, Part, Storage, Weight, WeightFile
-from penstock.schedule.facts.parts import storages_together
+from penstock.schedule.facts.model import (
+    ALIGNMENT,
+    Extent,
+    Method,
+    Part,
+    Storage,
+    Weight,
+    WeightFile,
+    part_nbytes,
+    storages_together,
+)
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, ProgramFile
 from penstock.schedule.space.layout import place_in_file

@@ -34,13 +34,12 @@ from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.host import with_host
-from penstock.schedule.ladder import ladder
 from penstock.schedule.payload.codec import Payload
-from penstock.schedule.plan import Plan
+from penstock.schedule.plan import Plan, ladder
 from penstock.schedule.planner import RUNGS, SMALL, Floor, check_floor, floor, make_plan
+from penstock.schedule.report.comparison import replayed_ns
 from penstock.schedule.report.verdict import slow_launches
-from penstock.schedule.report.whatif import replayed_ns
-from penstock.schedule.sparse.division import (
+from penstock.schedule.sparse.pool import (
     NEARLY,
     Division,
     divide,

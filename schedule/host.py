@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from penstock.schedule.clock.event_graph import steady_period_ns
-from penstock.schedule.clock.launches import launched_steps
+from penstock.schedule.clock.event_graph import launched_steps, steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Decisions, HostTier, Range, Schedule, Transfer
 from penstock.schedule.facts.sizes import format_budget, format_size

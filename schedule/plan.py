@@ -1,11 +1,13 @@
-"""The plan that users work with: the decisions of `facts/`, and methods that write and draw them."""
+"""A plan, alone or as a rung of a ladder of budgets."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.payload.text import encode
@@ -71,3 +73,42 @@ class Plan(Decisions):
         only one. Raises PlanError if the plan has no method of that name, or several and none is named.
         """
         return event_graph(self, method)
+
+
+RUNGS = 8
+"""The usual number of plans in a ladder."""
+
+_LAST = 6
+"""The last rung that streams anything streams one part in so many of what the second one does."""
+
+
+def budgets(lowest: int, highest: int, rungs: int = RUNGS) -> tuple[int, ...]:
+    """The budgets of a ladder in bytes, ascending, from the floor `lowest` to all weights, `highest`.
+
+    Raises PlanError for fewer than two rungs.
+    """
+    if rungs < 2:
+        raise PlanError(
+            f"a ladder has two plans or more, got {rungs}: the floor's, and one that streams nothing"
+        )
+    most, steps = max(0, highest - 2 * lowest), rungs - 3
+    spaced = {highest - int(most * _LAST ** (-k / max(1, steps))) for k in range(steps + 1)}
+    return tuple(sorted({lowest, highest, *(nbytes for nbytes in spaced if nbytes > lowest)}))
+
+
+def ladder(make: Callable[[int], Plan], lowest: int, highest: int, rungs: int = RUNGS) -> tuple[Plan, ...]:
+    """The plans that `make` makes for the budgets of a ladder, by ascending budget.
+
+    A plan that is no faster than the one below it and moves no fewer bytes is left out: nothing is gained by
+    its memory. Raises PlanError for fewer than two rungs.
+    """
+    plans: list[Plan] = []
+    for budget in budgets(lowest, highest, rungs):
+        plan = make(budget)
+        if not plans or _gains(plan, plans[-1]):
+            plans.append(plan)
+    return tuple(plans)
+
+
+def _gains(plan: Plan, lower: Plan) -> bool:
+    return plan.streamed_bytes < lower.streamed_bytes or plan.predicted_ns < lower.predicted_ns

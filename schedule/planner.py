@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from penstock.schedule.bound.period import Relaxation, relax, tier_of, usable_bytes
-from penstock.schedule.bound.relaxation import Tier
-from penstock.schedule.bound.residency import needed_bytes
+from penstock.schedule.bound.gaps import needed_bytes
+from penstock.schedule.bound.relaxation import Relaxation, Tier, relax, tier_of, usable_bytes
 from penstock.schedule.clock.turns import divided, joined, joined_traces, splits_of
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Pool, Schedule, Trace
@@ -24,10 +23,9 @@ from penstock.schedule.facts.validity import check_machine, facts_faults
 from penstock.schedule.host import with_host
 from penstock.schedule.plan import Plan
 from penstock.schedule.search import contiguous, paged
-from penstock.schedule.search.task import Draft, Task
+from penstock.schedule.search.draft import Draft, Task
 from penstock.schedule.space.addresses import least_copied, tight
-from penstock.schedule.space.pieces import Pieces
-from penstock.schedule.space.spans import Reads
+from penstock.schedule.space.spans import Pieces, Reads
 
 _D = TypeVar("_D", bound=Demand)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 MAX_FILE_BYTES = 1 << 20
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 SOURCES = {".py", ".sh", ".toml", ".md", ".txt", ".yml", ".yaml", ""}

@@ -20,9 +20,8 @@ from penstock.passes.lowering.archive import PACKAGE, check_ranks, open_programs
 from penstock.passes.lowering.eager import checked_weight
 from penstock.passes.lowering.recomputed import OTHERS
 from penstock.passes.weights.values import same_bytes
-from penstock.schedule.facts.catalog import IN_ARENA
 from penstock.schedule.facts.errors import TRUST, PayloadError, StreamError
-from penstock.schedule.facts.model import Method
+from penstock.schedule.facts.model import IN_ARENA, Method
 from penstock.schedule.payload.codec import Payload
 
 _INSTRUCTIONS = {

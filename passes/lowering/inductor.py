@@ -44,8 +44,16 @@ from penstock.passes.weights.lifted import Weights
 from penstock.passes.weights.values import has_values
 from penstock.schedule.facts.errors import PassError, PenstockError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import Method, SparseRead, Step, Storage, Trace, Weight, Work
-from penstock.schedule.facts.parts import read_together
+from penstock.schedule.facts.model import (
+    Method,
+    SparseRead,
+    Step,
+    Storage,
+    Trace,
+    Weight,
+    Work,
+    read_together,
+)
 from penstock.schedule.payload.codec import Payload, ProbeOrder
 
 aten = torch.ops.aten

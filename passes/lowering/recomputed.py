@@ -27,9 +27,8 @@ from penstock.passes.probes import STORE
 from penstock.passes.sparse.contracts import readers_by_units
 from penstock.passes.weights.usage import Flow, follow
 from penstock.passes.weights.values import tensor_in
-from penstock.schedule.facts.catalog import IN_ARENA
 from penstock.schedule.facts.errors import TRUST, PayloadError
-from penstock.schedule.facts.model import Method
+from penstock.schedule.facts.model import IN_ARENA, Method
 from penstock.schedule.payload.codec import Payload
 
 OTHERS = "payload and program are not of one compilation, compile again"

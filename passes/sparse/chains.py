@@ -23,7 +23,7 @@ from penstock.passes.graph.propagation import propagate
 from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.sparse.contracts import CONTRACTS, computed_like
 from penstock.schedule.facts.model import Part, SparseRead
-from penstock.schedule.sparse import division
+from penstock.schedule.sparse import pool
 
 aten = torch.ops.aten
 
@@ -121,7 +121,7 @@ def _products(exported: ExportedProgram, trusts: Trusts) -> Iterator[tuple[fx.No
         chain = _chain(node, weights, position) if _is_static(node.args[1]) else None
         if chain is None or any(position[chain.nodes[1]] < k < position[node] for k in writes):
             continue
-        if chain.weight.meta["val"].nbytes < division.LEAST or not trusts(_read(node, chain)):
+        if chain.weight.meta["val"].nbytes < pool.LEAST or not trusts(_read(node, chain)):
             continue
         body = _body(node, chain)
         (inner,) = body.graph.output_node().all_input_nodes

@@ -23,7 +23,7 @@ from penstock.passes.sparse.by_expert import BY_EXPERT, FIRST
 from penstock.passes.sparse.calls import SparseCall, Units
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import SparseRead, Storage, Trace
-from penstock.schedule.sparse import division
+from penstock.schedule.sparse import pool
 
 _ROWS = "Tensor rows, Tensor weight"
 
@@ -58,7 +58,7 @@ def numbered_reads(trace: Trace, storages: Sequence[Storage]) -> list[tuple[str,
         (step.name, read)
         for step in trace.steps
         for read in step.sparse
-        if storages[read.storage].kind == "streamable" and storages[read.storage].nbytes >= division.LEAST
+        if storages[read.storage].kind == "streamable" and storages[read.storage].nbytes >= pool.LEAST
     ]
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from penstock.passes.graph.propagation import storages_of
-from penstock.schedule.facts.catalog import ITEM_SIZES
-from penstock.schedule.facts.model import Part, SparseRead, Trace
+from penstock.schedule.facts.model import ITEM_SIZES, Part, SparseRead, Trace
 
 LINEAR = "aten.linear.default"
 

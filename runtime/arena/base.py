@@ -25,9 +25,8 @@ from penstock.runtime.system.memory import (
     round_down,
     round_up,
 )
-from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import PlanError, StreamError
-from penstock.schedule.facts.model import ALIGNMENT, Part, Storage
+from penstock.schedule.facts.model import ALIGNMENT, Part, Storage, part_nbytes
 from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:

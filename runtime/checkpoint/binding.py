@@ -15,10 +15,8 @@ from penstock.runtime.checkpoint.slices import Slice, Slices, match_slices, regi
 from penstock.runtime.checkpoint.stored_tensor import Reading
 from penstock.runtime.files.pack import Chunk
 from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES
-from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import Extent, Part, Storage, Weight
-from penstock.schedule.facts.parts import plain_weights, tensor_of
+from penstock.schedule.facts.model import Extent, Part, Storage, Weight, part_nbytes, plain_weights, tensor_of
 
 Names = str | Sequence[str]
 """A tensor of the files, or several whose bytes, one tensor after another, are one weight's."""

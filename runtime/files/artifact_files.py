@@ -14,8 +14,7 @@ from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.bounded_file import hash_bounded, read_bounded
 from penstock.schedule.facts.errors import PayloadError, PenstockError, SourceError
-from penstock.schedule.payload.checks import check_artifact
-from penstock.schedule.payload.codec import Payload, verify_payload
+from penstock.schedule.payload.codec import Payload, check_artifact, verify_payload
 
 PAYLOAD = "payload.json"
 DIGEST = "payload.json.sha256"

@@ -10,8 +10,7 @@ from penstock.runtime.sparse.base import PooledUnits
 from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import SourceError, StreamError
-from penstock.schedule.payload.routes import routes_from_bytes, routes_to_bytes
-from penstock.schedule.sparse.routes import Ask, Routes
+from penstock.schedule.sparse.routes import Ask, Routes, routes_from_bytes, routes_to_bytes
 
 
 class Recorder:

@@ -33,9 +33,8 @@ from penstock.runtime.system.memory import (
     hint,
     round_up,
 )
-from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PenstockError, PlanError, StreamError
-from penstock.schedule.facts.model import Decisions, Part, SparseRead, Step, Trace
+from penstock.schedule.facts.model import ITEM_SIZES, Decisions, Part, SparseRead, Step, Trace
 
 _log = logging.getLogger(__name__)
 

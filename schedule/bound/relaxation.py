@@ -1,16 +1,23 @@
-"""The linear program of `period.py`: its variables, its constraints, and the value of its dual."""
+"""The bound on every plan's time: a linear program over residency, and the waits that no plan avoids."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy
 
+from penstock.schedule.bound.gaps import Gap, gaps_of, needed_bytes
+from penstock.schedule.facts.model import Hardware, Trace, Wrap
+from penstock.schedule.facts.problem import Problem
+from penstock.schedule.space.spans import Group, Pieces
+
 if TYPE_CHECKING:
     import scipy.sparse
+
 
 APART = 4
 """The number of sets of long reads whose pauses are counted apart from those of all other reads.
@@ -305,3 +312,324 @@ class LinearProgram:
             bounds[self._outs[1], 1] = self.phases.read_ns / self.unit_ns / self._out
         bounds[self._wait, 1] = waits
         return bounds
+
+
+_DUST = 1e-9
+"""The largest difference, as a share, that floating point leaves between sums that should be equal."""
+
+_TANGENTS = 24
+_SMALLEST_COPY = 1e-5
+"""How many tangents bound the number of copies, and the smallest z with a tangent, as a share of memory."""
+
+_POINTS_AN_OCTAVE = 24
+_LARGE = 8
+"""The points of the curve in each octave of z; and the multiple of the mean bytes of a step from which on a
+step counts as one that reads much more than others.
+"""
+
+
+def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> None:
+    """Add the variables and constraints of the pauses to a program.
+
+    `groups` has the group of each gap, and `always` is the bytes of the groups that never leave.
+    """
+    _, first, group = numpy.unique(groups, return_index=True, return_inverse=True)
+    sizes = program.sizes[first]
+    gaps = numpy.bincount(group)
+    produced_bytes = program.spilled[first]  # of the produced bytes, none has to be copied
+    for tier, shape in enumerate(program.tiers):
+        its = program.columns(tier)
+        room = (shape.nbytes - always) / program.unit_bytes
+        excess = float(sizes[~produced_bytes].sum()) - room
+        resident = its.resident[: len(sizes)]
+        # Bytes of a group that no gap copies again are never dropped.
+        rows = program.at_most.add((gaps - 1 + produced_bytes) * sizes)
+        program.at_most.put(rows[group], its.kept, 1.0)
+        program.at_most.put(rows, resident, -1.0)
+        rows = program.equals.add(numpy.array([room]))
+        program.equals.put(rows, its.largest, 1.0)
+        program.equals.put(numpy.zeros(len(sizes), dtype=int) + rows, resident, 1.0)
+        _add_copies(program, tier, room)
+        if room > 0 and excess > _DUST * room:
+            program.least_shared[tier] = shape.granule / program.unit_bytes
+            if shape.latency_ns:
+                _add_fewest(program, tier, room, excess)
+            if shape.latency_ns and not tier and program.phases.complete and not produced_bytes.any():
+                _add_pairs(program, group, room, excess)
+        if shape.most_at_once:
+            _add_single(program, tier, groups)
+
+
+def _add_copies(program: LinearProgram, tier: int, room: float) -> None:
+    """Constrain the sum of all pauses: at least one latency for each copy, none larger than the memory."""
+    its, upper, m = program.columns(tier), program.at_most, program.phases.count
+    latency = program.tiers[tier].latency_ns / program.unit_ns
+    rows = upper.add(numpy.zeros(2))
+    upper.put(rows[:1], its.pause, 1.0)
+    for pauses in (its.lead_pause, its.read_pause):
+        upper.put(numpy.zeros(m, dtype=int) + rows[0], pauses, -1.0)
+    upper.put(rows[1:], its.pause, -1.0)
+    for copied in (its.lead, its.read):
+        upper.put(numpy.zeros(m, dtype=int) + rows[1], copied, latency / max(room, 1e-9))
+    program.longest_pause[tier] = latency * (1 + float(program.sizes.sum()) / max(room, 1e-9))
+
+
+def _add_fewest(program: LinearProgram, tier: int, room: float, excess: float) -> None:
+    """Constrain the number of copies to at least (D + z) / z, a convex function of z, by its tangents."""
+    its, upper = program.columns(tier), program.at_most
+    latency = program.tiers[tier].latency_ns / program.unit_ns
+    at = numpy.geomspace(room * _SMALLEST_COPY, room, _TANGENTS)
+    slope = latency * excess / at
+    rows = upper.add(-(at / excess + 2.0))
+    upper.put(rows, numpy.repeat(its.largest, _TANGENTS), -1.0 / at)
+    upper.put(rows, numpy.repeat(its.pause, _TANGENTS), -1.0 / slope)
+    program.longest_pause[tier] = float(latency * (1 + 2 * excess / at[0]) * 1.01)
+
+
+def _add_pairs(program: LinearProgram, group: numpy.ndarray, room: float, excess: float) -> None:
+    """Add the constraint that neighbouring copies share the memory unless the link idles between them.
+
+    `group` has the group of each gap. The bytes of a group count at the longest of its reads.
+    """
+    its, upper, phases, shape = program.columns(0), program.at_most, program.phases, program.tiers[0]
+    read = phases.read_ns / program.unit_ns
+    ends = phases.last % phases.count
+    by_length = numpy.lexsort((read[ends], group))
+    longest = by_length[numpy.searchsorted(group[by_length], numpy.arange(group.max() + 1), side="right") - 1]
+    at, nbytes = ends[longest], program.sizes[longest]
+    dropped = numpy.bincount(at, weights=nbytes, minlength=phases.count)
+    curve = _PauseCurve(excess, shape.latency_ns / program.unit_ns, dropped, read)
+    counted = numpy.where(curve.large, 0.0, read)
+    rows = upper.add(counted)  # bytes that are never dropped are not dropped during a read either
+    upper.put(rows, its.idle, 1.0)
+    upper.put(rows[at], its.resident[: len(at)], (counted / numpy.maximum(dropped, _DUST))[at])
+
+    smallest = min(room, max(shape.granule / program.unit_bytes, room * _SMALLEST_COPY))
+    by_length = numpy.argsort(-read, kind="stable")
+    for apart, spent in enumerate(its.spent):
+        rows = upper.add(numpy.zeros(1))
+        upper.put(rows, numpy.array([spent]), 1.0)
+        for counted in (its.lead_pause, numpy.delete(its.read_pause, by_length[:apart]), its.idle):
+            upper.put(numpy.zeros(len(counted), dtype=int) + rows, counted, -1.0)
+        slopes, values = curve.lines(smallest, room, apart=apart)
+        rows = upper.add(-values)
+        upper.put(rows, numpy.repeat(its.largest, len(rows)), slopes)
+        upper.put(rows, numpy.repeat(spent, len(rows)), -1.0)
+        program.longest_pause[0] = max(program.longest_pause[0], 1.01 * float(values.max()))
+
+
+def _add_single(program: LinearProgram, tier: int, groups: numpy.ndarray) -> None:
+    """Add the pauses of copies that bring bytes of one group only, at most `most_at_once` of them each."""
+    its, upper, shape = program.columns(tier), program.at_most, program.tiers[tier]
+    known = shape.most_at_once or {}
+    most = numpy.array([known[g] for g in groups.tolist()]) / program.unit_bytes
+    each = shape.latency_ns / program.unit_ns / most
+    pauses = float(each @ program.sizes)
+    rows = upper.add(numpy.array([-pauses]))
+    upper.put(rows, its.pause, -1.0)
+    upper.put(numpy.zeros(len(most), dtype=int) + rows, its.kept, -each)
+    program.longest_pause[tier] = max(program.longest_pause[tier], 1.01 * pauses)
+
+
+class _PauseCurve:
+    """The right-hand side of the second inequality above as a function of z, for given reads."""
+
+    def __init__(self, excess: float, latency: float, nbytes: numpy.ndarray, read: numpy.ndarray) -> None:
+        self.large = nbytes > _LARGE * nbytes.mean()
+        nbytes = numpy.where(self.large, 0.0, nbytes)
+        nbytes, read = nbytes[nbytes > 0], read[nbytes > 0]
+        with numpy.errstate(divide="ignore"):
+            density = nbytes / read
+        order = numpy.argsort(-density, kind="stable")
+        self._excess, self._latency, self._density = excess, latency, density[order]
+        self._nbytes = numpy.concatenate(([0.0], nbytes[order].cumsum()))
+        self._read = numpy.concatenate(([0.0], read[order].cumsum()))
+
+    def lines(
+        self, smallest: float, largest: float, *, apart: int = 0
+    ) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The slopes, and the values at z = 0, of lines that lie nowhere above the curve up to z = `largest`.
+
+        For z below `smallest` they lie below the least value that the curve can have there. The copies that
+        begin within `apart` reads are left out.
+        """
+        octaves = max(1.0, float(numpy.log2(largest / smallest)))
+        grid = numpy.geomspace(smallest, largest, int(octaves * _POINTS_AN_OCTAVE) + 2)
+        lost = (4 * apart + int(self.large.sum())) * self._latency
+        values = self._least_between(grid[:-1], grid[1:]) - lost
+        below = self._latency * (1 + self._excess / smallest) - lost
+        points = [(0.0, below)]
+        for z, following, value in zip(grid[:-1].tolist(), grid[1:].tolist(), values.tolist(), strict=True):
+            points += [(z, value), (following, value)]
+        x, y = numpy.array(_lower_hull(points)).T
+        slopes = numpy.diff(y) / numpy.diff(x)
+        return slopes, y[:-1] - slopes * x[:-1]
+
+    def _least_between(self, low: numpy.ndarray, high: numpy.ndarray) -> numpy.ndarray:
+        """For each pair of `low` and `high`, a value that the curve does not go below between them."""
+        gaining = numpy.searchsorted(-self._density, -low / self._latency)
+        bytes_dropped = numpy.minimum(self._nbytes[gaining], self._excess + high)
+        idle = numpy.interp(bytes_dropped, self._nbytes, self._read)
+        gain = self._latency * bytes_dropped / low - idle
+        least: numpy.ndarray = 2 * self._latency * (1 + self._excess / high) - gain
+        return least
+
+
+def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The lower convex hull, by Andrew's monotone chain; among points of equal x the lowest counts."""
+    hull: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if hull and hull[-1][0] == x:
+            continue
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (y - hull[-2][1]) * (
+            hull[-1][0] - hull[-2][0]
+        ):
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+MOST_STEPS = 4000
+"""The most steps whose constraints count. Leaving out those of other steps can only lower the bound."""
+
+SECONDS = 60.0
+"""The most seconds that the solver may take."""
+
+
+_CUT = 8
+"""The most spans that are no whole granules for which all sums of their sizes are looked at."""
+
+_FEW_GRANULES, _NEARLY_WHOLE = 12, 0.01
+"""The most granules of refilled memory that are rounded to a whole number, and the largest rounding error."""
+
+_MARGIN = 1e-9
+"""The share by which the reported bound stays below the computed one, for errors of floating point."""
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The solution of the relaxation: a bound in ns, and the bytes that the device keeps over each gap.
+
+    `shared_bytes` is the memory that is refilled during a pass; no copy is larger.
+    """
+
+    bound_ns: int
+    kept: tuple[float, ...]
+    gaps: tuple[Gap, ...]
+    groups: tuple[Group, ...]
+    shared_bytes: float
+
+
+def tier_of(nbytes: int, hardware: Hardware, granule: int = 1) -> Tier:
+    """The device's tier with `nbytes` of memory, into which whole granules are copied."""
+    out = 1e9 / (hardware.write_bytes_per_s or hardware.link_bytes_per_s)
+    tier = Tier(nbytes, 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns, granule)
+    return replace(tier, out_ns_per_byte=out, duplex=hardware.duplex)
+
+
+def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
+    """The most of `nbytes` bytes that spans can fill: whole granules, and the few spans cut by segments."""
+    cut = [span.nbytes % granule for group in groups for span in group.spans if span.nbytes % granule]
+    if len(cut) > _CUT:
+        return nbytes
+    sums = {sum(some) for count in range(len(cut) + 1) for some in itertools.combinations(cut, count)}
+    return max(total + (nbytes - total) // granule * granule for total in sums if total <= nbytes)
+
+
+def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], number: int = 0) -> Relaxation | None:
+    """Solve the relaxation for trace number `number` of the problem; None if the solver fails in time.
+
+    The first tier is the device's.
+    """
+    groups, trace = pieces.copied, problem.traces[number]
+    gaps = gaps_of(groups, trace, number=number)
+    if not gaps:
+        return Relaxation(trace.compute_ns, (), (), groups, 0.0)
+    sizes = numpy.array([groups[gap.group].nbytes for gap in gaps], dtype=float)
+    phases = _phases(gaps, trace, problem.wrap)
+    needed = numpy.array(needed_bytes(groups, len(trace.steps), number=number), dtype=float)
+    shares = numpy.array([gap.group for gap in gaps])
+    always = sum(group.nbytes for group in groups if group.kept)
+    spilled = numpy.array([groups[gap.group].produced for gap in gaps])
+    program = LinearProgram(sizes, needed[phases.checkpoints], phases, tiers, groups=shares, spilled=spilled)
+    add_latency(program, shares, always)
+    program.close()
+    solved = _solve_in_granules(program, tiers[0].granule)
+    if solved is None:
+        return None
+    dual, solution = solved
+    wait_ns = max(0.0, dual * program.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
+    kept_bytes = solution[program.columns(0).kept] * program.unit_bytes
+    shared = float(solution[program.columns(0).largest[0]]) * program.unit_bytes
+    launching = problem.hardware.host_step_ns * _fewest_streamed(groups, trace, tiers[0].nbytes, number)
+    bound = max(trace.compute_ns + math.floor(wait_ns), launching)
+    return Relaxation(bound, tuple(kept_bytes.tolist()), gaps, groups, shared)
+
+
+def _fewest_streamed(groups: Sequence[Group], trace: Trace, nbytes: int, number: int) -> int:
+    """The fewest steps of trace number `number` that can read bytes which do not always stay in `nbytes`."""
+    weights = [group for group in groups if not group.produced and (group.kept or group.reads[number])]
+    always = sum(group.nbytes for group in weights if group.kept)
+    excess = sum(group.nbytes for group in weights) - nbytes
+    needed = needed_bytes(weights, len(trace.steps), number=number)
+    read = itertools.accumulate(
+        sorted((nbytes_at_step - always for nbytes_at_step in needed), reverse=True), initial=0
+    )
+    return sum(total < excess for total in read) + (excess > 0)
+
+
+def _solve_in_granules(program: LinearProgram, granule: int) -> tuple[float, numpy.ndarray] | None:
+    """The value of the dual, and the variables; None if the solver fails.
+
+    The memory that is refilled is a whole number of granules. Where the solution has a small number that is
+    not whole, the program is solved again with at most the number below and with at least the number above,
+    and the better of the two solutions counts.
+    """
+    column, whole = program.columns(0).largest[0], granule / program.unit_bytes
+    solved = _solve(program)
+    count = solved[1][column] / whole if solved else 0.0
+    if count > _FEW_GRANULES or abs(count - round(count)) < _NEARLY_WHOLE:
+        return solved
+    least, most = program.bounds[column]
+    sides = []
+    for bounds in ((least, math.floor(count) * whole), (math.ceil(count) * whole, most)):
+        program.bounds[column] = bounds
+        sides.append(_solve(program) if bounds[0] <= bounds[1] else (math.inf, program.cost))
+    solved_sides = [side for side in sides if side]
+    return min(solved_sides, key=lambda side: side[0]) if len(solved_sides) == len(sides) else solved
+
+
+def _solve(program: LinearProgram) -> tuple[float, numpy.ndarray] | None:
+    """The value of the dual, and the variables; None if the solver fails."""
+    from scipy.optimize import linprog
+
+    solution = linprog(
+        program.cost,
+        A_ub=program.upper,
+        b_ub=program.upper_limits,
+        A_eq=program.equal,
+        b_eq=program.equal_values,
+        bounds=program.bounds,
+        method="highs",
+        options={"time_limit": SECONDS},
+    )
+    if solution.status != 0:
+        return None
+    dual = program.dual_value(solution.ineqlin.marginals, solution.eqlin.marginals) - program.tie
+    return dual, solution.x
+
+
+def _phases(gaps: Sequence[Gap], trace: Trace, wrap: Wrap) -> Phases:
+    """The checkpoints of a trace, spread evenly over its steps, and its gaps and times between them."""
+    n = len(trace.steps)
+    checkpoints = numpy.unique(numpy.linspace(0, n - 1, min(n, MOST_STEPS)).round().astype(int))
+    twice = numpy.concatenate((checkpoints, checkpoints + n))
+    first = numpy.searchsorted(twice, [gap.opens for gap in gaps], side="right")
+    last = numpy.searchsorted(twice, [gap.closes for gap in gaps])
+    lead = numpy.array([step.lead_ns for step in trace.steps], dtype=float)
+    read = numpy.array([step.read_ns for step in trace.steps], dtype=float)
+    lead[0] += trace.tail_ns + (trace.gap_ns if wrap == "overlap" else 0)
+    ended = (lead + read).cumsum()
+    before = ended[checkpoints] - read[checkpoints]
+    since = numpy.concatenate(([ended[checkpoints[-1]] - ended[-1]], ended[checkpoints[:-1]]))
+    return Phases(checkpoints, first, last, before - since, read[checkpoints])

@@ -1,27 +1,157 @@
-"""The event graph of a schedule, its steady period, and when everything happens from a cold start.
-
-The events of a pass are the end of each step's read, the end of each transfer, the end of each read of the
-disk, the start of the call, and the end of the launch of each streamed step (`launches.py`). An event happens
-at the maximum, over its incoming edges, of the time of the edge's source plus the edge's weight. The source
-of an edge of height 1 is an event of the pass before. This is a linear system over the (max, +) semiring. Its
-period, which is what one more pass costs in the limit, is the maximum of weight over height among all cycles.
-(Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, chapters 2 and 3.)
-"""
+"""The event graph of a call: steps, transfers and waits, and the time at which each of them ends."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.schedule.clock.launches import launch_edges
-from penstock.schedule.clock.units import UnitCopies, unit_edges
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Hardware, Schedule, Trace, Wrap
+from penstock.schedule.facts.model import Arena, Decisions, Hardware, Range, Schedule, Trace, Wrap
+from penstock.schedule.space.spans import merged, subtract
 
 if TYPE_CHECKING:
     import networkx
+
+
+@dataclass(frozen=True)
+class UnitCopy:
+    """Units that step `step` has brought in `ns` nanoseconds; the reads of the steps in `waits` need them."""
+
+    step: int
+    ns: int
+    waits: tuple[int, ...]
+
+
+UnitCopies = Sequence[UnitCopy]
+"""The copies of units of one pass, in the order in which they are asked for."""
+
+
+def unit_edges(
+    facts: tuple[Trace, Schedule, Hardware],
+    line: Sequence[int],
+    copies: tuple[UnitCopies, UnitCopies],
+    begin: int,
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the edges that the units of a pass add to the event graph: source, target, ns and height.
+
+    `line` has the transfers in issue order, those out too where they share the link. `copies` are those of
+    the pass before and of this one. The latter are numbered from `begin` on; so are the former, among the
+    events of their own pass.
+    """
+    trace, schedule, hardware = facts
+    n, (before, now) = len(trace.steps), copies
+    arrived = {schedule.transfers[i].step: n + i for i in line if schedule.transfers[i].direction == "in"}
+    for node, copy in enumerate(now, begin):
+        asked = trace.steps[copy.step].lead_ns
+        yield (copy.step - 1 if copy.step else n + len(schedule.transfers)), node, asked + copy.ns, 0
+        if copy.step in arrived:
+            yield arrived[copy.step], node, copy.ns, 0
+        if node > begin:
+            yield node - 1, node, copy.ns, 0
+        elif before:
+            yield begin + len(before) - 1, node, copy.ns, 1
+        for step in copy.waits:
+            yield node, step, trace.steps[step].read_ns, 0
+    made_up: Counter[int] = Counter()
+    for height, some in ((1, before), (0, now)):
+        for node, copy in enumerate(some, begin):
+            late, place = _next_place(schedule, line, copy.step, n)
+            if line and late == height:
+                made_up[place] += copy.ns
+                yield node, n + line[place], hardware.moving_ns(schedule.transfers[line[place]]), height
+    for place, ns in made_up.items():
+        copy_ns = hardware.moving_ns(schedule.transfers[line[place]])
+        yield n + line[place - 1], n + line[place], ns + copy_ns, int(place == 0)
+
+
+def _next_place(schedule: Schedule, line: Sequence[int], step: int, n: int) -> tuple[int, int]:
+    """Where in a line the first transfer is that cannot start before `step` has ended.
+
+    Returns 0 for a transfer of the same pass and 1 for one of the next pass, and its place in the line.
+    """
+    afters = [schedule.transfers[i].after for i in line]
+    places = [
+        (height, place)
+        for height, reached in ((0, step), (1, step - n))
+        for place, after in enumerate(afters)
+        if after >= reached
+    ]
+    return next(iter(places), (1, 0))
+
+
+def launch_edges(
+    trace: Trace, hardware: Hardware, streamed: Sequence[int], begin: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the edges of the launches of a pass: source, target, ns and height.
+
+    Steps are numbered from 0, and the launches of the `streamed` ones, which ascend, from `begin` on.
+    """
+    for place, step in enumerate(streamed):
+        node = begin + place
+        yield begin + (place - 1) % len(streamed), node, hardware.host_step_ns, int(place == 0)
+        yield node, step, trace.steps[step].read_ns, 0
+
+
+def leaving_storages(
+    arena: Arena, sizes: Sequence[int], outside: Collection[int], resident: Sequence[Range]
+) -> frozenset[int]:
+    """The storages of the arena of which some bytes are not in `resident`."""
+    whole = merged(resident)  # neighbouring ranges may cover a storage together
+    return frozenset(
+        s
+        for s, (start, nbytes) in enumerate(zip(arena.layout, sizes, strict=True))
+        if start >= 0 and s not in outside and subtract([Range(start, start + nbytes)], whole)
+    )
+
+
+def streamed_steps(
+    trace: Trace, schedule: Schedule, following: Schedule, leaving: Collection[int]
+) -> tuple[int, ...]:
+    """The steps at which a schedule waits for a transfer, starts one, or drops a range, ascending.
+
+    All other steps read and write only bytes that never leave the device. `following` is the schedule of the
+    call that comes next, and `leaving` are the storages that do not stay whole.
+    """
+    acting = {drop.step for drop in schedule.drops} | {transfer.step for transfer in schedule.transfers}
+    # A negative `after` is a step of the pass before; numbers beyond a trace are those of no step below.
+    acting |= {transfer.after for transfer in schedule.transfers}
+    acting |= {len(trace.steps) + transfer.after for transfer in following.transfers}
+    return tuple(
+        k
+        for k, step in enumerate(trace.steps)
+        if k in acting or any(s in leaving for s in (*step.reads, *step.writes))
+    )
+
+
+def acting_steps(plan: Decisions, graph: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The streamed steps of method number `graph`; `sizes` are the bytes of the storages."""
+    trace = next(candidate for candidate in plan.traces if candidate.graph == graph)
+    schedules = {schedule.graph: schedule for schedule in plan.schedules}
+    follows = {
+        candidate.graph if candidate.follows is None else candidate.follows: candidate.graph
+        for candidate in plan.traces
+    }
+    leaving = leaving_storages(plan.arena, sizes, plan.outside, plan.resident)
+    return streamed_steps(trace, schedules[graph], schedules[follows[graph]], leaving)
+
+
+def launched_steps(plan: Decisions, number: int) -> tuple[int, ...]:
+    """The streamed steps of trace number `which` whose launches take time; none if no launch does.
+
+    In a plan without `sizes`, the first byte of a storage stands for all.
+    """
+    if not plan.hardware.host_step_ns:
+        return ()
+    return acting_steps(plan, plan.traces[number].graph, plan.sizes or (1,) * len(plan.arena.layout))
+
+
+def launches_ns(plan: Decisions, number: int) -> int:
+    """Nanoseconds of the calling thread for the streamed steps of a pass of trace number `which`."""
+    return plan.hardware.host_step_ns * len(launched_steps(plan, number))
+
 
 Edge = tuple[int, int, int, int]
 """Source, target, weight in ns, height in passes."""

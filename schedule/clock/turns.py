@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from penstock.schedule.clock.event_graph import PassTimes, settle, steady_period_ns
-from penstock.schedule.clock.launches import launched_steps
+from penstock.schedule.clock.event_graph import PassTimes, launched_steps, settle, steady_period_ns
 from penstock.schedule.facts.model import Arena, Decisions, Drop, Pool, Range, Schedule, Trace, Transfer
 from penstock.schedule.space.spans import merged, subtract
 

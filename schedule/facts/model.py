@@ -1,31 +1,260 @@
-"""The vocabulary of the schedule: frozen dataclasses without torch, and without behaviour beyond lookups.
-
-Facts (weights, storages, traces) come from the passes, and decisions (plans) from the planner. A payload
-holds these classes: `payload/` reads and writes them as JSON, and `docs/payload.md` specifies every
-field. All offsets are in bytes, all ranges are half-open, and all times are integer nanoseconds.
-`catalog.py` has the weights, and `units.py` what is read of them by slices.
-"""
+"""The words of docs/payload.md as classes: storages, weights, traces, steps, plans."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from penstock.schedule.facts.catalog import ALIGNMENT as ALIGNMENT
-from penstock.schedule.facts.catalog import IN_ARENA as IN_ARENA
-from penstock.schedule.facts.catalog import STRICT as STRICT
-from penstock.schedule.facts.catalog import Extent as Extent
-from penstock.schedule.facts.catalog import FileKind as FileKind
-from penstock.schedule.facts.catalog import Kind as Kind
-from penstock.schedule.facts.catalog import Part as Part
-from penstock.schedule.facts.catalog import Role as Role
-from penstock.schedule.facts.catalog import Storage as Storage
-from penstock.schedule.facts.catalog import Weight as Weight
-from penstock.schedule.facts.catalog import WeightFile as WeightFile
-from penstock.schedule.facts.units import Computed as Computed
-from penstock.schedule.facts.units import Pool as Pool
-from penstock.schedule.facts.units import SparseRead as SparseRead
+Kind = Literal["streamable", "mutable", "returned", "inlined", "small", "produced"]
+Role = Literal["parameter", "buffer", "constant", "value"]
+FileKind = Literal["file", "named"]
+
+IN_ARENA: tuple[Kind, ...] = ("streamable", "produced")
+"""The kinds of storages that may be in an arena."""
+
+ALIGNMENT = 64
+"""Bytes. Kernels choose their code, and so the last bits of results, by addresses modulo this at most."""
+
+STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
+"""How pydantic reads the classes of a payload from a file; it has no effect elsewhere."""
+
+ITEM_SIZES: dict[str, int] = {
+    name: nbytes
+    for nbytes, names in (
+        (1, "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"),
+        (1, "float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"),
+        (1, "bits8 bits1x8 bits2x4 bits4x2"),
+        (2, "int16 uint16 float16 bfloat16 bits16"),
+        (4, "int32 uint32 float32 complex32 bcomplex32"),
+        (8, "int64 uint64 float64 complex64"),
+        (16, "complex128"),
+    )
+    for name in names.split()
+}
+"""The bytes that one item of each dtype takes, by torch's name of the dtype.
+
+torch's own quantised dtypes (qint8 and the like) are missing: their tensors are more than their bytes.
+"""
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file and the stamp by which it is recognised, or an entry of ExecuTorch's named data.
+
+    `path` is relative to the artifact's folder for a packed file, and absolute for a checkpoint that
+    is used in place. `nbytes` is the size of the file, and `mtime_ns` and `inode` are as in its
+    `os.stat`. `header_sha256` is the hash of the length prefix and the header, and `sampled_sha256`
+    that of the blocks that `runtime/files/stamp.py` samples.
+
+    Where `kind` is `named`, `path` is the name of a `.ptd`, `nbytes` the size of the entry `key` in it, and
+    the stamp is zeros and empty texts: the key has the hash of the bytes.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    path: str
+    nbytes: int
+    mtime_ns: int
+    inode: int
+    header_sha256: str
+    sampled_sha256: str
+    kind: FileKind = "file"
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of `nbytes` bytes, at `storage_offset` of a storage and at `file_offset` of file `file`."""
+
+    __pydantic_config__: ClassVar = STRICT
+    file: int
+    file_offset: int
+    storage_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The bytes behind one or more parts; its index in the catalog is its identity.
+
+    A storage may be streamed only if its `kind` is `streamable` or `produced`. One that is produced has no
+    content until a step of the program writes it. `extents` is empty as long as the bytes lie in no file;
+    otherwise it is sorted by `storage_offset` and covers all bytes that a part reads. `sha256` is the hash of
+    the bytes, None if it is not known.
+
+    `phase` is the address, modulo ALIGNMENT, at which a CPU computes on the storage. A file of a library
+    that is used in place gives each tensor the phase at which the library maps it, and so the library's last
+    bits.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    nbytes: int
+    kind: Kind
+    extents: tuple[Extent, ...] = ()
+    sha256: str | None = None
+    phase: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One strided tensor of a weight, inside one storage.
+
+    `name` is empty for a plain tensor. `dtype` is torch's name without the prefix
+    (`bfloat16`), `stride` counts elements, `offset` counts bytes from the storage's start.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, buffer or constant that export lifted to an input, or a value that the program keeps.
+
+    Tied weights, and weights that are views of one another, are separate weights whose parts
+    name the same storage. `device` is the device the program was exported for. A weight of role `value` is
+    what a forward computes and its backward reads.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    fqn: str
+    role: Role
+    device: str
+    parts: tuple[Part, ...]
+
+
+def part_nbytes(part: Part) -> int:
+    """Bytes from the first to the last item of `part`, gaps between items included; 0 if it has no item."""
+    if 0 in part.shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride, strict=True))
+    return (last + 1) * ITEM_SIZES[part.dtype]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A tensor that a program computes from units, each slice on dimension 0 from one of them."""
+
+    __pydantic_config__: ClassVar = STRICT
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SparseRead:
+    """A read that needs of a tensor only the slices on dimension 0, its units, that an operand names.
+
+    `view` is the tensor as the operator is given it, a weight or a view of one, whose units do not overlap.
+    `operator` is the operator's name, which says how the operand names units (`passes/sparse/contracts.py`).
+    Reads of one method with the same `route` have the same operand. A call of the exported sizes names at
+    most `asked` different units.
+
+    With `tiles`, every call needs all units, which are the tiles of a product that may be computed one after
+    another. If `slices` is more than 1, a unit is a run of so many slices: the operator is given the tensor
+    whose dimension 0 is the first two of `view` in one.
+
+    If `computed` is there, the operator is given that in the place of `view`, a slice at a time.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    view: Part
+    operator: str
+    route: int
+    asked: int
+    slices: int = 1
+    tiles: bool = False
+    computed: Computed | None = None
+
+    @property
+    def storage(self) -> int:
+        return self.view.storage
+
+    @property
+    def count(self) -> int:
+        """The number of units."""
+        return self.view.shape[0]
+
+    @cached_property
+    def unit_stride(self) -> int:
+        """Bytes from the start of a unit to that of the next."""
+        return self.view.stride[0] * ITEM_SIZES[self.view.dtype]
+
+    @cached_property
+    def unit_nbytes(self) -> int:
+        """Bytes from the first to the last item of a unit."""
+        return part_nbytes(replace(self.view, shape=self.view.shape[1:], stride=self.view.stride[1:]))
+
+    @property
+    def units(self) -> tuple[int, int, int, int]:
+        """Equal for two reads of a storage that mean the same bytes by the same number of a unit."""
+        return self.count, self.view.offset, self.unit_stride, self.unit_nbytes
+
+    @property
+    def dense(self) -> bool:
+        """Tells whether calls of the exported sizes may ask for all units, though not as tiles."""
+        return not self.tiles and self.asked >= self.count
+
+    def unit(self, number: int) -> tuple[int, int]:
+        """The bytes of a unit: start and stop, counted from the start of the storage."""
+        start = self.view.offset + number * self.unit_stride
+        return start, start + self.unit_nbytes
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Memory of at most `nbytes`, beside the arena, in which units come and go as calls ask for them.
+
+    `layout[s]` is where storage s begins in the address space of the pool, in bytes, or -1 if its units are
+    not in it. All reads of a storage that it serves have the same units; reads by tiles are served only with
+    `tiles`, and dense ones only with `dense`. Memory is taken and given back in granules of
+    `granule` bytes, counted from offset 0; what two units share is counted once.
+
+    `expected_ns[i]` are the nanoseconds that a pass of the plan's trace number i is expected to wait for
+    units, if all are asked for equally often, and `worst_ns[i]` those of a pass that finds none of them.
+    Both are empty if nobody has estimated them.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    nbytes: int
+    granule: int
+    layout: tuple[int, ...]
+    expected_ns: tuple[int, ...] = ()
+    worst_ns: tuple[int, ...] = ()
+    tiles: bool = False
+    dense: bool = True
+
+    def has(self, read: SparseRead) -> bool:
+        """Tells whether the pool serves a read."""
+        served = self.layout[read.storage] >= 0
+        return served and (self.tiles or not read.tiles) and (self.dense or not read.dense)
+
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """The storages whose units are in the pool."""
+        return tuple(s for s, place in enumerate(self.layout) if place >= 0)
+
+    def whole(self, reads: Sequence[int], sparse: Sequence[SparseRead]) -> tuple[int, ...]:
+        """All that a step reads, which has `reads` of the arena: what the pool serves of `sparse`, too."""
+        return tuple(sorted({*reads, *(read.storage for read in sparse if self.has(read))}))
+
+    def granules(self, read: SparseRead, number: int) -> tuple[int, int]:
+        """The granules that hold a unit: the first one, and the one behind the last."""
+        start, stop = read.unit(number)
+        place = self.layout[read.view.storage]
+        return (place + start) // self.granule, -(-(place + stop) // self.granule)
+
+    def bytes_in(self, granules: tuple[int, int], storage: int, nbytes: int) -> tuple[int, int]:
+        """The bytes of a storage of `nbytes` in granules, from the first to one behind the last."""
+        (first, stop), place = granules, self.layout[storage]
+        return max(first * self.granule, place), min(stop * self.granule, place + nbytes)
+
 
 ArenaKind = Literal["contiguous", "paged"]
 Backing = Literal["mapped", "anonymous"]
@@ -467,3 +696,64 @@ class Decisions:
         if bound is None:
             return None
         return self.predicted_seconds / bound if bound else 1.0
+
+
+def tensor_of(weight: Weight, part: Part) -> str:
+    """The name of a part among all tensors: the FQN of its weight, or `FQN.PART` where it has several."""
+    return f"{weight.fqn}.{part.name}" if part.name else weight.fqn
+
+
+def plain_weights(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    """Each part as a weight of its own, which has one part without a name."""
+    return tuple(
+        replace(weight, fqn=tensor_of(weight, part), parts=(replace(part, name=""),)) if part.name else weight
+        for weight in weights
+        for part in weight.parts
+    )
+
+
+def join_parts(plain: Iterable[Weight], parts: Mapping[str, tuple[str, str]]) -> tuple[Weight, ...]:
+    """Undo `plain_weights`: `parts` maps the name of a tensor to its weight's FQN and its part's name."""
+    joined: dict[str, Weight] = {}
+    for weight in plain:
+        fqn, name = parts.get(weight.fqn, (weight.fqn, ""))
+        part = replace(weight.parts[0], name=name)
+        first = joined.get(fqn)
+        joined[fqn] = replace(weight, fqn=fqn, parts=(*(first.parts if first else ()), part))
+    return tuple(joined.values())
+
+
+def storages_together(weights: Sequence[Weight]) -> dict[int, tuple[int, ...]]:
+    """Groups of storages that belong to exactly the same weights, for all weights of several parts.
+
+    Maps each storage to its group, which contains it. A storage that further weights use, such as a scale
+    that many weights share, is not in the group of the other parts.
+    """
+    holders: dict[int, list[str]] = {}
+    for weight in weights:
+        for part in weight.parts:
+            holders.setdefault(part.storage, []).append(weight.fqn)
+    groups: dict[frozenset[str], list[int]] = {}
+    for storage in dict.fromkeys(p.storage for w in weights if len(w.parts) > 1 for p in w.parts):
+        groups.setdefault(frozenset(holders[storage]), []).append(storage)
+    return {storage: tuple(group) for group in groups.values() for storage in group}
+
+
+def read_together(trace: Trace, weights: Sequence[Weight]) -> Trace:
+    """The trace in which a step that reads one part of a weight reads all parts that any step reads.
+
+    All parts of a weight are then on the device during the same steps, and leave it together. A part that any
+    step reads by units is by itself: brought whole with another part, it would take what units save.
+    """
+    together = storages_together(weights)
+    by_units = {read.storage for step in trace.steps for read in step.sparse}
+    together = {s: (s,) if s in by_units else group for s, group in together.items()}
+    read = {s for step in trace.steps for s in step.reads} - by_units
+    steps = tuple(
+        replace(step, reads=tuple(sorted(_closed(step.reads, together, read)))) for step in trace.steps
+    )
+    return replace(trace, steps=steps)
+
+
+def _closed(reads: Iterable[int], together: Mapping[int, Sequence[int]], read: set[int]) -> set[int]:
+    return {*reads, *(other for s in reads for other in together.get(s, (s,)) if other in read)}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import (
+    ITEM_SIZES,
     Computed,
     Decisions,
     Drop,

@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.schedule.bound.period import Relaxation
-from penstock.schedule.search.occupancy import Occupancy
-from penstock.schedule.search.task import Draft, Task
+from penstock.schedule.bound.relaxation import Relaxation
+from penstock.schedule.search.draft import Draft, Occupancy, Task
 from penstock.schedule.space.addresses import Addressing, first_use, place_oldest, tight
-from penstock.schedule.space.pieces import Block
+from penstock.schedule.space.spans import Block
 
 _SIZES = 8
 """How many values are tried for the largest size of a streaming block: small blocks share little memory."""

@@ -1,22 +1,125 @@
-"""Replays recorded routes: the bytes that a pool moves, by its size and policy, and the least possible.
-
-The replay of penstock's own policy calls `Residency` as a run does (`runtime/sparse/units.py`), and so moves
-the bytes that the run moved, if the run began with the first recorded call and no read failed.
-"""
+"""Replays recorded routes: the bytes that a pool moves and the time they take, and the least possible."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count, groupby
 
-from penstock.schedule.facts.errors import PayloadError
-from penstock.schedule.facts.model import Pool, Range
+from penstock.schedule.clock.event_graph import UnitCopy, launched_steps, simulate, stalls_of
+from penstock.schedule.facts.errors import PayloadError, PlanError
+from penstock.schedule.facts.model import Decisions, Pool, Range, SparseRead, Storage
 from penstock.schedule.space.spans import merged
-from penstock.schedule.sparse.division import Expectation, Missed
-from penstock.schedule.sparse.optimum import Round, least_missed
-from penstock.schedule.sparse.policies import LeastFrequent, LeastRecent
-from penstock.schedule.sparse.residency import Change, Residency, Unit
-from penstock.schedule.sparse.routes import Ask, Profile
+from penstock.schedule.sparse.pool import Expectation, Missed
+from penstock.schedule.sparse.residency import Change, LeastFrequent, LeastRecent, Residency, Unit
+from penstock.schedule.sparse.routes import Ask, Profile, Route, served_profile
+
+Round = tuple[SparseRead, Sequence[int]]
+"""Units of one read that have to be in a pool together."""
+
+
+def least_missed(parts: Sequence[Round], pool: Pool, storages: Sequence[Storage]) -> tuple[int, bool]:
+    """The least bytes that have to be brought for parts that come one after another, and whether it is exact.
+
+    At first the pool is empty. If it is exact, there is a policy that brings so few.
+    """
+    pieces = _Pieces(pool, storages)
+    asked = [list(dict.fromkeys(p for n in numbers for p in pieces.of(read, n))) for read, numbers in parts]
+    exact, room = pieces.alike, pool.nbytes
+    if exact and pieces.sizes:
+        room -= room % pieces.sizes[0]
+    return _missed(asked, pieces.sizes, room), exact
+
+
+class _Pieces:
+    """Units in pieces, the bytes that the same units have: of most units one, besides edges that are shared.
+
+    Of the granules at the ends of a storage, only its own bytes count.
+    """
+
+    def __init__(self, pool: Pool, storages: Sequence[Storage]) -> None:
+        self.sizes: list[int] = []
+        self.alike = True  # each piece is a unit of whole granules, and all have one size
+        self._pool, self._storages = pool, storages
+        self._known: dict[tuple[int, int], int] = {}  # by the granules: first, and behind the last
+        self._of: dict[tuple[int, int], list[int]] = {}
+
+    def of(self, read: SparseRead, number: int) -> list[int]:
+        """The numbers of the pieces of a unit."""
+        key = (read.storage, number)
+        if key not in self._of:
+            self._of[key] = [self._number(read, *cut) for cut in self._cuts(read, number)]
+            self.alike &= not any(self._shares(read, number)) and self._whole(read, number)
+        return self._of[key]
+
+    def _cuts(self, read: SparseRead, number: int) -> Iterator[tuple[int, int]]:
+        """The granules of a unit, cut where another unit has bytes in the first or the last of them."""
+        first, stop = self._pool.granules(read, number)
+        before, behind = self._shares(read, number)
+        left, right = first + before, stop - behind
+        if before:
+            yield first, left
+        if behind and (stop - 1 > first or not before):
+            yield right, stop
+        if left < right:
+            yield left, right
+
+    def _shares(self, read: SparseRead, number: int) -> tuple[bool, bool]:
+        """Tells whether other units have bytes in the first and in the last granule of a unit."""
+        first, stop = self._pool.granules(read, number)
+        before = number > 0 and self._pool.granules(read, number - 1)[1] > first
+        return before, number + 1 < read.count and self._pool.granules(read, number + 1)[0] < stop
+
+    def _number(self, read: SparseRead, first: int, stop: int) -> int:
+        known = self._known.get((first, stop))
+        if known is not None:
+            return known
+        granule, place = self._pool.granule, self._pool.layout[read.storage]
+        end = min(stop * granule, place + self._storages[read.storage].nbytes)
+        self.sizes.append(end - max(first * granule, place))
+        self._known[first, stop] = len(self.sizes) - 1
+        return len(self.sizes) - 1
+
+    def _whole(self, read: SparseRead, number: int) -> bool:
+        granules = self._pool.granules(read, number)
+        start, stop = self._pool.bytes_in(granules, read.storage, self._storages[read.storage].nbytes)
+        return (stop - start) % self._pool.granule == 0 and stop - start == self.sizes[0]
+
+
+def _missed(asked: Sequence[Sequence[int]], sizes: Sequence[int], room: int) -> int:
+    """Bytes that are brought if those leave first that are asked for last."""
+    following = _following(asked, len(sizes))
+    is_held, coming = [0] * len(sizes), [0] * len(sizes)
+    leaving: list[tuple[int, int]] = []  # minus the part that asks next, and the piece; some are outdated
+    total = missed = 0
+    for part, later in zip(asked, following, strict=True):
+        for piece, at in zip(part, later, strict=True):
+            missed += sizes[piece] - is_held[piece]
+            total += sizes[piece] - is_held[piece]
+            is_held[piece], coming[piece] = sizes[piece], at
+        while total > room:  # what this part needs is entered below, and so cannot leave yet
+            at, piece = heappop(leaving)
+            if -at != coming[piece]:
+                continue
+            gone = min(is_held[piece], total - room)
+            is_held[piece], total = is_held[piece] - gone, total - gone
+            if is_held[piece]:
+                heappush(leaving, (at, piece))
+        for piece, at in zip(part, later, strict=True):
+            heappush(leaving, (-at, piece))
+    return missed
+
+
+def _following(asked: Sequence[Sequence[int]], pieces: int) -> list[list[int]]:
+    """For each piece of each part, the number of the next part that asks for it."""
+    coming = [len(asked)] * pieces
+    following: list[list[int]] = []
+    for k in range(len(asked) - 1, -1, -1):
+        following.append([coming[piece] for piece in asked[k]])
+        for piece in asked[k]:
+            coming[piece] = k
+    return following[::-1]
 
 
 @dataclass(frozen=True)
@@ -201,3 +304,102 @@ def ladder_of(profile: Profile, rungs: int = 8) -> Sequence[Pool]:
     most = sum(profile.storages[s].nbytes + smallest.granule for s in {read.storage for read in reads})
     sizes = (least * max(1.0, most / least) ** (k / (rungs - 1)) for k in range(rungs))
     return [profile.pool(-(-round(size) // smallest.granule) * smallest.granule) for size in sizes]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call: its number among the recorded ones, the units that it asks for, and those that it misses.
+
+    `missed` has the bytes that are read for units, and `copied_bytes` are those of the plan's transfers.
+    `rounds` are the parts in which its reads run, where a read that does not fit into the pool has several.
+    `stall_ns` of its `total_ns` nanoseconds it waits.
+    """
+
+    number: int
+    method: str
+    asked: Moved
+    missed: Moved
+    copied_bytes: int
+    rounds: int
+    stall_ns: int
+    total_ns: int
+
+
+def simulated_calls(plan: Decisions, profile: Profile) -> tuple[Call, ...]:
+    """The recorded calls, one after another, from a cold start on, with an empty pool.
+
+    A call of another method than the one before it begins as cold as the first one, but for the pool. A call
+    that asked for nothing is left out, since nobody knows what it was a call of.
+
+    Raises:
+        PlanError: the plan has no pool, or is of methods whose calls come in turn.
+        PayloadError: the pool serves reads of which the routes tell nothing.
+    """
+    if plan.pool is None:
+        raise PlanError(
+            f"the plan within {plan.budget} bytes reads all weights whole, so routes change nothing: give a "
+            "smaller budget"
+        )
+    if any(trace.follows is not None for trace in plan.traces):
+        raise PlanError("routes are simulated for calls of one method at a time, and this program is trained")
+    driven_by = served_profile(profile, plan.traces, plan.pool, plan.names)
+    reads, driven = driven_by.routes.reads, Driven(driven_by, plan.pool)
+    changes = driven.changes(Residency(plan.pool, driven_by.traces), ahead=True)
+    numbered = zip(count(), driven_by.routes.calls, changes, strict=False)
+    calls: list[Call] = []
+    for graph, some in groupby(
+        (numbered_call for numbered_call in numbered if numbered_call[1]),
+        lambda numbered_call: reads[numbered_call[1][0].read].graph,
+    ):
+        calls += _in_a_row(plan, driven, graph, list(some))
+    return tuple(calls)
+
+
+_Changes = list[tuple[Ask, list[int], Change]]
+_Made = tuple[int, Route, _Changes]
+
+
+def _in_a_row(plan: Decisions, driven: Driven, graph: int, calls: Sequence[_Made]) -> Iterator[Call]:
+    """Calls of one method, the first of which is cold."""
+    index = next(k for k, trace in enumerate(plan.traces) if trace.graph == graph)
+    trace, schedule = plan.traces[index], plan.schedules[index]
+    copies = [tuple(_copies(plan, driven, changes)) for *_, changes in calls]
+    facts = (trace, schedule, plan.hardware, plan.wrap)
+    times = simulate(*facts, len(calls) + 1, launched=launched_steps(plan, index), units=copies)
+    for (number, call, changes), now, behind in zip(calls, times, times[1:], strict=False):
+        missed = [driven.moved_by(change, [*change.bring, *change.ahead]) for _, _, change in changes]
+        yield Call(
+            number,
+            trace.method,
+            driven.asked_by(call),
+            Moved(sum(moved.units for moved in missed), sum(moved.nbytes for moved in missed)),
+            schedule.moved_bytes("in"),
+            len(changes),
+            sum(stalls_of(trace, now)),
+            behind.call_start - now.call_start,
+        )
+
+
+def _copies(plan: Decisions, driven: Driven, changes: _Changes) -> Iterator[UnitCopy]:
+    """The copies of units of one call: what a part needs, and behind it what is brought ahead of need."""
+    copies: list[tuple[int, int, set[int]]] = []  # the step that asks, nanoseconds, and the steps that wait
+    coming: dict[Unit, int] = {}
+    edges: dict[int, int] = {}  # granules that another unit may share, and the copy that brings them
+    for ask, part, change in changes:
+        step, storage = driven.read(ask)
+        for units in (change.bring, change.ahead):
+            moved = driven.moved_by(change, units)
+            if not moved.nbytes:
+                continue
+            for unit in units:
+                first, stop = change.granules[unit]
+                coming[unit] = len(copies)
+                edges |= dict.fromkeys((first, stop - 1) if first < stop else (), len(copies))
+            copies.append((step, Missed(moved.units, moved.nbytes).ns(plan.hardware), set()))
+        for number in part:
+            first, stop = driven.granules((storage, number))
+            needed = {edges.get(first), edges.get(stop - 1), coming.get((storage, number))}
+            for copy in needed:
+                if copy is not None:
+                    copies[copy][2].add(step)
+    return (UnitCopy(step, ns, tuple(sorted(waits))) for step, ns, waits in copies)

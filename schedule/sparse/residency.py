@@ -1,16 +1,4 @@
-"""Which units are in a pool, and which of them leave when others need room.
-
-Every read of a weight by units is a *turn*. When room is needed, the unit leaves that is expected to be asked
-for last: one whose weight is read in t turns, L turns lie between two reads of it, and each of these reads
-asks for the unit with probability p, is expected after t + L * (1 / p - 1) turns. If the p were known, and
-independent, this would be the expectation of the key by which Belady's optimal policy chooses (A study of
-replacement algorithms, 1966). p is estimated from what was asked for: an eighth of it by a moving average
-that hardly looks beyond the last turn, since a text often asks again at once, and the rest by one that
-forgets slowly. Units that the turn in progress is known to need leave last. With a unit leaves what is always
-asked for together with it: half of an expert is of no use.
-
-The decisions depend on nothing but the order of calls, so a recorded order can be replayed.
-"""
+"""Which units are in a pool, and which of them leave when others need room."""
 
 from __future__ import annotations
 
@@ -304,3 +292,41 @@ def _partners(reads: dict[int, dict[int, _Read]]) -> dict[int, list[int]]:
         s: [other for other, of in turns.items() if of == own_turns and other != s]
         for s, own_turns in turns.items()
     }
+
+
+class LeastRecent(Residency):
+    """The units that were asked for least recently leave first (LRU)."""
+
+    def __init__(self, pool: Pool, traces: Sequence[Trace]) -> None:
+        super().__init__(pool, traces)
+        self._clock = 0
+        self._last = np.zeros(len(self._table), np.int64)  # the read of any table that asked for a unit last
+
+    def ask(self, graph: int, step: int, numbers: Sequence[int]) -> None:
+        super().ask(graph, step, numbers)
+        self._clock += 1
+        self._last[self._asked(graph, step, numbers)] = self._clock
+
+    def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
+        order: np.ndarray = -self._last[some]
+        return order
+
+    def _leaving(self, index: int) -> list[int]:
+        return [index]
+
+
+class LeastFrequent(LeastRecent):
+    """The units that were asked for least often so far leave first (LFU); of equal ones the least recent."""
+
+    def __init__(self, pool: Pool, traces: Sequence[Trace]) -> None:
+        super().__init__(pool, traces)
+        self._often = np.zeros(len(self._table), np.int64)
+
+    def ask(self, graph: int, step: int, numbers: Sequence[int]) -> None:
+        super().ask(graph, step, numbers)
+        self._often[self._asked(graph, step, numbers)] += 1
+
+    def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
+        once = 1 << 32  # more than the reads of any recording
+        order: np.ndarray = -(self._often[some] * once + self._last[some])
+        return order

@@ -7,7 +7,7 @@ import torch
 from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, quantize_
 
 from penstock.integrations import apply, load
-from penstock.schedule.sparse import division
+from penstock.schedule.sparse import pool
 from tests.hunt import sampled
 from tests.integrations import expert_models
 from tests.integrations.models import frozen
@@ -22,7 +22,7 @@ CASES = [(family, dtype) for family in FAMILIES for dtype in (torch.bfloat16, to
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     """Products in several threads may be added up in another order; and units of small models count."""
-    monkeypatch.setattr(division, "LEAST", 256 << 10)
+    monkeypatch.setattr(pool, "LEAST", 256 << 10)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

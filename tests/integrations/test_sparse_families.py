@@ -10,7 +10,7 @@ import torch
 
 from penstock.integrations import apply, load
 from penstock.schedule.facts.errors import BudgetError
-from penstock.schedule.sparse import division
+from penstock.schedule.sparse import pool
 from tests.hunt import sampled
 from tests.integrations import expert_models, models
 
@@ -105,7 +105,7 @@ def test_a_family_has_its_bits_in_little_memory_and_reads_what_its_tokens_ask_fo
     family, dtype, way, tmp_path, monkeypatch
 ):
     if family == "gpt_oss":  # so that biases, too, are read by units
-        monkeypatch.setattr(division, "LEAST", 8 << 10)
+        monkeypatch.setattr(pool, "LEAST", 8 << 10)
     runs = Runs(family, dtype, way, tmp_path)
     least = runs.least()
     whole = family in WHOLE

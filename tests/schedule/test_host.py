@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.clock.event_graph import build_graph, simulate, steady_period_ns
-from penstock.schedule.clock.launches import launched_steps
+from penstock.schedule.clock.event_graph import build_graph, launched_steps, simulate, steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Hardware, HostTier, Range, Schedule, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Problem

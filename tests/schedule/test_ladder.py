@@ -10,7 +10,7 @@ import pytest
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.ladder import budgets, ladder
+from penstock.schedule.plan import budgets, ladder
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 

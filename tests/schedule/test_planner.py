@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.clock.event_graph import steady_period_ns
-from penstock.schedule.clock.launches import launched_steps
+from penstock.schedule.clock.event_graph import launched_steps, steady_period_ns
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Arena, ArenaKind, Hardware, Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand, Problem, first_uses
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import RUNGS, floor, make_plan, with_figures
-from penstock.schedule.space import pieces
+from penstock.schedule.space import spans
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
 from tests.hunt import sampled, scaled
@@ -93,7 +92,7 @@ def test_a_floor_is_found_without_cutting_storages_into_spans(
     kind: ArenaKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which are up to 30,000, and each plan for a machine asks for many floors."""
-    monkeypatch.setattr(pieces, "span_groups", lambda *given: pytest.fail("cut"))
+    monkeypatch.setattr(spans, "span_groups", lambda *given: pytest.fail("cut"))
     p = equal_problem(4, 1)
     arena = packed_arena(p.storages, p.traces, kind=kind, granule=64, alignment=64)
     assert floor(Demand(p.storages, p.traces, arena)).upper_bytes == UNIT

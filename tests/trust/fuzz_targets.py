@@ -25,8 +25,7 @@ from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading
 from penstock.runtime.sparse.recorder import read_routes
 from penstock.schedule.payload.codec import Payload, plan_from_json, verify_payload
-from penstock.schedule.payload.routes import routes_to_bytes
-from penstock.schedule.sparse.routes import Ask, RoutedRead, Routes
+from penstock.schedule.sparse.routes import Ask, RoutedRead, Routes, routes_to_bytes
 from tests.schedule.payload.payload_example import BYTES, PLAN
 from tests.trust.hostile import X
 from tests.trust.mutations import exchange, mutate_bytes, mutate_json, mutate_tree

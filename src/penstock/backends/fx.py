@@ -36,8 +36,7 @@ from penstock.runtime.artifact import write_weights
 from penstock.runtime.checkpoint.opening import Paths
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import Step
-from penstock.schedule.facts.parts import read_together
+from penstock.schedule.facts.model import Step, read_together
 from penstock.schedule.payload.codec import Payload
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.models.advice import Advice
     from penstock.runtime.program import Program
     from penstock.schedule.plan import Plan
-    from penstock.schedule.report.whatif import Point
+    from penstock.schedule.report.comparison import Point
 
 EXAMPLES = (
     "penstock plan model.penstock --budget 25% --keep 'lm_head.*'",

@@ -17,9 +17,8 @@ from penstock.runtime.checkpoint.binding import Names
 from penstock.runtime.files.pack import Chunk, tensor_chunks
 from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.files.stamp import hash_storage, stamp_file
-from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import WeightFile
+from penstock.schedule.facts.model import WeightFile, part_nbytes
 
 if TYPE_CHECKING:
     from penstock.integrations.called.facts import ModuleFacts

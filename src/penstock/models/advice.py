@@ -9,14 +9,13 @@ from typing import Any
 
 from penstock.runtime.program import Program
 from penstock.runtime.sparse.recorder import read_routes
-from penstock.schedule.clock.event_graph import settle, stalls_of
-from penstock.schedule.clock.launches import launched_steps
+from penstock.schedule.clock.event_graph import launched_steps, settle, stalls_of
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.plan import Plan
-from penstock.schedule.report import whatif
+from penstock.schedule.report import comparison as whatif
 from penstock.schedule.report.verdict import tokens_of, verdict
-from penstock.schedule.sparse.calls import simulated_calls
+from penstock.schedule.sparse.replay import simulated_calls
 from penstock.schedule.sparse.routes import profile_of
 
 

@@ -13,7 +13,7 @@ from penstock.passes.annotate import annotate_with_values
 from penstock.passes.calls.stored_graph import decode_graph, encode_graph
 from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.sparse.chains import by_expert
-from penstock.schedule.sparse import division
+from penstock.schedule.sparse import pool
 from tests.passes.sparse.test_contracts import Calls
 
 COUNT, ROWS, WIDTH, OUT = 6, 10, 16, 32
@@ -22,7 +22,7 @@ ENDS = torch.tensor([0, 3, 3, 7, 10, 10], dtype=torch.int32)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(division, "LEAST", 1)
+    monkeypatch.setattr(pool, "LEAST", 1)
 
 
 def integers(*shape: int, low: int = -128, dtype: torch.dtype = torch.int8) -> torch.Tensor:
@@ -215,7 +215,7 @@ def test_dimension_0_has_to_stay_outermost() -> None:
 def test_small_stacks_and_products_that_are_not_trusted_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = product(CHAINS["a scale for each row"])
     assert bodies(made(model, trusts=False)) == []
-    monkeypatch.setattr(division, "LEAST", COUNT * OUT * WIDTH)
+    monkeypatch.setattr(pool, "LEAST", COUNT * OUT * WIDTH)
     assert len(bodies(made(model))) == 1
-    monkeypatch.setattr(division, "LEAST", COUNT * OUT * WIDTH + 1)
+    monkeypatch.setattr(pool, "LEAST", COUNT * OUT * WIDTH + 1)
     assert bodies(made(model)) == []

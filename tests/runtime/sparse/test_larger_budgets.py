@@ -10,7 +10,7 @@ from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import RUNGS
-from penstock.schedule.sparse.division import missed
+from penstock.schedule.sparse.pool import missed
 from tests.runtime.sparse.sparse_models import Experts, Mixed, routes
 
 MACHINES = {

@@ -13,7 +13,7 @@ from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.plan import Plan
-from penstock.schedule.sparse import division
+from penstock.schedule.sparse import pool
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import Experts, routes
@@ -42,7 +42,7 @@ def program(model: Experts, tmp_path_factory: pytest.TempPathFactory) -> Program
 @pytest.fixture(autouse=True)
 def as_many_prompts_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few layers would read prompts by units, as tokens count more."""
-    monkeypatch.setattr(division, "TOKENS_A_PROMPT", 1)
+    monkeypatch.setattr(pool, "TOKENS_A_PROMPT", 1)
 
 
 def times(plan: Plan) -> list[int]:

@@ -7,8 +7,7 @@ import torch
 
 import penstock
 from penstock.runtime.program import Program
-from penstock.schedule.sparse.calls import simulated_calls
-from penstock.schedule.sparse.replay import replay
+from penstock.schedule.sparse.replay import replay, simulated_calls
 from penstock.schedule.sparse.routes import profile_of, served_profile
 from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, routes

@@ -11,7 +11,7 @@ from torch.export import Dim, export
 
 import penstock
 from penstock.runtime.sparse import units as units_module
-from penstock.schedule.sparse.division import smallest_pool, without_units
+from penstock.schedule.sparse.pool import smallest_pool, without_units
 from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import Experts, Rows, Tables, routes, seeded
 from tests.runtime.sparse.unit_reads import have_reads_pass, interrupt_wait, taken

@@ -14,14 +14,13 @@ import scipy.optimize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.bound import period as bound
-from penstock.schedule.bound.period import Relaxation, relax, tier_of
-from penstock.schedule.bound.relaxation import Tier
+from penstock.schedule.bound import relaxation as bound
+from penstock.schedule.bound.relaxation import Relaxation, Tier, relax, tier_of
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace, Wrap
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.pieces import Pieces
+from penstock.schedule.space.spans import Pieces
 from tests.hunt import scaled
 from tests.schedule.bound.exhaustive import TICK_NS, Memory, Tiny, least_ticks, tiny_of
 from tests.schedule.traces import GRANULE, RandomProblem, equal_problem, machine, problems

@@ -5,12 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schedule.bound.residency import Residency, gaps_of, needed_bytes
+from penstock.schedule.bound.gaps import Residency, gaps_of, needed_bytes
 from penstock.schedule.facts.model import Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.pieces import Pieces
-from penstock.schedule.space.spans import merged
+from penstock.schedule.space.spans import Pieces, merged
 from tests.schedule.traces import RandomProblem, problems
 
 

@@ -8,7 +8,7 @@ from random import Random
 from statistics import mean
 
 from penstock.schedule.clock.event_graph import steady_period_ns
-from penstock.schedule.clock.joining import Joiner, in_sizes
+from penstock.schedule.clock.transfers import Joiner, in_sizes
 from penstock.schedule.facts.model import Hardware, Schedule, Step, Trace, Transfer
 from tests.schedule.traces import machine
 

@@ -10,17 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.bound.period import relax, tier_of
-from penstock.schedule.clock.event_graph import build_graph, settle, simulate, stalls_of, steady_period_ns
-from penstock.schedule.clock.launches import acting_steps, launched_steps, launches_ns
+from penstock.schedule.bound.relaxation import relax, tier_of
+from penstock.schedule.clock.event_graph import (
+    acting_steps,
+    build_graph,
+    launched_steps,
+    launches_ns,
+    settle,
+    simulate,
+    stalls_of,
+    steady_period_ns,
+)
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.model import Hardware, Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.report.comparison import replayed_ns
 from penstock.schedule.report.verdict import slow_launches
-from penstock.schedule.report.whatif import replayed_ns
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.pieces import Pieces
+from penstock.schedule.space.spans import Pieces
 from tests.schedule.clock.test_event_graph import schedule_of, trace_of
 from tests.schedule.traces import GRANULE, RandomProblem, machine, problems
 

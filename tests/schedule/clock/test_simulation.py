@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from penstock.schedule.clock.event_graph import settle, stalls_of
-from penstock.schedule.clock.launches import launched_steps
+from penstock.schedule.clock.event_graph import launched_steps, settle, stalls_of
 from penstock.schedule.planner import floor, make_plan
 from tests.hunt import scaled
 from tests.schedule.traces import RandomProblem, equal_problem, problems

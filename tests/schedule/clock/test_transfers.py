@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from penstock.schedule.bound.residency import gaps_of
+from penstock.schedule.bound.gaps import gaps_of
 from penstock.schedule.clock.transfers import Join, Loads, Streaming
 from penstock.schedule.facts.model import Drop, Hardware, Range, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Demand
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.pieces import Pieces
+from penstock.schedule.space.spans import Pieces
 from tests.schedule.traces import RandomProblem, machine, problems
 
 HARDWARE: Hardware = machine(1e9)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.schedule.clock.event_graph import PassTimes, simulate
-from penstock.schedule.clock.units import UnitCopy
+from penstock.schedule.clock.event_graph import PassTimes, UnitCopy, simulate
 from penstock.schedule.facts.model import Schedule, Step, Trace, Transfer
 from tests.schedule.traces import machine
 

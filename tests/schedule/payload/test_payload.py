@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule.facts import model
-from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PayloadError, PlanError
-from penstock.schedule.facts.model import Computed, Method, Part, Step, Storage, Trace, Weight
+from penstock.schedule.facts.model import ITEM_SIZES, Computed, Method, Part, Step, Storage, Trace, Weight
 from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, verify_payload
 from tests.schedule.payload.payload_example import BYTES, HARDWARE, PAYLOAD, PLAN, TRACE
 from tests.schedule.verify.random_plans import random_case

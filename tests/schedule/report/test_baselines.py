@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from penstock.schedule.bound.period import relax, tier_of
+from penstock.schedule.bound.relaxation import relax, tier_of
 from penstock.schedule.facts.model import Hardware, Step, Trace, Work
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor
-from penstock.schedule.report import baselines
-from penstock.schedule.report.baselines import Setting, compare
+from penstock.schedule.report import comparison
+from penstock.schedule.report.comparison import Setting, compare
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.pieces import Pieces
+from penstock.schedule.space.spans import Pieces
 from tests.schedule.traces import RandomProblem, machine, problems
 
 US = 1000
@@ -38,16 +38,16 @@ def us(ns: int | None) -> float | None:
 @pytest.mark.parametrize(
     ("policy", "cap", "compute_us", "expected"),
     [
-        (baselines.everything_resident, 10, 100, 1000),
-        (baselines.everything_resident, 9.9, 100, None),
-        (baselines.on_demand, 1, 100, 11_000),  # each copy waits for the step before
-        (baselines.on_demand, 0.9, 100, None),
-        (baselines.one_block_ahead, 2, 100, 10_000),  # two slots: copies follow one another
-        (baselines.one_block_ahead, 2, 1500, 15_000),  # and hide behind compute
-        (baselines.one_block_ahead, 1, 100, 11_000),  # no room for two: on demand
-        (baselines.some_of_every_group, 7, 100, 5_000),  # five stay, two slots for the others
-        (baselines.least_recently_used, 9, 100, 11_000),  # a cyclic scan finds nothing
-        (baselines.least_recently_used, 10, 100, 1_000),
+        (comparison.everything_resident, 10, 100, 1000),
+        (comparison.everything_resident, 9.9, 100, None),
+        (comparison.on_demand, 1, 100, 11_000),  # each copy waits for the step before
+        (comparison.on_demand, 0.9, 100, None),
+        (comparison.one_block_ahead, 2, 100, 10_000),  # two slots: copies follow one another
+        (comparison.one_block_ahead, 2, 1500, 15_000),  # and hide behind compute
+        (comparison.one_block_ahead, 1, 100, 11_000),  # no room for two: on demand
+        (comparison.some_of_every_group, 7, 100, 5_000),  # five stay, two slots for the others
+        (comparison.least_recently_used, 9, 100, 11_000),  # a cyclic scan finds nothing
+        (comparison.least_recently_used, 10, 100, 1_000),
     ],
 )
 def test_ten_equal_weights(policy, cap: float, compute_us: int, expected: float | None) -> None:
@@ -57,11 +57,11 @@ def test_ten_equal_weights(policy, cap: float, compute_us: int, expected: float 
 @pytest.mark.parametrize(
     ("policy", "cap", "expected"),
     [
-        (baselines.everything_resident, 10, 1_000),
-        (baselines.on_demand, 1, 30_000),
-        (baselines.one_block_ahead, 2, 30_000),
-        (baselines.some_of_every_group, 7, 15_000),  # five stay
-        (baselines.least_recently_used, 9, 30_000),
+        (comparison.everything_resident, 10, 1_000),
+        (comparison.on_demand, 1, 30_000),
+        (comparison.one_block_ahead, 2, 30_000),
+        (comparison.some_of_every_group, 7, 15_000),  # five stay
+        (comparison.least_recently_used, 9, 30_000),
     ],
 )
 def test_policies_launch_the_steps_that_they_stream(policy, cap: float, expected: float) -> None:
@@ -72,14 +72,14 @@ def test_policies_launch_the_steps_that_they_stream(policy, cap: float, expected
 def test_the_least_recently_used_policy_finds_what_returns_soon() -> None:
     """0 is read every other step: with two places it stays, and each of the others is copied."""
     one = setting(4, cap=2, reads=((0, 1), (0, 2), (0, 3)))
-    assert us(baselines.least_recently_used(one)) == 3_000
+    assert us(comparison.least_recently_used(one)) == 3_000
     twice = setting(3, cap=1, reads=((0,), (0,), (1,), (2,)))
     slow = replace(twice, hardware=replace(twice.hardware, host_step_ns=2_000 * US))
-    assert us(baselines.least_recently_used(slow)) == 8_000  # of four steps, each reads what leaves
+    assert us(comparison.least_recently_used(slow)) == 8_000  # of four steps, each reads what leaves
 
 
 def test_every_copy_pays_its_latency() -> None:
-    assert us(baselines.on_demand(setting(4, cap=1, latency_us=50))) == 4 * 1050
+    assert us(comparison.on_demand(setting(4, cap=1, latency_us=50))) == 4 * 1050
 
 
 def test_the_rest_on_the_host_takes_the_hosts_time() -> None:
@@ -88,11 +88,11 @@ def test_the_rest_on_the_host_takes_the_hosts_time() -> None:
     trace = Trace("forward", 0, "", steps, 0, 0, "modelled")
     host = Hardware("host", 1e12, 1e9, 1.0, 0)
     one = Setting([UNIT] * 4, trace, 2 * UNIT, machine(1e9, latency_ns=50 * US))
-    assert us(baselines.rest_on_host(one, host)) == 2 * 1000 + 2 * 50
+    assert us(comparison.rest_on_host(one, host)) == 2 * 1000 + 2 * 50
     assert us(compare(one, host)["rest on the host"]) == 2_100
     assert "rest on the host" not in compare(one)
-    assert baselines.rest_on_host(one, replace(host, memory_nbytes=2 * UNIT)) is not None
-    assert baselines.rest_on_host(one, replace(host, memory_nbytes=2 * UNIT - 1)) is None
+    assert comparison.rest_on_host(one, replace(host, memory_nbytes=2 * UNIT)) is not None
+    assert comparison.rest_on_host(one, replace(host, memory_nbytes=2 * UNIT - 1)) is None
 
 
 @given(problems(kind="paged"))

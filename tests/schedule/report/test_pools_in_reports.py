@@ -12,14 +12,12 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import make_plan
-from penstock.schedule.report.page.render import render_page
+from penstock.schedule.report.comparison import other_policies
+from penstock.schedule.report.drawing import cards_of, note_of_steady, render_page, terms_of
 from penstock.schedule.report.pictures import picture_of
-from penstock.schedule.report.uses import Use, uses_of
-from penstock.schedule.report.verdict import Origin, limit_of, verdict
-from penstock.schedule.report.whatif import other_policies
-from penstock.schedule.report.words import cards_of, note_of_steady, terms_of
+from penstock.schedule.report.verdict import Origin, Use, limit_of, uses_of, verdict
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.sparse.division import smallest_pool, timed_pool, units_layout, without_units
+from penstock.schedule.sparse.pool import smallest_pool, timed_pool, units_layout, without_units
 from penstock.schedule.verify.proof import verify_plan
 from tests.schedule.payload.payload_example import PAYLOAD
 

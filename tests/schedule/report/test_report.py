@@ -25,9 +25,8 @@ from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.report.drawing import save_report, save_timeline
-from penstock.schedule.report.page.render import page_data
-from penstock.schedule.report.views import (
+from penstock.schedule.report.drawing import page_data, save_report, save_timeline
+from penstock.schedule.report.pictures import (
     Copy,
     Views,
     copies_of,

@@ -17,7 +17,7 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report.drawing import save_report
-from penstock.schedule.report.views import views_of
+from penstock.schedule.report.pictures import views_of
 from penstock.schedule.space.layout import packed_arena
 from tests.schedule.report.report_browser import Page, open_browser
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links

@@ -15,8 +15,7 @@ from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
-from penstock.schedule.report.drawing import save_report, save_timeline, terminal_timeline
-from penstock.schedule.report.page.render import page_data
+from penstock.schedule.report.drawing import page_data, save_report, save_timeline, terminal_timeline
 from penstock.schedule.space.layout import packed_arena
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
 from tests.schedule.traces import equal_problem, machine

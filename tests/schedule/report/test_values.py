@@ -17,14 +17,24 @@ from penstock.schedule.clock.event_graph import settle, stalls_of
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.report.baselines import POLICIES
-from penstock.schedule.report.drawing import save_report, save_timeline, terminal_timeline
-from penstock.schedule.report.page.render import page_data
-from penstock.schedule.report.pictures import boxes_of, held_of, lanes_of, leaving_of, picture_of
+from penstock.schedule.report.comparison import POLICIES, best_ns, other_policies
+from penstock.schedule.report.drawing import (
+    page_data,
+    save_report,
+    save_timeline,
+    terminal_timeline,
+    terms_of,
+)
+from penstock.schedule.report.pictures import (
+    boxes_of,
+    held_of,
+    lanes_of,
+    leaving_of,
+    names_of,
+    picture_of,
+    views_of,
+)
 from penstock.schedule.report.verdict import copying_ns, limit_of, verdict
-from penstock.schedule.report.views import names_of, views_of
-from penstock.schedule.report.whatif import best_ns, other_policies
-from penstock.schedule.report.words import terms_of
 from tests.schedule.report.report_browser import Page, open_browser
 from tests.schedule.test_produced import layers, outs_of, random_problem
 from tests.schedule.traces import machine

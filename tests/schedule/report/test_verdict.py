@@ -11,10 +11,9 @@ from penstock.schedule.facts.hardware import PRESETS, host_beside
 from penstock.schedule.facts.model import UNEVEN, Input, Method, Symbol, Wrap
 from penstock.schedule.facts.sizes import format_time, parse_size
 from penstock.schedule.facts.validity import check_machine
-from penstock.schedule.report.baselines import REST
+from penstock.schedule.report.comparison import REST, other_policies, replayed_ns
+from penstock.schedule.report.drawing import cards_of, terms_of
 from penstock.schedule.report.verdict import limit_of, tokens_of, verdict
-from penstock.schedule.report.whatif import other_policies, replayed_ns
-from penstock.schedule.report.words import cards_of, terms_of
 from tests.schedule.clock.test_launches import tiny_plan
 from tests.schedule.report.report_plans import plan_behind_a_disk
 from tests.schedule.report.test_whatif import GB, plan_for

@@ -15,7 +15,7 @@ from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.report import whatif
+from penstock.schedule.report import comparison
 from penstock.schedule.space.layout import packed_arena
 
 GB = 10**9
@@ -41,7 +41,7 @@ def test_a_sweep_goes_from_the_floor_to_everything_and_never_gets_slower() -> No
     trace = trace_for(PRESETS["l4"], flops=1e11)
     arena = packed_arena(STORAGES, [trace], kind="paged", granule=2 << 20, alignment=4096)
     lowest = floor(Demand(STORAGES, (trace,), arena)).upper_bytes
-    points = whatif.sweep(
+    points = comparison.sweep(
         lambda budget: plan_for(budget, flops=1e11, hardware=PRESETS["l4"]),
         lowest=lowest,
         highest=4 * GB,

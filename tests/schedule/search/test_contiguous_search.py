@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from penstock.schedule.bound.period import Relaxation
-from penstock.schedule.bound.residency import gaps_of
+from penstock.schedule.bound.gaps import gaps_of
+from penstock.schedule.bound.relaxation import Relaxation
 from penstock.schedule.facts.model import Transfer, Wrap
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
 from penstock.schedule.search import contiguous
 from penstock.schedule.search.contiguous import _Candidate, _Family, _Search
-from penstock.schedule.search.occupancy import Occupancy
-from penstock.schedule.search.task import Draft, Task
+from penstock.schedule.search.draft import Draft, Occupancy, Task
 from penstock.schedule.space.addresses import Addressing
-from penstock.schedule.space.pieces import Pieces
+from penstock.schedule.space.spans import Pieces
 from tests.schedule.search.small_problems import GRANULE, Reads, one_each, problem_of
 from tests.schedule.traces import machine
 

@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from penstock.schedule.clock.joining import MERGED_BYTES
+from penstock.schedule.clock.transfers import MERGED_BYTES
 from penstock.schedule.facts.model import Arena, Drop, Range, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.search.occupancy import Occupancy, _Cell, _joined, _move, _Moves, _parts, _Waits
+from penstock.schedule.search.draft import Occupancy, _Cell, _joined, _move, _Moves, _parts, _Waits
 from penstock.schedule.space.addresses import Addressing
-from penstock.schedule.space.pieces import Block
+from penstock.schedule.space.spans import Block
 from tests.schedule.traces import machine
 
 GRANULE = 4

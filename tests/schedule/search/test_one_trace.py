@@ -12,17 +12,16 @@ from typing import Any
 import numpy
 import pytest
 
-from penstock.schedule.bound.period import Relaxation
+from penstock.schedule.bound.relaxation import Relaxation
 from penstock.schedule.clock.event_graph import steady_period_ns
-from penstock.schedule.clock.joining import in_sizes
+from penstock.schedule.clock.transfers import in_sizes
 from penstock.schedule.facts.model import Schedule, Transfer
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
-from penstock.schedule.search import one_trace
-from penstock.schedule.search.one_trace import OneTrace, _Candidate
-from penstock.schedule.search.runs import Runs
-from penstock.schedule.search.task import Task
-from penstock.schedule.space.pieces import Pieces
+from penstock.schedule.search import paged
+from penstock.schedule.search.draft import Task
+from penstock.schedule.search.paged import OneTrace, Runs, _Candidate
+from penstock.schedule.space.spans import Pieces
 from tests.schedule.search.small_problems import GRANULE, one_each, problem_of
 from tests.schedule.traces import machine
 
@@ -390,7 +389,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Schedule]]:
             seen.append(schedule)
             return periods[len(seen) - 1]
 
-        monkeypatch.setattr(one_trace, "steady_period_ns", period)
+        monkeypatch.setattr(paged, "steady_period_ns", period)
         return seen
 
     return script

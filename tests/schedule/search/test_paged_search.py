@@ -9,16 +9,16 @@ from typing import Any
 import numpy
 import pytest
 
-from penstock.schedule.bound.period import Relaxation
-from penstock.schedule.bound.residency import gaps_of
+from penstock.schedule.bound.gaps import gaps_of
+from penstock.schedule.bound.relaxation import Relaxation
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.transfers import Holding, Loads, Streaming
 from penstock.schedule.facts.model import Arena, Drop, Range, Schedule, Transfer
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.search import paged
+from penstock.schedule.search.draft import Draft, Task
 from penstock.schedule.search.paged import _clipped, _draft, _search_runs, _share_for_all
-from penstock.schedule.search.task import Draft, Task
-from penstock.schedule.space.pieces import Block, Pieces
+from penstock.schedule.space.spans import Block, Pieces
 from tests.schedule.search.small_problems import GRANULE, Reads, one_each, problem_of
 from tests.schedule.traces import machine
 

@@ -9,11 +9,11 @@ from random import Random
 import numpy
 import pytest
 
-from penstock.schedule.bound.residency import Residency, gaps_of, needed_bytes
+from penstock.schedule.bound.gaps import Residency, gaps_of, needed_bytes
 from penstock.schedule.clock.transfers import Loads
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.search.runs import Runs, _shuffled_pairs
-from penstock.schedule.space.pieces import Pieces
+from penstock.schedule.search.paged import Runs, _shuffled_pairs
+from penstock.schedule.space.spans import Pieces
 from tests.schedule.search.small_problems import GRANULE, one_each, problem_of
 
 SHARED = problem_of((1, 1, 2, 1, 1), [(0,), (1,), (0, 2), (3,), (4, 1), (2,)])

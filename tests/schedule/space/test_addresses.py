@@ -10,12 +10,11 @@ from hypothesis import given
 from penstock.schedule.facts.model import Drop, Range, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.search.occupancy import Occupancy
+from penstock.schedule.search.draft import Occupancy
 from penstock.schedule.space import addresses
-from penstock.schedule.space.addresses import Addressing, least_copied, place_oldest, tight
+from penstock.schedule.space.addresses import Addressing, least_copied, pack_blocks, place_oldest, tight
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.packing import pack_blocks
-from penstock.schedule.space.pieces import blocks_of
+from penstock.schedule.space.spans import blocks_of
 from tests.schedule.traces import RandomProblem, machine, problems
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.allocation import FAMILIES, Instance, make_instance
-from penstock.schedule.space.packing import conflicts_of, first_fit, height, pack_blocks
+from penstock.schedule.space.addresses import conflicts_of, first_fit, height, pack_blocks
 
 
 def test_three_pairs_of_which_each_two_meet_take_three_places() -> None:

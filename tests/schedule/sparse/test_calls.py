@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.clock.event_graph import simulate
-from penstock.schedule.clock.units import UnitCopy
+from penstock.schedule.clock.event_graph import UnitCopy, simulate
 from penstock.schedule.facts.errors import PayloadError, PlanError
 from penstock.schedule.facts.model import Arena, Pool, Schedule, Step, Trace, Transfer
 from penstock.schedule.plan import Plan
-from penstock.schedule.sparse.calls import simulated_calls
-from penstock.schedule.sparse.division import timed_pool
-from penstock.schedule.sparse.replay import replay_own
+from penstock.schedule.sparse.pool import timed_pool
+from penstock.schedule.sparse.replay import replay_own, simulated_calls
 from penstock.schedule.sparse.routes import Profile
 from tests.schedule.sparse.recordings import PAGE, recording, recordings
 from tests.schedule.traces import machine

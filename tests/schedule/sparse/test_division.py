@@ -19,7 +19,7 @@ from penstock.schedule.facts.model import (
     Trace,
 )
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.sparse.division import (
+from penstock.schedule.sparse.pool import (
     LEAST,
     divide,
     missed,

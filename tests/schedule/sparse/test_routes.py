@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 
 from penstock.schedule.facts.errors import PayloadError
-from penstock.schedule.payload import routes as codec
-from penstock.schedule.payload.routes import routes_from_bytes, routes_to_bytes
-from penstock.schedule.sparse.routes import Profile, profile_of
+from penstock.schedule.sparse import routes as codec
+from penstock.schedule.sparse.routes import Profile, profile_of, routes_from_bytes, routes_to_bytes
 from tests.schedule.sparse.recordings import PAGE, recording, recordings
 
 PROFILE = recording([(8, PAGE, 0), (4, 256, 1)], [[(0, [1, 5]), (1, [3])], [(0, [])], []])

@@ -14,8 +14,16 @@ from penstock.passes.annotate import annotate_with_values
 from penstock.passes.trace import sum_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import Method, Step, Storage, Trace, Weight, Work
-from penstock.schedule.facts.parts import join_parts, read_together
+from penstock.schedule.facts.model import (
+    Method,
+    Step,
+    Storage,
+    Trace,
+    Weight,
+    Work,
+    join_parts,
+    read_together,
+)
 from penstock.schedule.payload.codec import Payload
 
 SMALL = 4096

@@ -6,9 +6,8 @@ from penstock.backends.executorch.options import Settings
 from penstock.schedule.facts.model import Arena
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import parse_size
-from penstock.schedule.ladder import ladder
 from penstock.schedule.payload.codec import Payload
-from penstock.schedule.plan import Plan
+from penstock.schedule.plan import Plan, ladder
 from penstock.schedule.planner import Floor, check_floor, floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import merged

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import ClassVar, Literal
 
-from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PayloadError
-from penstock.schedule.facts.model import STRICT, Input, Part, Symbol
+from penstock.schedule.facts.model import ITEM_SIZES, STRICT, Input, Part, Symbol
 from penstock.schedule.facts.validity import LARGEST_SIZE, size_faults
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.payload.text import decode, encode, parse

@@ -16,9 +16,8 @@ from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.stamp import stamp_file
-from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import SourceError, StreamError
-from penstock.schedule.facts.model import ALIGNMENT
+from penstock.schedule.facts.model import ALIGNMENT, part_nbytes
 
 _log = logging.getLogger(__name__)
 

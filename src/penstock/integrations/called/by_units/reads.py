@@ -13,9 +13,8 @@ from penstock.integrations.called.facts import Order, StepTime
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.operators import find_operator
 from penstock.passes.sparse.tiles import LINEAR, MOST_RESULT, tiled
-from penstock.schedule.facts.catalog import ITEM_SIZES, part_nbytes
-from penstock.schedule.facts.model import Part, SparseRead
-from penstock.schedule.sparse.division import LEAST_UNIT
+from penstock.schedule.facts.model import ITEM_SIZES, Part, SparseRead, part_nbytes
+from penstock.schedule.sparse.pool import LEAST_UNIT
 
 SLICES = "aten.index_select.default"
 """The operator that stands for reads of slices by any operator: it is told which units."""

@@ -9,8 +9,8 @@ from torch import nn
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.called.readers import is_compiled
-from penstock.schedule.facts.catalog import part_nbytes
-from penstock.schedule.sparse.division import LEAST, LEAST_UNIT
+from penstock.schedule.facts.model import part_nbytes
+from penstock.schedule.sparse.pool import LEAST, LEAST_UNIT
 
 _SMALL = 0.05
 """Weights of modules in a list stay in memory, where they are at most this share of those that are units."""

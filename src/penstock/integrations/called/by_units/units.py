@@ -48,10 +48,9 @@ from penstock.passes.sparse.tiles import LEAST as TILED
 from penstock.passes.sparse.tiles import LINEAR
 from penstock.runtime.sparse.trial import reads_units_only
 from penstock.runtime.stream.passes import LoadedWeights
-from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Part, SparseRead
-from penstock.schedule.sparse.division import LEAST
+from penstock.schedule.facts.model import ITEM_SIZES, Part, SparseRead
+from penstock.schedule.sparse.pool import LEAST
 
 
 class UnitReads:

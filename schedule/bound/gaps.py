@@ -1,8 +1,4 @@
-"""The choice of which spans stay on the device in each gap between two reads, and which are copied again.
-
-A gap reaches from one read of a group of spans to the next read; the last gap of a pass reaches into the next
-pass. Keeping spans over a gap costs memory at the steps inside it and saves one copy.
-"""
+"""What a storage may save by staying in memory between two of its reads."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""How a budget is divided: an arena for what is read whole, and a pool for what is read by units.
-
-A byte of arena saves a copy in each pass, unless copies hide behind compute; a byte of pool saves one as
-often as the unit in it is asked for. Times here are those of bytes over rates, and of compute: enough to
-compare divisions, of which only the chosen one is planned.
-
-Of methods that ask for units, those that ask for fewest count more often than the others: a prompt of a model
-that generates is one call, and its tokens are many. Counted once each, a plan seemed as fast that hid more of
-a prompt's copies and read nine times as many bytes for each token.
-"""
+"""How a budget is divided: an arena for what is read whole, and a pool for what is read by units."""
 
 from __future__ import annotations
 

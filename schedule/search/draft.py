@@ -1,9 +1,4 @@
-"""The transfers and drops of a contiguous arena, which follow from the addresses of its blocks alone.
-
-The arena is cut into cells wherever a block begins or ends. Before a step reads a block, the block's bytes in
-a cell are copied again if another block was read from that cell since. The copy may start when that other
-block has been read for the last time. A place in the arena is thus refilled cell by cell.
-"""
+"""What a search is given and gives: a task, a draft, and the transfers that follow from addresses."""
 
 from __future__ import annotations
 
@@ -12,13 +7,68 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.schedule.clock.joining import MERGED_BYTES
-from penstock.schedule.facts.model import Drop, Range, Transfer
+from penstock.schedule.bound.relaxation import Relaxation
+from penstock.schedule.clock.event_graph import leaving_storages, steady_period_ns, streamed_steps
+from penstock.schedule.clock.transfers import MERGED_BYTES
+from penstock.schedule.facts.model import Drop, Range, Schedule, Transfer
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.search.task import Draft
 from penstock.schedule.space.addresses import Addressing
-from penstock.schedule.space.pieces import Block
-from penstock.schedule.space.spans import merged
+from penstock.schedule.space.spans import Block, Pieces, merged
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem, and `cap` bytes of arena for it, in which a plan exists.
+
+    `relaxed` has the relaxation of each trace within these bytes, None where the solver failed. `effort` is
+    how much to search, as a multiple of the usual amount.
+    """
+
+    problem: Problem
+    pieces: Pieces
+    cap: int
+    relaxed: tuple[Relaxation | None, ...]
+    effort: float = 1.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """All decisions of a plan, without its times; the fields are as in `Decisions`.
+
+    `streams` has the transfers and the drops of each trace. `boundaries` has the boundary of each trace, and
+    is empty where `boundary` holds for all.
+    """
+
+    arena_bytes: int
+    addresses: tuple[int, ...]
+    resident: tuple[Range, ...]
+    boundary: tuple[Range, ...]
+    streams: tuple[tuple[tuple[Transfer, ...], tuple[Drop, ...]], ...]
+    boundaries: tuple[tuple[Range, ...], ...] = ()
+
+    def periods_ns(self, problem: Problem) -> list[int]:
+        """The steady period of each trace, in nanoseconds."""
+        schedules = [
+            Schedule(trace.graph, *stream, 0)
+            for trace, stream in zip(problem.traces, self.streams, strict=True)
+        ]
+        facts = zip(problem.traces, schedules, self._launched(problem, schedules), strict=True)
+        return [
+            steady_period_ns(trace, schedule, problem.hardware, problem.wrap, launched=launched)
+            for trace, schedule, launched in facts
+        ]
+
+    def _launched(self, problem: Problem, schedules: Sequence[Schedule]) -> list[tuple[int, ...]]:
+        """The streamed steps of each trace; none where nothing streams, or launches take no time."""
+        if not problem.hardware.host_step_ns or not self.arena_bytes:
+            return [()] * len(schedules)
+        sizes = [storage.nbytes for storage in problem.storages]
+        leaving = leaving_storages(problem.arena, sizes, problem.outside, self.resident)
+        return [
+            streamed_steps(trace, schedule, schedule, leaving)
+            for trace, schedule in zip(problem.traces, schedules, strict=True)
+        ]
+
 
 _TIMES_AS_LONG = 2
 """Bytes that are copied out stay for this many times as long as their copy takes, if there is room."""
