@@ -198,7 +198,7 @@ def live(kind: str, way: str, folder: Path, cap: int) -> str:
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
     from penstock.integrations import apply, load
-    from penstock.runtime.system.own_memory import anonymous_bytes
+    from penstock.runtime.system.memory import anonymous_bytes
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # before a thread has memory of its own

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from penstock.runtime.sparse.recorder import read_routes
+from penstock.runtime.sparse.units import read_routes
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROUTINGS = ("zipf", "uniform", "recorded")

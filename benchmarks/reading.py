@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.loading_ways import PIECE, forget_pages
 from benchmarks.machine import describe_machine
+from penstock.runtime.files.artifact_files import stamp_file
 from penstock.runtime.files.source import Mode, Source
-from penstock.runtime.files.stamp import stamp_file
 from penstock.runtime.system.threads import READERS
 from penstock.schedule.facts.sizes import parse_size
 

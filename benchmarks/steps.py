@@ -24,11 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import penstock
 from benchmarks.machine import describe_machine
-from penstock.runtime.device.accelerator import AcceleratorDevice
-from penstock.runtime.device.disk import DiskedDevice
-from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.accelerator import AcceleratorDevice, DiskedDevice
 from penstock.runtime.device.protocol import aligned_bytes
 from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.device.weights import DeviceWeights
 from penstock.runtime.files.source import open_source
 
 WIDTH = 32

@@ -22,36 +22,28 @@ from penstock.passes.lowering import compiled, eager
 from penstock.passes.sparse.operators import sparse_calls
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import tensor_in
-from penstock.runtime.arena.base import WeightArena
-from penstock.runtime.arena.opening import open_arena
-from penstock.runtime.calibrate import THIS_CPU
-from penstock.runtime.choice import least_budget
+from penstock.runtime.arena.kinds import open_arena
+from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
-from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_device
-from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import Device
-from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.files.reading import HeldStorages
-from penstock.runtime.files.source import Mode, Source, open_source
-from penstock.runtime.files.spill_file import open_spill_file, spills, with_places
+from penstock.runtime.device.simulated import SimDevice, SimStreamer
+from penstock.runtime.device.streamer import DeviceStreamer, PassOrder
+from penstock.runtime.device.weights import DeviceWeights
+from penstock.runtime.files.direct_file import open_spill_file, spills, with_places
+from penstock.runtime.files.source import HeldStorages, Mode, Source, open_source
+from penstock.runtime.machine.calibrate import THIS_CPU, Sightings
 from penstock.runtime.memory_split import MemorySplit, check_host, check_room
 from penstock.runtime.module import LoadedMethod, StreamedModule
-from penstock.runtime.sightings import Sightings
-from penstock.runtime.sim.device import SimDevice
-from penstock.runtime.sim.streamer import SimStreamer
-from penstock.runtime.sparse.base import PooledUnits
-from penstock.runtime.sparse.native import NativeUnits
-from penstock.runtime.sparse.trial import check_experts, check_trusted
-from penstock.runtime.sparse.units import LoadedUnits
-from penstock.runtime.stream.interface import MemoryUse
+from penstock.runtime.planning import least_budget
+from penstock.runtime.sparse.trust import check_experts, check_trusted
+from penstock.runtime.sparse.units import LoadedUnits, NativeUnits, PooledUnits
+from penstock.runtime.stream.engine import MemoryUse
+from penstock.runtime.stream.loaded import HostClock, LoadedWeights, Resources
 from penstock.runtime.stream.native import NativeStreamer
-from penstock.runtime.stream.passes import LoadedWeights, Resources
-from penstock.runtime.stream.probe_calls import HostClock
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.threads import READERS, ParkedTeam
-from penstock.runtime.training.module import TrainingModule
-from penstock.runtime.training.parameters import read_parameters
+from penstock.runtime.training.module import TrainingModule, read_parameters
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Method, Part
 from penstock.schedule.payload.codec import Payload

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.runtime.device.memory import LOADED_THROUGH
 from penstock.runtime.device.opening import device_kind
+from penstock.runtime.device.weights import LOADED_THROUGH
 from penstock.runtime.system.limits import Limit, address_limit, memory_limit, usable_bytes
-from penstock.runtime.system.memory import HUGE_PAGE, supports_populate
-from penstock.runtime.system.own_memory import give_back_unused
+from penstock.runtime.system.memory import HUGE_PAGE, give_back_unused, supports_populate
 from penstock.runtime.system.threads import READERS
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size

@@ -15,11 +15,10 @@ from penstock.passes.lowering.compiled import CompiledMethod
 from penstock.passes.lowering.eager import EagerMethod
 from penstock.passes.probes import CompiledCalls
 from penstock.runtime.device.accelerator import out_of_memory
-from penstock.runtime.sightings import Sightings
-from penstock.runtime.sparse.recorder import Recorder
-from penstock.runtime.stream.interface import Stats
-from penstock.runtime.stream.passes import Gate, LoadedWeights
-from penstock.runtime.stream.probe_calls import Bodies, ProbeCalls, Stopwatch, probe_calls
+from penstock.runtime.machine.calibrate import Sightings
+from penstock.runtime.sparse.units import Recorder
+from penstock.runtime.stream.engine import Stats
+from penstock.runtime.stream.loaded import Bodies, Gate, LoadedWeights, ProbeCalls, Stopwatch, probe_calls
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Trace
 from penstock.schedule.payload.codec import ProbeOrder

@@ -15,25 +15,21 @@ from penstock.passes.calls.tracers import outside_dynamo
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import check_fits, check_ranks, open_programs, read_code, read_training
 from penstock.passes.training.facts import BACKWARD, COPIES, Rung, Training
-from penstock.runtime.arena.allowed import cpu_arenas
+from penstock.runtime.arena.kinds import cpu_arenas
 from penstock.runtime.cache import RECORD
-from penstock.runtime.calibrate import THIS_CPU
-from penstock.runtime.choice import (
-    PlanRequest,
-    checked_patterns,
-    checked_traces,
-    find_ladder,
-    find_plan,
-    find_plan_to_load,
-    least_budget,
-)
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
-from penstock.runtime.files.artifact_files import read_artifact, replace_payload
+from penstock.runtime.files.artifact_files import (
+    Progress,
+    check_folder,
+    count_bytes,
+    hash_storage,
+    read_artifact,
+    replace_payload,
+)
 from penstock.runtime.files.safetensors_file import read_header, reading
-from penstock.runtime.files.sealed import check_folder
 from penstock.runtime.files.source import Source
-from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
 from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.machine.calibrate import THIS_CPU
 from penstock.runtime.memory_split import (
     WORKSPACE,
     HostUse,
@@ -43,16 +39,26 @@ from penstock.runtime.memory_split import (
     reserved_bytes,
 )
 from penstock.runtime.module import StreamedModule
-from penstock.runtime.sparse.recorder import read_routes
+from penstock.runtime.planning import (
+    PlanRequest,
+    checked_patterns,
+    checked_traces,
+    find_ladder,
+    find_plan,
+    find_plan_to_load,
+    least_budget,
+)
+from penstock.runtime.sparse.units import read_routes
 from penstock.runtime.system.threads import READERS
-from penstock.runtime.training.parameters import PARAMETERS, read_parameters
-from penstock.runtime.training.rungs import (
+from penstock.runtime.training.module import (
     AUTO,
+    PARAMETERS,
     Choice,
     candidates,
     choose,
     payload_of,
     planned_for,
+    read_parameters,
 )
 from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
 from penstock.schedule.facts.model import Hardware, Trace, Wrap

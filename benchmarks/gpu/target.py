@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import penstock
 from benchmarks.machine import describe_machine
-from penstock.runtime import calibrate
 from penstock.runtime.device.opening import hardware_of, open_accelerator
+from penstock.runtime.device.simulated import SimDevice
+from penstock.runtime.machine import calibrate
 from penstock.runtime.program import Program
-from penstock.runtime.sim.device import SimDevice
 from penstock.schedule.facts.hardware import HOST_STEP_NS
 
 Report = Callable[..., None]

@@ -1,7 +1,7 @@
 """The operators that read of a weight only the slices that an operand names, and how each is told of them.
 
 Nothing is replaced: the operator itself runs, on the weight's own addresses, where only the named slices have
-their bytes. That an operator reads no other slice is not taken on trust: `runtime/sparse/trial.py` runs it
+their bytes. That an operator reads no other slice is not taken on trust: `runtime/sparse/trust.py` runs it
 where a read of another one would be seen.
 """
 

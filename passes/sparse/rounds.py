@@ -2,7 +2,7 @@
 units.
 
 Every element of the result is computed as one call computes it: rows of a table are copied, rows of a product
-by experts depend on one expert only, and tiles are certified (`runtime/sparse/certified.py`).
+by experts depend on one expert only, and tiles are certified (`runtime/sparse/trust.py`).
 """
 
 from __future__ import annotations

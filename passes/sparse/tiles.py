@@ -1,7 +1,7 @@
 """Products by tiles: a linear whose weight is large may be computed in runs of its output rows.
 
 A tile is a unit that every call asks for. Kernels choose how they work by sizes, so a run of rows need not
-have the bits of the whole: `runtime/sparse/certified.py` computes both before the first call of each size. A
+have the bits of the whole: `runtime/sparse/trust.py` computes both before the first call of each size. A
 table that is also read by rows, as a head that is tied to an embedding, has the same units for both.
 """
 

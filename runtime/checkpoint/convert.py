@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from penstock.runtime.checkpoint.foreign_files import SUFFIXES
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
-from penstock.runtime.checkpoint.torch_file import SUFFIXES
+from penstock.runtime.files.artifact_files import BytesDone, Progress, count_bytes
 from penstock.runtime.files.pack import BLOCK, Chunk, PackEntry, check_space, write_packed
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, reading
-from penstock.runtime.files.stamp import BytesDone, Progress, count_bytes
 from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.atomic import check_output, write_artifact
 from penstock.schedule.facts.errors import SourceError

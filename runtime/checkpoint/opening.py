@@ -12,9 +12,14 @@ from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.runtime.checkpoint.distributed_file import METADATA, is_distributed, read_tensors
+from penstock.runtime.checkpoint.foreign_files import (
+    METADATA,
+    is_distributed,
+    is_torch_file,
+    read_entries,
+    read_tensors,
+)
 from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor, from_entry
-from penstock.runtime.checkpoint.torch_file import is_torch_file, read_entries
 from penstock.runtime.files.pack import PAD_PREFIX
 from penstock.runtime.files.safetensors_file import (
     index_files,

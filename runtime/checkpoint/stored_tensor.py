@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+from penstock.runtime.files.artifact_files import CHUNK_BYTES
 from penstock.runtime.files.pack import Chunk
 from penstock.runtime.files.safetensors_file import (
     ITEM_BITS,
@@ -18,7 +20,8 @@ from penstock.runtime.files.safetensors_file import (
     open_for_reading,
     read_exactly,
 )
-from penstock.runtime.files.stamp import CHUNK_BYTES
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.model import Weight
 
 Region = tuple[tuple[int, int], ...]
 """Half-open ranges of indices, one for each dimension."""
@@ -175,3 +178,67 @@ def read_runs(runs: Iterator[Run], files: Sequence[Path]) -> Iterator[Chunk]:
                     gathered = bytearray()
         if gathered:
             yield gathered
+
+
+Slice = tuple[int, int, int]
+"""A dimension, a rank and the number of ranks: that rank's equal part of the dimension."""
+
+Slices = Mapping[str, Slice]
+"""Slices by a pattern of FQNs."""
+
+
+def match_slices(weights: Sequence[Weight], slices: Slices) -> dict[str, Slice]:
+    """Returns the slice of each weight that has one, by FQN.
+
+    Raises SourceError for values that are no slices, for a pattern that matches no weight, and for a weight
+    that two patterns match.
+    """
+    _check_form(slices)
+    pattern_of: dict[str, str] = {}
+    for pattern in slices:
+        names = [weight.fqn for weight in weights if fnmatchcase(weight.fqn, pattern)]
+        if not names:
+            raise SourceError(f"slices= has {pattern!r}, which matches no weight of the program: correct it")
+        for name in names:
+            if name in pattern_of:
+                raise SourceError(
+                    f"slices= has {pattern_of[name]!r} and {pattern!r} for weight {name}: leave one"
+                )
+            pattern_of[name] = pattern
+    return {name: slices[pattern] for name, pattern in pattern_of.items()}
+
+
+def _check_form(slices: object) -> None:
+    requested = slices.items() if isinstance(slices, Mapping) else [("", slices)]
+    for pattern, region in requested:
+        numbers = region if isinstance(region, tuple | list) else ()
+        if not pattern or len(numbers) != 3 or not all(type(number) is int for number in numbers):
+            raise SourceError(
+                f"slices= has {region!r} for {pattern!r}, expected (dimension, rank, ranks) by pattern, such "
+                'as {"fc1.*": (0, rank, ranks)}'
+            )
+
+
+def region(fqn: str, name: str, tensor: StoredTensor, share: Slice | None) -> Region:
+    """Returns the region of a tensor that a weight takes.
+
+    Raises SourceError for a slice that the tensor does not have.
+    """
+    if share is None:
+        return tensor.whole
+    dim, rank, world = share
+    dims = len(tensor.shape)
+    if not -dims <= dim < dims or not 0 <= rank < world:
+        raise SourceError(
+            f"weight {fqn} has the slice {(dim, rank, world)} (dimension, rank, ranks), which tensor "
+            f"{name!r} of shape {list(tensor.shape)} does not have: correct slices="
+        )
+    size, remainder = divmod(tensor.shape[dim], world)
+    if remainder or ITEM_BITS[tensor.dtype] < 8:
+        raise SourceError(
+            f"tensor {name!r} of {tensor.origin} has {tensor.shape[dim]} elements of {tensor.dtype} in "
+            f"dimension {dim}, which {world} ranks cannot share equally: leave {fqn} out of slices="
+        )
+    ranges = list(tensor.whole)
+    ranges[dim] = (rank * size, (rank + 1) * size)
+    return tuple(ranges)

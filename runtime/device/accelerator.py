@@ -1,35 +1,233 @@
-"""Drives any accelerator that torch knows, by torch's own streams, events and allocators.
-
-It holds nothing but calls of torch: `torch.Stream`, `torch.Event` and `torch.accelerator`, which cuda, rocm,
-xpu and devices outside torch's tree all answer. What decides is in streamer.py. The tests run these lines on
-a device of their own (tests/rig), and on a GPU where there is one.
-"""
+"""Drives any accelerator that torch knows, by torch's own streams, events and allocators."""
 
 from __future__ import annotations
 
 import logging
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
-from penstock.runtime.device.disk import DiskedDevice
-from penstock.runtime.device.pageable import PageableEvent, PageableStream, as_recorded
-from penstock.runtime.device.protocol import Move, Moves, aligned_bytes, lost
+from penstock.runtime.device.protocol import FileRead, Move, Moves, aligned_bytes, lost
+from penstock.runtime.files.source import Source
+from penstock.runtime.stream.engine import PIECE
 from penstock.runtime.system.first_touch import take_near
 from penstock.runtime.system.memory import HUGE_PAGE
+from penstock.runtime.system.threads import READERS, WorkerPool
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
+
+
+@dataclass(frozen=True)
+class PageableEvent:
+    """An event of a thread's stream; `recorded` gives torch's own, or raises the stream's error."""
+
+    recorded: Future[torch.Event]
+
+    def query(self) -> bool:
+        if not self.recorded.done():
+            return False
+        return self.recorded.exception() is not None or self.recorded.result().query()
+
+    def synchronize(self) -> None:
+        self.recorded.result().synchronize()
+
+
+class PageableStream:
+    """Drives `stream` on a thread, whose events `record` makes. After an `error` it does nothing more."""
+
+    def __init__(self, stream: torch.Stream, record: Callable[[torch.Stream], torch.Event]) -> None:
+        self._stream, self._record = stream, record
+        self.error: BaseException | None = None
+        self._thread = WorkerPool(1, "copies")
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do some work on the thread, while the stream is current there."""
+        self._thread.submit(self._guarded, work)
+
+    def record(self) -> PageableEvent:
+        return PageableEvent(self._thread.submit(self._recorded))
+
+    def wait_event(self, event: torch.Event | PageableEvent) -> None:
+        """Have the stream wait for an event; where it is another thread's, this one waits for that."""
+        self.run(lambda: self._stream.wait_event(as_recorded(event)))
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+
+    def close(self) -> None:
+        """Wait for the thread, and end it. A second call does nothing."""
+        self._thread.shutdown()
+
+    @property
+    def includes_caller(self) -> bool:
+        """Tells whether the caller is the stream's own thread, which cannot wait for itself."""
+        return self._thread.includes_caller
+
+    def _recorded(self) -> torch.Event:
+        if self.error is not None:
+            raise self.error
+        return self._record(self._stream)
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        if self.error is None:
+            try:
+                with self._stream:
+                    work()
+            except BaseException as error:
+                self.error = error
+
+
+def as_recorded(event: torch.Event | PageableEvent) -> torch.Event:
+    """Returns torch's own event, once the thread that records it has come to it. Raises what that raised."""
+    return event.recorded.result() if isinstance(event, PageableEvent) else event
+
+
+@dataclass(frozen=True)
+class DiskEvent:
+    """An event that is complete once all reads in the result of `submitted` have ended."""
+
+    stream: DiskStream
+    submitted: Future[list[Future[None]]]
+
+    def query(self) -> bool:
+        return self.submitted.done() and all(read.done() for read in self.submitted.result())
+
+    def synchronize(self) -> None:
+        """Wait for the reads. Raises the first error of the stream."""
+        wait(self.submitted.result())
+        if self.stream.error is not None:
+            raise self.stream.error
+
+
+class DiskStream:
+    """A stream of reads: one thread keeps the order and waits, and `READERS` others read 2 MiB at a time.
+
+    After an error nothing more is read, and every event raises it.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.error: BaseException | None = None
+        self._source, self._process = source, os.getpid()
+        self._order = WorkerPool(1, "disk")
+        self._readers = WorkerPool(READERS, "reader")
+        self._reads: list[Future[None]] = []  # may still run; for the ordering thread only
+
+    def read(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
+        self._order.submit(self._guarded, lambda: self._submit(target, reads))
+
+    def wait(self, synchronize: Callable[[], None]) -> None:
+        """Have the reads that are enqueued from now on start once `synchronize` has returned."""
+        self._order.submit(self._guarded, synchronize)
+
+    def record(self) -> DiskEvent:
+        return DiskEvent(self, self._order.submit(lambda: list(self._reads)))
+
+    @property
+    def in_reader(self) -> bool:
+        """Tells whether the caller is one of the stream's own threads, which cannot wait for themselves."""
+        return self._order.includes_caller or self._readers.includes_caller
+
+    def close(self) -> None:
+        """Wait for the pieces that are being read, and read no others. A second call does nothing."""
+        if os.getpid() != self._process:
+            return  # the threads are the parent's, and so is what their locks say
+        self.error = self.error or StreamError("the streamed module is closed: load the program again")
+        self._order.shutdown()
+        self._readers.shutdown()
+
+    def _submit(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
+        self._reads = [read for read in self._reads if not read.done()]
+        for read in reads:
+            for at in range(0, read.nbytes, PIECE):
+                piece = FileRead(read.file, read.offset + at, read.target + at, min(PIECE, read.nbytes - at))
+                work = self._reader(target, piece)
+                self._reads.append(self._readers.submit(self._guarded, work))
+
+    def _reader(self, target: torch.Tensor, piece: FileRead) -> Callable[[], None]:
+        """Returns what reads a piece, and keeps the memory alive that it reads into."""
+        return lambda: self._source.read_into(
+            piece.file, piece.offset, target.data_ptr() + piece.target, piece.nbytes
+        )
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do some work, unless work before it has failed. Its error is the stream's from then on."""
+        if self.error is None:
+            try:
+                work()
+            except BaseException as error:
+                self.error = error
+
+
+class DiskedDevice(ABC):
+    """Base of devices with a real disk behind their host. Subclasses order all other streams."""
+
+    def __init__(self) -> None:
+        self._disks: list[DiskStream] = []
+        self._process = os.getpid()
+
+    def open_disk(self, source: Source) -> DiskStream:
+        self._disks.append(DiskStream(source))
+        return self._disks[-1]
+
+    def read(self, disk: DiskStream, target: torch.Tensor, reads: Sequence[FileRead], label: object) -> None:
+        disk.read(target, reads)
+
+    def record(self, stream: Any) -> Any:
+        return stream.record() if isinstance(stream, DiskStream) else self._record(stream)
+
+    def mark(self, stream: Any, spent: Any) -> Any:
+        return self._record(stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        if isinstance(stream, DiskStream):
+            stream.wait(event.synchronize)
+        elif isinstance(event, DiskEvent):
+            event.synchronize()
+        else:
+            self._wait(stream, event)
+
+    def query(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+    def free_host(self, memory: torch.Tensor) -> None:
+        del memory  # ordinary memory goes with its last tensor
+
+    def trim(self) -> None:
+        return
+
+    @property
+    def capturing(self) -> bool:
+        return False
+
+    @property
+    def in_reader(self) -> bool:
+        return any(disk.in_reader for disk in self._disks)
+
+    @abstractmethod
+    def _record(self, stream: Any) -> Any:
+        """Returns an event behind what was enqueued on a stream of the device."""
+
+    @abstractmethod
+    def _wait(self, stream: Any, event: Any) -> None:
+        """Have a stream of the device wait for an event of another."""
+
 
 Stream: TypeAlias = torch.Stream | PageableStream
 
 PAGE = max(4096, mmap.PAGESIZE)
 """The bytes of host memory that are locked together, and never shared by two registrations."""
 
-PIECE = 32 << 20
+COPY_PIECE = 32 << 20
 """The most bytes of one copy: about a millisecond of a PCIe link."""
 
 _log = logging.getLogger(__name__)
@@ -292,8 +490,8 @@ def _views(there: torch.Tensor, moves: Sequence[Move]) -> Views:
     views = [
         (target[move.target + at : move.target + end], move.source[move.start + at : move.start + end])
         for move in moves
-        for at in range(0, move.nbytes, PIECE)
-        for end in [min(at + PIECE, move.nbytes)]
+        for at in range(0, move.nbytes, COPY_PIECE)
+        for end in [min(at + COPY_PIECE, move.nbytes)]
     ]
     if isinstance(moves, Moves):
         moves.views = there, views

@@ -7,7 +7,7 @@ import torch
 from penstock.runtime.device.accelerator import AcceleratorDevice, find_accelerator
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.protocol import Device
-from penstock.runtime.sim.device import SimDevice
+from penstock.runtime.device.simulated import SimDevice
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Hardware

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.runtime.files.artifact_files import CHUNK_BYTES, BytesDone
 from penstock.runtime.files.safetensors_file import ITEM_BITS, PREFIX_BYTES, SAFETENSORS_NAMES
-from penstock.runtime.files.stamp import CHUNK_BYTES, BytesDone
 from penstock.schedule.atomic_file import replace_file
 from penstock.schedule.facts.errors import SourceError
 

@@ -1,7 +1,4 @@
-"""Reads weight bytes from an artifact's files into raw memory, from any number of threads at once.
-
-Reads are positioned, hold no lock while they run and release the interpreter lock.
-"""
+"""Reads weight bytes from an artifact's files into raw memory, by several readers at once."""
 
 from __future__ import annotations
 
@@ -9,23 +6,26 @@ import hashlib
 import logging
 import os
 import threading
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from penstock.runtime.files.artifact_files import PAYLOAD, note_seen, read_seen
-from penstock.runtime.files.direct_file import AGAIN, DirectFile, open_direct_file
+import torch
+
+from penstock.runtime.files.artifact_files import CHUNK_BYTES, PAYLOAD, note_seen, read_seen
+from penstock.runtime.files.direct_file import AGAIN, DirectFile, SpillFile, open_direct_file
 from penstock.runtime.files.safetensors_file import read_exactly
-from penstock.runtime.files.spill_file import SpillFile
-from penstock.runtime.files.stamp import CHUNK_BYTES
 from penstock.runtime.system.limits import available_bytes
-from penstock.runtime.system.page_cache import cached_fraction
+from penstock.runtime.system.memory import HUGE_PAGE, MADV_HUGEPAGE, cached_fraction, hint, round_up
+from penstock.runtime.system.threads import ReaderThreads
 from penstock.schedule.facts.errors import PlanError, SourceError
-from penstock.schedule.facts.model import Storage, WeightFile
+from penstock.schedule.facts.model import Extent, Storage, WeightFile
 
 _log = logging.getLogger(__name__)
 
@@ -331,3 +331,207 @@ class _Keeping:
             self._tries -= 1
         fits = room is None or self._nbytes - cached_bytes <= room
         self.through_cache = fits and self._tries > 0
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Layout bytes `start` to `stop`, which lie at `file_offset` of a file and at `address`."""
+
+    start: int
+    stop: int
+    file: int
+    file_offset: int
+    address: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> FileRange:
+        """Returns the part of the range between two layout offsets."""
+        skip = max(0, start - self.start)
+        return FileRange(
+            self.start + skip,
+            min(stop, self.stop),
+            self.file,
+            self.file_offset + skip,
+            self.address + skip,
+        )
+
+
+class FileRanges:
+    """The bytes of a layout as ranges that one read each can fill, found by layout offset.
+
+    Neighbours in both file and memory, at most `gap` bytes apart, are one range: what lies between
+    is then read along, which saves a read for each of many small storages.
+    """
+
+    def __init__(self, pieces: Iterable[FileRange], *, gap: int = 0) -> None:
+        self._pieces: list[FileRange] = []
+        for piece in sorted(pieces, key=lambda p: (p.start, p.stop)):
+            last = self._pieces[-1] if self._pieces else None
+            if last and _continues(last, piece, gap):
+                self._pieces[-1] = replace(last, stop=max(last.stop, piece.stop))
+            elif last and piece.start < last.stop:
+                raise PlanError(f"two storages lie at layout offset {piece.start}: plan it again")
+            else:
+                self._pieces.append(piece)
+        self._starts = [p.start for p in self._pieces]
+
+    @classmethod
+    def of(
+        cls,
+        storages: Sequence[Storage],
+        layout: Sequence[int],
+        places: Sequence[int],
+        *,
+        base: int = 0,
+        gap: int = 0,
+    ) -> FileRanges:
+        """Returns the bytes in files of the storages that have a place.
+
+        Storage s begins at layout offset `layout[s]`, and at address `base + places[s]`, if that place is not
+        negative.
+        """
+        pieces = (
+            FileRange(
+                start + extent.storage_offset,
+                start + extent.storage_offset + extent.nbytes,
+                extent.file,
+                extent.file_offset,
+                base + place + extent.storage_offset,
+            )
+            for storage, start, place in zip(storages, layout, places, strict=True)
+            if place >= 0
+            for extent in storage.extents
+        )
+        return cls(pieces, gap=gap)
+
+    def within(self, start: int, stop: int) -> Iterator[FileRange]:
+        """Yields the ranges between two layout offsets, cut to them."""
+        first = max(0, bisect_right(self._starts, start) - 1)
+        for piece in self._pieces[first:]:
+            if piece.start >= stop:
+                return
+            if piece.stop > start:
+                yield piece.cut(start, stop)
+
+    def read(self, source: Source, start: int, stop: int) -> int:
+        """Read the bytes between two layout offsets to their addresses, and return how many were read."""
+        brought = 0
+        for piece in self.within(start, stop):
+            source.read_into(piece.file, piece.file_offset, piece.address, piece.nbytes)
+            brought += piece.nbytes
+        return brought
+
+    def write(self, source: Source, start: int, stop: int) -> int:
+        """Write the bytes between two layout offsets from their addresses; returns how many were written."""
+        written = 0
+        for piece in self.within(start, stop):
+            source.write_from(piece.file, piece.file_offset, piece.address, piece.nbytes)
+            written += piece.nbytes
+        return written
+
+
+def _continues(last: FileRange, piece: FileRange, gap: int) -> bool:
+    step = piece.start - last.start
+    return (
+        piece.file == last.file
+        and piece.file_offset - last.file_offset == step
+        and piece.address - last.address == step
+        and piece.start - last.stop <= gap
+    )
+
+
+_PIECE = 16 << 20
+
+_MAPPED_ALONE = 33 << 20
+"""Bytes from which glibc's malloc always maps memory by itself, so that advice to the kernel ends with it."""
+
+
+class HeldStorages:
+    """Storages held whole in ordinary memory (at their phases), which are read in the background.
+
+    `buffers[s]` is the memory of storage s; its bytes are there once `wait` has returned. The source must
+    stay open until `close`.
+    """
+
+    def __init__(
+        self, storages: Sequence[Storage], chosen: Sequence[int], source: Source, readers: int
+    ) -> None:
+        self.buffers = {s: bytes_at(storages[s].phase, storages[s].nbytes) for s in chosen}
+        self._source, self._owner = source, os.getpid()
+        extents = ((e, self.buffers[s].data_ptr()) for s in chosen for e in storages[s].extents)
+        self._left = deque(_pieces(extents))
+        self._running = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._readers = ReaderThreads(min(readers, len(self._left)), self._read, "load")
+        self._readers.start(self.close)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages held."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    @property
+    def in_reader(self) -> bool:
+        """Tells whether the caller is one of the readers, which cannot wait for themselves."""
+        return self._readers.includes_caller
+
+    def wait(self) -> None:
+        """Return once every byte is there. SourceError, at every call, where one could not be read."""
+        # Threads are not joined, because an interrupt would make the pool forget those that still run.
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left and not self._running)
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """Begin no further read, and wait for those that run. It may be called again."""
+        if os.getpid() != self._owner:
+            return  # a forked child has no readers, and may have their lock
+        with self._changed:
+            self._left.clear()
+            self._changed.wait_for(lambda: not self._running)
+
+    def _read(self) -> None:
+        while True:
+            with self._changed:
+                if not self._left:
+                    return
+                piece = self._left.popleft()
+                self._running += 1
+            try:
+                self._source.read_into(*piece)
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+                    self._left.clear()
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+
+def bytes_at(phase: int, nbytes: int) -> torch.Tensor:
+    """Flat bytes of new memory whose address is `phase` modulo 64, as is that of the tensor's own storage.
+
+    Large memory has huge pages wherever a whole one lies in it: direct reads into small pages run at half the
+    speed, and a product over huge ones takes some hundredths less time.
+    """
+    whole = torch.empty(phase + nbytes, dtype=torch.uint8, device="cpu")  # torch aligns it to 64 bytes
+    if whole.nbytes >= _MAPPED_ALONE:
+        start = round_up(whole.data_ptr(), HUGE_PAGE)
+        hint(start, (whole.data_ptr() + whole.nbytes) // HUGE_PAGE * HUGE_PAGE - start, MADV_HUGEPAGE)
+    if not phase or not nbytes:
+        return whole[phase:]
+    return torch.frombuffer(whole.numpy(), dtype=torch.uint8, offset=phase)
+
+
+def _pieces(work: Iterable[tuple[Extent, int]]) -> Iterable[tuple[int, int, int, int]]:
+    """File, offset, address and bytes of each read, for extents and the addresses of their storages."""
+    for extent, address in work:
+        for at in range(0, extent.nbytes, _PIECE):
+            nbytes = min(_PIECE, extent.nbytes - at)
+            yield extent.file, extent.file_offset + at, address + extent.storage_offset + at, nbytes

@@ -1,23 +1,29 @@
-"""Units in memory: they are read when a call names them, and stay as long as the policy lets them.
-
-Memory is address space in which every storage has one place. Filling a unit takes pages there, dropping it
-gives them back. `schedule/sparse/residency.py` alone decides what is dropped and read, when a read asks;
-readers only carry it out.
-"""
+"""The pool of units in memory, in Python and native, and the recorder of what was asked for."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import time
+from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
 
-from penstock.runtime.files.ranges import FileRanges
-from penstock.runtime.files.source import Source
-from penstock.runtime.sparse.base import PooledUnits
-from penstock.runtime.stream.interface import Counters
+import torch
+
+from penstock.runtime.arena.reading import tensor_at
+from penstock.runtime.files.source import FileRanges, Source
+from penstock.runtime.sparse.trust import repeats_bits
+from penstock.runtime.stream.engine import Counters
+from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.system.memory import (
     HUGE_PAGE,
     MADV_HUGEPAGE,
@@ -33,11 +39,222 @@ from penstock.runtime.system.memory import (
     supports_move,
 )
 from penstock.runtime.system.threads import WorkerPool
-from penstock.schedule.facts.errors import PlanError, StreamError
-from penstock.schedule.facts.model import Range, Storage
+from penstock.schedule.atomic_file import replace_file, write_all
+from penstock.schedule.bounded_file import read_bounded
+from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
+from penstock.schedule.facts.model import Range, SparseRead, Storage
 from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged, subtract
 from penstock.schedule.sparse.residency import Residency, Unit
+from penstock.schedule.sparse.routes import Ask, Routes, routed_reads, routes_from_bytes, routes_to_bytes
+
+
+class RecordsRoutes(Protocol):
+    """Who is told what calls ask for."""
+
+    def begin(self) -> None:
+        """Begin a call."""
+
+    def ask(self, graph: int, step: int, units: Sequence[int]) -> None:
+        """Note what a step of the call asks for."""
+
+
+class PooledUnits(ABC):
+    """The units of a plan's pool, each at its address in memory of its storage when a call needs it.
+
+    One call at a time runs; `recorder` is told what it asks for. `names` are those of the storages.
+    """
+
+    def __init__(self, plan: Plan, names: Sequence[str]) -> None:
+        if plan.pool is None:
+            raise PlanError("the plan has no pool: nothing of it is read by units")
+        self.pool = plan.pool
+        self.routed = routed_reads(plan.traces, self.pool.layout, names)
+        self.recorder: RecordsRoutes | None = None
+
+    def tensor(self, read: SparseRead) -> torch.Tensor:
+        """Returns the tensor of a read, of which only the units have content that `hold` holds."""
+        with torch.inference_mode(False):
+            return tensor_at(self._address(read.storage), read.view)
+
+    def begin(self) -> None:
+        """Begin a pass; what a pass before has left unclear is dropped."""
+        if self.recorder is not None:
+            self.recorder.begin()
+
+    def ask(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
+        """Note all units that a step's read asks for, ascending, and cut them into parts that fit."""
+        if self.recorder is not None:
+            self.recorder.ask(graph, step, units)
+        return self._parts(graph, step, units)
+
+    def certify(self, read: SparseRead, parts: Sequence[Sequence[int]], arguments: Sequence[Any]) -> None:
+        """Return if a product in these parts has the bits of the whole. Raises StreamError if it has not."""
+        inputs, bias = arguments[0], len(arguments) > 2 and arguments[2] is not None
+        rows = inputs.numel() // inputs.shape[-1] if inputs.numel() else 0
+        edges = [*(part[0] for part in parts), read.count]
+        if rows and not repeats_bits(read, edges, rows, bias=bias):
+            raise StreamError(
+                f"a product of {rows} rows with a weight of {prod(read.view.shape)} elements cannot be "
+                "computed by tiles with the bits of the whole: give a budget that holds this weight, or "
+                "fewer rows"
+            )
+
+    @abstractmethod
+    def hold(
+        self, graph: int, step: int, units: Sequence[int], *, alone: bool
+    ) -> AbstractContextManager[None]:
+        """Have the units of one part in memory; `alone` tells that there is no other part.
+
+        Raises SourceError where a unit cannot be read; the next call reads it again.
+        """
+
+    @abstractmethod
+    def _parts(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
+        """Note what a step's read asks for, and cut it into parts that fit."""
+
+    @abstractmethod
+    def _address(self, storage: int) -> int:
+        """The address of a storage's first byte."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> Counters:
+        """What was done so far."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes of the granules of the units that are in memory or on their way."""
+
+    @property
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most that `held_bytes` has been."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """The address space of the units, from its start to its stop."""
+
+    @property
+    @abstractmethod
+    def in_reader(self) -> bool:
+        """Tells whether the caller is one of the readers, which cannot wait for themselves."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for the readers, and give all memory back. It may be called again."""
+
+
+class NativeUnits(PooledUnits):
+    """The pool of the plan that a native streamer runs, whose passes begin and end those of the pool."""
+
+    in_reader = False  # the readers run no Python, so that nothing is collected on them
+
+    def __init__(self, streamer: NativeStreamer, plan: Plan, names: Sequence[str]) -> None:
+        super().__init__(plan, names)
+        self._streamer = streamer
+
+    @contextmanager
+    def hold(self, graph: int, step: int, units: Sequence[int], *, alone: bool) -> Iterator[None]:
+        numbers = array("q", units)
+        part = graph, step, numbers.buffer_info()[0], len(numbers)
+        self._streamer.call("ps_units_hold", *part, alone)
+        try:
+            yield
+        finally:
+            self._streamer.call("ps_units_release", *part)
+
+    @property
+    def counters(self) -> Counters:
+        now = self._streamer.statistics("ps_units_stats")
+        return Counters(now.bytes_moved, now.bytes_read, stall_ns=now.stall_ns)
+
+    @property
+    def held_bytes(self) -> int:
+        return int(self._streamer.statistics("ps_units_stats").held_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self._streamer.statistics("ps_units_stats").peak_bytes)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        return self._streamer.memory()[-1]
+
+    def close(self) -> None:
+        """Do nothing: the streamer's end is that of the pool."""
+
+    def _parts(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
+        numbers, ends, count = array("q", units), array("q", bytes(8 * len(units))), ctypes.c_int64()
+        asked = numbers.buffer_info()[0], len(numbers), ends.buffer_info()[0], ctypes.byref(count)
+        self._streamer.call("ps_units_ask", graph, step, *asked)
+        return [list(units[start:stop]) for start, stop in pairwise([0, *ends[: count.value]])]
+
+    def _address(self, storage: int) -> int:
+        return self._streamer.address_of_units(storage)
+
+
+class Recorder:
+    """What the calls of a streamed module ask for, while the recorder is open; it is a context manager.
+
+    A call that fails is recorded as far as it came. `penstock replay` tells what other sizes of pool and
+    other policies would have moved for these calls.
+    """
+
+    def __init__(self, units: PooledUnits) -> None:
+        self._units = units
+        self._reads = tuple(units.routed)
+        self._numbers = {(read.graph, read.step): number for number, read in enumerate(self._reads)}
+        self._calls: list[list[Ask]] = []
+
+    def __enter__(self) -> Recorder:
+        if self._units.recorder is not None:
+            raise StreamError("another recorder is open on this module: close it first")
+        self._units.recorder = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._units.recorder = None
+
+    @property
+    def routes(self) -> Routes:
+        """The routes of all calls so far."""
+        return Routes(self._reads, tuple(tuple(call) for call in self._calls))
+
+    def save(self, path: str | PathLike[str], *, force: bool = False) -> None:
+        """Write the routes to a file, which is replaced with `force` only.
+
+        Raises SourceError where the file cannot be written, and PayloadError for more than 64 MiB of routes.
+        """
+        data = routes_to_bytes(self.routes)
+        with replace_file(Path(path), force=force) as fd:
+            write_all(fd, data)
+
+    # What the units call.
+
+    def begin(self) -> None:
+        """Begin a call."""
+        self._calls.append([])
+
+    def ask(self, graph: int, step: int, units: Sequence[int]) -> None:
+        """Note what a step of the call asks for; tiles are left out, as every call asks for all of them."""
+        number = self._numbers.get((graph, step))
+        if number is not None:
+            self._calls[-1].append(Ask(number, tuple(units)))
+
+
+def read_routes(path: Path) -> Routes:
+    """The routes in a file. Raises SourceError if it cannot be read, PayloadError if it holds no routes."""
+    try:
+        data = read_bounded(path, "a file of routes")
+    except OSError as error:
+        raise SourceError(
+            f"{path} cannot be read ({error.strerror}): give a file that `recorder.save` wrote"
+        ) from error
+    return routes_from_bytes(data, source=str(path))
+
 
 FEW, MANY = 4, 16
 """Readers of up to `_SOME` pieces, and of more: a disk answers many small reads as fast as few."""

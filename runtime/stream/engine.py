@@ -1,25 +1,359 @@
-"""The state machine that every engine runs: the current pass, its next step, and deviations from the plan.
-
-One pass of a method is `begin`, then `acquire` and `release` of each probed step in the order of its trace,
-then `end`. Transfers start strictly in the order of the plan, each as soon as the step that it waits for has
-ended, even if that step belongs to the pass before, so that prefetch runs across calls. A deviation from the
-plan (another order of steps, a failed read, an exception in the model) is a miss, or ends in `abort`, after
-which the next pass starts from the resident ranges. It makes a pass slower, never wrong.
-
-An engine makes transfers and waits for them: `stream/streamer.py` with threads that fill an arena, and
-`device/streamer.py` with the streams and events of a device.
-"""
+"""The engine of a pass: its tables, the queue of its transfers, and their states."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
 
-from penstock.runtime.stream.interface import Counters
-from penstock.runtime.stream.queue import PIECE, MethodTable, Position, first_pass, in_turn, tabulate
+from penstock.passes.probes import streaming_steps
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Range, Storage
+from penstock.schedule.facts.model import Arena, Range, Schedule, Storage, Trace
 from penstock.schedule.plan import Plan
+from penstock.schedule.space.spans import merged, subtract
+
+
+@dataclass
+class Counters:
+    """The counters of a streamer so far, in bytes, nanoseconds and events.
+
+    `bytes_moved` came into the arena, and `bytes_written` went out of it to the spill file. `bytes_read` are
+    those of `bytes_moved` that readers brought; the others were mapped on the caller's thread.
+    """
+
+    bytes_moved: int = 0
+    bytes_read: int = 0
+    misses: int = 0
+    stall_ns: int = 0
+    bytes_written: int = 0
+
+
+def sum_of(*counters: Counters) -> Counters:
+    """Returns the sum of several counters."""
+    names = [field.name for field in fields(Counters)]
+    return Counters(**{name: sum(getattr(counter, name) for counter in counters) for name in names})
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The memory that loaded weights take, in bytes, and the threads that read them; see `Stats`."""
+
+    held_bytes: int
+    peak_bytes: int
+    readers: int = 0
+    pinned_bytes: int = 0
+    mapped_bytes: int = 0
+    simulated_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(MemoryUse):
+    """The counters of a streamed module since it was loaded.
+
+    `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the storages
+    outside it. `stall_seconds` is time the caller waited for weights, loading the resident ones included.
+    `bytes_written` are those of kept values that left for the spill file. `arena` says in words where weights
+    live and why. `pinned_bytes` is what the host holds for a device that copies from it, `mapped_bytes` what
+    of `held_bytes` is the page cache's own, and `simulated_seconds` the virtual time of a simulated device,
+    loading included.
+    """
+
+    passes: int
+    bytes_moved: int
+    misses: int
+    stall_seconds: float
+    budget: int
+    arena: str
+    bytes_written: int = 0
+
+
+class Streamer(Protocol):
+    """Streams for a module, which calls it at the two probes and at the edges of passes.
+
+    `StreamEngine` is the state machine behind it; a simulated device stands before its engine.
+    """
+
+    @property
+    def counters(self) -> Counters:
+        """The counters so far."""
+
+    def probed(self, graph: int) -> tuple[int, ...]:
+        """Returns the steps at which the plan acts in a pass of method `graph`, ascending."""
+
+    @property
+    def in_reader(self) -> bool:
+        """Tells whether the caller is one of its own threads, which cannot wait for themselves."""
+
+    def begin(self, graph: int) -> None:
+        """Start a pass of method `graph`."""
+
+    def acquire(self, graph: int, step: int) -> None:
+        """Make the weights of `step` readable for the kernels that are called next."""
+
+    def release(self, graph: int, step: int) -> None:
+        """Note that the kernels of `step` have been called."""
+
+    def end(self, graph: int) -> None:
+        """End the pass."""
+
+    def abort(self) -> None:
+        """Forget everything except the resident ranges, because the pass has failed."""
+
+    def close(self) -> None:
+        """Wait for what is on its way, and stop."""
+
+
+PIECE = 2 << 20
+"""Bytes that one reader copies at a time: large enough for a disk, small enough to share out."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a transfer that one reader copies; `step` and `after` are the transfer's.
+
+    With `out` it goes from the arena to the spill file. `mark` is where it is counted (see Queue).
+    """
+
+    start: int
+    stop: int
+    step: int
+    after: int
+    out: bool = False
+    mark: int = -1
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The pieces of one pass in issue order, and how many each step waits for.
+
+    Entry k of `counts` is what the read of step k waits for, entry n what the call itself waits for before
+    step 0, and entry n + 1 + k what the end of step k waits for: pieces that go out. `made` is for an engine,
+    to keep what it makes of the pieces for as long as the queue.
+    """
+
+    graph: int
+    pieces: tuple[Piece, ...]
+    counts: tuple[int, ...]
+    made: list[Any] = field(default_factory=list, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, graph: int, pieces: Iterable[Piece], steps: int) -> Queue:
+        pieces = tuple(replace(p, mark=p.step + (steps + 1 if p.out else 0)) for p in pieces)
+        counts = [0] * (2 * steps + 1)
+        for piece in pieces:
+            counts[piece.mark] += 1
+        return cls(graph, pieces, tuple(counts))
+
+
+@dataclass(frozen=True)
+class MethodTable:
+    """The steady pass of a method. `needs[k]` are the ranges that step k reads beside the resident ones.
+
+    `takes[k]` are the ranges that step k writes, which take memory when it begins, and `continues` says that
+    a step reads what only the method before has written. `before` is the number of the method whose pass
+    comes before as planned, and `ahead` the queue of the pass that comes next.
+    """
+
+    graph: int
+    before: int
+    needs: tuple[tuple[Range, ...], ...]
+    takes: tuple[tuple[Range, ...], ...]
+    continues: bool
+    probed: tuple[int, ...]
+    drops: dict[int, list[Range]]
+    steady: Queue
+    ahead: Queue
+    boundary: tuple[Range, ...]
+    crosses_calls: bool
+
+    @property
+    def steps(self) -> int:
+        return len(self.needs)
+
+
+@dataclass
+class Position:
+    """Says which piece is issued next, and how far the pass is.
+
+    `queue.pieces[index]` is issued next. It is `ahead` when it is for the pass after the one of `method`,
+    whose steps are counted by `ended`. `left` and `left_ahead` count, by step, the pieces that are not
+    copied yet. Every change needs the streamer's lock.
+    """
+
+    queue: Queue
+    method: MethodTable
+    left: list[int] = field(default_factory=list)
+    left_ahead: list[int] = field(default_factory=list)
+    index: int = 0
+    ahead: bool = True
+    ended: int = 0
+
+    @classmethod
+    def before(cls, queue: Queue, method: MethodTable) -> Position:
+        """Returns the position before a pass that begins with `queue`, after a pass that has ended."""
+        return cls(queue, method, left_ahead=list(queue.counts), ended=method.steps)
+
+    def begin(self, method: MethodTable) -> None:
+        """Begin the pass that was ahead, as a pass of `method`."""
+        if self.queue.graph != method.graph:
+            self.queue, self.left_ahead = method.steady, list(method.steady.counts)
+        self.method = method
+        self.left, self.left_ahead = self.left_ahead, list(method.ahead.counts)
+        self.ahead, self.ended = False, 0
+        self._turn()
+
+    def may_start(self, index: int) -> bool:
+        """Tells whether the step that piece `index` waits for has ended."""
+        if index >= len(self.queue.pieces):
+            return False
+        after = self.queue.pieces[index].after
+        if self.ahead:
+            return after < 0 and after + self.method.steps < self.ended
+        return after < self.ended
+
+    @property
+    def counts(self) -> list[int]:
+        """The counts that the next piece belongs to."""
+        return self.left_ahead if self.ahead else self.left
+
+    def small_pieces(self) -> Sequence[Piece]:
+        """Returns the next piece and those behind it that may start too, up to the size of a large one."""
+        nbytes, end = 0, self.index
+        while self.may_start(end):
+            nbytes += self.queue.pieces[end].stop - self.queue.pieces[end].start
+            if nbytes > PIECE and end > self.index:
+                break
+            end += 1
+        return self.queue.pieces[self.index : end]
+
+    def adjacent_pieces(self) -> Sequence[Piece]:
+        """Returns the next piece and those that may start too, each from where the one before it stops.
+
+        None of them goes out, unless the first one does.
+        """
+        pieces, end = self.queue.pieces, self.index + 1
+        while (
+            self.may_start(end)
+            and pieces[end].start == pieces[end - 1].stop
+            and pieces[end].out == pieces[self.index].out
+        ):
+            end += 1
+        return pieces[self.index : end]
+
+    def advance(self, count: int) -> None:
+        """Go past the next `count` pieces, which are issued, and behind the last one into the next pass."""
+        self.index += count
+        self._turn()
+
+    def _turn(self) -> None:
+        if not self.ahead and self.index >= len(self.queue.pieces):
+            self.queue, self.index, self.ahead = self.method.ahead, 0, True
+
+
+def tabulate(
+    plan: Plan, schedule: Schedule, trace: Trace, storages: Sequence[Storage], *, piece: int | None = PIECE
+) -> MethodTable:
+    """Returns the table of a schedule, whose transfers are cut every `piece` bytes, or not at all (None).
+
+    Its own pass comes next, until `in_turn` says otherwise.
+    """
+    pieces = [
+        Piece(r.start, r.stop, t.step, t.after, t.direction == "out")
+        for t in schedule.transfers
+        for r in cut([Range(t.start, t.stop)], _piece_bytes(plan, piece))
+    ]
+    drops: dict[int, list[Range]] = {}
+    for drop in schedule.drops:
+        drops.setdefault(drop.step, []).append(Range(drop.start, drop.stop))
+    steady = Queue.of(schedule.graph, pieces, len(trace.steps))
+    needs = tuple(tuple(_step_ranges(plan, storages, step.reads)) for step in trace.steps)
+    takes = tuple(tuple(_step_ranges(plan, storages, step.writes)) for step in trace.steps)
+    written = {s for step in trace.steps for s in step.writes}
+    read = {s for step in trace.steps for s in step.reads if storages[s].kind == "produced"}
+    return MethodTable(
+        graph=schedule.graph,
+        before=schedule.graph if trace.follows is None else trace.follows,
+        needs=needs,
+        takes=takes,
+        continues=not read <= written | set(plan.outside),
+        probed=tuple(streaming_steps(plan, schedule.graph, storages)),
+        drops=drops,
+        steady=steady,
+        ahead=steady,
+        boundary=plan.boundary_of(schedule),
+        crosses_calls=schedule.boundary is not None or any(t.after < 0 for t in schedule.transfers),
+    )
+
+
+def in_turn(tables: Sequence[MethodTable]) -> dict[int, MethodTable]:
+    """Returns the tables by method, each with the queue of the pass that comes after its own."""
+    ahead = {table.before: table.steady for table in tables}
+    return {table.graph: replace(table, ahead=ahead[table.graph]) for table in tables}
+
+
+def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece: int | None = PIECE) -> Queue:
+    """Returns the queue of a pass that starts with nothing on the device, or with the resident ranges alone.
+
+    The queue has the method's boundary in its order, and then the transfers of the pass. The call waits for
+    the resident ranges, and each step waits for the other ranges of the boundary that it is the first to
+    read. The last probed step waits for those that only another method reads.
+    """
+    resident, n = merged(plan.resident), method.steps
+    most = _piece_bytes(plan, piece)
+    ranges = [] if resident_loaded else cut(plan.resident, most)
+    pieces = [Piece(r.start, r.stop, n, -1) for r in ranges]
+    pieces += [
+        Piece(r.start, r.stop, _first_read(method, r), -1)
+        for r in cut(subtract(method.boundary, resident), most)
+    ]
+    return Queue.of(method.graph, pieces + [p for p in method.steady.pieces if p.after >= 0], n)
+
+
+def _first_read(method: MethodTable, piece: Range) -> int:
+    reading = (
+        step
+        for step in method.probed
+        if any(need.start < piece.stop and piece.start < need.stop for need in method.needs[step])
+    )
+    return next(reading, method.probed[-1] if method.probed else method.steps)
+
+
+def _piece_bytes(plan: Plan, piece: int | None) -> int:
+    granule = plan.arena.granule
+    if piece is None:
+        return max((s.stop for s in plan.arena.segments), default=granule)
+    return max(piece // granule, 1) * granule
+
+
+def cut(ranges: Iterable[Range], piece: int) -> list[Range]:
+    """Cut `ranges` every `piece` bytes, in order, so that several readers can share one."""
+    return [
+        Range(start, min(start + piece, whole.stop))
+        for whole in ranges
+        for start in range(whole.start, whole.stop, piece)
+    ]
+
+
+def _step_ranges(plan: Plan, storages: Sequence[Storage], reads: Iterable[int]) -> list[Range]:
+    """Returns the ranges that a step that reads, or writes, storages needs beside the resident ones."""
+    arena = plan.arena
+    needed = [
+        _whole_granules(arena, Range(arena.layout[s], arena.layout[s] + storages[s].nbytes))
+        for s in reads
+        if arena.layout[s] >= 0 and storages[s].nbytes and s not in plan.outside
+    ]
+    return subtract(merged(needed), merged(plan.resident))
+
+
+def _whole_granules(arena: Arena, piece: Range) -> Range:
+    if arena.kind == "contiguous":
+        return piece
+    segment = arena.segments[bisect_right([s.start for s in arena.segments], piece.start) - 1]
+    start = piece.start // arena.granule * arena.granule
+    stop = -(-piece.stop // arena.granule) * arena.granule
+    return Range(max(start, segment.start), min(stop, segment.stop))
 
 
 class StreamEngine(ABC):

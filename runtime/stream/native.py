@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.native.library import WAITING, Options, Statistics, library, open_engine, refuse
-from penstock.runtime.arena.base import tensor_at
-from penstock.runtime.stream.interface import Counters
+from penstock.runtime.arena.reading import tensor_at
+from penstock.runtime.stream.engine import Counters
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Part
 from penstock.schedule.plan import Plan

@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from penstock.runtime.arena.base import WeightArena
-from penstock.runtime.stream.engine import StreamEngine
-from penstock.runtime.stream.queue import MethodTable, Piece
+from penstock.runtime.arena.reading import WeightArena
+from penstock.runtime.stream.engine import MethodTable, Piece, StreamEngine
 from penstock.runtime.system.threads import READERS, ReaderThreads
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Range, Storage

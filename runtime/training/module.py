@@ -1,10 +1,14 @@
-"""The streamed module of a training program: its calls return tensors with a `grad_fn`."""
+"""The module that is trained: its parameters stay, its weights stream, forward and backward."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -12,10 +16,190 @@ from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.tracers import outside_dynamo
 from penstock.passes.training.facts import EVALUATE, PREDICT, TRAINABLE, Backward, Rung, Training
+from penstock.runtime.files.artifact_files import file_chunks
+from penstock.runtime.files.safetensors_file import open_tensors, reading
+from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.module import LoadedMethod, Part, StreamedModule, without_grad
-from penstock.runtime.stream.passes import LoadedWeights
-from penstock.schedule.facts.errors import StreamError
+from penstock.runtime.stream.loaded import LoadedWeights
+from penstock.schedule.facts.errors import BudgetError, PassError, PlanError, SourceError, StreamError
 from penstock.schedule.facts.model import Trace
+from penstock.schedule.facts.sizes import format_time
+from penstock.schedule.payload.codec import Payload
+from penstock.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    from penstock.runtime.program import Program
+
+
+PARAMETERS = "trainable.safetensors"
+
+
+def write_parameters(values: Mapping[str, torch.Tensor], folder: Path) -> str:
+    """Writes the values by FQN into a file of an artifact that is being built, and returns its sha256.
+
+    Raises PassError for values whose rows do not lie one behind another, which the file would not keep.
+    """
+    from safetensors.torch import save_file
+
+    for fqn, value in values.items():
+        if not value.is_contiguous():
+            raise PassError(f"{fqn} is to be trained and is not contiguous: export it as contiguous()")
+    save_file({fqn: value.detach().contiguous() for fqn, value in values.items()}, folder / PARAMETERS)
+    return _hash(folder / PARAMETERS)
+
+
+def read_parameters(folder: Path, names: Sequence[str], sha256: str) -> dict[str, torch.Tensor]:
+    """Reads the values of these FQNs that `write_parameters` wrote.
+
+    Raises SourceError for a file that is damaged, is another one, or lacks one of them.
+    """
+    path = folder / PARAMETERS
+    if _hash(path) != sha256:
+        raise SourceError(f"{path} has changed since it was compiled: restore it, or compile again")
+    with open_tensors(path) as opened:
+        for name in names:
+            if name not in opened.entries:
+                raise SourceError(f"{path} lacks the parameter {name}: compile again")
+        return {name: opened.get_tensor(name) for name in names}
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with reading(path):
+        for chunk in file_chunks(path, 0, path.stat().st_size):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+_log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The program of a rung, the plan for what it leaves to weights, and the division of memory."""
+
+    program: Program
+    plan: Plan
+    split: MemorySplit | None = None
+
+
+def payload_of(payload: Payload, training: Training, rung: Rung) -> Payload:
+    """A payload without the methods of other rungs, and without plans, which are of all methods."""
+    other_methods = {name for other in training.rungs if other != rung for name in other.methods}
+    methods = tuple(method for method in payload.methods if method.name not in other_methods)
+    graphs = {method.graph for method in methods}
+    return replace(
+        payload,
+        methods=methods,
+        traces=tuple(trace for trace in payload.traces if trace.graph in graphs),
+        probes=tuple(order for order in payload.probes if order.graph in graphs),
+        plans=(),
+    )
+
+
+def candidates(program: Program, activations: str) -> Sequence[Program]:
+    """The programs of the rungs that `activations` allows, the one that keeps most first.
+
+    Raises PlanError for a rung that there is not.
+    """
+    rungs = program.rungs
+    if activations == AUTO:
+        return [*rungs.values()] or [program]
+    if activations not in rungs:
+        allowed = ", ".join(map(repr, (AUTO, *rungs)))
+        raise PlanError(
+            f"activations={activations!r} is not in this program: choose from {allowed}"
+            if rungs
+            else f"activations={activations!r} is for programs that compile_training made: leave it out"
+        )
+    return [rungs[activations]]
+
+
+def planned_for(program: Program, plan: Plan) -> Program:
+    """The program of the rung that a plan was made for; the program itself if there is none."""
+    graphs = {trace.graph for trace in plan.traces}
+    fitting = (other for other in program.rungs.values() if {t.graph for t in other.payload.traces} == graphs)
+    return next(fitting, program)
+
+
+def choose(programs: Sequence[Program], plan_for: Callable[[Program], Choice]) -> Choice:
+    """The rung whose forward and backward are predicted to take the least time together.
+
+    `plan_for` raises BudgetError for a rung that does not fit. If none fits, the error is that of the rung
+    that needs the least memory.
+    """
+    best: tuple[int, Choice] | None = None
+    refused: dict[int, tuple[Program, BudgetError]] = {}
+    for program in programs:
+        try:
+            choice = plan_for(program)
+        except BudgetError as error:
+            refused[program.activation_bytes + (error.floor_bytes or 0)] = program, error
+            continue
+        nanoseconds = step_ns(choice)
+        if program.rung is not None:
+            _log.info("activations=%r: %s a step", program.rung.name, format_time(nanoseconds))
+        if best is None or nanoseconds < best[0]:
+            best = nanoseconds, choice
+        if not choice.plan.streamed_bytes:
+            break  # what computes more is not faster
+    if best is not None:
+        return best[1]
+    program, least = refused[min(refused)]
+    if program.rung is None:
+        raise least
+    raise BudgetError(
+        f"{least}, with activations={program.rung.name!r}, which needs the least",
+        floor_bytes=least.floor_bytes,
+        step=least.step,
+        weights=least.weights,
+    ) from least
+
+
+def step_ns(choice: Choice) -> int:
+    """The predicted time of a step: of all methods, if the program is not trained."""
+    rung, plan = choice.program.rung, choice.plan
+    graphs = {
+        method.graph
+        for method in choice.program.payload.methods
+        if rung is None or method.name in rung.methods[:2]
+    }
+    return sum(schedule.predicted_ns for schedule in plan.schedules if schedule.graph in graphs)
+
+
+@dataclass(frozen=True)
+class RungBytes:
+    """Bytes of a rung: what is kept, all activations, and the weights that its backward reads, each time."""
+
+    activations: str
+    kept_bytes: int
+    activation_bytes: int
+    backward_read_bytes: int
+
+
+def rung_bytes(program: Program) -> list[RungBytes]:
+    """The bytes of each rung, at the exported sizes; none for a program that is not trained."""
+    weights = [0 if storage.kind == "produced" else storage.nbytes for storage in program.payload.storages]
+    reports = []
+    for name, variant in program.rungs.items():
+        traces = [t for t in variant.payload.traces if variant.rung and t.method in variant.rung.methods[1:]]
+        read = max(sum(weights[s] for step in trace.steps for s in step.reads) for trace in traces)
+        reports.append(RungBytes(name, variant.kept_bytes, variant.activation_bytes, read))
+    return reports
+
+
+def dynamic_values(program: Program) -> tuple[str, ...]:
+    """The values of dynamic size that a forward keeps for its backward although it has places for others."""
+    if program.training is None or not program.value_bytes:
+        return ()
+    return tuple(
+        method.inputs[leaf].name
+        for method in program.payload.methods
+        for leaf in program.training.made(method.name)
+        if any(isinstance(size, str) for size in method.inputs[leaf].shape)
+    )
 
 
 class TrainingModule(StreamedModule):

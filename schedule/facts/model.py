@@ -46,7 +46,7 @@ class WeightFile:
     `path` is relative to the artifact's folder for a packed file, and absolute for a checkpoint that
     is used in place. `nbytes` is the size of the file, and `mtime_ns` and `inode` are as in its
     `os.stat`. `header_sha256` is the hash of the length prefix and the header, and `sampled_sha256`
-    that of the blocks that `runtime/files/stamp.py` samples.
+    that of the blocks that `runtime/files/artifact_files.py` samples.
 
     Where `kind` is `named`, `path` is the name of a `.ptd`, `nbytes` the size of the entry `key` in it, and
     the stamp is zeros and empty texts: the key has the hash of the bytes.

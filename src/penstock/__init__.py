@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from penstock.passes.pipeline import Pipeline, declare
     from penstock.passes.probes import insert_probes, streaming
     from penstock.runtime.artifact import compile
-    from penstock.runtime.checkpoint.bind_values import bind
-    from penstock.runtime.dynamo.offload import offload
+    from penstock.runtime.checkpoint.binding import bind
+    from penstock.runtime.dynamo.backend import offload
     from penstock.runtime.program import open
     from penstock.runtime.training.artifact import compile_training
     from penstock.schedule.facts.errors import (
@@ -73,14 +73,14 @@ _HOMES = {
     "Payload": "penstock.schedule.payload.codec",
     "Pipeline": "penstock.passes.pipeline",
     "annotate": "penstock.passes.annotate",
-    "bind": "penstock.runtime.checkpoint.bind_values",
+    "bind": "penstock.runtime.checkpoint.binding",
     "compile": "penstock.runtime.artifact",
     "compile_training": "penstock.runtime.training.artifact",
     "declare": "penstock.passes.pipeline",
     "deferred_init": "penstock.passes.building.deferred",
     "fake_export": "penstock.passes.building.fake_export",
     "insert_probes": "penstock.passes.probes",
-    "offload": "penstock.runtime.dynamo.offload",
+    "offload": "penstock.runtime.dynamo.backend",
     "open": "penstock.runtime.program",
     "streaming": "penstock.passes.probes",
     "unpack_gguf": "penstock.models.packed_gguf",

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime import calibrate, measurements
-from penstock.runtime.measurements import WEEK, Subject, measured, this_machine
-from penstock.runtime.system.trials import Trials
+from penstock.runtime.machine import calibrate, figures
+from penstock.runtime.machine.figures import WEEK, Subject, Trials, measured, this_machine
 from penstock.schedule.facts.hardware import PRESETS
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
@@ -91,7 +90,7 @@ def test_noise_and_age_are_told(penstock: Command, monkeypatch: pytest.MonkeyPat
     assert said.count("doubtful") == 1
     assert "  reading memory varied by 60% between 2 trials, waited for a processor 50% of\n" in said
     assert "spread: how far apart they are" in said
-    now = measurements.measurements()[0].taken_at + WEEK
+    now = figures.measurements()[0].taken_at + WEEK
     monkeypatch.setattr("time.time", lambda: float(now))
     assert penstock("hardware", "auto").out.count("expired") == 3
 

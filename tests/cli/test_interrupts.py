@@ -110,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("penstock.runtime.artifact.write_packed", ("compile", "--trust", "model.pt2", "new.penstock")),
         (
-            "penstock.runtime.choice.make_plan",
+            "penstock.runtime.planning.make_plan",
             ("plan", "model.penstock", "--budget", "50%", "--report", "plan.html"),
         ),
         (

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.demo import cgroup, disk
-from penstock.runtime.system.limits import own_groups
-from penstock.runtime.system.mounts import find_mount
+from penstock.runtime.system.limits import find_mount, own_groups
 from tests.demo.screens import MIB
 
 

@@ -14,8 +14,8 @@ from typer import BadParameter
 
 import penstock
 from penstock.passes.trace import PRESET_CPU
+from penstock.runtime.artifact import relink
 from penstock.runtime.checkpoint.convert import convert
-from penstock.runtime.relink import relink
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.payload.codec import plan_from_json
 from tests.faults.scenario import (

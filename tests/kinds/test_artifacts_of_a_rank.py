@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import penstock
 from penstock.cli import main as cli
 from penstock.passes.calls.ranks import Ranks
-from penstock.runtime.relink import relink
+from penstock.runtime.artifact import relink
 from penstock.schedule.facts.errors import PassError, PayloadError
 
 X = torch.linspace(-1, 1, 256).view(4, 64)

@@ -29,8 +29,8 @@ from penstock.integrations.folders import open_folder
 from penstock.runtime.cache import list_entries
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.artifact_files import artifact_digest, digest_line
-from penstock.runtime.measurements import measurements
-from penstock.runtime.sparse.recorder import read_routes
+from penstock.runtime.machine.figures import measurements
+from penstock.runtime.sparse.units import read_routes
 from tests.forked import run_forked
 from tests.trust.hostile import make_artifact, write_program
 

@@ -20,12 +20,12 @@ from transformers import LlamaForCausalLM
 import penstock
 from penstock.integrations import apply, load
 from penstock.native.library import Options
+from penstock.runtime.artifact import relink
 from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint import stored_tensor
 from penstock.runtime.checkpoint.convert import convert
+from penstock.runtime.files.artifact_files import SAMPLE_BYTES, sample_offsets
 from penstock.runtime.files.safetensors_file import read_header
-from penstock.runtime.files.stamp import SAMPLE_BYTES, sample_offsets
-from penstock.runtime.relink import relink
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import SourceError
 from tests.engines import ENGINES

@@ -16,9 +16,9 @@ from transformers import LlamaForCausalLM
 
 import penstock as library
 from penstock.integrations import apply, load
+from penstock.runtime.artifact import relink
 from penstock.runtime.cache import Cache
-from penstock.runtime.dynamo.offload import offload
-from penstock.runtime.relink import relink
+from penstock.runtime.dynamo.backend import offload
 from penstock.schedule.facts.errors import SourceError
 from tests.cli.command_line import penstock_fixture  # noqa: F401
 from tests.integrations import models

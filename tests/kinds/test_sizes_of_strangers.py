@@ -379,7 +379,7 @@ import ctypes, sys
 from pathlib import Path
 from random import Random
 from penstock.native.library import Options
-from penstock.runtime.sparse.native import NativeUnits
+from penstock.runtime.sparse.units import NativeUnits
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import StreamError
 from tests.native.test_native_memory import run_passes

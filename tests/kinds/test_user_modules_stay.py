@@ -271,7 +271,7 @@ def test_a_module_that_could_not_be_offloaded_is_as_it_was(
             raise Interrupted
 
     if ends == "an interrupt":
-        monkeypatch.setattr("penstock.runtime.dynamo.offload._refuse_eager", stop)
+        monkeypatch.setattr("penstock.runtime.dynamo.backend._refuse_eager", stop)
     with pytest.raises((Interrupted, penstock.PenstockError)):
         penstock.offload(made, tmp_path / "w.safetensors")
     assert picture(made) == before

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from penstock.native.library import WAITING, Options
 from penstock.native.library import Change as NativeChange
-from penstock.runtime.sparse.native import NativeUnits
+from penstock.runtime.sparse.units import NativeUnits
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.facts.model import (

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.runtime import calibrate
+from penstock.runtime.machine import calibrate
 from tests.rig import machine
 
 

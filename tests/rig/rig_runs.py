@@ -17,17 +17,15 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.arena.base import POISON
-from penstock.runtime.device.accelerator import AcceleratorDevice
-from penstock.runtime.device.disk import DiskEvent, DiskStream
-from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.arena.reading import POISON
+from penstock.runtime.device.accelerator import AcceleratorDevice, DiskEvent, DiskStream
 from penstock.runtime.device.opening import open_accelerator
-from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import FileRead
-from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.device.streamer import DeviceStreamer, PassOrder
+from penstock.runtime.device.weights import DeviceWeights
 from penstock.runtime.files.source import Source
 from penstock.runtime.program import Program
-from penstock.runtime.stream.interface import Streamer
+from penstock.runtime.stream.engine import Streamer
 from penstock.schedule.plan import Plan
 from tests.rig import machine
 from tests.runtime.device.device_runs import (

@@ -10,9 +10,9 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock.runtime import calibrate
 from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
-from penstock.runtime.measurements import measurements
+from penstock.runtime.machine import calibrate
+from penstock.runtime.machine.figures import measurements
 from penstock.schedule.facts.model import Weight
 from tests.rig import machine
 

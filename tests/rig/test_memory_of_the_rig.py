@@ -19,12 +19,11 @@ from torch.export import export
 
 import penstock
 from penstock.runtime.device import accelerator, cuda, streamer
-from penstock.runtime.device.accelerator import AcceleratorDevice
+from penstock.runtime.device.accelerator import AcceleratorDevice, PageableStream
 from penstock.runtime.device.cuda import CudaDevice
-from penstock.runtime.device.pageable import PageableStream
 from penstock.runtime.device.protocol import FileRead, Move
-from penstock.runtime.device.resident import load_resident
-from penstock.runtime.files.ranges import FileRange
+from penstock.runtime.device.weights import load_resident
+from penstock.runtime.files.source import FileRange
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program

@@ -20,9 +20,8 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock.runtime.device import staging
-from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
-from penstock.runtime.device.pageable import PageableStream
+from penstock.runtime.device import streamer as staging
+from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock, PageableStream
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.program import Program

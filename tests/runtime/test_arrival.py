@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.runtime import arrival
-from penstock.runtime.arrival import WeightFiles
-from penstock.runtime.files import rates
+from penstock.runtime.files.artifact_files import stamp_file
 from penstock.runtime.files.source import Source
-from penstock.runtime.files.stamp import stamp_file
-from penstock.runtime.system.trials import MOST, Trials
+from penstock.runtime.machine import rates
+from penstock.runtime.machine import rates as arrival
+from penstock.runtime.machine.figures import MOST, Trials
+from penstock.runtime.machine.rates import WeightFiles
 
 MIB = 1 << 20
 

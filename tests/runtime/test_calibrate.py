@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.runtime import calibrate
-from penstock.runtime.arrival import Arrival
-from penstock.runtime.calibrate import NO_FILES, common_dtype, measure_cpu
-from penstock.runtime.measurements import Measurement, Subject, this_machine
-from penstock.runtime.system.trials import LEAST, Trials
+from penstock.runtime.machine import calibrate
+from penstock.runtime.machine.calibrate import NO_FILES, common_dtype, measure_cpu
+from penstock.runtime.machine.figures import LEAST, Measurement, Subject, Trials, this_machine
+from penstock.runtime.machine.rates import Arrival
 from penstock.schedule.facts.model import Part, Weight
 
 

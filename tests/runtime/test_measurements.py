@@ -10,20 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.runtime import measurements
-from penstock.runtime.measurements import (
+from penstock.runtime.machine import figures
+from penstock.runtime.machine.figures import (
     DISK_MOST,
     HOUR,
     WEEK,
     Measurement,
     Subject,
+    Trials,
     forget,
     measured,
     noted,
     recall,
     this_machine,
 )
-from penstock.runtime.system.trials import Trials
 from penstock.schedule.facts.model import UNEVEN
 
 STEADY, WIDE = Trials((1.0, 1.01, 1.02)), Trials((1.0, 2.0, 4.0))
@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(measurements, "time", SimpleNamespace(time=found.time))
+    monkeypatch.setattr(figures, "time", SimpleNamespace(time=found.time))
     return found
 
 
@@ -68,8 +68,8 @@ def test_a_figure_is_taken_once_and_kept_with_all_that_is_known_of_it(cache: Pat
 def test_the_file_is_read_when_it_has_changed_and_not_each_time(
     cache: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, real = list[str](), measurements.decode
-    monkeypatch.setattr(measurements, "decode", lambda *given: reads.append(given[-1]) or real(*given))
+    reads, real = list[str](), figures.decode
+    monkeypatch.setattr(figures, "decode", lambda *given: reads.append(given[-1]) or real(*given))
     first = measured(memory(), lambda: STEADY)
     assert [recall(memory()) for _ in range(3)] == [first] * 3
     assert reads == [str(cache)]
@@ -102,7 +102,7 @@ def test_another_machine_is_measured_for_itself(cache: Path, monkeypatch: pytest
     known = recall(memory())
     assert known is not None
     assert known.median == STEADY.median
-    assert len(measurements.measurements()) == 5
+    assert len(figures.measurements()) == 5
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_what_is_forgotten_is_taken_again_and_the_rest_stays(cache: Path) -> Non
 def test_what_has_expired_goes_when_something_else_is_remembered(cache: Path, clock: Clock) -> None:
     measured(memory(), lambda: STEADY)
     clock.now += WEEK
-    assert measurements.measurements()
+    assert figures.measurements()
     measured(Subject("products", this_machine(), "float32"), lambda: STEADY)
-    assert [one.subject.quantity for one in measurements.measurements()] == ["products"]
+    assert [one.subject.quantity for one in figures.measurements()] == ["products"]
 
 
 def test_every_doubt_says_why(cache: Path) -> None:

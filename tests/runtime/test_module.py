@@ -236,11 +236,11 @@ def test_what_a_program_hands_out_outlives_the_module(tmp_path: Path, arena: str
 def test_a_system_without_populate_moves_and_direct_reads(
     stack: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.runtime import choice
-    from penstock.runtime.arena import allowed, opening
+    from penstock.runtime import planning
+    from penstock.runtime.arena import kinds
     from penstock.runtime.files import direct_file
 
-    for module in (allowed, opening, choice):
+    for module in (kinds, kinds, planning):
         for name in ("supports_populate", "supports_move"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda: False)

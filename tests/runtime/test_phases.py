@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock.runtime.arena.allowed import cpu_arenas
+from penstock.runtime.arena.kinds import cpu_arenas
 from penstock.schedule.facts.model import Arena
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan

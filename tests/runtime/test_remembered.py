@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.runtime import arrival, calibrate, choice, memory_split, remembered
+from penstock.runtime import memory_split, planning
 from penstock.runtime.cache import list_entries
 from penstock.runtime.files.source import Source
-from penstock.runtime.measurements import forget
-from penstock.runtime.system.trials import Trials
+from penstock.runtime.machine import calibrate, rates
+from penstock.runtime.machine.figures import Trials, forget
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.planner import make_plan
 
@@ -30,7 +30,7 @@ def made(stack, monkeypatch, tmp_path):
         plans.append(make_plan(*args, **kwargs))
         return plans[-1]
 
-    monkeypatch.setattr(choice, "make_plan", remember)
+    monkeypatch.setattr(planning, "make_plan", remember)
     return plans
 
 
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_written_is_not_missed(stack, made, monkeypatch,
 
 
 def test_the_oldest_plans_are_forgotten(stack, made, monkeypatch, tmp_path):
-    monkeypatch.setattr(remembered, "MOST", 2)
+    monkeypatch.setattr(planning, "MOST", 2)
     for budget in ("40%", "50%", "60%"):
         load(stack, budget=budget)
     assert len(stored(tmp_path)) == 2
@@ -130,7 +130,7 @@ def test_another_gpu_of_the_same_name_has_a_plan_of_its_own(stack, made, monkeyp
         hardware = find_hardware(product)
         facts = SimpleNamespace(name=product, total_memory=hardware.memory_nbytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
-        monkeypatch.setattr(choice, "measure_accelerator", lambda *args, hardware=hardware: hardware)
+        monkeypatch.setattr(planning, "measure_accelerator", lambda *args, hardware=hardware: hardware)
         assert stack.open().plan("45%", device="cuda").hardware == hardware
         assert len(made) == plans
 
@@ -162,7 +162,7 @@ def test_a_plan_is_of_the_figures_that_it_was_made_with(stack, made, monkeypatch
 def test_a_plan_that_other_figures_make_poor_is_made_anew(stack, made, monkeypatch):
     program = stack.open()
     program.plan("45%")
-    monkeypatch.setattr(remembered, "with_figures", lambda *given: None)
+    monkeypatch.setattr(planning, "with_figures", lambda *given: None)
     forget(lambda one: one.subject.quantity == "memory")
     program.plan("45%")
     assert len(made) == 2
@@ -178,7 +178,7 @@ def test_a_plan_is_of_the_rates_of_what_the_page_cache_holds_now(stack, made, mo
 def test_a_plan_for_a_simulated_device_opens_no_weight_file(stack, made, monkeypatch):
     program = stack.open()
     program.plan("45%", device="sim")  # which measures the disk
-    monkeypatch.setattr(arrival, "Source", None)
+    monkeypatch.setattr(rates, "Source", None)
     for budget, device in (("45%", "sim"), ("55%", "sim"), ("45%", "sim:h200")):
         program.plan(budget, device=device)
     assert len(made) == 3

@@ -14,8 +14,9 @@ import torch
 
 import penstock
 from penstock.demo.cgroup import make_group
-from penstock.runtime import measurements, memory_split
-from penstock.runtime.measurements import MEASURING
+from penstock.runtime import memory_split
+from penstock.runtime.machine import figures
+from penstock.runtime.machine.figures import MEASURING
 from penstock.runtime.memory_split import LOADING
 from penstock.runtime.system.limits import Limit
 from tests.forked import run_forked
@@ -229,8 +230,8 @@ def test_address_space_counts_what_is_only_reserved(small):
 
 def test_rates_are_not_measured_without_room(small, monkeypatch):
     program, _ = small
-    monkeypatch.setattr(measurements, "memory_limit", lambda: Limit(MEASURING - 1, "the box"))
-    monkeypatch.setattr(measurements, "recall", lambda _: None)
+    monkeypatch.setattr(figures, "memory_limit", lambda: Limit(MEASURING - 1, "the box"))
+    monkeypatch.setattr(figures, "recall", lambda _: None)
     with pytest.raises(penstock.BudgetError, match=r"not known yet; measuring it takes .* the box leaves"):
         program.plan("75%")
 

@@ -8,11 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.runtime import sightings
-from penstock.runtime.measurements import HOUR, Subject, measured, measurements, recall, this_machine
-from penstock.runtime.sightings import FACTOR, PASSES, Sightings, seen_compute
-from penstock.runtime.stream.interface import Counters
-from penstock.runtime.system.trials import Trials
+from penstock.runtime.machine import calibrate
+from penstock.runtime.machine.calibrate import FACTOR, PASSES, Sightings, seen_compute
+from penstock.runtime.machine.figures import (
+    HOUR,
+    Subject,
+    Trials,
+    measured,
+    measurements,
+    recall,
+    this_machine,
+)
+from penstock.runtime.stream.engine import Counters
 from penstock.schedule.facts.model import UNEVEN
 
 MS = 1_000_000
@@ -26,7 +33,7 @@ class Load:
         self.plan, self.counters, self.now = plan, Counters(), 0
         self.watched = Sightings(program.path, program.payload, plan, lambda: self.counters)
         self.leaves = [stack.tokens]
-        monkeypatch.setattr(sightings, "time", SimpleNamespace(perf_counter_ns=lambda: self.now))
+        monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter_ns=lambda: self.now))
 
     def runs(self, compute_ns, *, stall_ns=0, nbytes=0, leaves=None, passes=PASSES):
         """A first pass that counts for nothing, and then `passes` equal ones."""

@@ -34,7 +34,7 @@ from torch.fx.graph_module import _loader
 
 import penstock
 from penstock.runtime.program import Program
-from penstock.runtime.system.own_memory import anonymous_bytes, give_back_unused
+from penstock.runtime.system.memory import anonymous_bytes, give_back_unused
 from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 from tests.rig import machine
@@ -217,7 +217,7 @@ class Endurance:
         self.done["loads"] += 1
         try:
             for _ in range(passes):
-                if chosen.random() < 0.1 and "runtime/sim/device.py" in self._interrupted_pass(
+                if chosen.random() < 0.1 and "runtime/device/simulated.py" in self._interrupted_pass(
                     chosen, module
                 ):
                     break  # it has half of an operation, and says so

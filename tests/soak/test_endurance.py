@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.sim.device import SimDevice
-from penstock.runtime.stream.passes import Gate
+from penstock.runtime.device.simulated import SimDevice
+from penstock.runtime.stream.loaded import Gate
 from penstock.schedule.facts.errors import StreamError
 from tests.soak.endurance import DEVICES, Endurance, Interrupt, NoMoreThanBeforeError, make
 

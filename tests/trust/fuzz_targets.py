@@ -23,7 +23,7 @@ from penstock.backends.executorch.region import PAYLOAD
 from penstock.passes.calls.expressions import parse
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading
-from penstock.runtime.sparse.recorder import read_routes
+from penstock.runtime.sparse.units import read_routes
 from penstock.schedule.payload.codec import Payload, plan_from_json, verify_payload
 from penstock.schedule.sparse.routes import Ask, RoutedRead, Routes, routes_to_bytes
 from tests.schedule.payload.payload_example import BYTES, PLAN

@@ -101,7 +101,7 @@ def test_bytes_between_weights_are_zeros(copy):
     assert data[place] == 0
     path.write_bytes(data[:place] + b"x" + data[place + 1 :])
     # The file is small enough for a sampled block to have it: make that right again, as a stranger would.
-    from penstock.runtime.files.stamp import stamp_file
+    from penstock.runtime.files.artifact_files import stamp_file
 
     stamp = stamp_file(path, recorded_path="weights.safetensors").sampled_sha256
     change_payload(copy, lambda payload: payload["files"][0].update(sampled_sha256=stamp))

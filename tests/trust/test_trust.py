@@ -13,8 +13,8 @@ from torch import nn
 
 import penstock
 from penstock.passes.lowering import compiled
+from penstock.runtime.artifact import relink
 from penstock.runtime.cache import Cache
-from penstock.runtime.relink import relink
 from tests.trust.hostile import X, change_code, change_payload, make_artifact, use
 
 ROOT = Path(__file__).parents[2]

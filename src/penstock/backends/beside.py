@@ -27,8 +27,14 @@ from penstock.passes.probes import Site, add_sites
 from penstock.passes.trace import steps_of
 from penstock.passes.weights.lifted import Weights
 from penstock.passes.weights.usage import follow_weights
-from penstock.runtime.dynamo.backend import compile_for, own_options
-from penstock.runtime.dynamo.session import Piece, placeholder_names, refuse_other_inputs, untimed
+from penstock.runtime.dynamo.backend import (
+    Piece,
+    compile_for,
+    own_options,
+    placeholder_names,
+    refuse_other_inputs,
+    untimed,
+)
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Trace
 from penstock.schedule.payload.codec import ProbeOrder

@@ -16,12 +16,11 @@ from penstock.passes.calls.tracers import outside_dynamo, refuse_tracers
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.probes import CompiledCalls
 from penstock.passes.weights.naming import weights_among
-from penstock.runtime.choice import PlanRequest, find_plan
 from penstock.runtime.loading import LoadOptions, load_weights
 from penstock.runtime.module import without_grad
-from penstock.runtime.stream.interface import Stats
-from penstock.runtime.stream.passes import Gate
-from penstock.runtime.stream.probe_calls import probe_calls
+from penstock.runtime.planning import PlanRequest, find_plan
+from penstock.runtime.stream.engine import Stats
+from penstock.runtime.stream.loaded import Gate, probe_calls
 from penstock.schedule.facts.errors import PassError, PayloadError, StreamError
 from penstock.schedule.facts.model import Trace, Weight
 from penstock.schedule.facts.sizes import parse_size

@@ -16,7 +16,7 @@ from penstock.schedule.facts.sizes import format_size, format_time
 
 if TYPE_CHECKING:
     from penstock.backends.executorch.files import Exported
-    from penstock.runtime.training.rungs import RungBytes
+    from penstock.runtime.training.module import RungBytes
     from penstock.schedule.facts.model import SparseRead, Weight
     from penstock.schedule.payload.codec import Payload
     from penstock.schedule.plan import Plan
@@ -184,7 +184,7 @@ def _values(program: _Inspected, sizes: Sequence[int]) -> list[tuple[str, str]]:
 def _dynamic(program: _Inspected) -> Sequence[str]:
     """The values of dynamic size that a forward with places for others keeps."""
     from penstock.runtime.program import Program
-    from penstock.runtime.training.rungs import dynamic_values
+    from penstock.runtime.training.module import dynamic_values
 
     return dynamic_values(program) if isinstance(program, Program) else ()
 
@@ -192,7 +192,7 @@ def _dynamic(program: _Inspected) -> Sequence[str]:
 def _activations(program: _Inspected) -> Sequence[RungBytes]:
     """What the rungs of a program that is trained keep."""
     from penstock.runtime.program import Program
-    from penstock.runtime.training.rungs import rung_bytes
+    from penstock.runtime.training.module import rung_bytes
 
     return rung_bytes(program) if isinstance(program, Program) else ()
 

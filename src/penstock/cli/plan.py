@@ -56,7 +56,7 @@ def plan(
     check_artifact(artifact)
     from penstock.models.advice import advise
     from penstock.runtime.program import read_program
-    from penstock.runtime.training.rungs import candidates
+    from penstock.runtime.training.module import candidates
 
     check_outputs(output, report, timeline, force=force)
     with console.spinner("planning") as say:
@@ -185,7 +185,7 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
 
 def _lacking(program: Program, plan: Plan) -> str:
     """What a load would not find room for now; nothing for a plan for another machine."""
-    from penstock.runtime.calibrate import THIS_CPU
+    from penstock.runtime.machine.calibrate import THIS_CPU
 
     return program.lacking_room(plan) if plan.hardware.name == THIS_CPU else ""
 

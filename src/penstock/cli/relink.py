@@ -30,7 +30,7 @@ def relink(
 ) -> None:
     """Let an artifact refer to copies of its weight files, after every byte of the weights is checked."""
     check_artifact(artifact)
-    from penstock.runtime.relink import relink as relink_artifact
+    from penstock.runtime.artifact import relink as relink_artifact
 
     with console.byte_progress(f"relinking {artifact}") as progress:
         program = relink_artifact(artifact, files or (), progress=progress)

@@ -57,7 +57,7 @@ def replay(
     if budget and pool:
         fail("--budget gives the pool of a plan and --pool a pool: give one of them")
     from penstock.runtime.program import read_program
-    from penstock.runtime.sparse.recorder import read_routes
+    from penstock.runtime.sparse.units import read_routes
     from penstock.schedule.sparse.replay import replay as replayed
     from penstock.schedule.sparse.routes import profile_of
 

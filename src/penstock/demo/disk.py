@@ -8,10 +8,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.runtime.files.rates import measure_read as measure_rate
+from penstock.runtime.files.artifact_files import stamp_file
 from penstock.runtime.files.source import Source
-from penstock.runtime.files.stamp import stamp_file
-from penstock.runtime.system.mounts import find_mount
+from penstock.runtime.machine.rates import measure_read as measure_rate
+from penstock.runtime.system.limits import find_mount
 
 _SECONDS = 5.0
 IN_MEMORY = {"tmpfs", "ramfs"}

@@ -45,7 +45,7 @@ from penstock.runtime.cache import Cache
 from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.system.announcing import announced
-from penstock.runtime.system.own_memory import give_back_unused
+from penstock.runtime.system.memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size, seconds_since
 

@@ -18,7 +18,7 @@ from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.files.pack import PackedTensor, PackEntry, tensor_chunks, write_packed
-from penstock.runtime.files.tensor_file import open_tensors
+from penstock.runtime.files.safetensors_file import open_tensors
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PassError
 

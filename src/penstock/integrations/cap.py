@@ -12,11 +12,7 @@ import torch
 
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of, target_device
 from penstock.runtime.system.limits import memory_limit
-from penstock.runtime.system.own_memory import (
-    anonymous_bytes,
-    give_back_unused,
-    give_back_when_freed,
-)
+from penstock.runtime.system.memory import anonymous_bytes, give_back_unused, give_back_when_freed
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_size, parse_size
 

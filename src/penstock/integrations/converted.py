@@ -28,9 +28,9 @@ from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.binding import Names, tensor_names
 from penstock.runtime.checkpoint.opening import Checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
+from penstock.runtime.files.artifact_files import file_chunks
 from penstock.runtime.files.pack import PackedTensor, PackEntry
 from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES, read_header
-from penstock.runtime.files.stamp import file_chunks
 from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import SourceError

@@ -14,9 +14,9 @@ import torch
 from penstock.passes.weights.values import storage_bytes
 from penstock.runtime.cache import Hold
 from penstock.runtime.checkpoint.binding import Names
+from penstock.runtime.files.artifact_files import hash_storage, stamp_file
 from penstock.runtime.files.pack import Chunk, tensor_chunks
 from penstock.runtime.files.safetensors_file import reading
-from penstock.runtime.files.stamp import hash_storage, stamp_file
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import WeightFile, part_nbytes
 

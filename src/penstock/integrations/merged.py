@@ -20,7 +20,7 @@ from penstock.integrations.emptied.absent import value_of
 from penstock.integrations.folders import local_folder
 from penstock.integrations.saved import refuse_folder, refuse_model, save_model, write_folder
 from penstock.runtime.checkpoint.convert import Converted
-from penstock.runtime.files.stamp import Progress
+from penstock.runtime.files.artifact_files import Progress
 from penstock.schedule.facts.errors import PenstockError, SourceError
 from penstock.schedule.facts.sizes import parse_size
 

@@ -19,9 +19,9 @@ from penstock.integrations.kept import bytes_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.subclasses import has_parts
 from penstock.runtime.checkpoint.convert import Converted, write_shards
+from penstock.runtime.files.artifact_files import Progress, count_bytes
 from penstock.runtime.files.pack import Chunk, PackEntry, check_space, tensor_chunks
 from penstock.runtime.files.safetensors_file import reading
-from penstock.runtime.files.stamp import Progress, count_bytes
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PassError, SourceError
 

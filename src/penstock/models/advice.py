@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.program import Program
-from penstock.runtime.sparse.recorder import read_routes
+from penstock.runtime.sparse.units import read_routes
 from penstock.schedule.clock.event_graph import launched_steps, settle, stalls_of
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.checkpoint.binding import listed
-from penstock.runtime.files.tensor_file import open_tensors
+from penstock.runtime.files.safetensors_file import open_tensors
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
-from penstock.runtime.stream.interface import Stats
+from penstock.runtime.stream.engine import Stats
 from penstock.schedule.clock.turns import turns_of
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Input, Method

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.integrations import apply
-from penstock.runtime.files.spill_file import SpillFile
+from penstock.runtime.files.direct_file import SpillFile
 from penstock.runtime.loading import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, SourceError
 from penstock.schedule.facts.sizes import format_size

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from penstock.integrations import apply
 from penstock.runtime.loading import LoadOptions
-from penstock.runtime.stream.passes import LoadedWeights
+from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.arena.base import WeightArena
+from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.model import Arena, Extent, Hardware, Part, Range, Storage, WeightFile

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.native.library import File, Options
-from penstock.runtime.arena.base import WeightArena
-from penstock.runtime.arena.opening import open_arena
+from penstock.runtime.arena.kinds import open_arena
+from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.system.memory import resident_bytes

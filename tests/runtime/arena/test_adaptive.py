@@ -18,13 +18,11 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.arena import adaptive as arena_adaptive
-from penstock.runtime.arena import base
-from penstock.runtime.arena.adaptive import PATIENCE
-from penstock.runtime.arena.mapped import MappedArena
-from penstock.runtime.arena.opening import open_arena
-from penstock.runtime.system.memory import HUGE_PAGE, PAGE
-from penstock.runtime.system.page_cache import is_cached
+from penstock.runtime.arena import mapping as arena_adaptive
+from penstock.runtime.arena import reading as base
+from penstock.runtime.arena.kinds import open_arena
+from penstock.runtime.arena.mapping import PATIENCE, MappedArena
+from penstock.runtime.system.memory import HUGE_PAGE, PAGE, is_cached
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Range
 from penstock.schedule.plan import Plan
@@ -374,7 +372,7 @@ def test_reading_a_dropped_private_granule_faults_when_debugging(weights, monkey
 
 @python_only
 def test_a_system_that_cannot_move_pages_maps_everything(weights, monkeypatch):
-    from penstock.runtime.arena import opening as module
+    from penstock.runtime.arena import kinds as module
 
     monkeypatch.setattr(module, "supports_move", lambda: False)
     arena = open_arena(plan_for(weights), weights.storages, weights.source)

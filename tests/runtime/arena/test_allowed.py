@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.runtime.arena import allowed
-from penstock.runtime.arena.allowed import allowed_arenas, cpu_arenas
+from penstock.runtime.arena import kinds
+from penstock.runtime.arena.kinds import allowed_arenas, cpu_arenas
 from penstock.runtime.system.memory import PAGE
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Extent, Step, Storage, Trace, WeightFile
@@ -53,7 +53,7 @@ def test_an_arena_that_is_not_there_is_refused_for_its_own_reason(monkeypatch: p
     plain = payload_of((PAGE, LARGE))
     writing = replace(plain, storages=(*plain.storages, Storage(PAGE, "produced", ())))
     assert list(allowed_arenas(plain, "cpu", "pooled")) == ["pooled"]
-    monkeypatch.setattr(allowed, "supports_move", lambda: False)
+    monkeypatch.setattr(kinds, "supports_move", lambda: False)
     for payload, arena, words in (
         (plain, "pooled", "these weights cannot be in an arena 'pooled': choose from mapped, contiguous"),
         (writing, "pooled", "an arena 'pooled' has the weight files' own pages, .* compile with spill=False"),

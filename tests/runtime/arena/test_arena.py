@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.runtime.arena import opening
-from penstock.runtime.arena.anonymous import AnonymousArena, ContiguousArena
-from penstock.runtime.arena.mapped import MappedArena
-from penstock.runtime.arena.opening import open_arena
+from penstock.runtime.arena import kinds
+from penstock.runtime.arena.kinds import open_arena
+from penstock.runtime.arena.mapping import MappedArena
+from penstock.runtime.arena.reading import AnonymousArena, ContiguousArena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Part
@@ -202,7 +202,7 @@ def test_a_mapped_plan_runs_where_populate_is_missing(
     weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_it = weights.open("mapped")
-    monkeypatch.setattr(opening, "supports_populate", lambda: False)
+    monkeypatch.setattr(kinds, "supports_populate", lambda: False)
     without = weights.open("mapped")
     assert isinstance(with_it, MappedArena)
     assert isinstance(without, AnonymousArena)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.arena.opening import open_arena
+from penstock.runtime.arena.kinds import open_arena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 from penstock.schedule.facts.model import Range

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.arena.base import HeldRanges
-from penstock.runtime.files.ranges import FileRange, FileRanges
+from penstock.runtime.arena.reading import HeldRanges
+from penstock.runtime.files.source import FileRange, FileRanges
 from penstock.runtime.system.memory import HUGE_PAGE
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Part

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.arena import base
-from penstock.runtime.arena.anonymous import AnonymousArena
-from penstock.runtime.arena.opening import open_arena
-from penstock.runtime.arena.pooled import PooledArena
+from penstock.runtime.arena import reading
+from penstock.runtime.arena.kinds import open_arena
+from penstock.runtime.arena.reading import AnonymousArena, PooledArena
 from penstock.runtime.files.source import Source
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 from tests.runtime.conftest import Compiled
@@ -168,7 +167,7 @@ def test_a_move_that_the_system_refuses_loses_nothing(arena, monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as limited:
-        limited.setattr(base, "move", refuse)
+        limited.setattr(reading, "move", refuse)
         for _ in range(20):
             with pytest.raises(StreamError, match="max_map_count"):
                 arena.fill(0, GRANULE)
@@ -223,7 +222,7 @@ def test_reading_a_dropped_granule_faults_when_debugging(stack, plan, source):
 
 
 def test_a_system_that_cannot_move_pages_gives_them_back_instead(stack, plan, source, monkeypatch):
-    from penstock.runtime.arena import opening as module
+    from penstock.runtime.arena import kinds as module
 
     monkeypatch.setattr(module, "supports_move", lambda: False)
     arena = open_arena(plan, stack.open().payload.storages, source)

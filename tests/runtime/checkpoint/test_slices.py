@@ -15,8 +15,7 @@ from torch import nn
 import penstock
 from penstock.runtime.checkpoint.convert import convert
 from penstock.runtime.checkpoint.opening import open_checkpoint
-from penstock.runtime.checkpoint.slices import region
-from penstock.runtime.checkpoint.stored_tensor import Reading
+from penstock.runtime.checkpoint.stored_tensor import Reading, region
 
 
 class Mlp(nn.Module):

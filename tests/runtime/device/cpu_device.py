@@ -2,7 +2,7 @@
 
 The shortest implementation of the protocol, with which the suite of devices compares the others.
 `load(device="cpu")` does not stream this way: where device and host share one memory, mapping the
-files is faster than copying them (runtime/arena/mapped.py).
+files is faster than copying them (runtime/arena/mapping.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.device.disk import DiskedDevice
+from penstock.runtime.device.accelerator import DiskedDevice
 from penstock.runtime.device.protocol import Move, aligned_bytes
 from penstock.runtime.system.threads import WorkerPool
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.device.memory import DeviceWeights
-from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import Device
-from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.sim.device import SimDevice
-from penstock.runtime.sim.streamer import SimStreamer
-from penstock.runtime.stream.interface import Streamer
+from penstock.runtime.device.simulated import SimDevice, SimStreamer
+from penstock.runtime.device.streamer import DeviceStreamer, PassOrder
+from penstock.runtime.device.weights import DeviceWeights
+from penstock.runtime.stream.engine import Streamer
 from penstock.schedule.facts.model import Extent, Hardware, Step, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.plan import Plan

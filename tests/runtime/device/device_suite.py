@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device, FileRead, Move
 from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.stream.interface import Streamer
+from penstock.runtime.device.weights import DeviceWeights
+from penstock.runtime.stream.engine import Streamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from tests.runtime.device.device_runs import Case, Memory, WrongBytesError, cases, disk_cases
 from tests.runtime.sim.faults import COPIES, READS, Fault

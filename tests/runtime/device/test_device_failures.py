@@ -12,16 +12,13 @@ import pytest
 import torch
 
 import penstock
-from penstock.runtime.device.memory import DeviceWeights
-from penstock.runtime.device.pass_order import PassOrder
-from penstock.runtime.device.resident import load_resident
-from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.files.ranges import FileRange
+from penstock.runtime.device.simulated import RaceError, SimDevice
+from penstock.runtime.device.streamer import DeviceStreamer, PassOrder
+from penstock.runtime.device.weights import DeviceWeights, load_resident
+from penstock.runtime.files.source import FileRange
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import MemorySplit
-from penstock.runtime.sim.device import SimDevice
-from penstock.runtime.sim.races import RaceError
-from penstock.runtime.stream.passes import Resources
+from penstock.runtime.stream.loaded import Resources
 from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import Memory, case, disk_cases
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.device.disk import DiskStream
-from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.accelerator import DiskStream
 from penstock.runtime.device.protocol import FileRead
 from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.device.weights import DeviceWeights
 from penstock.schedule.facts.errors import StreamError
 from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import UNIT, Case, Memory, case
@@ -85,7 +85,7 @@ def test_the_disk_waits_for_what_it_is_told_to_and_the_host_does_not() -> None:
 
 
 def test_large_reads_are_cut_and_bring_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.device.disk.PIECE", 8)
+    monkeypatch.setattr("penstock.runtime.device.accelerator.PIECE", 8)
     stream, memory = DiskStream(Memory(CONTENTS)), torch.zeros(40, dtype=torch.uint8)  # type: ignore[arg-type]
     stream.read(memory, [FileRead(0, 3, 5, 30)])
     stream.record().synchronize()

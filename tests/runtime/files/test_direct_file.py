@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.files import rates
 from penstock.runtime.files.direct_file import memory_view
-from penstock.runtime.files.rates import measure_read
 from penstock.runtime.files.source import Source
+from penstock.runtime.machine import rates
+from penstock.runtime.machine.rates import measure_read
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import WeightFile
 from tests.runtime.files.weight_files import GUARD, Memory, pattern, write_tensor

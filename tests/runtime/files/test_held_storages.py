@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.runtime.files.reading import bytes_at
-from penstock.runtime.files.source import Source
+from penstock.runtime.files.source import Source, bytes_at
 from penstock.runtime.system.memory import HUGE_PAGE, round_up
 from penstock.schedule.facts.errors import SourceError
 
@@ -144,7 +143,7 @@ def test_a_module_that_a_reader_collects_as_garbage_is_closed(stack, monkeypatch
 
 EXIT = """
 import sys, time, penstock
-from penstock.runtime.files.reading import bytes_at
+from penstock.runtime.files.source import bytes_at
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import HUGE_PAGE, round_up
 program = penstock.open(sys.argv[1])

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from penstock.passes.weights.values import storage_bytes
 from penstock.runtime.files import pack as pack_module
+from penstock.runtime.files.artifact_files import file_chunks
 from penstock.runtime.files.pack import (
     PAD_PREFIX,
     Chunk,
@@ -23,7 +24,6 @@ from penstock.runtime.files.pack import (
     write_packed,
 )
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, read_header
-from penstock.runtime.files.stamp import file_chunks
 from penstock.schedule.facts.errors import SourceError
 from tests.runtime.files.weight_files import pattern
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.runtime.files.direct_file import open_scratch
 from penstock.runtime.files.source import Source
-from penstock.runtime.files.spill_file import open_scratch
-from penstock.runtime.system import page_cache
-from penstock.runtime.system.page_cache import cached_fraction
+from penstock.runtime.system import memory as page_cache
+from penstock.runtime.system.memory import cached_fraction
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import WeightFile
 from tests.runtime.files.weight_files import Memory, pattern, write_tensor

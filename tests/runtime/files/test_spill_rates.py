@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.passes.trace import PRESET_CPU
-from penstock.runtime import arrival
-from penstock.runtime.arrival import Leaving, leaving
-from penstock.runtime.calibrate import with_leaving
-from penstock.runtime.files import spill_rates
-from penstock.runtime.files.spill_rates import measure_writes
-from penstock.runtime.measurements import Measurement, Subject, this_machine
-from penstock.runtime.system.trials import Trials
+from penstock.runtime.machine import rates
+from penstock.runtime.machine.calibrate import with_leaving
+from penstock.runtime.machine.figures import Measurement, Subject, Trials, this_machine
+from penstock.runtime.machine.rates import Leaving, leaving, measure_writes
 from penstock.schedule.facts.errors import SourceError
 
 
@@ -48,7 +45,7 @@ class Disk:
 def test_what_goes_on_both_ways_at_once(
     link: AbstractContextManager[Any], least: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill_rates, "open_scratch", lambda folder, nbytes: Disk(link))
+    monkeypatch.setattr(rates, "open_scratch", lambda folder, nbytes: Disk(link))
     writes, both, past = measure_writes(Path())
     assert past
     assert writes.median > 0
@@ -75,7 +72,7 @@ def test_figures_of_a_folder_are_remembered(tmp_path: Path, monkeypatch: pytest.
             raise SourceError("no file can be made")
         return Trials((2e9,)), Trials((1.9,)), folder.name != "buffered"
 
-    monkeypatch.setattr(arrival, "measure_writes", measure)
+    monkeypatch.setattr(rates, "measure_writes", measure)
     for name in ("past", "buffered"):
         found = [leaving(tmp_path / name) for _ in range(2)]
         assert found[0] == found[1]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.files import stamp
-from penstock.runtime.files.safetensors_file import open_for_reading, read_header
-from penstock.runtime.files.stamp import (
+from penstock.runtime.files import artifact_files
+from penstock.runtime.files.artifact_files import (
     SAMPLE_BYTES,
     check_open_file,
     file_chunks,
@@ -20,6 +19,7 @@ from penstock.runtime.files.stamp import (
     sample_offsets,
     stamp_file,
 )
+from penstock.runtime.files.safetensors_file import open_for_reading, read_header
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Extent, Storage, WeightFile
 from tests.runtime.files.weight_files import pattern, write_tensor
@@ -83,7 +83,7 @@ def test_samples_that_do_not_come_whole_past_the_cache_come_through_it(
             raise brought
         return real(fd, [memoryview(buffers[0])[:brought]], offset)
 
-    monkeypatch.setattr(stamp, "open_uncached", lambda path, fd: os.dup(fd))
+    monkeypatch.setattr(artifact_files, "open_uncached", lambda path, fd: os.dup(fd))
     monkeypatch.setattr(os, "preadv", bring_less)
     check_stamp(file, path.parent, in_place=True)
     assert asked == list(sample_offsets(read_header(path)))

@@ -6,7 +6,7 @@ import ctypes
 import json
 from pathlib import Path
 
-from penstock.runtime.files.stamp import stamp_file
+from penstock.runtime.files.artifact_files import stamp_file
 from penstock.schedule.facts.model import WeightFile
 
 

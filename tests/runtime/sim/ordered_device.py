@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.runtime.sim.device import SimDevice, SimDisk, SimEvent, SimStream
+from penstock.runtime.device.simulated import SimDevice, SimDisk, SimEvent, SimStream
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware
 

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.runtime.device.simulated import HOST as THE_HOST
+from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.sim.device import HOST as THE_HOST
-from penstock.runtime.sim.device import SimDevice
-from penstock.runtime.sim.races import RaceError
 from penstock.schedule.facts.errors import PenstockError, PlanError
 from penstock.schedule.facts.model import Drop, HostTier, Range, Schedule, Transfer
 from penstock.schedule.plan import Plan

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.runtime.sim.races import RaceDetector, RaceError
+from penstock.runtime.device.simulated import RaceDetector, RaceError
 
 
 def touch(detector: RaceDetector, thread: str, start: int, stop: int, *, writes: bool) -> None:

@@ -12,10 +12,10 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.runtime.device import staging
+from penstock.runtime.device import streamer as staging
 from penstock.runtime.device.protocol import Move
+from penstock.runtime.device.simulated import SimDevice
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.sim.device import SimDevice
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Extent

@@ -12,10 +12,10 @@ from torch.export import export
 
 import penstock
 from penstock.passes.sparse.contracts import CONTRACTS
-from penstock.runtime import choice
-from penstock.runtime.choice import PlanRequest
+from penstock.runtime import planning
 from penstock.runtime.loading import LoadOptions, load_module, load_weights
-from penstock.runtime.sparse import trial
+from penstock.runtime.planning import PlanRequest
+from penstock.runtime.sparse import trust
 from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError, StreamError
 from tests.engines import ENGINES
 from tests.runtime.sparse.unit_mutants import HARDWARE, POOLS, Model, inputs, plan_with
@@ -126,7 +126,7 @@ def test_a_pool_of_other_pages_is_refused(program, engine):
 
 def test_a_plan_of_a_machine_whose_operators_were_trusted_is_not_run_where_they_are_not(program, monkeypatch):
     plan = plan_with(program, "rounds")
-    monkeypatch.setattr(trial, "reads_units_only", lambda read: read.operator != "aten.index.Tensor")
+    monkeypatch.setattr(trust, "reads_units_only", lambda read: read.operator != "aten.index.Tensor")
     with pytest.raises(
         PlanError, match=r"aten\.index\.Tensor was not seen to read only those in this process"
     ):
@@ -186,10 +186,10 @@ def test_an_arena_streams_beside_a_pool(mixed, engine, arena, budget):
 
 
 def test_a_program_that_another_calls_has_no_pool(mixed):
-    plan = choice.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE))
+    plan = planning.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE))
     assert plan.pool is not None
     with pytest.raises(BudgetError):
-        choice.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, by_units=False))
+        planning.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, by_units=False))
     delegated = replace(mixed.payload, lowering="executorch")
     with pytest.raises(StreamError, match="a program of lowering 'executorch' cannot: make a plan for"):
         load_weights(mixed.path, delegated, plan, LoadOptions(engine="python"))
@@ -209,10 +209,10 @@ def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypat
     names = program.payload.storage_names()
     sure = program.plan("60%", hardware=HARDWARE)
     assert sorted(names[s] for s in sure.pool.storages) == ["one", "two"]
-    monkeypatch.setattr(trial, "reads_units_only", lambda read: read.operator != "aten.index_select.default")
+    monkeypatch.setattr(trust, "reads_units_only", lambda read: read.operator != "aten.index_select.default")
     doubted = program.plan("60%", hardware=HARDWARE)
     assert [names[s] for s in doubted.pool.storages] == ["two"]
-    assert choice.reduced(program.payload, doubted.pool).traces[0].steps[0].reads
+    assert planning.reduced(program.payload, doubted.pool).traces[0].steps[0].reads
     with load_module(program, doubted, LoadOptions(debug=True)) as module, torch.no_grad():
         found = module(given)
     assert torch.equal(found, program.load("100%")(given))

@@ -23,7 +23,7 @@ from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.sparse.contracts import CONTRACTS, Contract
 from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.runtime.program import Program
-from penstock.runtime.sparse import trial
+from penstock.runtime.sparse import trust
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
@@ -321,11 +321,11 @@ def test_a_product_that_is_not_trusted_is_compiled_as_it_is(
     example = batch(3, 0, torch.bfloat16)
     with torch.no_grad():
         exported = export(model, example)
-    monkeypatch.setattr(trial, "_passes", lambda *_: False)
-    trial._tried.cache_clear()
+    monkeypatch.setattr(trust, "_passes", lambda *_: False)
+    trust._tried.cache_clear()
     program = penstock.compile(exported, tmp_path / "whole.penstock")
     monkeypatch.undo()
-    trial._tried.cache_clear()
+    trust._tried.cache_clear()
     assert not any(step.sparse for step in program.payload.traces[0].steps)
     with program.load(program.floor_bytes) as module:
         assert equal(module, model, *example)
@@ -334,12 +334,12 @@ def test_a_product_that_is_not_trusted_is_compiled_as_it_is(
 def test_a_program_is_refused_where_single_experts_are_not_trusted(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_passes", lambda *_: False)
-    trial._tried.cache_clear()
+    monkeypatch.setattr(trust, "_passes", lambda *_: False)
+    trust._tried.cache_clear()
     with pytest.raises(penstock.StreamError, match="was not seen to give the bits of all of them together"):
         case.program.load("100%")
     monkeypatch.undo()
-    trial._tried.cache_clear()
+    trust._tried.cache_clear()
 
 
 def test_a_ladder_is_of_a_program_that_needs_no_python(case: Case, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock
 from penstock.runtime.program import Program
-from penstock.runtime.sparse.recorder import Recorder, read_routes
+from penstock.runtime.sparse.units import Recorder, read_routes
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.sparse.replay import replay, replay_own
 from penstock.schedule.sparse.routes import Ask, Profile, Routes, profile_of

@@ -7,7 +7,7 @@ import torch
 from torch.export import Dim, export
 
 import penstock
-from penstock.runtime.sparse import certified
+from penstock.runtime.sparse import trust
 from tests.runtime.sparse.sparse_models import Head, seeded
 from tests.schedule.traces import machine
 
@@ -72,18 +72,18 @@ def test_a_budget_that_holds_the_head_computes_it_whole(case):
 
 def test_sizes_at_which_tiles_have_other_bits_are_refused(case, monkeypatch):
     model, program, _ = case
-    certified._repeats.cache_clear()
+    trust._repeats.cache_clear()
     plan = program.plan("10MiB", hardware=SLOW)
     with program.load(plan=plan) as module:
-        monkeypatch.setattr(certified, "linear", lambda x, w, b: torch.nn.functional.linear(x, w, b) + len(w))
+        monkeypatch.setattr(trust, "linear", lambda x, w, b: torch.nn.functional.linear(x, w, b) + len(w))
         with pytest.raises(penstock.StreamError, match=r"product of 5 rows .* tiles"):
             module(torch.arange(5))
         monkeypatch.undo()
-        certified._repeats.cache_clear()
+        trust._repeats.cache_clear()
         assert torch.equal(module(torch.arange(5)), logits(model, torch.arange(5)))
     with monkeypatch.context() as patch:
-        certified._repeats.cache_clear()
-        patch.setattr(certified, "linear", lambda x, w, b: torch.nn.functional.linear(x, w, b) + len(w))
+        trust._repeats.cache_clear()
+        patch.setattr(trust, "linear", lambda x, w, b: torch.nn.functional.linear(x, w, b) + len(w))
         with pytest.raises(penstock.BudgetError):
             program.plan("10MiB", hardware=SLOW)
-    certified._repeats.cache_clear()
+    trust._repeats.cache_clear()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.passes.sparse.contracts import CONTRACTS, Contract
-from penstock.runtime.sparse import trial
-from penstock.runtime.sparse.trial import check_trusted, reads_units_only, trusted
+from penstock.runtime.sparse import trust
+from penstock.runtime.sparse.trust import check_trusted, reads_units_only, trusted
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Computed, Part, Pool, SparseRead, Step, Trace
 from tests.schedule.payload.payload_example import POOLED
@@ -23,9 +23,9 @@ STACK = SparseRead(
 @pytest.fixture(autouse=True)
 def forgotten():
     """Every trial is made anew."""
-    trial._tried.cache_clear()
+    trust._tried.cache_clear()
     yield
-    trial._tried.cache_clear()
+    trust._tried.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_product_that_is_another_for_an_expert_alone_is_not_trusted(monkeypatc
 
 def test_a_product_of_computed_experts_is_tried_for_what_it_is_given(monkeypatch):
     tried = []
-    monkeypatch.setattr(trial, "_passes", lambda contract, call, read: not tried.append(read.view))
+    monkeypatch.setattr(trust, "_passes", lambda contract, call, read: not tried.append(read.view))
     made = Computed("bfloat16", (16, 96, 64), (96 * 64, 1, 96))
     assert reads_units_only(replace(STACK, view=replace(STACK.view, dtype="int8"), computed=made))
     assert [(one.dtype, one.shape, one.stride) for one in tried] == [(made.dtype, made.shape, made.stride)]
@@ -114,7 +114,7 @@ def test_memory_of_a_part_begins_as_that_of_the_whole_does(computed):
 
 
 def test_a_trial_takes_no_memory_for_elements_that_share_theirs(monkeypatch):
-    monkeypatch.setattr(trial, "_passes", lambda *_: True)
+    monkeypatch.setattr(trust, "_passes", lambda *_: True)
     shape, stride = (16, 1, 1 << 40), (32, 1, 0)
     assert not reads_units_only(replace(STACK, computed=Computed("bfloat16", shape, stride)))
     assert not reads_units_only(replace(STACK, view=replace(STACK.view, shape=shape, stride=stride)))
@@ -122,16 +122,16 @@ def test_a_trial_takes_no_memory_for_elements_that_share_theirs(monkeypatch):
 
 
 def test_a_system_that_does_not_tell_is_not_trusted(monkeypatch):
-    monkeypatch.setattr(trial, "cached_pages", lambda address, nbytes: [])
+    monkeypatch.setattr(trust, "cached_pages", lambda address, nbytes: [])
     assert not reads_units_only(ROWS)
-    trial._tried.cache_clear()
-    monkeypatch.setattr(trial, "cached_pages", lambda address, nbytes: [False] * (nbytes // 4096))
+    trust._tried.cache_clear()
+    monkeypatch.setattr(trust, "cached_pages", lambda address, nbytes: [False] * (nbytes // 4096))
     assert not reads_units_only(ROWS)
 
 
 def test_unknown_operators_are_read_whole(monkeypatch, said):
     assert not reads_units_only(replace(ROWS, operator="aten.add.Tensor"))
-    monkeypatch.setattr(trial, "find_operator", lambda name: None)
+    monkeypatch.setattr(trust, "find_operator", lambda name: None)
     assert not reads_units_only(ROWS)
     assert "aten.embedding.default is defined nowhere in this process: its weights are read whole" in said()
     monkeypatch.undo()
@@ -143,8 +143,8 @@ def test_large_units_are_tried_smaller_in_the_same_order(transposed):
     """Those of Mixtral-8x7B are 224 MiB each, and a trial has some of them in memory."""
     inner, stride = ((4096, 28672), (1, 4096)) if transposed else ((28672, 4096), (4096, 1))
     view = replace(STACK.view, shape=(8, *inner), stride=(28672 * 4096, *stride), dtype="bfloat16")
-    small = trial._shortened(view, 1)
-    assert SparseRead(small, "", 0, 0, 1).unit_nbytes <= trial._LARGEST < 4 * small.shape[1] * small.shape[2]
+    small = trust._shortened(view, 1)
+    assert SparseRead(small, "", 0, 0, 1).unit_nbytes <= trust._LARGEST < 4 * small.shape[1] * small.shape[2]
     assert (small.stride[1] < small.stride[2]) == transposed
     assert reads_units_only(replace(STACK, view=view))
 
@@ -157,8 +157,8 @@ def test_traces_and_plans(monkeypatch):
     (trace,) = trusted([Trace("m", 0, "", steps, 0, 0, "modelled")])
     assert [step.sparse for step in trace.steps] == [(ROWS,), ()]
     check_trusted(POOLED)
-    monkeypatch.setattr(trial, "cached_pages", lambda address, nbytes: [])
-    trial._tried.cache_clear()
+    monkeypatch.setattr(trust, "cached_pages", lambda address, nbytes: [])
+    trust._tried.cache_clear()
     with pytest.raises(
         PlanError, match=r"units of a weight in embed, and aten\.embedding\.default was not seen"
     ):

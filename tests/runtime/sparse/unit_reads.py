@@ -16,8 +16,7 @@ import pytest
 from penstock.native.library import WAITING
 from penstock.runtime import loading
 from penstock.runtime.files.source import Source
-from penstock.runtime.sparse.base import PooledUnits
-from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.sparse.units import LoadedUnits, PooledUnits
 from penstock.runtime.stream import native
 from penstock.runtime.stream.native import NativeStreamer
 from tests.runtime.stream.cases import READ

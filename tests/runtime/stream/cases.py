@@ -22,8 +22,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from penstock.native.library import Options
-from penstock.runtime.arena.base import WeightArena
-from penstock.runtime.arena.opening import open_arena
+from penstock.runtime.arena.kinds import open_arena
+from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.streamer import ArenaStreamer

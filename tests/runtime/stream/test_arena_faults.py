@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.arena.base import WeightArena
-from penstock.runtime.arena.opening import open_arena
+from penstock.runtime.arena.kinds import open_arena
+from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.memory import PAGE

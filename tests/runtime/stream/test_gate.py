@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from penstock.runtime.stream.passes import Gate
+from penstock.runtime.stream.loaded import Gate
 from penstock.schedule.facts.errors import StreamError
 
 SECONDS = 20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.files import source as sources
-from penstock.runtime.system.page_cache import cached_fraction
+from penstock.runtime.system.memory import cached_fraction
 from tests.engines import ENGINES
 from tests.runtime.stream.cases import Case, one_case
 

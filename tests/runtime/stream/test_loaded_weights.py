@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.stream.interface import Counters, MemoryUse
-from penstock.runtime.stream.passes import LoadedWeights, Resources
+from penstock.runtime.stream.engine import Counters, MemoryUse
+from penstock.runtime.stream.loaded import LoadedWeights, Resources
 from penstock.schedule.facts.errors import StreamError
 from tests.runtime.stream.four_steps import make_plan
 

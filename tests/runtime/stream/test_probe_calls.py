@@ -7,7 +7,7 @@ import time
 import pytest
 
 from penstock.passes.probes import NOTHING_STREAMS
-from penstock.runtime.stream.probe_calls import HostClock, ProbeCalls, Stopwatch, probe_calls
+from penstock.runtime.stream.loaded import HostClock, ProbeCalls, Stopwatch, probe_calls
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Step, Trace
 from penstock.schedule.payload.codec import ProbeOrder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.stream.queue import MethodTable, Piece, Position, Queue
+from penstock.runtime.stream.engine import MethodTable, Piece, Position, Queue
 
 IN = (
     Piece(0, 64, 1, 0),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.runtime.stream import streamer as arena_streamer
-from penstock.runtime.stream.queue import PIECE, first_pass, tabulate
+from penstock.runtime.stream.engine import PIECE, first_pass, tabulate
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Drop, Range, Schedule, Step, Transfer

@@ -20,9 +20,10 @@ from penstock.runtime.system.memory import (
     Reservation,
     advise,
     hint,
+    may_ask_mincore,
+    open_uncached,
     supports_populate,
 )
-from penstock.runtime.system.page_cache import may_ask_mincore, open_uncached
 from penstock.schedule.facts.errors import StreamError
 from tests.runtime.system.page_tables import mapped_pages
 

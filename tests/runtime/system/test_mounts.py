@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.runtime.system.mounts import Mount, find_mount
+from penstock.runtime.system.limits import Mount, find_mount
 
 TABLE = r"""
 /dev/vda / ext4 rw 0 0

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.system.own_memory import anonymous_bytes
+from penstock.runtime.system.memory import anonymous_bytes
 
 pytestmark = pytest.mark.skipif(not anonymous_bytes(), reason="this system does not say what is anonymous")
 
 _HEAD = """
-from penstock.runtime.system.own_memory import anonymous_bytes, give_back_unused, give_back_when_freed
+from penstock.runtime.system.memory import anonymous_bytes, give_back_unused, give_back_when_freed
 MIB = 1 << 20
 """
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.runtime.system import trials
-from penstock.runtime.system.trials import LEAST, MOST, SECONDS, Trials, repeat, waiting_ns
+from penstock.runtime.machine import figures
+from penstock.runtime.machine.figures import LEAST, MOST, SECONDS, Trials, repeat, waiting_ns
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> None:
     """Lets each run of the work take the next of these times, the last one again and again."""
     each = [0.0, *(x for one in [*seconds, *[seconds[-1]] * MOST] for x in (one, 0.0))]
     times = accumulate(each)
-    monkeypatch.setattr(trials, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr(figures, "time", SimpleNamespace(perf_counter=lambda: next(times)))
 
 
 def test_the_median_of_several_trials_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,14 +45,14 @@ def test_the_time_for_which_threads_had_to_wait_is_a_share_of_all_of_it(
     for task, waited in (("11", 5), ("12", 7)):
         (tmp_path / task).mkdir()
         (tmp_path / task / "schedstat").write_text(f"1000 {waited} 3\n")
-    monkeypatch.setattr(trials, "_TASKS", tmp_path)
+    monkeypatch.setattr(figures, "_TASKS", tmp_path)
     assert waiting_ns() == 12
     (tmp_path / "12" / "schedstat").write_text("not a number")
     assert waiting_ns() == 5
-    monkeypatch.setattr(trials, "_TASKS", tmp_path / "nowhere")
+    monkeypatch.setattr(figures, "_TASKS", tmp_path / "nowhere")
     assert waiting_ns() == 0
 
     clock(monkeypatch, [0.1])
     waits = iter([0, 150_000_000])  # in three trials of 0.1 s on two threads
-    monkeypatch.setattr(trials, "waiting_ns", lambda: next(waits))
+    monkeypatch.setattr(figures, "waiting_ns", lambda: next(waits))
     assert repeat(lambda: None, 1.0, threads=2).waited == pytest.approx(0.25)

@@ -27,7 +27,7 @@ import hashlib, json, sys
 import torch
 import penstock
 from benchmarks.training import Decoder
-from penstock.runtime.system.own_memory import anonymous_bytes
+from penstock.runtime.system.memory import anonymous_bytes
 from tests.runtime.training.test_memory_group import TOKENS, digest_of
 
 torch.set_num_threads(1)

@@ -17,11 +17,10 @@ import torch
 
 from penstock.passes.trace import PRESET_CPU
 from penstock.runtime.device.protocol import Move
+from penstock.runtime.device.simulated import RaceError, SimStream
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.program import Program
-from penstock.runtime.sim.device import SimStream
-from penstock.runtime.sim.races import RaceError
 from penstock.schedule.facts.errors import PenstockError, PlanError
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES

@@ -16,7 +16,7 @@ import penstock
 from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.passes.training.facts import RUNGS
 from penstock.runtime.program import Program
-from penstock.runtime.training.rungs import rung_bytes
+from penstock.runtime.training.module import rung_bytes
 from penstock.schedule.facts.errors import BudgetError, PassError, PlanError
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 from tests.runtime.training.conftest import DTYPES

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.runtime.files.spill_file import open_spill_file, with_places
+from penstock.runtime.files.direct_file import open_spill_file, with_places
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import SourceError
 from tests.engines import ENGINES

@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from penstock.passes.trace import PRESET_CPU
-from penstock.runtime import choice
-from penstock.runtime.arrival import Leaving
+from penstock.runtime import planning
+from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.files.spill_file import SpillFile
+from penstock.runtime.files.direct_file import SpillFile
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.measurements import Measurement, Quantity, Subject, this_machine
+from penstock.runtime.machine.figures import Measurement, Quantity, Subject, this_machine
+from penstock.runtime.machine.rates import Leaving
 from penstock.runtime.program import Program
-from penstock.runtime.sim.device import SimDevice
-from penstock.runtime.sim.races import RaceError
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.plan import Plan
@@ -399,7 +398,7 @@ def test_plans_know_the_rate_of_the_folder(
         rates = [Measurement(Subject(one, this_machine()), 1.7, 0.0, 0.0, 3, 0) for one in names]
         return Leaving(replace(rates[0], median=3e8), rates[1])
 
-    monkeypatch.setattr(choice, "leaving", found)
+    monkeypatch.setattr(planning, "leaving", found)
     budget = program.floor(arena="contiguous")
     assert program.plan(budget).hardware.write_bytes_per_s == 3e8
     with program.load(budget, spill=tmp_path) as module:

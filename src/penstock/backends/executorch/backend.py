@@ -29,7 +29,7 @@ from penstock.backends.executorch.region import PAYLOAD, PROGRAM, Appended, Regi
 from penstock.backends.executorch.regions import dim_order_of
 from penstock.backends.executorch.uses import named_without_use
 from penstock.passes.graph.nodes import with_aten_operators
-from penstock.runtime.choice import kept_storages
+from penstock.runtime.planning import kept_storages
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Method
 

@@ -16,7 +16,7 @@ from penstock.schedule.facts.hardware import PRESETS, find_hardware
 from penstock.schedule.facts.model import Hardware
 
 if TYPE_CHECKING:
-    from penstock.runtime.measurements import Measurement
+    from penstock.runtime.machine.figures import Measurement
 
 EXAMPLES = (
     "penstock hardware",
@@ -59,10 +59,10 @@ def hardware(
         return
     if measure:
         with console.spinner("measuring"):
-            from penstock.runtime.calibrate import measure_again
+            from penstock.runtime.machine.calibrate import measure_again
 
             measure_again()
-    from penstock.runtime.measurements import measurements
+    from penstock.runtime.machine.figures import measurements
 
     found, presets = measurements(), [] if name else list(PRESETS.values())
     if json:

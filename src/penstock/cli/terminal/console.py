@@ -23,7 +23,7 @@ from penstock._logging import shown
 from penstock.runtime.system.announcing import announced
 
 if TYPE_CHECKING:
-    from penstock.runtime.files.stamp import Progress
+    from penstock.runtime.files.artifact_files import Progress
 
 _UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|[mun]?s|%)\b|%)")
 """The space between a number and its unit."""

@@ -15,7 +15,7 @@ from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
-from penstock.runtime.files.stamp import stamp_file
+from penstock.runtime.files.artifact_files import stamp_file
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import ALIGNMENT, part_nbytes
 

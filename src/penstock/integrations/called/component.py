@@ -42,8 +42,8 @@ from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of
 from penstock.passes.weights.subclasses import has_parts, plain_tensors
 from penstock.runtime.device.opening import target_device
 from penstock.runtime.loading import LoadOptions
-from penstock.runtime.stream.interface import Stats
-from penstock.runtime.stream.passes import LoadedWeights
+from penstock.runtime.stream.engine import Stats
+from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.runtime.system.announcing import announced
 from penstock.schedule.facts.errors import BudgetError, StreamError
 from penstock.schedule.facts.sizes import format_budget, format_size, seconds_since

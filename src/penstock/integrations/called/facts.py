@@ -19,7 +19,7 @@ from penstock.passes.sparse.tiles import with_common_units
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
-from penstock.runtime.files.stamp import stamp_file
+from penstock.runtime.files.artifact_files import stamp_file
 from penstock.runtime.system.memory import round_up
 from penstock.schedule.facts.model import (
     ALIGNMENT,

@@ -18,8 +18,7 @@ from penstock.integrations.called.facts import NO_FOLDER, ModuleFacts
 from penstock.integrations.emptied.absent import CLASS
 from penstock.passes.weights.subclasses import each_part, has_parts, plain_tensors
 from penstock.passes.weights.values import tensor_in
-from penstock.runtime.files.reading import HeldStorages
-from penstock.runtime.files.source import Source, open_source
+from penstock.runtime.files.source import HeldStorages, Source, open_source
 from penstock.runtime.system.threads import READERS
 from penstock.schedule.facts.model import WeightFile
 

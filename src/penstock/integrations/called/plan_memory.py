@@ -20,7 +20,7 @@ from penstock.integrations.called.plans import PlannedOrders
 from penstock.integrations.called.readers import StepWeights
 from penstock.integrations.kept import digest_of
 from penstock.runtime.loading import LoadOptions, load_weights
-from penstock.runtime.stream.passes import LoadedWeights
+from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
 
 

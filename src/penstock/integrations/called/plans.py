@@ -11,8 +11,8 @@ from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import NO_FOLDER, Order
 from penstock.integrations.called.measuring import CallSizes
 from penstock.integrations.called.readers import StepWeights
-from penstock.runtime.choice import PlanRequest, decide_to_load
 from penstock.runtime.loading import LoadOptions
+from penstock.runtime.planning import PlanRequest, decide_to_load
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan

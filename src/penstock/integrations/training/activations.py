@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.integrations.called.measuring import ROOM, CallArguments, CallSizes, LiveBytes
 from penstock.integrations.called.own_memory import plain_tensors_only, use_count
 from penstock.integrations.emptied.absent import has_memory
-from penstock.runtime.files.spill_file import open_scratch
+from penstock.runtime.files.direct_file import open_scratch
 from penstock.runtime.system.memory import PAGE, round_up
 
 _LEAST = 16 << 10

@@ -33,9 +33,9 @@ from penstock.integrations.training.packing import PackedWeight, packing
 from penstock.integrations.training.steps import Steps
 from penstock.integrations.training.trained import TrainedParameters
 from penstock.passes.weights.subclasses import plain_tensors
-from penstock.runtime.stream.interface import Counters, Streamer
-from penstock.runtime.stream.passes import LoadedWeights
-from penstock.runtime.system.own_memory import give_back_when_freed
+from penstock.runtime.stream.engine import Counters, Streamer
+from penstock.runtime.stream.loaded import LoadedWeights
+from penstock.runtime.system.memory import give_back_when_freed
 from penstock.schedule.facts.errors import BudgetError, StreamError
 
 _NO_ARGUMENTS = CallArguments(None, 0, 0, {}, {})

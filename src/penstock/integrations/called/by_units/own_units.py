@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock.integrations.called.by_units.reads import operator_of
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.passes.sparse.calls import SparseCall
-from penstock.runtime.arena.base import tensor_at
-from penstock.runtime.sparse.base import PooledUnits
+from penstock.runtime.arena.reading import tensor_at
+from penstock.runtime.sparse.units import PooledUnits
 from penstock.runtime.system.memory import PAGE, Reservation, drop_pages, round_down, round_up
 from penstock.schedule.facts.model import SparseRead
 

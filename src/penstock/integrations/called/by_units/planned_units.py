@@ -11,8 +11,8 @@ from penstock.integrations.called.by_units.reads import SLICES, Seen, matrix, op
 from penstock.integrations.called.by_units.watched import Root
 from penstock.integrations.called.facts import ModuleFacts, Order
 from penstock.passes.sparse.calls import SparseCall
-from penstock.runtime.sparse.base import PooledUnits
-from penstock.runtime.stream.passes import LoadedWeights
+from penstock.runtime.sparse.units import PooledUnits
+from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.model import SparseRead
 
 

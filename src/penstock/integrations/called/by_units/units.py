@@ -46,8 +46,8 @@ from penstock.integrations.emptied.absent import CLASS
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.passes.sparse.tiles import LEAST as TILED
 from penstock.passes.sparse.tiles import LINEAR
-from penstock.runtime.sparse.trial import reads_units_only
-from penstock.runtime.stream.passes import LoadedWeights
+from penstock.runtime.sparse.trust import reads_units_only
+from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import ITEM_SIZES, Part, SparseRead
 from penstock.schedule.sparse.pool import LEAST

@@ -1,7 +1,9 @@
-"""The base classes of all arenas (accounting, views, closing), and of paged arenas."""
+"""Arenas of private memory that reads fill, and what all arenas have: accounting, views, closing."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
@@ -9,17 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_char
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from penstock.runtime.files.ranges import FileRanges
-from penstock.runtime.files.source import Source
+from penstock.runtime.files.source import FileRanges, Source
 from penstock.runtime.system.memory import (
     HUGE_PAGE,
     MADV_HUGEPAGE,
     MADV_NOHUGEPAGE,
     PAGE,
     PROT_NONE,
+    FreshMemory,
     Reservation,
     drop_pages,
     hint,
+    huge_pieces,
     move,
     protect,
     round_down,
@@ -31,6 +34,7 @@ from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     import torch
+
 
 POISON = 0xFF
 """A number whose bytes all have this value is NaN in every floating-point format."""
@@ -358,3 +362,147 @@ class FreeGranules:
                 f"the system did not move {self._granule} bytes of memory for weights ({error.strerror}): "
                 "raise its limit on mappings (vm.max_map_count) or lower the budget"
             ) from error
+
+
+class AnonymousArena(PagedArena):
+    """Address space of the layout's size, in which only filled granules take memory."""
+
+    _protection = mmap.PROT_READ | mmap.PROT_WRITE
+
+    def _map(self) -> None:
+        self._pieces = self._file_ranges(gap=PAGE)
+        # Mapped segment by segment, so that no huge page crosses the end of a segment.
+        for segment in range(len(self._segments)):
+            self._memory.map_anonymous(*self._segment_pages(segment))
+        self._prepare()
+
+    def _back(self, start: int, stop: int) -> int:
+        for pages in self._pages(start, stop) if self._debug else ():
+            protect(pages.address, pages.nbytes, self._protection)
+        return 0
+
+    def _bring_pages(self, pages: Pages) -> int:
+        return self._pieces.read(self._source, pages.start, pages.stop)
+
+
+class ContiguousArena(WeightArena):
+    """One buffer of the plan's size; `plan.addresses` says where in it each storage lies.
+
+    Its memory is taken once, when it opens: direct reads into memory that nobody had touched ran at 1.1 GB/s
+    where they ran at 2.7 otherwise (1 GiB, medians of 5 rounds).
+
+    With `poison`, dropping overwrites what was held; a drop must then come before another storage
+    is filled into the same bytes.
+    """
+
+    def __init__(self, plan: Plan, storages: Sequence[Storage], source: Source, *, poison: bool) -> None:
+        self._poison = poison
+        super().__init__(plan, storages, source, plan.arena_bytes)
+
+    def _map(self) -> None:
+        """Take the memory now, so that no fill waits for zeroed pages and none fails for want of them."""
+        # A third storage may lie between two neighbours of the layout, so nothing between them is read along.
+        self._pieces = self._file_ranges(gap=0)
+        address, nbytes = self._memory.address, self._memory.nbytes
+        self._memory.map_anonymous(0, nbytes)
+        fresh = FreshMemory()
+        for piece in huge_pieces(address, nbytes):
+            fresh.take(*piece)
+        if self._poison:
+            ctypes.memset(address, POISON, nbytes)
+
+    def _bring(self, start: int, stop: int) -> int:
+        return self._pieces.read(self._source, start, stop)
+
+    def _discard(self, start: int, stop: int) -> None:
+        if self._poison:
+            # A range that is not held may lie where another storage is now.
+            for run in self._held.within(start, stop):
+                for piece in self._pieces.within(*run):
+                    ctypes.memset(piece.address, POISON, piece.stop - piece.start)
+
+
+class PooledArena(WeightArena):
+    """Storages lie at their layout offsets; a pool of granules provides the memory of what is filled.
+
+    The pool has the plan's size. Filling moves free granules to the range's addresses and reads into them,
+    in huge pages where these come fast. A granule's memory is taken by the reader that fills it first,
+    so opening takes no time; from then on nothing is allocated, zeroed or copied.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        source: Source,
+        *,
+        debug: bool = False,
+        poison: bool = False,
+    ) -> None:
+        self._granule = plan.arena.granule
+        self._debug, self._poison = debug, poison
+        self._filled: set[int] = set()
+        self._fresh = FreshMemory()
+        self._lock = threading.Lock()
+        self._layout_bytes = max((s.stop for s in plan.arena.segments), default=0)
+        self._pool_bytes = plan.arena_bytes
+        super().__init__(plan, storages, source, self._layout_bytes + self._pool_bytes)
+
+    def _map(self) -> None:
+        placed = zip(self._places, self._storages, strict=True)
+        reach = max((place + storage.nbytes for place, storage in placed if place >= 0), default=0)
+        if reach > self._layout_bytes or self._pool_bytes % self._granule:
+            raise PlanError(
+                f"storages reach to byte {reach} of a layout of {self._layout_bytes} bytes, in an arena of "
+                f"{self._pool_bytes} bytes: expected whole granules of {self._granule} bytes; plan again"
+            )
+        self._pieces = self._file_ranges(gap=PAGE)
+        self._memory.map_anonymous(0, self._memory.nbytes)
+        self._pool = self._memory.address + self._layout_bytes
+        # Free granules are in the pool at first, and later wherever they were dropped.
+        pool = range(self._pool, self._pool + self._pool_bytes, self._granule)
+        self._free = FreeGranules(self._granule, pool)
+        if self._debug:
+            protect(self._memory.address, self._layout_bytes, PROT_NONE)
+
+    def _bring(self, start: int, stop: int) -> int:
+        for address in self._granules(start, stop):
+            self._put(address)
+        return self._pieces.read(self._source, start, stop)
+
+    def _back(self, start: int, stop: int) -> int:
+        for address in self._granules(start, stop):
+            if address not in self._filled:
+                self._put(address)
+        return 0
+
+    def _put(self, address: int) -> None:
+        """Put a granule at `address`: the one that was dropped there, or any other."""
+        with self._lock:
+            granule = self._free.take(address)
+            if granule is None:
+                raise StreamError("the plan fills more than its arena holds: plan again")
+            self._filled.add(address)
+        if self._debug:
+            protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
+        if granule >= self._pool:  # still in the pool, so it has no memory yet: none returns there
+            self._fresh.take(address, self._granule)
+
+    def _discard(self, start: int, stop: int) -> None:
+        for address in self._granules(start, stop):
+            with self._lock:
+                if address not in self._filled:
+                    continue
+                self._filled.remove(address)
+                if self._poison:
+                    ctypes.memset(address, POISON, self._granule)
+                if self._debug:
+                    protect(address, self._granule, PROT_NONE)
+                self._free.give(address)
+
+    def _granules(self, start: int, stop: int) -> range:
+        if start % self._granule or stop % self._granule:
+            raise PlanError(
+                f"the range {start} to {stop} is not whole granules of {self._granule} bytes: plan again"
+            )
+        return range(self._memory.address + start, self._memory.address + stop, self._granule)

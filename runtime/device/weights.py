@@ -1,23 +1,177 @@
-"""Holds the weights of a plan in a device's memory: loads those that stay, and gives the places of copies."""
+"""The weights of a plan on a device and on its host: those that stay, and the places of copies."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from penstock.passes.weights.values import tensor_in
-from penstock.runtime.device.host import HostRange, HostWeights
-from penstock.runtime.device.protocol import Device, Move, Moves, aligned_bytes
-from penstock.runtime.device.resident import Load, load_resident
-from penstock.runtime.files.ranges import FileRanges
-from penstock.runtime.files.source import Source
-from penstock.runtime.files.spill_file import with_places
+from penstock.runtime.device.protocol import Device, Event, FileRead, Move, Moves, Stream, aligned_bytes
+from penstock.runtime.files.direct_file import with_places
+from penstock.runtime.files.source import FileRange, FileRanges, Source
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Part, Range, Storage
+from penstock.schedule.host import copied_ranges
 from penstock.schedule.plan import Plan
-from penstock.schedule.space.spans import merged
+from penstock.schedule.space.spans import merged, subtract
+
+
+@dataclass(frozen=True)
+class HostRange:
+    """Layout bytes `start` to `stop`, which lie in host memory from byte `offset` on."""
+
+    start: int
+    stop: int
+    memory: torch.Tensor
+    offset: int
+
+    def cut(self, start: int, stop: int) -> HostRange:
+        """Returns the part between two layout offsets."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        return HostRange(start, stop, self.memory, self.offset + start - self.start)
+
+
+class HostWeights:
+    """The weights in a host's memory: `slab` holds what stays there, and the rest passes through `ring`.
+
+    The slab holds the plan's host tier, or, if the plan has none, all bytes that are ever copied. All other
+    bytes are read from the files. Here layout offsets are used in place of addresses.
+    """
+
+    def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device) -> None:
+        self._held = list(plan.host.resident if plan.host else copied_ranges(plan))
+        self.slab = device.allocate_host(sum(r.nbytes for r in self._held))
+        self.ring = device.allocate_host(max((s.staging_bytes for s in plan.schedules), default=0), once=True)
+        offsets = accumulate((r.nbytes for r in self._held), initial=0)
+        self._slabs = [
+            HostRange(piece.start, piece.stop, self.slab, offset)
+            for piece, offset in zip(self._held, offsets, strict=False)
+        ]
+        self._stop = max((segment.stop for segment in plan.arena.segments), default=0)
+        # A plan copies the same ranges again and again.
+        self._held_of: dict[Range, tuple[HostRange, ...]] = {}
+        self._missing_of: dict[Range, list[Range]] = {}
+        self._files = FileRanges.of(storages, plan.arena.layout, plan.arena.layout)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The bytes of host memory of slab and ring."""
+        return self.slab.numel() + self.ring.numel()
+
+    def close(self) -> None:
+        """Give slab and ring back. A second call does nothing."""
+        for memory in (self.slab, self.ring):
+            memory.untyped_storage().resize_(0)
+
+    def held(self, wanted: Range) -> tuple[HostRange, ...]:
+        """Returns the parts of a range that are in the slab."""
+        if wanted not in self._held_of:
+            inside = (slab for slab in self._slabs if slab.start < wanted.stop and wanted.start < slab.stop)
+            self._held_of[wanted] = tuple(slab.cut(wanted.start, wanted.stop) for slab in inside)
+        return self._held_of[wanted]
+
+    def missing(self, wanted: Range) -> list[Range]:
+        """Returns the parts of a range that are not in the slab."""
+        if wanted not in self._missing_of:
+            self._missing_of[wanted] = subtract([wanted], self._held)
+        return self._missing_of[wanted]
+
+    def file_offset(self, start: int) -> int:
+        """Returns the file offset of layout byte `start`, or of the next byte that is in a file."""
+        piece = next(self._files.within(start, self._stop), None)
+        return piece.file_offset if piece else 0
+
+    def reads(self, placed: Sequence[HostRange]) -> list[FileRead]:
+        """Returns the reads that fill host memory. Bytes between storages are in no file, and stay."""
+        return [
+            FileRead(piece.file, piece.file_offset, part.offset, part.stop - part.start)
+            for placed_read in placed
+            for piece in self._files.within(placed_read.start, placed_read.stop)
+            for part in [placed_read.cut(piece.start, piece.stop)]
+        ]
+
+    def fill_slab(self) -> list[FileRead]:
+        """Returns the reads that fill the slab."""
+        return self.reads(self._slabs)
+
+
+BLOCK = 4096
+"""Reads can go past the page cache if file offset and address are equal modulo this number of bytes."""
+
+
+Load = tuple[torch.Tensor, FileRange]
+"""Device memory, and a range of a file to read into it; addresses count from the memory's start."""
+
+Batch = list[tuple[Load, int]]
+"""Loads that are read together, each with its offset in host memory."""
+
+
+def load_resident(device: Device, disk: Stream, memory: torch.Tensor, work: Sequence[Load]) -> None:
+    """Load all of `work` through `memory`: one half is read into while the other is copied.
+
+    Nothing is copied from `memory` any more when this returns, or raises.
+    """
+    try:
+        _load(device, disk, memory, work)
+    except BaseException:
+        with suppress(Exception):  # of a device that has failed, or was interrupted: the first error says why
+            _settle(device)
+        raise
+    _settle(device)
+
+
+def _settle(device: Device) -> None:
+    device.synchronize(device.record(device.current_stream()))
+
+
+def _load(device: Device, disk: Stream, memory: torch.Tensor, work: Sequence[Load]) -> None:
+    copied: Event | None = None
+    before: tuple[Batch, Event] | None = None
+    for batch in _batches(work, memory):
+        if copied is not None:
+            device.wait(disk, copied)
+        reads = [FileRead(piece.file, piece.file_offset, at, piece.nbytes) for (_, piece), at in batch]
+        device.read(disk, memory, reads, "a read of resident weights")
+        read = device.record(disk)
+        if before is not None:
+            copied = _copy(device, memory, *before)
+        before = batch, read
+    if before is not None:
+        _copy(device, memory, *before)
+
+
+def _copy(device: Device, memory: torch.Tensor, batch: Batch, read: Event) -> Event:
+    stream = device.current_stream()
+    device.wait(stream, read)
+    for (target, piece), at in batch:
+        move = Move(memory, at, piece.address, piece.nbytes)
+        device.copy(stream, target, [move], "the load of resident weights")
+    return device.record(stream)
+
+
+def _batches(work: Sequence[Load], memory: torch.Tensor) -> Iterator[Batch]:
+    half = memory.numel() // 2 // BLOCK * BLOCK or memory.numel() // 2
+    half_number, position = 0, 0
+    batch: Batch = []
+    most = half - BLOCK if half > 2 * BLOCK else half  # so that there is room to align
+    starts = ((target, whole, at) for target, whole in work for at in range(whole.start, whole.stop, most))
+    for target, piece in ((target, whole.cut(at, at + most)) for target, whole, at in starts):
+        skip = (piece.file_offset - memory.data_ptr() - position) % BLOCK
+        if position + skip + piece.nbytes > half:
+            if batch:
+                yield batch
+                batch, half_number = [], 1 - half_number
+            position, skip = 0, 0
+        batch.append(((target, piece), half_number * half + position + skip))
+        position += skip + piece.nbytes
+    if batch:
+        yield batch
+
 
 LOADED_THROUGH = 16 << 20
 """Bytes of host memory through which resident weights are loaded if the slab is smaller."""

@@ -1,40 +1,81 @@
-"""Tries whether an operator reads only the units that its operand names, in this process, with this torch.
-
-An operator that reads another unit would find zeros in its place, silently. So it is run on memory in which
-only the named units were ever written, and the system is asked which pages have been touched since: the first
-read of a page maps it, to zeros that count in no size, so it is asked for pages and not for bytes.
-"""
+"""Is an operator what its contract says: tried once on this machine, and remembered."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import logging
-from collections.abc import Iterable
-from contextlib import nullcontext
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from penstock.passes.sparse.contracts import CONTRACTS, Contract
 from penstock.passes.sparse.operators import find_operator
 from penstock.passes.sparse.rounds import Rounds, run_in_rounds
-from penstock.passes.sparse.tiles import LINEAR
+from penstock.passes.sparse.tiles import LINEAR, MOST_RESULT
 from penstock.passes.weights.values import same_bytes
-from penstock.runtime.arena.base import tensor_at
-from penstock.runtime.sparse.certified import repeats_bits
-from penstock.runtime.system.memory import (
-    MADV_NOHUGEPAGE,
-    PAGE,
-    Reservation,
-    cached_pages,
-    hint,
-    round_up,
-)
+from penstock.runtime.arena.reading import dtype_of, tensor_at
+from penstock.runtime.system.memory import MADV_NOHUGEPAGE, PAGE, Reservation, cached_pages, hint, round_up
 from penstock.schedule.facts.errors import PenstockError, PlanError, StreamError
 from penstock.schedule.facts.model import ITEM_SIZES, Decisions, Part, SparseRead, Step, Trace
+
+
+def repeats_bits(read: SparseRead, edges: Sequence[int], rows: int, *, bias: bool) -> bool:
+    """Tells whether a product of `rows` rows has the same bits when it is computed in parts.
+
+    `edges` are the first tiles of the parts, and the number of all. Each case is computed once a process.
+    """
+    return _repeats(read.view, tuple(edges), rows, bias, torch.get_num_threads())
+
+
+@functools.cache
+def _repeats(view: Part, edges: tuple[int, ...], rows: int, bias: bool, threads: int) -> bool:
+    count, size, columns = view.shape
+    dtype = dtype_of(view)
+    nbytes = size * columns * dtype.itemsize
+    if nbytes % PAGE or rows * count * size * dtype.itemsize > MOST_RESULT or not dtype.is_floating_point:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    tile = (torch.randn(size, columns, generator=generator) * columns**-0.5).to(dtype)
+    inputs = torch.randn(rows, columns, generator=generator).to(dtype)
+    added = torch.randn(count * size, generator=generator).to(dtype) if bias else None
+    matrix = Part("", view.dtype, (count * size, columns), (columns, 1), 0, 0)
+    with (
+        suppress(PenstockError, OSError, RuntimeError),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        Reservation(prod(view.shape) * dtype.itemsize) as memory,
+    ):
+        _map_again(memory, tile, count)
+        weight = tensor_at(memory.address, matrix)
+        whole = linear(inputs, weight, added)
+        runs = [slice(first * size, stop * size) for first, stop in pairwise(edges)]
+        return all(
+            torch.equal(whole[:, run], linear(inputs, weight[run], None if added is None else added[run]))
+            for run in runs
+        )
+    return False
+
+
+def _map_again(memory: Reservation, tile: torch.Tensor, count: int) -> None:
+    """Map the memory of a tile `count` times, one behind the other."""
+    descriptor = os.memfd_create("penstock-tile")
+    try:
+        data = tile.view(torch.uint8).numpy().tobytes()
+        while data:
+            data = data[os.write(descriptor, data) :]
+        for number in range(count):
+            memory.map_file(number * tile.nbytes, tile.nbytes, descriptor, 0)
+    finally:
+        os.close(descriptor)
+
 
 _log = logging.getLogger(__name__)
 

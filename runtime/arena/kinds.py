@@ -1,15 +1,62 @@
-"""The arenas that a device, this system and the weight files allow, before any is opened."""
+"""The arenas that a device, this system and the weight files allow, and the one that is opened."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from penstock.runtime.arena.mapping import AdaptiveArena, MappedArena
+from penstock.runtime.arena.reading import AnonymousArena, ContiguousArena, PooledArena, WeightArena
 from penstock.runtime.device.opening import device_kind
+from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE, round_up, supports_move, supports_populate
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Arena, Range
+from penstock.schedule.facts.model import Arena, Range, Storage
 from penstock.schedule.payload.codec import Payload
+from penstock.schedule.plan import Plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
+
+
+def open_arena(
+    plan: Plan,
+    storages: Sequence[Storage],
+    source: Source,
+    *,
+    debug: bool = False,
+    poison: bool = False,
+) -> WeightArena:
+    """Open the arena that a plan asks for, empty. `source` must outlive it.
+
+    With `debug`, reading a dropped range of a paged arena kills the process with SIGSEGV instead
+    of finding the bytes again. With `poison`, memory of a contiguous or pooled arena that holds no
+    weight any more is filled with 0xFF, which is NaN in every floating-point format. Where the system
+    cannot fill a mapping, a mapped plan gets an anonymous arena, which keeps the same addresses, granules and
+    budget.
+
+    Raises PlanError for a plan that does not belong to the files, StreamError when the system
+    refuses the memory.
+    """
+    if plan.arena.kind == "contiguous":
+        return ContiguousArena(plan, storages, source, poison=poison)
+    if plan.arena.backing == "mapped" and supports_populate():
+        adapts = source.mode == "direct" and plan.arena.granule % HUGE_PAGE == 0 and supports_move()
+        kind = AdaptiveArena if adapts else MappedArena
+        return kind(plan, storages, source, debug=debug)
+    if _has_whole_huge_granules(plan.arena) and supports_move():
+        return PooledArena(plan, storages, source, debug=debug, poison=poison)
+    return AnonymousArena(plan, storages, source, debug=debug)
+
+
+def _has_whole_huge_granules(arena: Arena) -> bool:
+    """Tells whether granules can be moved: private ones, of huge pages, none of which a segment cuts."""
+    edges = [edge for segment in arena.segments for edge in (segment.start, segment.stop)]
+    return (
+        arena.backing == "anonymous"
+        and arena.granule % HUGE_PAGE == 0
+        and bool(edges)
+        and not any(edge % arena.granule for edge in edges)
+    )
+
 
 _MOST_GRANULES = 20_000
 

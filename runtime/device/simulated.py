@@ -1,36 +1,124 @@
-"""Simulates a device with real bytes in host memory, streams that run late, and a virtual clock.
-
-A copy may run at any time between the moment at which it is enqueued and the moment at which something waits
-for it. Here it runs at the last possible moment, and so does a read of a disk. The caller's kernels run at
-once, as they are called, on whichever of his streams is current. Vector clocks (races.py) tell whether an
-event orders every two accesses of the same bytes, so a missing wait is found even if the data happens to be
-right. Giving memory back is an access too, by the host. Staging memory is overwritten as soon as it has been
-copied. Each time that the host waits is counted.
-
-The virtual clock runs on a `Hardware`: a transfer takes latency and bytes over bandwidth, a read those of
-the disk, kernels the times of their trace. Nothing here takes real time into account.
-"""
+"""A simulated device on a virtual clock, which finds the races of a streamer."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 
-from penstock.runtime.arena.base import POISON
+from penstock.runtime.arena.reading import POISON
 from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
-from penstock.runtime.device.resident import BLOCK
+from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.device.weights import BLOCK, DeviceWeights
 from penstock.runtime.files.source import Source
-from penstock.runtime.sim.races import Clock, RaceDetector
+from penstock.runtime.stream.engine import Counters
 from penstock.runtime.system.threads import READERS
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Hardware
+from penstock.schedule.facts.model import Hardware, Step, Trace
 from penstock.schedule.facts.sizes import format_size
+
+Clock = dict[str, int]
+"""For each thread, the number of its operations that are known to come before."""
+
+
+class RaceError(StreamError):
+    """Two accesses of the same bytes that no event orders."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Bytes `start` to `stop` of memory `memory`, touched by operation `stamp` of `thread`."""
+
+    memory: str
+    start: int
+    stop: int
+    thread: str
+    stamp: int
+    writes: bool
+    label: object
+
+    def __str__(self) -> str:
+        return f"{self.label}, which {'writes' if self.writes else 'reads'} on {self.thread}"
+
+
+class RaceDetector:
+    """The clocks of all threads, and the last accesses of every byte."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[str, Clock] = {}
+        self._last: dict[str, list[Access]] = {}
+
+    @property
+    def remembered(self) -> int:
+        """The number of accesses that are kept to compare later ones with."""
+        return sum(map(len, self._last.values()))
+
+    def copy(self) -> RaceDetector:
+        """Returns another detector, which knows what this one knows now."""
+        copied = RaceDetector()
+        copied._clocks = {thread: dict(clock) for thread, clock in self._clocks.items()}
+        copied._last = {memory: list(accesses) for memory, accesses in self._last.items()}
+        return copied
+
+    def tick(self, thread: str) -> int:
+        """Count another operation of the thread, and return its stamp."""
+        clock = self._clocks.setdefault(thread, {})
+        clock[thread] = clock.get(thread, 0) + 1
+        return clock[thread]
+
+    def clock_of(self, thread: str) -> Clock:
+        """Returns a copy of the thread's clock, for others to join later."""
+        return dict(self._clocks.get(thread, {}))
+
+    def join(self, thread: str, known: Clock) -> None:
+        """Have the thread come after all operations that `known` has counted."""
+        clock = self._clocks.setdefault(thread, {})
+        for other, stamp in known.items():
+            if stamp > clock.get(other, 0):
+                clock[other] = stamp
+
+    def begin(self, thread: str, by: str) -> None:
+        """Count another operation of the thread, which comes after all that the one that asks knows."""
+        self.tick(by)
+        self.join(thread, self._clocks[by])
+        self.tick(thread)
+
+    def access(self, memory: str, start: int, stop: int, thread: str, label: object, *, writes: bool) -> None:
+        """Note that the thread's newest operation touches these bytes. Raises RaceError for a race."""
+        clock = self._clocks.setdefault(thread, {})
+        now = Access(memory, start, stop, thread, clock.get(thread, 0), writes, label)
+        if start >= stop:
+            return
+        remaining: list[Access] = []
+        for before in self._last.get(memory, ()):
+            if before.stop <= start or stop <= before.start:
+                remaining.append(before)
+                continue
+            ordered = clock.get(before.thread, 0) >= before.stamp
+            if not ordered and (before.writes or writes):
+                low, high = max(before.start, start), min(before.stop, stop)
+                raise RaceError(
+                    f"bytes {low} to {high} of {memory}: nothing orders {before}, and {now}; "
+                    "an event is missing, or is waited for too late"
+                )
+            # Accesses that a write overwrites, or that the same thread repeats, need not be remembered.
+            covered = ordered and (writes or (not before.writes and before.thread == thread))
+            remaining += _outside(before, start, stop) if covered else (before,)
+        remaining.append(now)
+        self._last[memory] = remaining
+
+
+def _outside(access: Access, start: int, stop: int) -> Iterator[Access]:
+    if access.start < start:
+        yield replace(access, stop=start)
+    if stop < access.stop:
+        yield replace(access, start=stop)
+
 
 HOST = "the host"
 KERNELS = "the stream of the kernels"
@@ -422,3 +510,82 @@ class SimDevice:
             if stream.error is not None:
                 raise stream.error
         event.after = ()  # events in a long row would ask one another again and again
+
+
+class SimStreamer:
+    """Stands between a program's probes and its streamer, and touches what a step's kernels read or write.
+
+    The trace and the places of weights say which bytes these are, independently of the streamer. So bytes
+    that the streamer did not bring, or overwrites too early, are found.
+    """
+
+    def __init__(
+        self, streamer: DeviceStreamer, device: SimDevice, weights: DeviceWeights, traces: Sequence[Trace]
+    ) -> None:
+        self._streamer, self._device, self._weights = streamer, device, weights
+        self._traces = {trace.graph: trace for trace in traces}
+        self._reached = 0  # steps of this pass whose kernels are enqueued
+
+    @property
+    def counters(self) -> Counters:
+        """The streamer's counters."""
+        return self._streamer.counters
+
+    def probed(self, graph: int) -> tuple[int, ...]:
+        """The steps at which the plan acts in a pass of method `graph`, ascending."""
+        return self._streamer.probed(graph)
+
+    @property
+    def in_reader(self) -> bool:
+        """Tells whether the caller is one of the streamer's own threads."""
+        return self._streamer.in_reader
+
+    def begin(self, graph: int) -> None:
+        self._device.compute(self._traces[graph].gap_ns)
+        self._reached = 0
+        self._streamer.begin(graph)
+
+    def acquire(self, graph: int, step: int) -> None:
+        steps = self._traces[graph].steps
+        self._pass_over(graph, step)
+        self._device.compute(steps[step].lead_ns)
+        self._device.launch()
+        self._streamer.acquire(graph, step)
+        self._touch(steps[step])
+
+    def release(self, graph: int, step: int) -> None:
+        this = self._traces[graph].steps[step]
+        self._device.compute(this.read_ns)
+        self._touch(this)  # until now
+        self._reached = max(self._reached, step + 1)
+        self._streamer.release(graph, step)
+
+    def end(self, graph: int) -> None:
+        trace = self._traces[graph]
+        self._pass_over(graph, len(trace.steps))
+        self._device.compute(trace.tail_ns)
+        self._streamer.end(graph)
+
+    def abort(self) -> None:
+        self._streamer.abort()
+
+    def close(self) -> None:
+        self._streamer.close()
+
+    def _pass_over(self, graph: int, step: int) -> None:
+        """Run the steps without probes before `step`: their weights always stay."""
+        probed = self._streamer.probed(graph)
+        for number in range(self._reached, step):
+            if number not in probed:
+                this = self._traces[graph].steps[number]
+                self._touch(this)
+                self._device.compute(this.lead_ns + this.read_ns)
+
+    def _touch(self, step: Step) -> None:
+        for storage in (*step.reads, *step.writes):
+            place = self._weights.ranges_of(storage)
+            if place is not None:
+                memory, start, stop = place
+                writes = storage in step.writes
+                label = f"step {step.name!r} {'writing' if writes else 'reading'} storage {storage}"
+                self._device.kernels_touch(memory, start, stop, label, writes=writes)
