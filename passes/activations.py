@@ -12,12 +12,10 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from penstock.passes.calls.checks import Dimension
-from penstock.passes.calls.inputs import dimension_of, user_placeholders
+from penstock.passes.calls.inputs import Dimension, dimension_of, user_placeholders
 from penstock.passes.graph.nodes import tensors_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
-from penstock.passes.sparse.contracts import CONTRACTS, readers_by_units
-from penstock.passes.sparse.tiles import LEAST, MOST_RESULT
+from penstock.passes.sparse.contracts import CONTRACTS, LEAST, MOST_RESULT, readers_by_units
 from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 
 

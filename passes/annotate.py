@@ -12,17 +12,14 @@ from torch.export import ExportedProgram
 
 from penstock.passes.building.fake_export import computed_buffers, with_computed_buffers
 from penstock.passes.building.refusals import refuse_scripted
-from penstock.passes.calls.inputs import describe_method
-from penstock.passes.calls.separate_inputs import refuse_shared_inputs
+from penstock.passes.calls.inputs import describe_method, refuse_shared_inputs
 from penstock.passes.calls.signature import check_signature
 from penstock.passes.graph.dialects import with_plain_fakes, without_tokens
-from penstock.passes.graph.grad_regions import without_grad_regions
-from penstock.passes.graph.retarget import exported_device
+from penstock.passes.graph.nodes import exported_device, without_grad_regions
 from penstock.passes.graph.transforms import without_transforms
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.sparse.chains import Trusts, by_expert
-from penstock.passes.sparse.contracts import sparse_reads
-from penstock.passes.sparse.tiles import with_common_units
+from penstock.passes.sparse.contracts import sparse_reads, with_common_units
 from penstock.passes.trace import PRESET_CPU, observe
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.lifted import Catalog, Weights, refuse_lost_values, with_own_constants

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import fx
 
-from penstock.passes.graph.grad_regions import inline_grad_regions
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
+from penstock.passes.graph.nodes import copy_graph_module, inline_grad_regions, placeholders_of
 from penstock.passes.graph.transforms import inline_transforms
-from penstock.passes.weights.naming import weights_among
+from penstock.passes.weights.lifted import weights_among
 from penstock.schedule.clock.event_graph import acting_steps
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import Storage, Trace, Weight

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from penstock.passes.graph.nodes import CALLS, placeholders_of, size_hint, subgraphs_of, tensors_of
 from penstock.passes.graph.propagation import FLOPS, fake_inputs, propagate
 from penstock.passes.probes import STORE
-from penstock.passes.sparse.by_expert import BY_EXPERT
+from penstock.passes.sparse.contracts import BY_EXPERT
 from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 from penstock.passes.weights.usage import Usage, is_view, outs_of
 from penstock.schedule.facts.errors import PassError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.passes.annotate import Annotated, annotate_with_values, by_method
 from penstock.passes.graph.nodes import with_aten_operators
 from penstock.passes.lowering import eager, inductor
-from penstock.passes.weights.values import has_values, storage_bytes
+from penstock.passes.weights.lifted import has_values, storage_bytes
 from penstock.runtime.checkpoint.binding import (
     Found,
     Rename,

@@ -19,9 +19,9 @@ import torch
 
 from penstock.native.library import File, Options, Spill, library
 from penstock.passes.lowering import compiled, eager
-from penstock.passes.sparse.operators import sparse_calls
+from penstock.passes.sparse.calls import sparse_calls
 from penstock.passes.training.facts import Training
-from penstock.passes.weights.values import tensor_in
+from penstock.passes.weights.lifted import tensor_in
 from penstock.runtime.arena.kinds import open_arena
 from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock

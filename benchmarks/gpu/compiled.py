@@ -13,7 +13,7 @@ from torch import nn
 
 import penstock
 from benchmarks.gpu.target import Report, Target, make_stack, on_host, require
-from penstock.passes.lowering.targets import AHEAD
+from penstock.passes.lowering.inductor import AHEAD
 from penstock.runtime.dynamo.backend import compile_piece
 from penstock.schedule.facts.errors import PassError
 

@@ -128,7 +128,7 @@ class Held {
     const Numbers &part_;
 };
 
-// A call whose units do not fit into memory together, in rounds (passes/sparse/rounds.py).
+// A call whose units do not fit into memory together, in rounds (passes/sparse/calls.py).
 struct Rounds {
     const Contract &contract;
     const Arguments &arguments;

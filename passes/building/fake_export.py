@@ -1,36 +1,73 @@
-"""Exports a model that is never built: without memory for weights, initialisation or a GPU.
-
-The constructor runs while tensors have shapes only (deferred.py), and the devices that it asks for are noted
-(placement.py). Its parameters become fake tensors on those devices, and the module is exported with them.
-The graph is thus the one that a machine with these devices would export.
-"""
+"""Exports a model that is never built: without memory for weights, initialisation or a GPU."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from penstock.passes.building.deferred import Deferred, hold_attributes, join, record
 from penstock.passes.building.followed import export_as_called, export_errors, in_eval
-from penstock.passes.building.guardless import Guardless, capable
-from penstock.passes.building.placement import AskedDevices, Placement, home_of, place
-from penstock.passes.building.quick import quick
+from penstock.passes.building.placement import AskedDevices, Guardless, Placement, capable, home_of, place
 from penstock.passes.building.refusals import caller, check_inputs
-from penstock.passes.graph.grouped import groups_of_any_dtype
-from penstock.passes.graph.retarget import is_accelerator
+from penstock.passes.graph.nodes import is_accelerator
+from penstock.passes.graph.propagation import groups_of_any_dtype
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.pipeline import declare
+from penstock.passes.weights.lifted import with_values
 from penstock.passes.weights.subclasses import each_part, has_parts
-from penstock.passes.weights.values import with_values
 from penstock.schedule.facts.errors import PassError
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """Let exports inside compile graphs only when they are called, and look up each line once."""
+    with _use_lazy_graph_module(True), patch.object(torch.fx.proxy, "CapturedTraceback", _Stack):
+        yield
+
+
+_Place = tuple[str, int, str]
+"""A file, a line in it, and the function that it is in."""
+
+
+class _Stack:
+    """The frames of a call, from the innermost out; stands in for torch's `CapturedTraceback`."""
+
+    def __init__(self, places: list[_Place]) -> None:
+        self._places = places
+
+    @classmethod
+    def extract(cls) -> _Stack:
+        """The frames that call this."""
+        places = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            places.append((code.co_filename, frame.f_lineno, code.co_name))
+            frame = frame.f_back
+        return cls(places)
+
+    def summary(self) -> traceback.StackSummary:
+        """The frames, from the outermost in."""
+        return traceback.StackSummary(_summary(*place) for place in reversed(self._places))
+
+
+_summary = cache(traceback.FrameSummary)
+
 
 BUFFERS = "penstock.buffers"
 """The key in `graph_module.meta` under which fake_export keeps values of non-persistent buffers, by FQN."""

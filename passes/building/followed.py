@@ -24,13 +24,18 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.passes.building.caches import empty_caches
-from penstock.passes.building.clocks import noted_clocks
-from penstock.passes.building.module_state import MISSING, Change, ModuleState, is_same
+from penstock.passes.building.module_state import (
+    MISSING,
+    Change,
+    ModuleState,
+    empty_caches,
+    is_same,
+    noted_clocks,
+)
 from penstock.passes.building.refusals import own_sentence, refuse_scripted, remedy, where
 from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of
 from penstock.passes.graph.torch_state import generator_states, kept_torch_state
-from penstock.passes.weights.values import has_values, storage_identity
+from penstock.passes.weights.lifted import has_values, storage_identity
 from penstock.schedule.facts.errors import PassError
 
 _NAMED = 3

@@ -1,18 +1,22 @@
-"""The input leaves of an exported program, what it assumes of them, and both as facts of the payload."""
+"""The input leaves of a program: what it assumes of them, as facts of the payload and as checks."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
@@ -20,11 +24,288 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from penstock.passes.calls.checks import ConstantLeaf, Dimension, Leaf, NumberLeaf, TensorLeaf
 from penstock.passes.calls.expressions import parse
 from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
-from penstock.schedule.facts.errors import PassError
+from penstock.passes.pipeline import declare
+from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import Input, Method, Symbol
+from penstock.schedule.payload.text import short
+
+_Record = TypeVar("_Record")
+
+
+def checked(record: _Record) -> _Record:
+    """The record, a dataclass. Raises PassError where a field has a value of another type than it says."""
+    kind: Any = type(record)
+    for name, hint in _hints(kind).items():
+        if not _fits(value := getattr(record, name), hint):
+            refuse(value, f"{name} of a {kind.__name__}")
+    return record
+
+
+def refuse(value: object, kind: str) -> NoReturn:
+    """Raises PassError for a stored value that is not what it should be."""
+    raise PassError(f"{short(value)} is no {kind}: compile again")
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is tuple:
+        each = inner[:1] * len(value) if inner[-1] is ... and isinstance(value, tuple) else inner
+        return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
+    if origin is Mapping:
+        key, content = inner
+        return isinstance(value, dict) and all(_fits(k, key) and _fits(v, content) for k, v in value.items())
+    if hint is type:
+        return value in (bool, int, float)
+    return hint is Any or (type(value) is int if hint is int else isinstance(value, hint))
+
+
+_NO_VALUE = (ArithmeticError, LookupError, TypeError, ValueError)
+
+
+class InputChecks:
+    """Checks the leaves of calls. A guard is a pair: its text, and an expression (`expressions.py`).
+
+    Raises PassError for a guard that is no expression.
+    """
+
+    def __init__(self, leaves: Iterable[Leaf], guards: Iterable[tuple[str, str]]) -> None:
+        self._leaves = list(leaves)
+        self._guards = [(text, parse(source)) for text, source in guards]
+
+    def check(self, leaves: Sequence[Any]) -> dict[str, int]:
+        """Returns the sizes of the symbols. Raises StreamError, which names the input, for a wrong leaf.
+
+        It is raised for another type, dtype, device, rank or size, a size out of its range, a repeated symbol
+        with two sizes, a guard that does not hold, and a Python value other than the exported one.
+        """
+        seen = _Seen({}, [])
+        for expected, leaf in zip(self._leaves, leaves, strict=True):
+            expected.check(leaf, seen)
+        for name, expression, got in seen.derived:
+            if expression.value(seen.sizes) not in (None, got):
+                _refuse_input(name, f"{expression.value(seen.sizes)}, which is {expression.text}", got)
+        for text, guard in self._guards:
+            try:
+                holds = guard(seen.sizes, leaves)
+            except _NO_VALUE as error:
+                raise StreamError(f"{text} cannot be checked for this call: {error}; compile again") from None
+            if not holds:
+                raise StreamError(
+                    f"the sizes {self._named(seen.sizes)} break {text}, which held at export and which the "
+                    "program relies on: export it for such sizes too"
+                )
+        return seen.sizes
+
+    def _named(self, sizes: Mapping[str, int]) -> str:
+        """The sizes of symbols as text, with the names that users know."""
+        dimensions = [size for leaf in self._leaves for size in leaf.dimensions]
+        names = {
+            dimension.linear[0]: dimension.text
+            for dimension in dimensions
+            if dimension.linear and dimension.linear[1:] == (1, 0)
+        }
+        return ", ".join(f"{names.get(symbol, symbol)}={size}" for symbol, size in sizes.items())
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The sizes found in a call's leaves so far: of symbols, and of expressions of several symbols."""
+
+    sizes: dict[str, int]
+    derived: list[tuple[str, Dimension, int]]
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A dynamic size: `linear` is (symbol, scale, shift), or None where it depends on several `symbols`.
+
+    A linear size is scale * symbol + shift. `text` is the expression in names that users know, `source` the
+    same on `symbols` (`expressions.py`), and `example` its value at export. `lower` and `upper` are included
+    in the range; None stands for no limit.
+    """
+
+    text: str
+    lower: int
+    upper: int | None
+    example: int
+    linear: tuple[str, int, int] | None
+    symbols: tuple[str, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        """Raises PassError for a `source` that is no expression, or a scale that no size can have."""
+        parse(self.source)
+        if self.linear is not None and self.linear[1] <= 0:
+            raise PassError(f"{self.text:.80} has the scale {self.linear[1]}: compile again")
+
+    def value(self, sizes: Mapping[str, int]) -> Any:
+        """Returns the value at these sizes, None when one of its symbols has none, or it has none itself."""
+        if not set(self.symbols) <= sizes.keys():
+            return None
+        try:
+            computed = parse(self.source)(sizes, ())
+            return computed if math.isfinite(computed) else None
+        except _NO_VALUE:
+            return None
+
+    def check(self, name: str, got: int, seen: _Seen) -> None:
+        """Raises StreamError for a size that is out of range or contradicts a symbol's size in `seen`."""
+        if got < self.lower or (self.upper is not None and got > self.upper):
+            _refuse_input(name, f"{self.lower} to {'any size' if self.upper is None else self.upper}", got)
+        if self.linear is None:
+            seen.derived.append((name, self, got))
+            return
+        symbol, scale, shift = self.linear
+        root, remainder = divmod(got - shift, scale)
+        known = seen.sizes.setdefault(symbol, root)
+        if remainder or known != root:
+            _refuse_input(name, f"{scale * known + shift}, which is {self.text} as in the other inputs", got)
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    """A leaf that must be a tensor of this dtype, type of device, and shape."""
+
+    name: str
+    dtype: torch.dtype
+    device: str
+    sizes: tuple[int | Dimension, ...]
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        return tuple(size for size in self.sizes if isinstance(size, Dimension))
+
+    def check(self, leaf: Any, seen: _Seen) -> None:
+        if not isinstance(leaf, torch.Tensor):
+            _refuse_input(self.name, "a tensor", type(leaf).__name__)
+        if leaf.is_nested:  # which has no shape
+            _refuse_input(self.name, "a tensor with a shape", "a nested one")
+        if leaf.dtype != self.dtype:
+            _refuse_input(self.name, dtype_name(self.dtype), dtype_name(leaf.dtype))
+        if leaf.device.type != self.device:
+            _refuse_input(self.name, f"a tensor on {self.device}", f"one on {leaf.device}")
+        if leaf.dim() != len(self.sizes):
+            _refuse_input(self.name, f"{len(self.sizes)} dimensions", f"shape {tuple(leaf.shape)}")
+        for position, (expected, got) in enumerate(zip(self.sizes, leaf.shape, strict=True)):
+            if not isinstance(expected, int):
+                expected.check(f"{self.name}.shape[{position}]", got, seen)
+            elif got != expected:
+                _refuse_input(f"{self.name}.shape[{position}]", f"{expected}, a static size", got)
+
+
+@dataclass(frozen=True)
+class NumberLeaf:
+    """A leaf that must be a Python number of this type, whose value each call chooses."""
+
+    name: str
+    type: type
+    dimension: Dimension | None
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        return () if self.dimension is None else (self.dimension,)
+
+    def check(self, leaf: Any, seen: _Seen) -> None:
+        if type(leaf) is not self.type:
+            _refuse_input(self.name, f"a value of type {self.type.__name__}", type(leaf).__name__)
+        if self.dimension is not None and isinstance(leaf, int):
+            self.dimension.check(self.name, leaf, seen)
+
+
+@dataclass(frozen=True)
+class ConstantLeaf:
+    """A leaf that must have the Python value that it had at export."""
+
+    name: str
+    value: Any
+    dimensions: ClassVar[tuple[Dimension, ...]] = ()
+
+    def check(self, leaf: Any, seen: _Seen) -> None:
+        if isinstance(leaf, torch.Tensor):
+            _refuse_input(self.name, f"the exported value {self.value!r}", "a tensor")
+        if type(leaf) is not type(self.value) or not (
+            leaf == self.value or (_is_nan(leaf) and _is_nan(self.value))
+        ):
+            _refuse_input(self.name, f"the exported value {self.value!r}", repr(leaf))
+
+
+def failed_check(what: str) -> StreamError:
+    """Return the error for a check that a program makes of its own, by what torch says of it."""
+    first = (what.splitlines() or [""])[0].rstrip(".:; ")
+    first = re.sub(r"^Runtime assertion failed for expression (.+) on node '\w+'$", r"\1", first)
+    return StreamError(
+        f"a check of the program fails for this call: {first}; pass inputs that the model takes"
+    )
+
+
+Leaf = TensorLeaf | NumberLeaf | ConstantLeaf
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _refuse_input(name: str, expected: str, got: object) -> NoReturn:
+    raise StreamError(f"input {name}: expected {expected}, got {got}; pass what the program was exported for")
+
+
+def separate_inputs(module: nn.Module, example: Any) -> Any:
+    """Return an example in which no tensor stands twice, nor one of the module's own: views take their
+    places."""
+    seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    def separate(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in seen:
+            seen.add(id(value))
+            return value
+        return value.detach().requires_grad_(value.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, separate, example)
+
+
+@declare(ensures=("separate inputs",))
+def refuse_shared_inputs(exported: ExportedProgram) -> ExportedProgram:
+    """Return the program; raise PassError if it reads one input in the place of another.
+
+    That is known where its example has one tensor for both, and only one of them is used.
+    """
+    inputs = list(_inputs(exported))
+    read = {(id(value), of_call): name for node, name, value, of_call in inputs if node.users}
+    for node, name, value, of_call in inputs:
+        other = read.get((id(value), True)) or (of_call and read.get((id(value), False)))
+        if other and not node.users:
+            raise PassError(
+                f"the program was exported with one tensor for {name} and {other}, and reads the latter for "
+                "both: export it again with a clone() of the tensor for one of them"
+            )
+    return exported
+
+
+def _inputs(exported: ExportedProgram) -> Iterator[tuple[fx.Node, str, object, bool]]:
+    """The inputs of a program: what users call them, the tensors of its export, and whether a call gives
+    them."""
+    nodes = {node.name: node for node in placeholders_of(exported.graph)}
+    specs = exported.graph_signature.input_specs
+    leaves = iter(pytree.tree_leaves(exported.example_inputs or ()))
+    for spec in specs:
+        node, of_call = nodes[spec.arg.name], spec.kind is InputKind.USER_INPUT
+        if of_call:
+            value, name = next(leaves, None), f"input {node.name!r}"
+        else:
+            tensors = exported.constants if spec.target in exported.constants else exported.state_dict
+            value, name = tensors.get(str(spec.target)), f"its {spec.kind.name.lower()} {spec.target!r}"
+        if isinstance(value, torch.Tensor):
+            yield node, name, value, of_call
 
 
 def describe_method(exported: ExportedProgram, name: str, graph: int) -> Method:

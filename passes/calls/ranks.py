@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import fx
 from torch._ops import OpOverload
 
-from penstock.passes.calls.records import refuse
+from penstock.passes.calls.inputs import refuse
 from penstock.schedule.facts.errors import PassError, PayloadError
 
 _NAMESPACES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))

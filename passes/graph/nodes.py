@@ -1,16 +1,20 @@
-"""Small helpers on `torch.fx` graphs that several passes need."""
+"""Work on the nodes of `torch.fx` graphs: uses, copies, devices, and regions of another grad mode."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
+
+from penstock.passes.pipeline import declare
+from penstock.schedule.facts.errors import PassError
 
 CALLS = ("call_function", "call_method")
 """The kinds of nodes that call an operator, a function or a method of a tensor."""
@@ -165,3 +169,207 @@ def size_hint(size: int | torch.SymInt) -> int:
         return size
     hint = size.node.hint
     return 1 if hint is None else int(hint)
+
+
+TRANSFER = "penstock_transfer"
+"""The key in `node.meta` that marks a conversion to another device, in a graph without values."""
+
+_CPU_KERNELS = ("_for_cpu", "mkldnn", "onednn", "penstock.random_state")
+"""Parts of the names of operators that exist on a CPU only."""
+
+
+def exported_device(graph_module: fx.GraphModule) -> torch.device:
+    """Returns the device that a program was exported for: the accelerator if it names one.
+
+    Raises PassError when it names several accelerators, since an arena is on one device.
+    """
+    devices: set[torch.device] = set()
+    for module in nested_modules(graph_module):
+        for node in module.graph.nodes:
+            devices |= {tensor.device for tensor in tensors_of(node.meta.get("val"))}
+            devices |= {leaf for leaf in _leaves(node) if isinstance(leaf, torch.device)}
+    accelerators = sorted({indexed(device) for device in devices if device.type != "cpu"}, key=str)
+    if len(accelerators) > 1:
+        raise PassError(
+            f"the program uses the devices {[str(device) for device in accelerators]}, expected one besides "
+            "the CPU: export it for one device"
+        )
+    return accelerators[0] if accelerators else torch.device("cpu")
+
+
+def move_graph(
+    graph: fx.Graph, bodies: Iterable[fx.GraphModule], source: torch.device, target: torch.device | str
+) -> bool:
+    """Replaces the device `source`, for which a graph was exported, by `target`, in the graph itself.
+
+    Constants made in the graph, conversions, assertions and autocast regions change, and so do those in the
+    bodies of control flow, which are recompiled. In a program exported for an accelerator, nodes that name
+    the CPU stay on the CPU, and the transfers between the two are kept. `meta["val"]` still has the exported
+    device. Returns False if the two devices are the same, so that nothing changes.
+
+    Raises PassError for operators that exist on a CPU only, if `target` is another device.
+    """
+    target = torch.device(target)
+    if indexed(source) == indexed(target):
+        return False
+    for node in graph.nodes:
+        _retarget_node(node, source, target)
+    for body in bodies:
+        for node in body.graph.nodes:
+            _retarget_node(node, source, target)
+        body.recompile()
+    return True
+
+
+def _retarget_node(node: fx.Node, source: torch.device, target: torch.device) -> None:
+    name = str(node.target)
+    if (
+        isinstance(node.target, OpOverload)
+        and target.type != "cpu"
+        and any(part in name for part in _CPU_KERNELS)
+    ):
+        raise PassError(
+            f"node {node.name!r} calls {name}, which exists on a CPU only, and cannot move to {target}: "
+            "export the program without decomposing it, or for that device"
+        )
+
+    def move(leaf: object) -> object:
+        if isinstance(leaf, torch.device) and indexed(leaf) == indexed(source):
+            return target
+        return leaf
+
+    if node.op != "call_function":
+        return
+    args, kwargs = pytree.tree_map(move, (node.args, node.kwargs))
+    if isinstance(node.target, HigherOrderOperator) and "autocast" in name and args[0] == source.type:
+        args = (target.type, *args[1:])
+    node.args, node.kwargs = args, kwargs
+    if isinstance(node.target, OpOverload) and is_transfer(node):
+        # A conversion between devices makes a copy. On a single device it would return its input instead.
+        position = [argument.name for argument in node.target._schema.arguments].index("copy")
+        if position < len(args):
+            node.args = (*args[:position], True, *args[position + 1 :])
+        else:
+            node.kwargs = kwargs | {"copy": True}
+
+
+def is_transfer(node: fx.Node) -> bool:
+    """Tells whether a node is a conversion that took its tensor to another device when it was exported."""
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket is not torch.ops.aten.to:
+        return False
+    devices = {tensor.device for tensor in tensors_of(node.meta.get("val"))}
+    source_devices = {tensor.device for tensor in tensors_of(node.all_input_nodes[0].meta.get("val"))}
+    return TRANSFER in node.meta or not source_devices <= devices
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Returns the device with its index: `cuda` means `cuda:0` in an exported program."""
+    if device.type in {"cpu", "meta"}:
+        return torch.device(device.type)
+    return torch.device(device.type, device.index or 0)
+
+
+def device_named(value: object) -> torch.device | None:
+    """Returns the device that an argument of a call names or is, and None where it is neither."""
+    if isinstance(value, str):
+        try:
+            return torch.device(value)
+        except RuntimeError:
+            return None
+    return value if isinstance(value, torch.device) else None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Tells whether a device is one that a program may be placed on besides the CPU."""
+    return device.type not in ("cpu", "meta")
+
+
+def nested_modules(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+    """Returns the module itself, then the bodies of its control flow, however deep."""
+    return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _leaves(node: fx.Node) -> list[object]:
+    return pytree.tree_leaves((node.args, node.kwargs))
+
+
+def inline_grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of the graph without regions of another grad mode, or the graph itself if it has none.
+
+    Nodes of a region keep their names unless another node has that name; equal graphs give equal names.
+    The bodies of control flow stay as they are.
+    """
+    inlined = graph_module
+    while regions := _regions(inlined):  # a region may contain regions
+        inlined = _without(regions, copy_graph_module(inlined))
+    return inlined
+
+
+@declare(requires=("plain parts",), ensures=("one grad mode",))
+def without_grad_regions(exported: ExportedProgram) -> ExportedProgram:
+    """Returns a copy of the program without regions of another grad mode, or the program if it has none."""
+    inlined = inline_grad_regions(exported.graph_module)
+    return exported if inlined is exported.graph_module else with_graph(exported, inlined)
+
+
+def with_graph(exported: ExportedProgram, graph_module: fx.GraphModule) -> ExportedProgram:
+    """Return the program with another graph, which has the same inputs, and the same outputs in order."""
+    result = copy.copy(exported)
+    result._graph_module = graph_module
+    result._graph_signature = copy.deepcopy(exported.graph_signature)
+    outputs: Any = graph_module.graph.output_node().args[0]
+    for spec, node in zip(result._graph_signature.output_specs, outputs, strict=True):
+        if isinstance(node, fx.Node):
+            spec.arg.name = node.name
+    return result
+
+
+def _regions(graph_module: fx.GraphModule) -> list[str]:
+    operator = torch.ops.higher_order.wrap_with_set_grad_enabled
+    return [node.name for node in graph_module.graph.nodes if node.target is operator]
+
+
+def _without(regions: Collection[str], module: fx.GraphModule) -> fx.GraphModule:
+    """Writes the graph anew, the body of each region in place of its operator.
+
+    In a new graph no name is taken by a node that is gone. `module` is a copy that may be changed.
+    """
+    graph = fx.Graph()
+    here: dict[fx.Node, Any] = {}
+    operators = [node for node in module.graph.nodes if node.name in regions]
+    replaced = {node for operator in operators for node in (operator, *operator.users)}
+    taken = {node.name for node in module.graph.nodes if node not in replaced}
+    for node in module.graph.nodes:
+        if node.name in regions:
+            results = _copy_body(node, graph, here, taken)
+            here |= {user: results[user.args[1]] for user in node.users}
+        elif node not in here and not (node.op == "get_attr" and replaced.issuperset(node.users)):
+            here[node] = graph.node_copy(node, here.__getitem__)
+    graph.set_codegen(module.graph._codegen)
+    result = fx.GraphModule(module, graph)
+    result.meta.update(module.meta)
+    return result
+
+
+def _copy_body(region: fx.Node, graph: fx.Graph, here: dict[fx.Node, Any], taken: Collection[str]) -> Any:
+    """Copies the body of a region to the end of `graph`, adds to `here`, and returns its results.
+
+    The arguments of the region's operator are the grad mode, the body and the body's inputs.
+    """
+    (body,) = subgraphs_of(region)
+    owner: Any = region.graph.owning_module
+    here.update(zip(placeholders_of(body.graph), map_arg(region.args[2:], here.__getitem__), strict=True))
+    for node in body.graph.nodes:
+        if node.op == "output":
+            return map_arg(node.args[0], here.__getitem__)
+        if node in here:
+            continue
+        name = node.name if node.name not in taken else f"{region.name}_{node.name}"
+        target = node.target
+        if node.op == "get_attr":
+            target = f"{region.name}_{target}"
+            owner.add_module(target, body.get_submodule(str(node.target)))
+        args, kwargs = map_arg((node.args, node.kwargs), here.__getitem__)
+        here[node] = graph.create_node(node.op, target, args, kwargs, name, node.type)
+        here[node].meta = copy.copy(node.meta)
+    raise AssertionError("a graph ends with its output")

@@ -1,22 +1,23 @@
-"""Runs a graph on fake tensors, which gives the shape, the storage and the cost of every node's value.
-
-Fake tensors have storages, so two values that share memory at run time share a fake storage here.
-This also finds aliases that no schema declares (dropout in eval mode, `to` without effect), so these
-passes need no list of view operators.
-"""
+"""Runs a graph on fake tensors, which gives the shape, the storage and the cost of every node's value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch._meta_registrations as meta
 from torch import fx
+from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
@@ -25,7 +26,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from penstock.passes.building.refusals import sentence
-from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.nodes import (
     CALLS,
     called,
@@ -38,10 +38,91 @@ from penstock.passes.graph.nodes import (
     written_values,
 )
 from penstock.passes.graph.torch_state import kept_torch_state
-from penstock.passes.weights.lifted import Weights
-from penstock.passes.weights.values import tensor_in
+from penstock.passes.weights.lifted import Weights, tensor_in
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Storage, Weight
+
+_CHECKED = "_meta_grouped_mm_common"
+"""The function of torch that checks the operands and makes the result."""
+
+_LOCK = threading.RLock()
+"""Held while torch's function is replaced."""
+
+_ROW = 16
+"""Bytes of which the length of a row is a multiple."""
+
+
+@contextmanager
+def groups_of_any_dtype() -> Iterator[None]:
+    """Within the body, fake products of groups take float32 and float16, too."""
+    checked = getattr(meta, _CHECKED, None)  # not in every version of torch
+    if checked is None:
+        yield
+        return
+
+    def lenient(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        dtype = left.dtype
+        if dtype not in (torch.float32, torch.float16) or right.dtype != dtype:
+            product: torch.Tensor = checked(left, right, *args, **kwargs)
+            return product
+        product = checked(left.to(torch.bfloat16), right.to(torch.bfloat16), *args, **kwargs)
+        if dtype == torch.float16:
+            return product.to(dtype)
+        *outer, rows, length = product.shape
+        step = _ROW // dtype.itemsize
+        width = (length + step - 1) // step * step
+        strides = ([rows * width] if outer else []) + [width, 1]
+        return torch.empty_strided(product.shape, strides, dtype=dtype, device=product.device)
+
+    with _LOCK, patch.object(meta, _CHECKED, lenient):
+        yield
+
+
+_aten = torch.ops.aten
+_OPERANDS = {
+    _aten.native_batch_norm.default: 0,
+    _aten._native_batch_norm_legit.default: 0,
+    _aten._native_batch_norm_legit.no_stats: 0,
+    _aten._native_batch_norm_legit_functional.default: 0,
+    _aten._native_batch_norm_legit_no_training.default: 0,
+    _aten.native_batch_norm_backward.default: 1,
+}
+"""The operators whose first result lies as the kernel has it, and the position of its operand."""
+
+
+@contextmanager
+def strides_of_kernels() -> Iterator[None]:
+    """Within the body, fake batch norms have the strides of the kernels on a CPU."""
+    right = {
+        operator: _with_strides(decomposition_table[operator], position)
+        for operator, position in _OPERANDS.items()
+        if operator in decomposition_table
+    }
+    with patch.dict(decomposition_table, right):
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def _with_strides(fake: Callable[..., Any], position: int) -> Callable[..., Any]:
+    @functools.wraps(fake)
+    def laid_out(*args: Any, **kwargs: Any) -> Any:
+        first, *results = fake(*args, **kwargs)
+        operand: torch.Tensor = args[position]
+        if first is not None and operand.device.type == "cpu":
+            first = first.contiguous(memory_format=suggest_memory_format(operand))
+        return (first, *results)
+
+    return laid_out
+
+
+def _forget() -> None:
+    """Drop what torch remembers of these fakes."""
+    for key in [key for key in FakeTensorMode.cache if key.key[0] in _OPERANDS]:
+        del FakeTensorMode.cache[key]
+
 
 FLOPS = "penstock_flops"
 """The key in `node.meta` of the node's floating-point operations at the exported sizes."""
@@ -152,7 +233,6 @@ _FORMULAS = {
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
 }
 
-_aten = torch.ops.aten
 _IN_CXX = (_aten.baddbmm.default, _aten.pad.default, _aten.linalg_solve_triangular.default)
 """Operators that call others in C++, which fails with symbolic sizes; torch logs each failure."""
 

@@ -21,8 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from penstock.passes.building.refusals import sentence
-from penstock.passes.graph.grad_regions import with_graph
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, with_graph
 from penstock.passes.graph.propagation import fake_mode_of
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.pipeline import declare

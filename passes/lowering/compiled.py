@@ -13,13 +13,11 @@ import torch
 from torch import fx
 from torch.autograd import forward_ad
 
-from penstock.passes.calls.checks import failed_check
-from penstock.passes.calls.convention import CallingConvention
-from penstock.passes.calls.signature import CallSignature
-from penstock.passes.lowering.archive import PACKAGE, check_ranks, open_programs, read_code
+from penstock.passes.calls.inputs import failed_check
+from penstock.passes.calls.signature import CallingConvention, CallSignature
+from penstock.passes.lowering.archive import OTHERS, PACKAGE, check_ranks, open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
-from penstock.passes.lowering.recomputed import OTHERS
-from penstock.passes.weights.values import same_bytes
+from penstock.passes.weights.lifted import same_bytes
 from penstock.schedule.facts.errors import TRUST, PayloadError, StreamError
 from penstock.schedule.facts.model import IN_ARENA, Method
 from penstock.schedule.payload.codec import Payload

@@ -21,10 +21,9 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from penstock.passes.annotate import Annotated
-from penstock.passes.calls.checks import failed_check
-from penstock.passes.calls.convention import CallingConvention
-from penstock.passes.graph.nodes import dtype_name
-from penstock.passes.graph.retarget import move_graph, nested_modules
+from penstock.passes.calls.inputs import failed_check
+from penstock.passes.calls.signature import CallingConvention
+from penstock.passes.graph.nodes import dtype_name, move_graph, nested_modules
 from penstock.passes.lowering.archive import (
     PROGRAM,
     check_fits,

@@ -1,20 +1,15 @@
-"""The Inductor lowering: one shared object for each method, compiled ahead of time, with its weights outside.
-
-Probes are inserted into the graph that Inductor lowers (`post_grad.py`), and the order in which the result
-reads its weights is taken from the code that Inductor emitted (`emitted.py`). Compiling touches no weight:
-memory that is never written stands in for them, so the program's own weights may be fake or on the meta
-device.
-"""
+"""The Inductor lowering: a shared object for each method, compiled ahead of time, its weights outside."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import tempfile
 import warnings
 import zipfile
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -23,25 +18,30 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
 
 from penstock.passes.annotate import Annotated
 from penstock.passes.building.refusals import sentence
-from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.calls.inputs import user_placeholders
+from penstock.passes.graph.nodes import indexed, nested_modules, placeholders_of, size_hint, tensors_of
 from penstock.passes.graph.propagation import fake_mode_of
-from penstock.passes.graph.retarget import nested_modules
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.lowering.archive import PACKAGE, PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
-from penstock.passes.lowering.hollow import example_arguments, shared_memory, without_values
-from penstock.passes.lowering.post_grad import GraphPass, PlacedProbes, ProbePass
-from penstock.passes.lowering.targets import check_ahead, only_device, values_of
-from penstock.passes.lowering.written_buffers import INLINED, NamedLiterals, OldValues, options_for
+from penstock.passes.lowering.post_grad import (
+    INLINED,
+    GraphPass,
+    NamedLiterals,
+    OldValues,
+    PlacedProbes,
+    ProbePass,
+    options_for,
+)
 from penstock.passes.pipeline import Pipeline, declare
-from penstock.passes.sparse.operators import numbered_reads, with_operators
+from penstock.passes.sparse.calls import numbered_reads, with_operators
 from penstock.passes.trace import PRESET_CPU, sum_of
-from penstock.passes.weights.lifted import Weights
-from penstock.passes.weights.values import has_values
+from penstock.passes.weights.lifted import Weights, has_values, tensor_in, with_values
 from penstock.schedule.facts.errors import PassError, PenstockError
 from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import (
@@ -55,6 +55,163 @@ from penstock.schedule.facts.model import (
     read_together,
 )
 from penstock.schedule.payload.codec import Payload, ProbeOrder
+
+AHEAD = ("cpu", "cuda", "xpu", "mps")
+"""Where code of AOTInductor runs: `parse_device_str` of torch's aoti_runtime/model_base.h knows no other."""
+
+_INSTEAD = "penstock.compile it with lowering='eager', which runs on every device that torch knows"
+
+Placed = Iterable[tuple[str, torch.device]]
+"""Tensors by what they are called in messages, and where they lie."""
+
+
+def values_of(graph_module: fx.GraphModule) -> Placed:
+    """Yields the tensors of an exported graph, and of the bodies of its control flow."""
+    for module in nested_modules(graph_module):
+        for node in module.graph.nodes:
+            for tensor in tensors_of(node.meta.get("val")):
+                yield f"value {node.name!r}", tensor.device
+
+
+def only_device(placed: Placed, title: str) -> torch.device:
+    """Returns the device of all tensors of `what`; the CPU where there are none.
+
+    Raises PassError, which names a tensor on each, if they lie on two.
+    """
+    devices: dict[torch.device, str] = {}
+    for name, device in placed:
+        devices.setdefault(indexed(device), name)
+    if len(devices) > 1:
+        (here, first), (there, second) = list(devices.items())[:2]
+        raise PassError(
+            f"{title} has tensors on two devices, {first} on {here} and {second} on {there}, and Inductor "
+            f"compiles for one: make all of them on {there if here.type == 'cpu' else here}, or {_INSTEAD}"
+        )
+    return next(iter(devices), torch.device("cpu"))
+
+
+def check_ahead(device: torch.device, title: str) -> None:
+    """Raises PassError unless AOTInductor compiles for the device on this machine."""
+    if device.type not in AHEAD:
+        raise PassError(
+            f"{title} is for {device}, and code of AOTInductor runs on {', '.join(AHEAD)} only: {_INSTEAD}"
+        )
+    if device.type != "cpu":
+        _check_here(device, title)
+    check_generator(device, title)
+
+
+def check_generator(device: torch.device, title: str) -> None:
+    """Raises PassError where this torch has no code generator of Inductor for a device."""
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    init_backend_registration()
+    if get_scheduling_for_device(device.type) is None:
+        raise PassError(
+            f"{title} is for {device}, for which Inductor has no code generator in torch "
+            f"{torch.__version__}: {_INSTEAD}"
+        )
+
+
+def _check_here(device: torch.device, title: str) -> None:
+    """Raises PassError without the device: its kernels are chosen and compiled on it."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if here and here.type == device.type else 0
+    if (device.index or 0) >= count:
+        raise PassError(
+            f"{title} is for {device}, whose kernels Inductor compiles where that device is, and this "
+            f"machine has {count or 'none'} of that kind: compile it on a machine that has it, or {_INSTEAD}"
+        )
+
+
+STEP = 512
+"""The alignment in bytes of stand-ins on a device, that of torch's allocators."""
+
+COPIED = 4096
+"""The most bytes of a tensor whose values the compiler gets, since it copies small values into the code."""
+
+
+def shared_memory(weights: Weights, device: torch.device) -> torch.Tensor | None:
+    """Returns memory of a device in which stand-ins for all weights have room, each at an address of its own.
+
+    It is a little larger than the largest weight. On a CPU, where address space costs nothing, it is None.
+    """
+    if device.type == "cpu":
+        return None
+    largest = max((storage.nbytes for storage in weights.storages), default=0)
+    return torch.empty(largest + STEP * len(weights.storages), dtype=torch.uint8, device=device)
+
+
+def without_values(
+    exported: ExportedProgram, weights: Weights, shared: torch.Tensor | None = None
+) -> ExportedProgram:
+    """Returns a copy of the program in which memory that was never written stands in for its weights.
+
+    `weights` holds them by FQN. Tensors of up to COPIED bytes keep their values, in memory of their own. All
+    others overlap in `shared` where it is given, which must be kept as long as the copy.
+    """
+    memory: dict[int, torch.Tensor] = {}
+
+    def reserve(s: int) -> torch.Tensor:
+        nbytes = weights.storages[s].nbytes
+        if shared is None:
+            return _reserve(nbytes)
+        empty = torch.empty(0, dtype=torch.uint8, device=shared.device)
+        if nbytes <= COPIED:
+            return empty.new_empty(nbytes)
+        # To Inductor, tensors of one storage and shape are one constant.
+        place = shared.data_ptr() + STEP * s
+        storage = torch._C._construct_storage_from_data_pointer(place, shared.device, nbytes)
+        return empty.set_(storage)
+
+    def empty(name: str, old: Any) -> Any:
+        if name not in weights.held:
+            return old
+        part = weights.held[name].parts[0]
+        if part.storage not in memory:
+            memory[part.storage] = reserve(part.storage)
+        value = tensor_in(memory[part.storage], part)
+        if old.numel() * old.itemsize <= COPIED and has_values(old):
+            value.copy_(old)
+        return value
+
+    return with_values(exported, empty)
+
+
+def _reserve(nbytes: int) -> torch.Tensor:
+    """Returns a tensor over address space for which the system reserves no memory, however large it is."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+
+
+def example_arguments(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns positional and keyword arguments of the exported sizes, with zeros for tensors.
+
+    Raises PassError for an input that is a number which each call chooses.
+    """
+    constants = {
+        spec.arg.name: spec.arg.value
+        for spec in exported.graph_signature.input_specs
+        if isinstance(spec.arg, ConstantArgument)
+    }
+    leaves: list[Any] = []
+    for node in user_placeholders(exported):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            shape = [size_hint(size) for size in value.shape]
+            leaves.append(torch.zeros(shape, dtype=value.dtype, device=value.device))
+        elif node.name in constants:
+            leaves.append(constants[node.name])
+        else:
+            raise PassError(
+                f"input {node.name!r} is a number that each call chooses, which AOTInductor does not take: "
+                "export with a tensor in its place, or a fixed value"
+            )
+    args, kwargs = pytree.tree_unflatten(leaves, exported.call_spec.in_spec)
+    return args, kwargs
+
 
 aten = torch.ops.aten
 
@@ -131,7 +288,7 @@ def lower(
 
     `options` are options of Inductor, as `torch.compile` takes them. Storages of less than `resident_below`
     bytes get no probes and stay in memory. With `by_units`, operators that can read by units remain calls,
-    which whoever runs the code must know (`passes/sparse/operators.py`). Raises PassError for options that
+    which whoever runs the code must know (`passes/sparse/calls.py`). Raises PassError for options that
     defeat streaming, and for a program that Inductor cannot compile or whose code cannot be followed.
     """
     check_options(options or {})

@@ -19,8 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from penstock.passes.activations import Activations
-from penstock.passes.calls.inputs import user_placeholders
-from penstock.passes.calls.records import checked, refuse
+from penstock.passes.calls.inputs import checked, refuse, user_placeholders
 from penstock.passes.calls.signature import (
     CallSignature,
     decode_signature,

@@ -20,8 +20,7 @@ from torch.export.graph_signature import InputKind
 
 from penstock.passes.graph.nodes import copy_graph_module, needed, placeholders_of, subgraphs_of
 from penstock.passes.graph.propagation import propagate
-from penstock.passes.sparse.by_expert import BY_EXPERT
-from penstock.passes.sparse.contracts import CONTRACTS, computed_like
+from penstock.passes.sparse.contracts import BY_EXPERT, CONTRACTS, computed_like
 from penstock.schedule.facts.model import Part, SparseRead
 from penstock.schedule.sparse import pool
 

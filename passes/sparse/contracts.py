@@ -1,28 +1,176 @@
-"""The operators that read of a weight only the slices that an operand names, and how each is told of them.
-
-Nothing is replaced: the operator itself runs, on the weight's own addresses, where only the named slices have
-their bytes. That an operator reads no other slice is not taken on trust: `runtime/sparse/trust.py` runs it
-where a read of another one would be seen.
-"""
+"""The operators that read of a weight only the slices that an operand names, and how each is told of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
 from penstock.passes.graph.propagation import propagate, storages_of
-from penstock.passes.sparse.by_expert import BY_EXPERT
-from penstock.passes.sparse.tiles import LEAST as TILED
-from penstock.passes.sparse.tiles import LINEAR, flat, linears, tiled
 from penstock.passes.weights.lifted import Weights
-from penstock.schedule.facts.model import Computed, Part, SparseRead, Storage
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import ITEM_SIZES, Computed, Part, SparseRead, Storage, Trace
+
+FIRST = 2
+"""The number of the operator's argument that is the first input of its body."""
+
+
+class ByExpert(HigherOrderOperator):
+    """Runs a body once for each expert that has rows, and puts the results together.
+
+    The body takes `rows`, `weight`, `ends` and `others`, computes a stack from `weight`, and multiplies each
+    run of rows, which ends at `ends[k]`, with slice k of that stack. The first `sliced` of the others have a
+    slice for each of the weight's. For an expert the body is given its rows, and single slices.
+
+    Devices other than a CPU, whose products have not been tried on single experts, run the body once, on all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("penstock_by_expert")  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self,
+        body: fx.GraphModule,
+        sliced: int,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        ends: torch.Tensor,
+        *operands: torch.Tensor,
+    ) -> torch.Tensor:
+        if isinstance(rows, FakeTensor) or rows.device.type != "cpu":
+            whole: torch.Tensor = body.forward(rows, weight, ends, *operands)
+            return whole
+        at = [0, *ends.tolist()]
+        if at != sorted(at) or at[-1] > rows.shape[0]:
+            raise StreamError(
+                f"the ends of the experts' rows do not ascend from 0 to {rows.shape[0]}: {at[1:9]}; experts "
+                "that are computed one after another need the runs of their rows in order"
+            )
+
+        def run(k: int, own_rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+            expert, shared = slice(k, k + 1), operands[sliced:]
+            end = torch.full_like(ends[expert], own_rows.shape[0])
+            computed: torch.Tensor = body.forward(
+                own_rows, of, end, *(x[expert] for x in operands[:sliced]), *shared
+            )
+            return computed
+
+        result: torch.Tensor | None = None
+        for k, (start, end) in enumerate(pairwise(at)):
+            if start < end:
+                product = run(k, rows[start:end], weight[k : k + 1])
+                if result is None:
+                    result = _like(product, rows.shape[0])
+                result[start:end] = product
+                del product  # before the next expert takes memory
+        if result is None:  # no expert has rows, and of none a byte may be read
+            nothing = weight.new_zeros(()).expand_as(weight[:1])
+            result = _like(run(0, rows[:0], nothing), rows.shape[0])
+        result[at[-1] :] = 0
+        return result
+
+
+def _like(product: torch.Tensor, count: int) -> torch.Tensor:
+    """Memory for `count` rows, which may be longer there than they are wide, as those that were made."""
+    return product.new_empty_strided((count, product.shape[1]), product.stride())
+
+
+def _register() -> None:
+    """Declares the operator once a process, however often this module is imported."""
+    if not hasattr(torch.ops.higher_order, "penstock_by_expert"):
+        ByExpert()
+
+
+_register()
+
+BY_EXPERT = torch.ops.higher_order.penstock_by_expert
+
+
+LINEAR = "aten.linear.default"
+
+LEAST = 64 << 20
+"""Bytes. Smaller weights are read whole."""
+
+MOST_RESULT = 16 << 20
+"""Bytes. Larger results are not computed by tiles: certifying them would take memory that nobody planned."""
+
+_LARGEST, _TIED, _FEWEST = 1 << 20, 128 << 10, 16
+"""Bytes of a tile at most, of one in which rows are read too, and its fewest rows."""
+
+
+def linears(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The products of a propagated graph that are computed by a weight's rows."""
+    for node in graph.nodes:
+        called = node.op == "call_function" and str(node.target) == LINEAR
+        if called and len(node.args) > 1 and not node.kwargs:
+            weight = node.args[1]
+            value = weight.meta.get("val") if isinstance(weight, fx.Node) else None
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and len(storages_of(value)) == 1:
+                yield node
+
+
+def tiled(view: Part) -> Part | None:
+    """The tiles of a matrix as slices of a view of three dimensions; None where it has none."""
+    if len(view.shape) != 2 or view.stride != (view.shape[1], 1):
+        return None
+    return _grouped(view, _LARGEST)
+
+
+def _grouped(view: Part, most: int) -> Part | None:
+    """A matrix as runs of rows of at most `most` bytes; None where its rows do not divide into such."""
+    (rows, columns), item_bytes = view.shape, ITEM_SIZES[view.dtype]
+    size = rows & -rows  # the largest power of two that divides them
+    while size > _FEWEST and size * columns * item_bytes > most:
+        size //= 2
+    if size < _FEWEST or rows // size < 2:
+        return None
+    return replace(view, shape=(rows // size, size, columns), stride=(size * columns, columns, 1))
+
+
+def flat(view: Part) -> Part:
+    """The matrix of which a view has runs of rows."""
+    count, size, columns = view.shape
+    return replace(view, shape=(count * size, columns), stride=(columns, 1))
+
+
+def with_common_units(traces: Sequence[Trace]) -> tuple[Trace, ...]:
+    """The traces, in which a storage that is read both by tiles and by rows has the same units for both."""
+    reads = [read for trace in traces for step in trace.steps for read in step.sparse]
+    by_tiles = {read.storage: read.view for read in reads if read.operator == LINEAR}
+    by_rows = {read.storage for read in reads if read.operator != LINEAR}
+    shared: dict[int, Part] = {}
+    for s in by_tiles.keys() & by_rows:
+        if (view := _grouped(flat(by_tiles[s]), _TIED)) is not None:
+            shared[s] = view
+
+    def regrouped(read: SparseRead) -> SparseRead:
+        view = shared.get(read.storage)
+        if view is None or (flat(read.view) if read.slices > 1 else read.view) != flat(view):
+            return read
+        count = view.shape[0]
+        asked = count if read.tiles else min(read.asked, count)
+        return replace(read, view=view, asked=asked, slices=view.shape[1])
+
+    return tuple(
+        replace(
+            trace,
+            steps=tuple(
+                replace(step, sparse=tuple(map(regrouped, step.sparse))) if step.sparse else step
+                for step in trace.steps
+            ),
+        )
+        for trace in traces
+    )
+
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -191,7 +339,7 @@ def _by_tiles(
         if owner is None or _reads_twice(node, memory):
             continue
         storage = storages[weights.storage_of(owner.name)]
-        if storage.kind != "streamable" or storage.nbytes < TILED:
+        if storage.kind != "streamable" or storage.nbytes < LEAST:
             continue
         view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
         tiles = tiled(view) if view is not None else None

@@ -27,29 +27,196 @@ from torch.utils import _pytree as pytree
 
 from penstock.passes.activations import Activations
 from penstock.passes.calls.signature import output_names, signature_of
-from penstock.passes.graph.nodes import placeholders_of, size_hint
-from penstock.passes.graph.propagation import is_propagated
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size_hint
+from penstock.passes.graph.propagation import is_propagated, storages_of
 from penstock.passes.probes import STORE
-from penstock.passes.training.alone import call_with
 from penstock.passes.training.facts import (
     BACKWARD,
     FORWARD,
     RUNGS,
     SEGMENTS,
+    TRAINABLE,
     Backward,
     Keeping,
     Layout,
     Rung,
     Training,
 )
-from penstock.passes.training.joint import Joint, result_positions, trace_joint
-from penstock.passes.training.partition import Partition, partition
-from penstock.passes.training.recomputing import keep, layers
+from penstock.passes.training.joint import Joint, codes, is_equal, result_positions, trace_joint
+from penstock.passes.training.partition import Partition, keep, layers, partition
 from penstock.passes.training.segments import segment_joint
-from penstock.passes.training.slots import NO_SLOTS, Slots, find_slots
-from penstock.passes.weights.lifted import KEPT, Catalog, Weights
+from penstock.passes.weights.lifted import KEPT, Catalog, Weights, part_of, tensor_in
 from penstock.passes.weights.subclasses import parts_of
 from penstock.schedule.facts.errors import PassError
+
+
+def alone(exported: ExportedProgram, parameters: Sequence[str]) -> ExportedProgram:
+    """Returns a program that computes the same, and takes parameters, by FQN, behind its own inputs.
+
+    Its graph is that of the program, so it calls what the program calls where nothing is differentiated.
+    Raises PassError for a parameter that the program does not have.
+    """
+    graph_module = copy_graph_module(exported.graph_module)
+    nodes: dict[str, fx.Node] = {}
+    for before, node in zip(exported.graph.nodes, graph_module.graph.nodes, strict=True):
+        node.name = before.name  # copying renames what is a builtin of Python, such as `input`
+        nodes[node.name] = node
+    specs = list(exported.graph_signature.input_specs)
+    last = nodes[specs[-1].arg.name]
+    for fqn in parameters:
+        spec = next((s for s in specs if s.kind is InputKind.PARAMETER and s.target == fqn), None)
+        if spec is None:
+            raise PassError(f"the program has no parameter {fqn}: export the model in which it is trained")
+        specs.remove(spec)
+        specs.append(InputSpec(InputKind.USER_INPUT, spec.arg, None))
+        if nodes[spec.arg.name] is not last:
+            last.append(nodes[spec.arg.name])
+            last = nodes[spec.arg.name]
+    names, called, result = call_with(exported, [*parameters])
+    targets = {str(spec.target) for spec in specs}
+    (_, in_spec), (_, out_spec) = pytree.tree_flatten(called), pytree.tree_flatten(result)
+    program = ExportedProgram(
+        graph_module,
+        graph_module.graph,
+        ExportGraphSignature(specs, list(exported.graph_signature.output_specs)),
+        {name: value for name, value in exported.state_dict.items() if name in targets},
+        exported.range_constraints,
+        [ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec, names))],
+        None,
+        {name: value for name, value in exported.constants.items() if name in targets},
+        verifiers=exported.verifiers,
+    )
+    program._guards_code = exported._guards_code
+    program.graph_module.meta.update(exported.graph_module.meta)  # parts of weights, and values of buffers
+    return program
+
+
+def call_with(exported: ExportedProgram, trained: Sequence[Any]) -> tuple[list[str] | None, Any, Any]:
+    """The names of the arguments of a program that is given parameters, its call, and the program's result.
+
+    The last two are trees, whose leaves mean nothing. Raises PassError for a program that has an argument of
+    the name by which they are given.
+    """
+    spec = exported.call_spec
+    args, kwargs = pytree.tree_unflatten(list(range(spec.in_spec.num_leaves)), spec.in_spec)
+    if TRAINABLE in kwargs:
+        raise PassError(
+            f"the program takes an argument {TRAINABLE!r}, by which penstock gives parameters: rename it"
+        )
+    call = exported.module_call_graph[0].signature
+    names = call and call.forward_arg_names
+    result = pytree.tree_unflatten(list(range(spec.out_spec.num_leaves)), spec.out_spec)
+    return names and [*names, TRAINABLE], (args, {**kwargs, TRAINABLE: [*trained]}), result
+
+
+def is_same(first: ExportedProgram, other: ExportedProgram) -> bool:
+    """Tells whether two exports of a module are one program; it is certain only where it says so."""
+    return (
+        str(first.graph_signature) == str(other.graph_signature)
+        and codes(first.graph_module) == codes(other.graph_module)
+        and first.constants.keys() == other.constants.keys()
+        and all(is_equal(value, other.constants[name]) for name, value in first.constants.items())
+    )
+
+
+SMALLEST = 4096
+"""The bytes from which on a value gets a place: less than a page is not worth a step of its own."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The places of kept values, by the nodes of a joint graph.
+
+    `stored` has, for each node whose value is the whole of a place, the name of that place's tensor; `read`
+    has the names of the tensors by which the backward reads places, by the nodes of the same value.
+    `tensors` are all of them by name, without values; those of one place share their memory.
+    """
+
+    stored: Mapping[fx.Node, str]
+    read: Mapping[fx.Node, str]
+    tensors: Mapping[str, torch.Tensor]
+
+
+NO_SLOTS = Slots({}, {}, {})
+
+
+def find_slots(joint: Joint, parts: Partition, prefix: str) -> Slots:
+    """Gives places to the kept values of static size that share no memory with what a caller sees.
+
+    Names are `prefix` with a number.
+    """
+    seen = _seen_by_callers(joint)
+    whole: dict[int, fx.Node] = {}
+    for node in parts.early:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and _is_whole(value) and not seen.intersection(storages_of(value)):
+            whole.setdefault(storages_of(value)[0], node)
+    stored: dict[fx.Node, str] = {}
+    read: dict[fx.Node, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    memory: dict[int, torch.Tensor] = {}
+
+    def add(node: fx.Node, storage: int) -> str:
+        value = node.meta["val"]
+        if storage not in memory:
+            nbytes = value.untyped_storage().nbytes()
+            memory[storage] = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        name = f"{prefix}{len(tensors)}"
+        tensors[name] = tensor_in(memory[storage], part_of(value, 0))
+        return name
+
+    for node in parts.kept:
+        value = node.meta["val"]
+        storage = storages_of(value)[0] if isinstance(value, torch.Tensor) else None
+        if storage not in whole or not _is_static(value):
+            continue
+        assert storage is not None
+        read[node] = add(node, storage)
+        base = whole[storage]
+        if base not in stored:
+            stored[base] = read[node] if _same_layout(node, base) else add(base, storage)
+    return _without_mixed(Slots(stored, read, tensors), parts)
+
+
+def _seen_by_callers(joint: Joint) -> set[int]:
+    """The memory of inputs, results, gradients, and of what the program writes back."""
+    inputs = placeholders_of(joint.graph_module.graph)
+    results = [node for node in (*joint.results, *joint.written.values()) if node is not None]
+    nodes = [*inputs, *results, *joint.gradients.values()]
+    return {storage for node in nodes for storage in storages_of(node.meta.get("val"))}
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Tells whether a tensor of static size has each byte of its memory, once."""
+    if not _is_static(value) or value.layout is not torch.strided:
+        return False
+    nbytes = value.untyped_storage().nbytes()
+    dense = torch.empty_like(value, device="meta").stride() == value.stride()
+    return nbytes >= SMALLEST and dense and not value.storage_offset() and value.nbytes == nbytes
+
+
+def _is_static(value: torch.Tensor) -> bool:
+    sizes = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+    return all(isinstance(size, int) for size in sizes)
+
+
+def _same_layout(first: fx.Node, other: fx.Node) -> bool:
+    return part_of(first.meta["val"], 0) == part_of(other.meta["val"], 0)
+
+
+def _without_mixed(slots: Slots, parts: Partition) -> Slots:
+    """Leaves out the places of memory of which the backward also needs a tensor that has none."""
+    elsewhere = {s for node in parts.kept if node not in slots.read for s in storages_of(node.meta["val"])}
+
+    def allowed(named: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+        return {
+            node: name for node, name in named.items() if storages_of(node.meta["val"])[0] not in elsewhere
+        }
+
+    stored, read = allowed(slots.stored), allowed(slots.read)
+    names = {*stored.values(), *read.values()}
+    return Slots(stored, read, {name: tensor for name, tensor in slots.tensors.items() if name in names})
+
 
 Losses = Collection[str] | Collection[Collection[str]]
 """The names of results that gradients come from together, or several sets of them."""

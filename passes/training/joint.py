@@ -1,21 +1,21 @@
-"""A program's forward and the gradients of its results in one graph, as an exported program itself.
-
-Autograd traces it (`aot_export_joint_with_descriptors`) with no decompositions, so that both parts call the
-operators that eager PyTorch calls. It is traced on the fake values that export recorded, whose sizes stay
-symbolic, and no weight needs to have a value.
-"""
+"""A program's forward and the gradients of its results in one graph, as an exported program itself."""
 
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
 from torch._C import DispatchKey
 from torch._functorch._aot_autograd.descriptors import (
@@ -30,20 +30,256 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._prims_common import is_contiguous_or_false
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from penstock.passes.building.refusals import sentence
-from penstock.passes.graph.grouped import groups_of_any_dtype
-from penstock.passes.graph.in_place import as_function, is_dense, layouts_kept
-from penstock.passes.graph.kernel_strides import strides_of_kernels
+from penstock.passes.graph.dry_run import as_function, is_dense, layouts_kept
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
-from penstock.passes.graph.propagation import fake_inputs, propagate
+from penstock.passes.graph.propagation import fake_inputs, groups_of_any_dtype, propagate, strides_of_kernels
 from penstock.passes.graph.torch_state import kept_torch_state
-from penstock.passes.training.aligned import align
-from penstock.passes.training.own_gradients import refuse_random_slopes, refuse_written_tensors
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.errors import PassError
+
+
+def align(
+    first: fx.GraphModule, other: fx.GraphModule, pairs_given: Collection[str]
+) -> dict[fx.Node, fx.Node]:
+    """Adds a trace to the graph of a first one, and returns the nodes there of all nodes of the other.
+
+    `given` are the names of the other's placeholders of gradients, which become further inputs; all others
+    are those of equal names. Raises PassError where the other trace would have an effect a second time.
+    """
+    keys = _Keys()
+    known = {
+        key: node
+        for node in first.graph.nodes
+        if node.op != "output" and (key := keys.key(node, {})) is not None
+    }
+    inputs = {node.name: node for node in placeholders_of(first.graph)}
+    last = placeholders_of(first.graph)[-1]
+    keys = _Keys()
+    here: dict[fx.Node, fx.Node] = {}
+    behind: set[fx.Node] = set()
+    for node in other.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            if node.name in pairs_given:
+                with first.graph.inserting_after(last):
+                    here[node] = last = first.graph.placeholder(f"{node.name}_again")
+                last.target, last.meta = last.name, dict(node.meta)
+                behind.add(node)
+            else:
+                here[node] = inputs[node.name]
+            continue
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+        key = None if node in behind else keys.key(node, here)
+        twin = known.get(key) if key is not None else None
+        if twin is not None and _is_same_attribute(node, twin):
+            here[node] = twin
+            continue
+        if node not in behind and node.op != "get_attr" and node.is_impure():
+            raise PassError(
+                f"{node.target} has an effect, and the traces for several sets of losses do not agree on it: "
+                "compile the sets one by one"
+            )
+        here[node] = _copied(first, node, here)
+    return here
+
+
+class _Keys:
+    """Numbers the calls of an operator with equal arguments."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+
+    def key(self, node: fx.Node, here: Mapping[fx.Node, fx.Node]) -> Hashable:
+        """What a node calls, with which arguments, for the how manieth time; None for a placeholder."""
+        if node.op == "placeholder":
+            return None
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda argument: here.get(argument, argument))
+        called = node.op, node.target, repr(arguments)
+        self._counts[called] += 1
+        return (*called, self._counts[called])
+
+
+def _copied(graph_module: fx.GraphModule, node: fx.Node, here: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A copy of a node of another module at the end of a graph, with the attribute that it reads."""
+    graph = graph_module.graph
+    with graph.inserting_before(graph.output_node()):
+        copied = graph.node_copy(node, here.__getitem__)
+    if node.op == "get_attr":
+        number, name = 0, str(node.target).replace(".", "_")
+        while hasattr(graph_module, f"{name}_{number}"):
+            number += 1
+        setattr(graph_module, f"{name}_{number}", _attribute(node))
+        copied.target = f"{name}_{number}"
+    return copied
+
+
+def _is_same_attribute(node: fx.Node, other: fx.Node) -> bool:
+    return node.op != "get_attr" or is_equal(_attribute(node), _attribute(other))
+
+
+def _attribute(node: fx.Node) -> Any:
+    attribute: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        attribute = getattr(attribute, name)
+    return attribute
+
+
+def is_equal(first: Any, other: Any) -> bool:
+    """Tells whether two attributes of graphs have the same value: tensors, or graphs without tensors."""
+    if isinstance(first, fx.GraphModule) and isinstance(other, fx.GraphModule):
+        values = [*first.state_dict().values(), *other.state_dict().values()]
+        return not values and codes(first) == codes(other)
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        return first is other or (
+            first.dtype == other.dtype and first.shape == other.shape and torch.equal(first, other)
+        )
+    return first is other
+
+
+def codes(graph_module: fx.GraphModule) -> list[str]:
+    """The code of a graph and of all graphs within it."""
+    return [part.code for part in graph_module.modules() if isinstance(part, fx.GraphModule)]
+
+
+_GENERATOR = ("fork_rng", "manual_seed", "seed", "set_rng_state")
+"""Functions of torch that set its generator."""
+
+
+def refuse_hooks(model: nn.Module, trainable: Sequence[str]) -> None:
+    """Raises PassError for hooks of a model on gradients, which no compiled module calls.
+
+    `trainable` are the patterns of the parameters that are trained.
+    """
+    for name, part in model.named_modules():
+        for hook in (*part._backward_hooks.values(), *part._backward_pre_hooks.values()):
+            raise PassError(
+                f"{name or 'the model'} has a hook on its gradients ({_named(hook)}), which torch.export "
+                "drops: remove it, and hook the parameters of the module that load() returns"
+            )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        hooks: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+        trained = any(fnmatchcase(name, pattern) for pattern in trainable)
+        for hook in (registered for by_id in hooks if trained and by_id for registered in by_id.values()):
+            raise PassError(
+                f"the parameter {name} has a hook ({_named(hook)}), which is the model's own: remove it, and "
+                "register it on that parameter of the module that load() returns"
+            )
+
+
+def _named(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _refused(name: str, known: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that sets the generator, and raises PassError where a model calls it."""
+    exporting = threading.get_ident()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if caller.partition(".")[0] in ("torch", "contextlib") or threading.get_ident() != exporting:
+            return known(*args, **kwargs)
+        raise PassError(f"the model calls torch.random.{name} in its forward, {_DROPPED}")
+
+    return called
+
+
+_DROPPED = (
+    "which torch.export drops: draw from torch's generator as it is, set it outside of the model, or give "
+    "the model its random numbers as an input"
+)
+
+
+_OF_CHECKPOINTS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
+"""What checkpoints keep their inputs by in torch 2.11; no gradient goes through it."""
+
+
+@contextmanager
+def refused_own_gradients() -> Iterator[None]:
+    """Has `autograd.Function` and `register_hook` raise PassError where a gradient would go through them.
+
+    So does what sets torch's generator. Export itself draws nothing.
+    """
+    functions: Any = torch.autograd.function
+    is_defined = functions._is_setup_context_defined
+
+    def asked(setup_context: Any) -> bool:
+        # `Function.apply` asks this first, also where a module holds it as a function of its own.
+        function_class = sys._getframe(1).f_locals.get("cls")
+        known = (
+            function_class is None
+            or function_class is _OF_CHECKPOINTS
+            or function_class.__module__.startswith("torch._")
+        )
+        if function_class is not None and not known and torch.is_grad_enabled():
+            raise PassError(
+                f"{function_class.__qualname__} is an autograd.Function, of which torch.export keeps the "
+                "forward and drops the backward: make it an operator (torch.library.custom_op, "
+                "register_autograd), or use what it does in plain operations"
+            )
+        return bool(is_defined(setup_context))
+
+    def hooked(tensor: torch.Tensor, hook: object) -> NoReturn:
+        raise PassError(
+            "the model registers a hook on a tensor in its forward, which torch.export drops: compute what "
+            "it does to the gradient outside of the model"
+        )
+
+    state = torch.get_rng_state()
+    with ExitStack() as entered:
+        entered.enter_context(mock.patch.object(functions, "_is_setup_context_defined", asked))
+        entered.enter_context(mock.patch.object(torch.Tensor, "register_hook", hooked))
+        for module in (torch, torch.random):
+            for name in _GENERATOR:
+                if known := getattr(module, name, None):
+                    entered.enter_context(mock.patch.object(module, name, _refused(name, known)))
+        yield
+    if not torch.equal(state, torch.get_rng_state()):
+        torch.set_rng_state(state)
+        raise PassError(f"the model sets torch's generator in its forward, {_DROPPED}")
+
+
+def refuse_written_tensors(graph: fx.Graph, exported: ExportedProgram, names: Sequence[str]) -> None:
+    """Raises PassError where the program writes to a parameter or a constant; `names` are its inputs'."""
+    parameters = exported.graph_signature.inputs_to_parameters
+    constants = exported.graph_signature.inputs_to_lifted_tensor_constants
+    for meaning in graph.output_node().meta["desc"]:
+        if isinstance(meaning, InputMutationAOTOutput):
+            name = names[meaning.mutated_input.idx]  # type: ignore[attr-defined]
+            if name in parameters:
+                raise PassError(
+                    f"the model writes to its parameter {parameters[name]} when it is called, as an "
+                    "Embedding with max_norm does: leave that out, or write to it between the steps"
+                )
+            if name in constants:
+                raise PassError(
+                    f"the model writes to its tensor {constants[name]} when it is called: register it as a "
+                    "buffer"
+                )
+
+
+def refuse_random_slopes(graph: fx.Graph, *, forward_only: bool) -> None:
+    """Raises PassError for an RReLU in training whose gradient torch does not find in a graph like this one.
+
+    The slopes, which eager PyTorch writes to a tensor of its own, are a second result here, and autograd does
+    not look at it; nor do kernels take a value that is not contiguous beside them.
+    """
+    for node in graph.nodes:
+        if node.target is not torch.ops.aten.rrelu_with_noise_functional.default or node.args[4:5] != (True,):
+            continue
+        if forward_only or not is_contiguous_or_false(node.args[0].meta["val"]):
+            raise PassError(
+                "the model has an RReLU in training mode, of which backward='segments' has no gradient, and "
+                "another backward only that of a contiguous value: put the RReLU into eval mode, use "
+                "LeakyReLU, or make the value contiguous() and leave backward= out"
+            )
+
 
 aten = torch.ops.aten
 

@@ -22,8 +22,7 @@ from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of
 from penstock.passes.graph.propagation import fake_inputs, fake_mode_of, storages_of
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.training.joint import Joint, trace_forward
-from penstock.passes.training.partition import forward_of, unpacked
-from penstock.passes.training.recomputing import boundaries, may_draw
+from penstock.passes.training.partition import boundaries, forward_of, may_draw, unpacked
 from penstock.passes.training.rerun import RANDOM_STATE, SEGMENT_GRADIENTS
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.errors import PassError

@@ -1,28 +1,201 @@
-"""The catalog of a program's weights: turns lifted inputs into weights, parts and storages.
-
-`torch.export` turns every parameter, buffer and tensor constant into a leading placeholder. Two of
-them are in one storage exactly when their tensors share memory, whatever their names, shapes and
-strides are. This holds for real, fake and meta tensors.
-"""
+"""The catalog of a program's weights: lifted inputs as weights, parts and storages, and their names."""
 
 from __future__ import annotations
 
+import copy
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 from torch.utils import _pytree as pytree
 
+from penstock.passes.graph.nodes import dtype_name, placeholders_of
 from penstock.passes.pipeline import declare
-from penstock.passes.weights.values import part_of, same_bytes, storage_bytes, storage_identity, with_names
-from penstock.schedule.facts.errors import PassError
-from penstock.schedule.facts.model import Storage, Weight
+from penstock.schedule.facts.errors import PassError, PayloadError
+from penstock.schedule.facts.model import Part, Storage, Weight
+
+if TYPE_CHECKING:
+    from penstock.schedule.payload.codec import Payload
+
+
+FACTS = "penstock"
+"""The key of penstock's facts in `node.meta["custom"]`, which torch hands on where it retraces a program."""
+
+
+def facts_of(node: fx.Node) -> dict[str, Any]:
+    """Returns the facts of a node: plain values by name, and empty if it has none."""
+    return dict(node.meta.get("custom", {}).get(FACTS, {}))
+
+
+def add_facts(node: fx.Node, **facts: object) -> None:
+    """Gives a node more facts. Neighbours that share its meta with it do not get them."""
+    custom = node.meta.get("custom", {})
+    node.meta = {**node.meta, "custom": {**custom, FACTS: {**custom.get(FACTS, {}), **facts}}}
+
+
+def weights_among(graph_module: fx.GraphModule, payload: Payload, method: str) -> dict[str, Weight]:
+    """Returns the weights of a method by the names of the inputs of its graph that hold them.
+
+    Raises PassError if a weight that the method reads is not among them, and PayloadError if an input holds
+    a weight that the payload does not have.
+    """
+    known = {weight.fqn: weight for weight in payload.tensors}
+    inputs = {leaf.name for called in payload.methods if called.name == method for leaf in called.inputs}
+    labels = _labels(known, method)
+    weights: dict[str, Weight] = {}
+    for node in placeholders_of(graph_module.graph):
+        fqn = facts_of(node).get("weight")
+        if fqn is None and inputs.isdisjoint((node.name, node.target)):
+            fqn = labels.get(node.name)
+        if fqn is not None:
+            weights[node.name] = _checked(node, fqn, known)
+    _refuse_lost(graph_module, payload, method, weights)
+    return weights
+
+
+def _labels(known: Mapping[str, Weight], method: str) -> dict[str, str]:
+    """FQNs by the names that torch.export gives to their inputs: equal ones are numbered, as it does."""
+    labels: dict[str, str] = {}
+    numbers: Counter[str] = Counter()
+    for fqn, weight in known.items():
+        # Constants that several methods number alike have the method before their name in a payload.
+        short = fqn.removeprefix(f"{method}.") if weight.role == "constant" else fqn
+        base = label = f"{weight.role[0]}_" + re.sub(r"[^a-z0-9]", "_", short.lower())
+        if label in labels:
+            label = f"{base}_{numbers[base] + 1}"
+        if match := re.fullmatch(r"(.*)_(\d+)", label):
+            numbers[match[1]] = max(numbers[match[1]], int(match[2]))
+        labels[label] = fqn
+    return labels
+
+
+def _checked(node: fx.Node, fqn: str, known: Mapping[str, Weight]) -> Weight:
+    value = node.meta.get("val")
+    if fqn not in known:
+        raise PayloadError(
+            f"the graph reads the weight {fqn!r}, which the payload does not have: this payload is of "
+            "another model; load the one that was written with this graph"
+        )
+    part = known[fqn].parts[0]
+    if isinstance(value, torch.Tensor):
+        got = (dtype_name(value.dtype), tuple(value.shape))
+        if got != (part.dtype, part.shape):
+            raise PayloadError(
+                f"the graph's weight {fqn!r} is {_described(got)}, and the payload's is "
+                f"{_described((part.dtype, part.shape))}: this payload is of another model; load the one "
+                "that was written with this graph"
+            )
+    return known[fqn]
+
+
+def _refuse_lost(
+    graph_module: fx.GraphModule, payload: Payload, method: str, weights: Mapping[str, Weight]
+) -> None:
+    there = {weight.parts[0].storage for weight in weights.values()}
+    read = {s for t in payload.traces if t.method == method for step in t.steps for s in step.reads}
+    if read <= there:
+        return
+    names, inputs = payload.storage_names(), [n.name for n in placeholders_of(graph_module.graph)]
+    lost = next(names[s] for s in sorted(read - there))
+    raise PassError(
+        f"no input of the graph is the weight {lost!r} that method {method!r} reads (the inputs are "
+        f"{', '.join(inputs[:3]) or 'none'}{', ...' * (len(inputs) > 3)}): a pass has renamed its inputs, or "
+        "folded its weights into constants; annotate the graph before that pass, and inputs keep their names"
+    )
+
+
+def _described(dtype_and_shape: tuple[str, tuple[int, ...]]) -> str:
+    return f"{dtype_and_shape[0]} of shape {list(dtype_and_shape[1])}"
+
+
+def storage_identity(tensor: torch.Tensor) -> tuple[str, int]:
+    """Returns an identity of the memory behind a tensor: equal exactly for tensors that share memory.
+
+    Real memory is identified by its address, because two storage objects may wrap the same bytes. Memory
+    without an address (fake, meta, empty) is identified by the storage object.
+    """
+    storage = tensor.untyped_storage()
+    if has_values(tensor) and storage.nbytes() > 0 and storage.data_ptr():
+        return (str(tensor.device), storage.data_ptr())
+    return ("object", int(storage._cdata))
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Tells whether there is memory behind a tensor: it is neither fake nor on the meta device."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole storage behind a tensor, as a one-dimensional uint8 tensor that shares it."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def same_bytes(first: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether the storages behind two tensors, which have values, hold the same bytes."""
+    return torch.equal(storage_bytes(first), storage_bytes(other))
+
+
+def part_of(tensor: torch.Tensor, storage: int) -> Part:
+    """Returns the part for a plain tensor, whose storage has number `storage`."""
+    return Part(
+        name="",
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(int(size) for size in tensor.shape),
+        stride=tuple(int(step) for step in tensor.stride()),
+        storage=storage,
+        offset=int(tensor.storage_offset()) * tensor.itemsize,
+    )
+
+
+def tensor_in(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    """Returns the tensor of a part; its storage is that of `flat`, a one-dimensional uint8 tensor."""
+    # Slicing would ask the driver of a fake tensor's device, which need not exist.
+    empty = torch.empty(0, dtype=getattr(torch, part.dtype), device=flat.device)
+    start = int(flat.storage_offset()) + part.offset
+    return empty.set_(flat.untyped_storage(), start // empty.itemsize, part.shape, part.stride)
+
+
+def with_values(exported: ExportedProgram, value_of: Callable[[str, Any], Any]) -> ExportedProgram:
+    """Returns a copy of the program whose weights and constants are `value_of(name, old)`.
+
+    A tensor that replaces a parameter becomes a parameter, and one requires grad where the old one does.
+    """
+
+    def values(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: _like(value_of(name, old), old) for name, old in tensors.items()}
+
+    copied = copy.copy(exported)
+    copied._state_dict, copied._constants = values(exported.state_dict), values(exported.constants)
+    return copied
+
+
+def with_names(exported: ExportedProgram, names: Mapping[str, str]) -> ExportedProgram:
+    """Returns a copy of the program in which weights and constants have the names that `names` gives them."""
+    renamed = copy.copy(exported)
+    renamed._graph_signature = copy.copy(exported.graph_signature)
+    renamed._graph_signature.input_specs = [
+        InputSpec(spec.kind, spec.arg, names.get(str(spec.target), spec.target), spec.persistent)
+        for spec in exported.graph_signature.input_specs
+    ]
+    renamed._state_dict = {names.get(name, name): value for name, value in exported.state_dict.items()}
+    renamed._constants = {names.get(name, name): value for name, value in exported.constants.items()}
+    return renamed
+
+
+def _like(value: Any, old: Any) -> Any:
+    if isinstance(old, nn.Parameter) and not isinstance(value, nn.Parameter):
+        return nn.Parameter(value, requires_grad=old.requires_grad)
+    if isinstance(value, torch.Tensor) and old.requires_grad and not value.requires_grad:
+        return value.detach().requires_grad_()
+    return value
+
 
 _ROLES: dict[InputKind, Literal["parameter", "buffer", "constant", "value"]] = {
     InputKind.PARAMETER: "parameter",

@@ -26,7 +26,7 @@ from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.propagation import fake_mode_of
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.pipeline import declare
-from penstock.passes.weights.values import with_names, with_values
+from penstock.passes.weights.lifted import with_names, with_values
 from penstock.schedule.facts.errors import PassError
 
 PARTS = "penstock.parts"

@@ -19,9 +19,9 @@ from torch.export import ExportedProgram
 
 from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.building.fake_export import with_computed_buffers
-from penstock.passes.lowering.hollow import COPIED
+from penstock.passes.lowering.inductor import COPIED
+from penstock.passes.weights.lifted import has_values, tensor_in, with_values
 from penstock.passes.weights.subclasses import with_plain_parts
-from penstock.passes.weights.values import has_values, tensor_in, with_values
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading, Slice, Slices, match_slices, region
 from penstock.runtime.files.pack import Chunk

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from penstock.passes.weights.values import tensor_in
+from penstock.passes.weights.lifted import tensor_in
 from penstock.runtime.device.protocol import Device, Event, FileRead, Move, Moves, Stream, aligned_bytes
 from penstock.runtime.files.direct_file import with_places
 from penstock.runtime.files.source import FileRange, FileRanges, Source

@@ -21,12 +21,18 @@ from penstock.passes.building.module_state import ModuleState
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.graph.nodes import placeholders_of, tensors_of
 from penstock.passes.lowering.emitted import observe_python
-from penstock.passes.lowering.inductor import check_options, mark_small, observed, own_passes, raise_own
+from penstock.passes.lowering.inductor import (
+    check_generator,
+    check_options,
+    mark_small,
+    observed,
+    only_device,
+    own_passes,
+    raise_own,
+)
 from penstock.passes.lowering.post_grad import ProbePass
-from penstock.passes.lowering.targets import check_generator, only_device
 from penstock.passes.probes import CompiledCalls
-from penstock.passes.weights.lifted import Weights
-from penstock.passes.weights.values import part_of, storage_bytes, storage_identity, tensor_in
+from penstock.passes.weights.lifted import Weights, part_of, storage_bytes, storage_identity, tensor_in
 from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.device.accelerator import find_accelerator, out_of_memory

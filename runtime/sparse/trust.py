@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from penstock.passes.sparse.contracts import CONTRACTS, Contract
-from penstock.passes.sparse.operators import find_operator
-from penstock.passes.sparse.rounds import Rounds, run_in_rounds
-from penstock.passes.sparse.tiles import LINEAR, MOST_RESULT
-from penstock.passes.weights.values import same_bytes
+from penstock.passes.sparse.calls import Rounds, find_operator, run_in_rounds
+from penstock.passes.sparse.contracts import CONTRACTS, LINEAR, MOST_RESULT, Contract
+from penstock.passes.weights.lifted import same_bytes
 from penstock.runtime.arena.reading import dtype_of, tensor_at
 from penstock.runtime.system.memory import MADV_NOHUGEPAGE, PAGE, Reservation, cached_pages, hint, round_up
 from penstock.schedule.facts.errors import PenstockError, PlanError, StreamError

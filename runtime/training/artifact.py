@@ -17,13 +17,12 @@ from penstock.passes.annotate import annotate_with_values
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.building.followed import export_as_called, in_eval
 from penstock.passes.building.refusals import sentence
-from penstock.passes.calls.separate_inputs import refuse_shared_inputs, separate_inputs
+from penstock.passes.calls.inputs import refuse_shared_inputs, separate_inputs
 from penstock.passes.graph.transforms import without_transforms
 from penstock.passes.pipeline import Pipeline
-from penstock.passes.training.alone import alone, is_same
 from penstock.passes.training.facts import EVALUATE, PREDICT, RUNGS, SEGMENTS, Keeping, Training
-from penstock.passes.training.halves import divide
-from penstock.passes.training.own_gradients import refuse_hooks, refused_own_gradients
+from penstock.passes.training.halves import alone, divide, is_same
+from penstock.passes.training.joint import refuse_hooks, refused_own_gradients
 from penstock.passes.weights.lifted import refuse_lost_values
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.runtime.artifact import compile

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from penstock.passes.graph.nodes import placeholders_of
-from penstock.passes.weights.naming import weights_among
+from penstock.passes.weights.lifted import weights_among
 from penstock.schedule.payload.codec import Payload
 
 WIDTH = 64

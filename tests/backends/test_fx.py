@@ -27,7 +27,7 @@ from penstock.backends.fx import (
 from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.probes import streaming
-from penstock.passes.weights.naming import facts_of
+from penstock.passes.weights.lifted import facts_of
 from penstock.schedule.facts.errors import PassError, PayloadError
 from tests.backends.backend_models import arguments, decoder, layers
 from tests.passes.pass_models import CASES

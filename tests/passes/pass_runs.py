@@ -14,8 +14,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from penstock.passes.annotate import Annotated, annotate_with_values
-from penstock.passes.graph.nodes import copy_graph_module
-from penstock.passes.graph.retarget import exported_device, move_graph, nested_modules
+from penstock.passes.graph.nodes import copy_graph_module, exported_device, move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.weights.lifted import Catalog, Weights
 from penstock.schedule.payload.codec import Payload, ProgramFile

@@ -17,7 +17,8 @@ from torch.export import ExportedProgram, export
 
 import penstock
 from penstock.passes.lowering import compiled as loaded_code
-from penstock.passes.lowering import hollow, inductor
+from penstock.passes.lowering import inductor
+from penstock.passes.lowering import inductor as hollow
 from penstock.passes.weights.lifted import Weights
 from penstock.runtime.program import Program
 

@@ -15,11 +15,16 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.expressions import FUNCTIONS, parse
-from penstock.passes.calls.operators import FUNCTIONS as OPERATORS
-from penstock.passes.calls.operators import name_of, operator_of
-from penstock.passes.calls.stored_graph import decode_graph, decode_value
+from penstock.passes.calls.stored_graph import FUNCTIONS as OPERATORS
+from penstock.passes.calls.stored_graph import (
+    decode_graph,
+    decode_tree,
+    decode_value,
+    encode_tree,
+    name_of,
+    operator_of,
+)
 from penstock.passes.calls.stored_program import with_types
-from penstock.passes.calls.trees import decode_tree, encode_tree
 from penstock.passes.probes import STORE
 from penstock.passes.training.rerun import RANDOM_STATE
 from penstock.schedule.facts.errors import PassError

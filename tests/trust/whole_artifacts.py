@@ -27,7 +27,7 @@ from torch import nn
 
 import penstock
 from penstock.passes.lowering import eager
-from penstock.passes.weights.values import tensor_in
+from penstock.passes.weights.lifted import tensor_in
 from penstock.schedule.facts.model import Storage
 from penstock.schedule.payload.codec import Payload
 from tests.passes.pass_runs import same_bits

@@ -24,13 +24,11 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 from penstock.backends.running import LoadedPayload, load_payload, payload_key, trace_of
 from penstock.passes.annotate import Annotated, annotate_with_values
-from penstock.passes.graph.grad_regions import inline_grad_regions
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, subgraphs_of
+from penstock.passes.graph.nodes import copy_graph_module, inline_grad_regions, placeholders_of, subgraphs_of
 from penstock.passes.graph.transforms import inline_transforms
 from penstock.passes.probes import insert_probes, without_probes
 from penstock.passes.trace import PRESET_CPU, observe, sum_of
-from penstock.passes.weights.lifted import Weights
-from penstock.passes.weights.naming import add_facts, weights_among
+from penstock.passes.weights.lifted import Weights, add_facts, weights_among
 from penstock.passes.weights.usage import usage_of
 from penstock.runtime.artifact import write_weights
 from penstock.runtime.checkpoint.opening import Paths

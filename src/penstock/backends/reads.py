@@ -13,8 +13,8 @@ from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.probes import ACQUIRE, RELEASE
+from penstock.passes.weights.lifted import tensor_in
 from penstock.passes.weights.usage import is_view
-from penstock.passes.weights.values import tensor_in
 from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import Input, Method, Trace, Weight
 from penstock.schedule.payload.codec import Payload

@@ -15,7 +15,7 @@ from penstock.backends.reads import check_probes, check_reads
 from penstock.passes.calls.tracers import outside_dynamo, refuse_tracers
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.probes import CompiledCalls
-from penstock.passes.weights.naming import weights_among
+from penstock.passes.weights.lifted import weights_among
 from penstock.runtime.loading import LoadOptions, load_weights
 from penstock.runtime.module import without_grad
 from penstock.runtime.planning import PlanRequest, find_plan

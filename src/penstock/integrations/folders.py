@@ -29,8 +29,8 @@ from penstock.models.configuration import DTYPES, builder, default_dtype, model_
 from penstock.passes.building.deferred import Deferred, deferred_init, join
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.weights.lifted import storage_identity
 from penstock.passes.weights.subclasses import has_parts
-from penstock.passes.weights.values import storage_identity
 from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor

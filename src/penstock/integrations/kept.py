@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.passes.weights.values import storage_bytes
+from penstock.passes.weights.lifted import storage_bytes
 from penstock.runtime.cache import Hold
 from penstock.runtime.checkpoint.binding import Names
 from penstock.runtime.files.artifact_files import hash_storage, stamp_file

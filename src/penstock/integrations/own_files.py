@@ -17,8 +17,8 @@ from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.integrations.libraries import origin_of
 from penstock.models.checkpoint_names import names_in_checkpoint
 from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.weights.lifted import storage_identity
 from penstock.passes.weights.subclasses import has_parts
-from penstock.passes.weights.values import storage_identity
 from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.binding import Names, listed, tensor_names
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint

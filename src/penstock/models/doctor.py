@@ -12,8 +12,8 @@ from torch.export import ExportedProgram
 
 from penstock.models.preflight import open_source
 from penstock.passes.annotate import annotate
+from penstock.passes.building.deferred import LARGE
 from penstock.passes.building.fake_export import Built
-from penstock.passes.building.recording import LARGE
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import tensors_of
 from penstock.schedule.facts.errors import PassError

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
-from penstock.passes.building import recording
+from penstock.passes.building import deferred as recording
 from penstock.passes.building.deferred import Deferred
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import penstock
 from penstock.passes.building.fake_export import BUFFERS
-from penstock.passes.building.guardless import get_item, set_item
+from penstock.passes.building.placement import get_item, set_item
 
 
 class Mlp(nn.Module):

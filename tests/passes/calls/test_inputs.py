@@ -10,9 +10,8 @@ from torch import nn
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from penstock.passes.annotate import annotate_with_values
-from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.calls.inputs import describe_method, guards_of
-from penstock.passes.calls.signature import signature_of
+from penstock.passes.calls.signature import CallingConvention, signature_of
 from penstock.schedule.facts.errors import PassError, StreamError
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import export, stored

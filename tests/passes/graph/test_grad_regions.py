@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.passes.annotate import annotate
-from penstock.passes.graph.grad_regions import inline_grad_regions, without_grad_regions
+from penstock.passes.graph.nodes import inline_grad_regions, without_grad_regions
 from penstock.passes.lowering import eager
 from penstock.passes.probes import insert_probes, streaming
 from tests.passes.pass_runs import prepare, same_bits

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
-from penstock.passes.graph.grouped import groups_of_any_dtype
+from penstock.passes.graph.propagation import groups_of_any_dtype
 
 
 class Experts(nn.Module):

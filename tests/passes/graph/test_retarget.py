@@ -5,7 +5,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.passes.graph.retarget import exported_device
+from penstock.passes.graph.nodes import exported_device
 from penstock.schedule.facts.errors import PassError
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import export, retarget

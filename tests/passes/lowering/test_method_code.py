@@ -12,7 +12,7 @@ from torch import fx, nn
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.calls.stored_graph import decode_graph, decode_value, encode_graph, encode_value
-from penstock.passes.graph.retarget import move_graph, nested_modules
+from penstock.passes.graph.nodes import move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import PROGRAM
 from penstock.passes.lowering.method_code import VERSION, decode_method, encode_method, method_code

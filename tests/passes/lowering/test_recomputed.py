@@ -9,7 +9,7 @@ from penstock.passes.annotate import annotate_with_values
 from penstock.passes.graph import dry_run as dry_run_module
 from penstock.passes.graph.dry_run import dry_run
 from penstock.passes.graph.propagation import fake_inputs, storages_of
-from penstock.passes.lowering import recomputed
+from penstock.passes.lowering import archive
 from penstock.passes.lowering.archive import encoded_methods
 from penstock.passes.lowering.method_code import decode_method
 from penstock.passes.weights.usage import follow_weights
@@ -31,9 +31,9 @@ def test_the_flow_of_a_stored_graph_is_that_of_its_program(name, way):
         assert name == "WithoutGrad"
         return
     _, expected = follow_weights(annotated.programs["forward"].graph_module, weights_of(exported))
-    got, *_ = recomputed._followed(annotated.payload, decode_method(code))
+    got, *_ = archive._followed(annotated.payload, decode_method(code))
     assert got == expected
-    recomputed.check_uses(annotated.payload, annotated.payload.methods[0], decode_method(code))
+    archive.check_uses(annotated.payload, annotated.payload.methods[0], decode_method(code))
 
 
 class Repeated(torch.nn.Module):
@@ -54,7 +54,7 @@ def test_a_view_of_a_weight_is_no_view_of_something_that_is_alike():
     exported = torch.export.export(Repeated(), (torch.ones(8, 8),))
     annotated = annotate_with_values(exported)
     (code,) = encoded_methods(annotated).values()
-    flow, *_ = recomputed._followed(annotated.payload, decode_method(code))
+    flow, *_ = archive._followed(annotated.payload, decode_method(code))
     numbers = {weight.fqn: weight.parts[0].storage for weight in annotated.payload.weights}
     assert flow.reads == {
         "matmul": (numbers["weights.0"],),
@@ -118,7 +118,7 @@ def test_inputs_lie_as_they_lay_at_the_export():
     (code,) = encoded_methods(annotated).values()
     decoded = decode_method(code)
     assert decoded.strides == {0: (1, 8)}
-    recomputed.check_uses(annotated.payload, annotated.payload.methods[0], decoded)
+    archive.check_uses(annotated.payload, annotated.payload.methods[0], decoded)
 
 
 @pytest.mark.parametrize("strides", [7, [7], [[0]], [[0, 7]], [["0", [1]]], [[0, [1.5]]], [[0, [True]]]])

@@ -11,8 +11,8 @@ from torch.export import ExportedProgram, export
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.calls.stored_graph import decode_graph, encode_graph
-from penstock.passes.sparse.by_expert import BY_EXPERT
 from penstock.passes.sparse.chains import by_expert
+from penstock.passes.sparse.contracts import BY_EXPERT
 from penstock.schedule.sparse import pool
 from tests.passes.sparse.test_contracts import Calls
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from penstock.passes.annotate import annotate
 from penstock.passes.sparse import contracts
+from penstock.passes.sparse.calls import Rounds, run_in_rounds
 from penstock.passes.sparse.contracts import CONTRACTS
-from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.schedule.facts.model import SparseRead
 
 IDS = torch.tensor([3, 1, 3])
@@ -172,7 +172,7 @@ def test_an_argument_of_the_same_storage_is_read_whole():
 
 
 def test_a_product_with_another_argument_of_the_same_storage_is_not_by_tiles(monkeypatch):
-    monkeypatch.setattr(contracts, "TILED", 0)
+    monkeypatch.setattr(contracts, "LEAST", 0)
     w, other, linear = table(48, 64), table(1, 64), nn.functional.linear
     (read,) = found(lambda m, x: linear(m.other * x.sum(), m.w), w=w, other=other)
     assert read.tiles

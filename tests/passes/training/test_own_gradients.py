@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.passes.training.own_gradients import refused_own_gradients
+from penstock.passes.training.joint import refused_own_gradients
 from penstock.schedule.facts.errors import PassError
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
-from penstock.passes.weights.naming import weights_among
+from penstock.passes.weights.lifted import weights_among
 from penstock.schedule.payload.codec import Payload
 
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 
-from penstock.passes.weights.lifted import with_own_constants
-from penstock.passes.weights.values import storage_identity
+from penstock.passes.weights.lifted import storage_identity, with_own_constants
 from penstock.schedule.facts.errors import PassError
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import export, weights_of

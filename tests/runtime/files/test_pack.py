@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from penstock.passes.weights.values import storage_bytes
+from penstock.passes.weights.lifted import storage_bytes
 from penstock.runtime.files import pack as pack_module
 from penstock.runtime.files.artifact_files import file_chunks
 from penstock.runtime.files.pack import (

@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import penstock
 from penstock.passes.activations import activation_bytes
-from penstock.passes.sparse import by_expert as by_expert_module
-from penstock.passes.sparse.by_expert import BY_EXPERT
-from penstock.passes.sparse.contracts import CONTRACTS, Contract
-from penstock.passes.sparse.rounds import Rounds, run_in_rounds
+from penstock.passes.sparse import contracts as by_expert_module
+from penstock.passes.sparse.calls import Rounds, run_in_rounds
+from penstock.passes.sparse.contracts import BY_EXPERT, CONTRACTS, Contract
 from penstock.runtime.program import Program
 from penstock.runtime.sparse import trust
 from penstock.runtime.sparse.units import LoadedUnits

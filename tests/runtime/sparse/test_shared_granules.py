@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim, export
 
 import penstock
-from penstock.passes.sparse.tiles import linears
+from penstock.passes.sparse.contracts import linears
 from penstock.schedule.sparse.residency import Residency
 from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import Head, seeded

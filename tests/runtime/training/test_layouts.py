@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock
-from penstock.passes.graph import in_place
+from penstock.passes.graph import dry_run
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PassError, StreamError
 from tests.runtime.training.test_training import assert_equal, gradients
@@ -103,11 +103,11 @@ def test_gradients(operation: str, way: str, tmp_path: Path) -> None:
 
 def test_a_stored_graph_declares_what_it_calls() -> None:
     operator = torch.ops.aten.exponential_.default
-    assert in_place.named("exponential_", "default") is in_place.as_function(operator)
-    assert in_place.named("transpose_", "default") is None
+    assert dry_run.named("exponential_", "default") is dry_run.as_function(operator)
+    assert dry_run.named("transpose_", "default") is None
     x = torch.randn(4, 6).t()[::2]
     torch.manual_seed(0)
-    drawn = in_place.as_function(operator)(x)
+    drawn = dry_run.as_function(operator)(x)
     torch.manual_seed(0)
     assert torch.equal(drawn, torch.empty_strided(x.shape, x.stride()).exponential_())
     assert drawn.stride() == x.stride()

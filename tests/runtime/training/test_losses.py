@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch.export import Dim, export
 
 import penstock
-from penstock.passes.training.aligned import align
 from penstock.passes.training.halves import divide
+from penstock.passes.training.joint import align
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.verify.proof import verify_plan

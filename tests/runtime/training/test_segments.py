@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.export import Dim
 
 import penstock
-from penstock.passes.graph.retarget import move_graph
+from penstock.passes.graph.nodes import move_graph
 from penstock.passes.training.rerun import RANDOM_STATE, SEGMENT_GRADIENTS
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PassError

@@ -12,7 +12,7 @@ from executorch.exir._serialize._cord import FileBackedData
 from executorch.exir._serialize._named_data_store import NamedDataStore
 
 from penstock.backends.executorch.region import STORAGE
-from penstock.passes.weights.values import has_values, storage_bytes
+from penstock.passes.weights.lifted import has_values, storage_bytes
 from penstock.schedule.facts.model import Extent, Storage, WeightFile
 
 _PIECE = 16 << 20

@@ -32,14 +32,12 @@ from penstock.backends.executorch.regions import (
 )
 from penstock.backends.executorch.uses import with_own_uses
 from penstock.passes.building.fake_export import with_computed_buffers
-from penstock.passes.calls.inputs import describe_method, guards_of
-from penstock.passes.calls.separate_inputs import refuse_shared_inputs
+from penstock.passes.calls.inputs import describe_method, guards_of, refuse_shared_inputs
 from penstock.passes.graph.nodes import with_aten_operators
 from penstock.passes.trace import PRESET_CPU
-from penstock.passes.weights.lifted import Catalog, Weights
+from penstock.passes.weights.lifted import Catalog, Weights, has_values, part_of, storage_identity
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import find_usage
-from penstock.passes.weights.values import has_values, part_of, storage_identity
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Hardware, Input, Symbol

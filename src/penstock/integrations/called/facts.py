@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.integrations.kept import KeptWeights, names_of
 from penstock.passes.graph.nodes import dtype_name
-from penstock.passes.sparse.tiles import with_common_units
+from penstock.passes.sparse.contracts import with_common_units
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint

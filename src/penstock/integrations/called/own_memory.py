@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.integrations.called.facts import NO_FOLDER, ModuleFacts
 from penstock.integrations.emptied.absent import CLASS
+from penstock.passes.weights.lifted import tensor_in
 from penstock.passes.weights.subclasses import each_part, has_parts, plain_tensors
-from penstock.passes.weights.values import tensor_in
 from penstock.runtime.files.source import HeldStorages, Source, open_source
 from penstock.runtime.system.threads import READERS
 from penstock.schedule.facts.model import WeightFile

@@ -15,8 +15,8 @@ from torch import nn
 from penstock.integrations.called.facts import joined, registered_weights
 from penstock.integrations.called.own_memory import plain_tensors_only, use_count
 from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.passes.weights.lifted import storage_bytes
 from penstock.passes.weights.subclasses import plain_tensors
-from penstock.passes.weights.values import storage_bytes
 
 Values = Mapping[int, torch.Tensor]
 """Tensors with values, each by the id of the twin for which it stands."""

@@ -19,8 +19,8 @@ from penstock.integrations.called.facts import ModuleFacts, joined, registered_w
 from penstock.integrations.called.own_memory import OwnMemory
 from penstock.integrations.emptied.absent import AbsentTensor, make_absent
 from penstock.integrations.kept import KeptWeights, digest_of
+from penstock.passes.weights.lifted import storage_bytes, tensor_in
 from penstock.passes.weights.subclasses import each_part, plain_tensors
-from penstock.passes.weights.values import storage_bytes, tensor_in
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
 

@@ -10,9 +10,8 @@ import torch
 
 from penstock.integrations.called.by_units.watched import Form
 from penstock.integrations.called.facts import Order, StepTime
-from penstock.passes.sparse.contracts import CONTRACTS
-from penstock.passes.sparse.operators import find_operator
-from penstock.passes.sparse.tiles import LINEAR, MOST_RESULT, tiled
+from penstock.passes.sparse.calls import find_operator
+from penstock.passes.sparse.contracts import CONTRACTS, LINEAR, MOST_RESULT, tiled
 from penstock.schedule.facts.model import ITEM_SIZES, Part, SparseRead, part_nbytes
 from penstock.schedule.sparse.pool import LEAST_UNIT
 

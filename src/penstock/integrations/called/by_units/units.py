@@ -43,9 +43,8 @@ from penstock.integrations.called.kinds import IN_MEMORY
 from penstock.integrations.called.readers import StepWeights, is_compiled
 from penstock.integrations.cap import SLACK, Cap
 from penstock.integrations.emptied.absent import CLASS
-from penstock.passes.sparse.contracts import CONTRACTS
-from penstock.passes.sparse.tiles import LEAST as TILED
-from penstock.passes.sparse.tiles import LINEAR
+from penstock.passes.sparse.contracts import CONTRACTS, LINEAR
+from penstock.passes.sparse.contracts import LEAST as TILED
 from penstock.runtime.sparse.trust import reads_units_only
 from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.errors import StreamError

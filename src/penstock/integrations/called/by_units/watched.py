@@ -23,8 +23,7 @@ from penstock.integrations.emptied.absent import (
     AbsentTensor,
 )
 from penstock.passes.graph.nodes import dtype_name
-from penstock.passes.sparse.contracts import CONTRACTS
-from penstock.passes.sparse.tiles import LINEAR
+from penstock.passes.sparse.contracts import CONTRACTS, LINEAR
 from penstock.runtime.arena.reading import tensor_at
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import ITEM_SIZES, Part, part_nbytes
