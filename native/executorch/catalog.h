@@ -19,7 +19,7 @@ class Catalog {
     Catalog(const Json &payload, const Json &plan);
 
     // Raises PS_PAYLOAD, with the name of the field, for a region that contradicts the payload: docs/payload.md, "A region",
-    // has the rules, and backends/executorch/region.py checks the same of all regions at once.
+    // has the rules, and backends/executorch/files.py checks the same of all regions at once.
     void check(const Json &region) const;
 
     // Tells whether a storage of a region is in memory while the region runs: it stays there, or a step of the region reads it.

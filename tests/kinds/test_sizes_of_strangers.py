@@ -26,7 +26,7 @@ from executorch.exir._serialize._program import deserialize_pte_binary, serializ
 from torch.export import export
 
 from penstock.backends.executorch import read
-from penstock.backends.executorch.region import PROGRAM
+from penstock.backends.executorch.files import PROGRAM
 from penstock.demo.cgroup import make_group
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.validity import LARGEST_SIZE

@@ -18,8 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from penstock.backends.executorch.containers import Delegate, read_pte
-from penstock.backends.executorch.region import PAYLOAD
+from penstock.backends.executorch.files import PAYLOAD, Delegate, read_pte
 from penstock.passes.calls.expressions import parse
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.backends.executorch.containers import Delegate
+from penstock.backends.executorch.files import Delegate
 
 Fields = dict[int, Any]
 """A table: by position, a number, bytes, a table, or a list of tables."""

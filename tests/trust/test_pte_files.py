@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.backends.executorch import containers, read
-from penstock.backends.executorch.containers import Delegate, Pte, read_ptd, read_pte
-from penstock.backends.executorch.region import PAYLOAD
+from penstock.backends.executorch import files, read
+from penstock.backends.executorch.files import PAYLOAD, Delegate, Pte, read_ptd, read_pte
 from tests.schedule.payload.payload_example import BYTES
 from tests.trust.pte_files import Fields, delegate_of, pte_of, write_pte
 
@@ -102,7 +101,7 @@ def test_no_more_of_a_data_file_is_read_than_a_list_takes(monkeypatch: pytest.Mo
             self.largest = max(self.largest, len(found))
             return found
 
-    monkeypatch.setattr(containers, "_LARGEST_HEAD", 500)
+    monkeypatch.setattr(files, "_LARGEST_HEAD", 500)
     for size, refused in ((453, True), (452, False)):
         file = Watched(struct.pack("<I4s4s4xQQQ", 48, b"FT01", b"FH01", 48, size, 600) + bytes(1000))
         if refused:

@@ -12,7 +12,7 @@ from executorch.extension.pybindings.portable_lib import _load_for_executorch_fr
 from torch import fx
 
 from penstock.backends.executorch import Exported
-from penstock.backends.executorch.region import Appended, RegionCode
+from penstock.backends.executorch.files import Appended, RegionCode
 
 
 @dataclass

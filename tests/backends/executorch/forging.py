@@ -10,7 +10,7 @@ from typing import Any
 
 from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
 
-from penstock.backends.executorch.region import PAYLOAD
+from penstock.backends.executorch.files import PAYLOAD
 
 Change = Callable[[str], str]
 

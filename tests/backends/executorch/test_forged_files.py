@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock.backends.executorch import read
-from penstock.backends.executorch.region import PAYLOAD, PROGRAM
+from penstock.backends.executorch.files import PAYLOAD, PROGRAM
 from tests.backends.executorch.conftest import Lowered
 from tests.backends.executorch.forging import FORGERIES, deep, fields, forge
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.backends.executorch.plans import floors
+from penstock.backends.executorch.facts import floors
 from penstock.schedule.payload.codec import VERSION
 from tests.backends.executorch.conftest import Lowered
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.backends.executorch import PenstockPartitioner
-from penstock.backends.executorch.plain import as_torch_exports, operators_of
+from penstock.backends.executorch.facts import as_torch_exports, operators_of
 from penstock.passes.graph.nodes import with_aten_operators
 from tests.backends.executorch.conftest import Lower
 

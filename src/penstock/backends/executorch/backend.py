@@ -3,35 +3,108 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+from executorch.exir._serialize._cord import FileBackedData
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from penstock.backends.executorch.code import METHOD, region_program, text_of
-from penstock.backends.executorch.compiled import compile_methods
-from penstock.backends.executorch.facts import Facts, RegionProgram, find_facts
-from penstock.backends.executorch.named import add_storages, hashed_key
-from penstock.backends.executorch.options import (
-    MethodFacts,
-    RegionFacts,
-    Settings,
-    from_specs,
-    settings_of,
+from penstock.backends.executorch.code import METHOD, compile_methods, region_program, text_of
+from penstock.backends.executorch.facts import (
+    BLOCK,
+    Facts,
+    RegionProgram,
+    as_torch_exports,
+    find_facts,
+    make_plans,
+    named_without_use,
 )
-from penstock.backends.executorch.plain import as_torch_exports
-from penstock.backends.executorch.plans import BLOCK, make_plans
-from penstock.backends.executorch.region import PAYLOAD, PROGRAM, Appended, RegionCode
+from penstock.backends.executorch.files import PAYLOAD, PROGRAM, STORAGE, Appended, RegionCode
+from penstock.backends.executorch.options import MethodFacts, RegionFacts, Settings, from_specs, settings_of
 from penstock.backends.executorch.regions import dim_order_of
-from penstock.backends.executorch.uses import named_without_use
 from penstock.passes.graph.nodes import with_aten_operators
+from penstock.passes.weights.lifted import has_values, storage_bytes
 from penstock.runtime.planning import kept_storages
 from penstock.schedule.facts.errors import PassError
-from penstock.schedule.facts.model import Method
+from penstock.schedule.facts.model import Extent, Method, Storage, WeightFile
+
+_PIECE = 16 << 20
+
+
+class StorageBytes(FileBackedData):  # type: ignore[misc]
+    """The bytes behind a tensor, as ExecuTorch takes them: written from where they lie, and never copied."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bytes = storage_bytes(tensor.detach().cpu()).numpy().data
+        digest = hashlib.sha256()
+        for start in range(0, len(self._bytes), _PIECE):
+            digest.update(self._bytes[start : start + _PIECE])
+        self._digest = digest.digest()
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def prefix(self, size: int) -> bytes:
+        """The first bytes."""
+        return bytes(self._bytes[:size])
+
+    def sha256(self) -> bytes:
+        """The hash of all bytes."""
+        return self._digest
+
+    def to_bytes(self) -> bytes:
+        """A copy of all bytes, which ExecuTorch's own writers do not ask for."""
+        return bytes(self._bytes)
+
+    def write_to_file(self, outfile: io.BufferedIOBase) -> None:
+        """Writes all bytes."""
+        outfile.write(self._bytes)
+
+    def close(self) -> None:
+        """Does nothing: the bytes belong to the tensor."""
+
+
+def hashed_key(prefix: str, data: bytes) -> str:
+    """The key of bytes, which has their hash."""
+    return prefix + hashlib.sha256(data).hexdigest()
+
+
+def add_storages(
+    store: NamedDataStore,
+    storages: Sequence[Storage],
+    values: Sequence[torch.Tensor],
+    data_file: str,
+    block: int,
+) -> tuple[tuple[Storage, ...], tuple[WeightFile, ...]]:
+    """Adds the bytes of storages to what the `.ptd` will hold; returns where they lie.
+
+    If a storage has no values, none is added. A state that begins as zeros is not stored.
+    """
+    if not all(has_values(value) for value in values):
+        return tuple(storages), ()
+    files: dict[str, WeightFile] = {}
+    numbers: dict[str, int] = {}
+    placed = []
+    for storage, value in zip(storages, values, strict=True):
+        if not storage.nbytes or (storage.kind == "mutable" and not storage_bytes(value).any()):
+            placed.append(storage)
+            continue
+        data = StorageBytes(value)
+        digest = data.sha256().hex()
+        key = STORAGE + digest
+        if key not in files:
+            store.add_named_data(key, data, alignment=block, external_tag=data_file)
+            files[key] = WeightFile(data_file, len(data), 0, 0, "", "", "named", key)
+        extent = Extent(numbers.setdefault(key, len(numbers)), 0, 0, storage.nbytes)
+        placed.append(replace(storage, extents=(extent,), sha256=digest))
+    return tuple(placed), tuple(files.values())
 
 
 class PenstockBackend(BackendDetails):  # type: ignore[misc]

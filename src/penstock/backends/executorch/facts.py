@@ -1,20 +1,32 @@
-"""One catalog for all regions, and the trace of each method: a step for each region that streams."""
+"""Programs as ExecuTorch makes them, as facts: one catalog for all regions, a trace for each method."""
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import fx, nn
+from torch._export.verifier import SpecViolationError
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from penstock.backends.executorch.options import MethodFacts, RegionFacts, Settings
-from penstock.backends.executorch.uses import named_without_use
 from penstock.passes.annotate import annotate_with_values
+from penstock.passes.graph.nodes import copy_graph_module, needed, placeholders_of, tensors_of
+from penstock.passes.graph.propagation import fake_inputs, propagate
+from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.trace import sum_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import (
+    Arena,
     Method,
     Step,
     Storage,
@@ -24,7 +36,380 @@ from penstock.schedule.facts.model import (
     join_parts,
     read_together,
 )
+from penstock.schedule.facts.problem import Demand, Problem
+from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload
+from penstock.schedule.plan import Plan, ladder
+from penstock.schedule.planner import Floor, check_floor, floor, make_plan
+from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.space.spans import merged
+from penstock.schedule.verify.proof import verify_plan
+
+
+def operators_of(exported: ExportedProgram) -> list[OpOverload]:
+    """The operators that a program calls, in the bodies of control flow too."""
+    modules = [module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    targets = {node.target: None for module in modules for node in module.graph.nodes}
+    return [target for target in targets if isinstance(target, OpOverload)]
+
+
+def as_torch_exports(exported: ExportedProgram) -> ExportedProgram:
+    """Returns a program with ATen's operators as `torch.export` makes them: with views, and with numbers.
+
+    ExecuTorch has made copies of views, and tensors of numbers. The graph is changed in place. It writes
+    nothing but its buffers, in the end, so a view and a copy have the same values. Orders of dimensions are
+    memory formats again, which compilers know. A copy has other strides than the view that it was made of, so
+    formats are found after views are back, and a `view` becomes a `reshape`, which takes any strides.
+    Inductor takes the scale of an attention for a number.
+    """
+    numbers = _numbers(exported)
+    for node in _operators(exported.graph_module):
+        _restore_view(node)
+        _restore_number(node, numbers)
+    graph_module = exported.graph_module
+    _take_values(graph_module, propagate(graph_module, fake_inputs(graph_module)))
+    for node in _operators(graph_module):
+        _restore_format(node)
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
+    return exported
+
+
+def _operators(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that call operators, in the bodies of control flow too."""
+    modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+    return [node for one in modules for node in one.graph.nodes if isinstance(node.target, OpOverload)]
+
+
+def _restore_view(node: fx.Node) -> None:
+    namespace, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    if node.target is torch.ops.aten.view_copy.default:
+        node.target = torch.ops.aten.reshape.default
+    elif namespace == "aten" and name.endswith("_copy"):
+        overload = node.target._overloadname  # type: ignore[union-attr]
+        view = getattr(getattr(torch.ops.aten, name.removesuffix("_copy"), None), overload, None)
+        if view is not None and any(one.alias_info is not None for one in view._schema.returns):
+            node.target = view
+
+
+def _numbers(exported: ExportedProgram) -> dict[str, torch.Tensor]:
+    """What ExecuTorch has made of numbers, by the names of inputs."""
+    values = exported.state_dict
+    named = exported.graph_signature.inputs_to_buffers.items()
+    made = {name: values[fqn] for name, fqn in named if fqn.startswith(_MADE) and fqn in values}
+    return {name: value for name, value in made.items() if value.dim() == 0}
+
+
+def _restore_number(node: fx.Node, numbers: Mapping[str, torch.Tensor]) -> None:
+    """Put a number where arithmetic with a tensor has a constant that leaves the dtype as it is."""
+    if node.target not in _ARITHMETIC:
+        return
+    value, other = node.args
+    if isinstance(value, fx.Node) and isinstance(other, fx.Node) and other.name in numbers:
+        number, known = numbers[other.name], value.meta["val"]
+        wider = known.dim() > 0 and known.is_floating_point() and number.is_floating_point()
+        if number.dtype == known.dtype or wider:
+            node.args = value, number.item()
+
+
+_MADE = "_lifted_tensor_constant"
+"""How ExecuTorch names the constants that it makes."""
+
+_ARITHMETIC = tuple(getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div"))
+
+
+def _take_values(graph_module: fx.GraphModule, propagated: fx.GraphModule) -> None:
+    for node, known in zip(graph_module.graph.nodes, propagated.graph.nodes, strict=True):
+        if "val" in known.meta:
+            node.meta["val"] = known.meta["val"]
+
+
+def _restore_format(node: fx.Node) -> None:
+    namespace, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    if namespace != "dim_order_ops":
+        return
+    order = node.kwargs.get("dim_order")
+    node.target = _FORMATTED[name]
+    kept = {key: value for key, value in node.kwargs.items() if key != "dim_order"}
+    node.kwargs = {**kept, "memory_format": _memory_format(node, order)}
+
+
+_FORMATTED = {
+    "_to_dim_order_copy": torch.ops.aten._to_copy.default,
+    "_clone_dim_order": torch.ops.aten.clone.default,
+    "_empty_dim_order": torch.ops.aten.empty.memory_format,
+}
+
+_FORMATS = {
+    (0, 2, 3, 1): torch.channels_last,
+    (0, 2, 3, 4, 1): torch.channels_last_3d,
+}
+
+
+def _memory_format(node: fx.Node, order: object) -> torch.memory_format:
+    """The memory format that an order of dimensions stands for: that of the input, or one of torch's.
+
+    An order that has no format there is the input's: values are the same in any.
+    """
+    source = node.args[0]
+    given = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(order, list | tuple):
+        return torch.preserve_format
+    if isinstance(given, torch.Tensor) and given.dim_order() == tuple(order):
+        return torch.preserve_format
+    if list(order) == sorted(order):
+        return torch.contiguous_format
+    return _FORMATS.get(tuple(order), torch.preserve_format)
+
+
+class _Uncompiled(_LazyGraphModule):
+    """A graph module whose Python code is generated when it is called, and not to be printed."""
+
+    def __str__(self) -> str:
+        return f"a graph module of {len(self.graph.nodes)} nodes"
+
+
+def compiled_late(exported: ExportedProgram) -> ExportedProgram:
+    """Returns the program with the same graph, whose Python code is not generated at every change.
+
+    ExecuTorch changes the graph of a method for each delegate, and torch keeps the code of every version:
+    1.5 GB for the 900 delegates of a model of 80 layers.
+    """
+    graph_module = exported.graph_module
+    late = _Uncompiled(graph_module, graph_module.graph)
+    late.meta.update(graph_module.meta)
+    result = copy.copy(exported)
+    result._graph_module = late
+    return result
+
+
+_USE = "_penstock_use_"
+
+
+def with_own_uses(exported: ExportedProgram, least: int) -> ExportedProgram:
+    """Returns the program without operators that write, in which each use has values of its own.
+
+    Copies of fewer than `least` bytes are computed once, and passed on.
+    """
+    if any(_writes(node) for node in exported.graph.nodes):
+        exported = _without_writes(exported)
+    result = copy.copy(exported)
+    result._graph_module = copy_graph_module(exported.graph_module)
+    result._graph_signature = copy.copy(exported.graph_signature)
+    _give_own_updates(result)
+    _give_own_copies(result, least)
+    _give_own_inputs(result)
+    result.graph_module.recompile()
+    return result
+
+
+def takes_part(node: fx.Node) -> bool:
+    """Tells whether a node can be in a region: it computes tensors from tensors, always alike."""
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+        return False
+    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        return False
+    values = [node.meta.get("val"), *(one.meta.get("val") for one in node.all_input_nodes)]
+    return all(_is_tensors(value) for value in values)
+
+
+def _is_tensors(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(one is None or isinstance(one, torch.Tensor) for one in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+@kept_torch_state()
+def _without_writes(exported: ExportedProgram) -> ExportedProgram:
+    """What ExecuTorch does next. Raises PassError where torch cannot."""
+    try:
+        functional: ExportedProgram = exported.run_decompositions({})
+    except SpecViolationError as error:
+        raise PassError(
+            f"torch cannot write this program without operators that write ({str(error).splitlines()[0]}): "
+            "where a program writes one value to two buffers, or returns it too, give each a clone() of it"
+        ) from error
+    return functional
+
+
+def _give_own_updates(exported: ExportedProgram) -> None:
+    """Copies the new value of a buffer where it is an input, or an output for something else as well."""
+    graph = exported.graph
+    output = graph.output_node()
+    values, specs = list(output.args[0]), list(exported.graph_signature.output_specs)
+    for position, (value, spec) in enumerate(zip(values, specs, strict=True)):
+        if spec.kind is OutputKind.BUFFER_MUTATION and (value.op == "placeholder" or values.count(value) > 1):
+            with graph.inserting_before(output):
+                own = graph.call_function(torch.ops.aten.clone.default, (value,))
+            own.meta = dict(value.meta)
+            values[position] = own
+            specs[position] = OutputSpec(spec.kind, TensorArgument(name=own.name), spec.target)
+    output.args = (tuple(values),)
+    exported.graph_signature.output_specs = specs
+
+
+def _give_own_copies(exported: ExportedProgram, least: int) -> None:
+    """Computes what is computed from weights alone anew for each node that reads `least` bytes of it."""
+    signature = exported.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    kept = {spec.arg.name for spec in signature.input_specs if spec.target and spec.target not in written}
+    computed = {node for node in placeholders_of(exported.graph) if node.name in kept}
+    owned: set[fx.Node] = set()
+    for node in list(exported.graph.nodes):
+        inputs = node.all_input_nodes
+        if not inputs or not takes_part(node):
+            continue
+        if computed.issuperset(inputs):
+            computed.add(node)
+            continue
+        copies = [one for one in inputs if one in computed and one.op != "placeholder"]
+        if sum(tensor.nbytes for one in copies for tensor in tensors_of(one.meta["val"])) < least:
+            continue
+        computing = needed(copies, lambda one: one.op != "placeholder")
+        if owned.isdisjoint(computing):
+            owned.update(computing)
+            continue
+        _compute_again(exported.graph, computing, node)
+    for node in reversed(list(exported.graph.nodes)):
+        if node in computed and node.op != "placeholder" and not node.users:
+            exported.graph.erase_node(node)
+
+
+def _compute_again(graph: fx.Graph, nodes: set[fx.Node], reader: fx.Node) -> None:
+    """Copies nodes for one that reads some of them."""
+    own: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(reader):
+        for node in [node for node in graph.nodes if node in nodes]:
+            own[node] = graph.node_copy(node, lambda one: own.get(one, one))
+    for node in set(reader.all_input_nodes) & nodes:
+        reader.replace_input_with(node, own[node])
+
+
+def _give_own_inputs(exported: ExportedProgram) -> None:
+    """Gives each operator that reads a parameter an input of its own."""
+    graph = exported.graph
+    nodes = {node.name: node for node in placeholders_of(graph)}
+    specs: list[InputSpec] = []
+    values: dict[str, Any] = dict(exported.state_dict)
+    for spec in exported.graph_signature.input_specs:
+        specs.append(spec)
+        if spec.kind is not InputKind.PARAMETER or spec.target not in values:
+            continue
+        node = nodes[spec.arg.name]
+        for number, user in enumerate(list(node.users)[1:], 1):
+            if not isinstance(user.target, OpOverload):
+                continue
+            name = f"{spec.target}{_USE}{number}"
+            with graph.inserting_after(node):
+                own = graph.placeholder(f"{node.name}{_USE}{number}")
+            own.meta = {**node.meta, "val": _shared(node.meta["val"])}
+            user.replace_input_with(node, own)
+            values[name] = _shared(values[spec.target])
+            specs.append(InputSpec(spec.kind, TensorArgument(name=own.name), name, spec.persistent))
+    _sort_inputs(graph, {spec.arg.name: position for position, spec in enumerate(specs)})
+    exported.graph_signature.input_specs = specs
+    exported._state_dict = values
+
+
+def named_without_use(name: str) -> str:
+    """The FQN of the parameter that an input is for."""
+    return name.partition(_USE)[0]
+
+
+def _shared(value: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same memory."""
+    with torch.no_grad():
+        shared = value.detach()
+    return nn.Parameter(shared, requires_grad=False) if isinstance(value, nn.Parameter) else shared
+
+
+def _sort_inputs(graph: fx.Graph, order: Mapping[str, int]) -> None:
+    """Moves the graph's inputs to the order of the signature."""
+    inputs = sorted((node for node in graph.nodes if node.op == "placeholder"), key=lambda n: order[n.name])
+    for before, node in pairwise(inputs):
+        before.append(node)
+
+
+BLOCK = 4096
+"""Bytes that named data in a `.ptd` is aligned to, and the unit of direct reads."""
+
+_POOL = 2 << 20
+"""The granule of an arena whose pages come and go: a large page of the system."""
+
+
+def arenas(payload: Payload) -> dict[str, Arena]:
+    """The kinds of arena, the preferred first. In both a storage lies as its bytes in the `.ptd` do."""
+    facts = payload.storages, payload.traces
+    return {
+        "pooled": packed_arena(*facts, kind="paged", granule=_POOL, alignment=BLOCK),
+        "contiguous": packed_arena(*facts, kind="contiguous", granule=BLOCK, alignment=BLOCK),
+    }
+
+
+def floors(payload: Payload, keep: frozenset[int] = frozenset()) -> dict[str, Floor]:
+    """The floor of each kind of arena."""
+    return {name: floor(_demand(payload, arena, keep)) for name, arena in arenas(payload).items()}
+
+
+def kept_by_all(payload: Payload) -> frozenset[int]:
+    """The storages that no plan of a payload lets leave memory: those that its export was asked to keep.
+
+    At the floor there may be others, for which there is room in its arena all the same.
+    """
+    kept = {s for s, one in enumerate(payload.storages) if payload.plans and one.kind == "streamable"}
+    for plan in payload.plans:
+        held = merged(plan.resident)
+        for s in kept - set(plan.outside):
+            start, nbytes = plan.arena.layout[s], payload.storages[s].nbytes
+            if not any(one.start <= start and start + nbytes <= one.stop for one in held):
+                kept.discard(s)
+    return frozenset(kept)
+
+
+def make_plans(
+    payload: Payload, keep: frozenset[int], settings: Settings
+) -> tuple[tuple[Plan, ...], int | None]:
+    """The plans by ascending budget, one of them for the budget that was asked for, and that budget in bytes.
+
+    Raises BudgetError for a budget below the floor.
+    """
+    total = sum(storage.nbytes for storage in payload.storages)
+    found = floors(payload, keep)
+    lowest = min(found, key=lambda name: found[name].upper_bytes)
+    made: dict[int, Plan] = {}
+
+    def make(budget: int) -> Plan:
+        if budget not in made:
+            name = next((n for n, one in found.items() if one.upper_bytes <= budget), lowest)
+            made[budget] = _make(payload, arenas(payload)[name], keep, budget, settings)
+        return made[budget]
+
+    plans = ladder(make, max(1, found[lowest].upper_bytes), max(1, total))
+    if not settings.budget:
+        return plans, None
+    budget = parse_size(settings.budget, total=max(total, 100))
+    check_floor(_demand(payload, arenas(payload)[lowest], keep), budget, payload.storage_names())
+    asked = make(min(budget, max(1, total)))
+    return tuple(sorted({*plans, asked}, key=lambda plan: plan.budget)), budget
+
+
+def _demand(payload: Payload, arena: Arena, keep: frozenset[int]) -> Demand:
+    return Demand(payload.storages, payload.traces, arena, keep)
+
+
+def _make(payload: Payload, arena: Arena, keep: frozenset[int], budget: int, settings: Settings) -> Plan:
+    problem = Problem(payload.storages, payload.traces, arena, keep, hardware=settings.hardware)
+    plan = make_plan(problem, budget, names=payload.storage_names())
+    verify_plan(payload.storages, payload.traces, plan)
+    return plan
+
 
 SMALL = 4096
 """Bytes below which a storage stays in memory: the disk would read a whole block for it."""

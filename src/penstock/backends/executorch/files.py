@@ -1,27 +1,398 @@
-"""The files of an export: writes `.pte` and `.ptd`, and reads what they say without reading the weights."""
+"""The files of an export, written and read without ExecuTorch: `.pte`, `.ptd`, and a delegate's bytes."""
 
 from __future__ import annotations
 
+import functools
+import io
+import math
 import os
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, Final, Literal
 
-from penstock.backends.executorch.containers import Pte, read_open_pte, read_ptd
-from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
-from penstock.backends.executorch.region import COMPILED, PAYLOAD, PROGRAM, RegionCode, check_regions
+from penstock.backends.executorch.facts import BLOCK, arenas, floors, kept_by_all
 from penstock.runtime.system.atomic import replace_files
 from penstock.schedule.atomic_file import reporting, write_all
-from penstock.schedule.bounded_file import open_regular
+from penstock.schedule.bounded_file import CEILINGS, open_regular
 from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
-from penstock.schedule.facts.model import Part
+from penstock.schedule.facts.model import ITEM_SIZES, STRICT, Input, Part, Symbol
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
+from penstock.schedule.facts.validity import LARGEST_SIZE, size_faults
 from penstock.schedule.payload.codec import Payload, verify_payload
+from penstock.schedule.payload.text import decode, encode, parse
 from penstock.schedule.plan import Plan
+
+Bytes = bytes | memoryview
+
+# The positions of fields in their tables.
+_PLANS, _INLINE, _SEGMENTS, _NAMED = 1, 3, 4, 7  # of a program
+_PLAN_NAME, _DELEGATES = 0, 7
+_BACKEND_FIELD, _PROCESSED = 0, 1
+_LOCATION, _INDEX = 0, 1
+_DATA_SEGMENTS, _DATA_NAMED = 1, 2  # of the head of a .ptd
+_KEY, _SEGMENT = 0, 1
+_OFFSET, _SIZE = 0, 1
+
+_PTE: Final = "a .pte without weights"
+
+_LARGEST_HEAD = 64 << 20
+"""The most bytes of the list in a `.ptd` that are read; an entry takes some 150."""
+
+
+@dataclass(frozen=True)
+class Delegate:
+    """A delegate of a method: the name of its backend, and the bytes that the backend made."""
+
+    method: str
+    backend: str
+    processed: bytes
+
+
+@dataclass(frozen=True)
+class Pte:
+    """The named data in a `.pte` by key, and its delegates in the order of calls."""
+
+    named: Mapping[str, bytes]
+    delegates: tuple[Delegate, ...]
+
+
+def read_pte(data: Bytes) -> Pte:
+    """What a `.pte` holds. Raises ValueError for other bytes."""
+    return read_open_pte(io.BytesIO(data), lambda name: True)
+
+
+def read_open_pte(file: BinaryIO, wanted: Callable[[str], bool]) -> Pte:
+    """What an open `.pte` holds: the named data of keys, and the delegates of backends, that are `wanted`.
+
+    Other segments are not read, as they may be weights. Raises ValueError for other bytes, and for more bytes
+    than are read of any.
+    """
+    try:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        head = file.read(32)
+        if head[4:6] != b"ET":
+            raise ValueError("its first bytes are not those of a .pte")
+        size, base = end, 0
+        if head[8:12] == b"eh00":
+            size, base = struct.unpack_from("<QQ", head, 16)
+        pieces = _Pieces(file, end)
+        program = _Table.root(memoryview(pieces.read(0, min(size, end))))
+        segments = [
+            (base + one.number(_OFFSET, "Q"), one.number(_SIZE, "Q")) for one in program.tables(_SEGMENTS)
+        ]
+        if sum(size for _, size in segments) > end:
+            raise ValueError(f"its segments have more bytes than its {end}")
+
+        @functools.cache  # several may have the same bytes
+        def segment(index: int) -> bytes:
+            return pieces.read(*segments[index])
+
+        keys = [(one.text(_KEY), one.number(_SEGMENT, "I")) for one in program.tables(_NAMED)]
+        named = {key: segment(index) for key, index in keys if wanted(key)}
+        inline = list(program.tables(_INLINE))
+        delegates = []
+        for plan in program.tables(_PLANS):
+            method = plan.text(_PLAN_NAME)
+            for one in plan.tables(_DELEGATES):
+                backend, place = one.text(_BACKEND_FIELD), one.table(_PROCESSED)
+                index, in_segment = place.number(_INDEX, "I"), place.number(_LOCATION, "b")
+                if not in_segment or wanted(backend):
+                    own = segment(index) if in_segment else inline[index].vector(0)
+                    delegates.append(Delegate(method, backend, own))
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is cut off or damaged ({error})") from None
+    return Pte(named, tuple(delegates))
+
+
+def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:
+    """The absolute offset and the size of each entry of an open `.ptd`, by its key.
+
+    Raises ValueError for other bytes, and for a size in the file that reaches beyond its end.
+    """
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+
+    def inside(start: int, size: int) -> tuple[int, int]:
+        if start + size > end:
+            raise ValueError(f"it is cut off: it has {end} bytes, and {start + size} are needed")
+        return start, size
+
+    try:
+        head = file.read(48)
+        if head[4:6] != b"FT" or head[8:12] != b"FH01":
+            raise ValueError("its first bytes are not those of a .ptd")
+        start, size, base = struct.unpack_from("<QQQ", head, 16)
+        most = sum(inside(start, size))
+        if most > _LARGEST_HEAD:
+            raise ValueError(f"its head has {most} bytes, expected {_LARGEST_HEAD} at most")
+        file.seek(0)
+        tensors = _Table.root(memoryview(file.read(most)))
+        segments = [
+            inside(base + one.number(_OFFSET, "Q"), one.number(_SIZE, "Q"))
+            for one in tensors.tables(_DATA_SEGMENTS)
+        ]
+        return {one.text(_KEY): segments[one.number(_SEGMENT, "I")] for one in tensors.tables(_DATA_NAMED)}
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is cut off or damaged ({error})") from None
+
+
+class _Pieces:
+    """Reads pieces of a file of `end` bytes, which are no more in all than are read of any `.pte`."""
+
+    def __init__(self, file: BinaryIO, end: int) -> None:
+        self._file, self._end, self._left = file, end, CEILINGS[_PTE]
+
+    def read(self, start: int, size: int) -> bytes:
+        if start + size > self._end:
+            raise ValueError("it is cut off")
+        self._left -= size
+        if self._left < 0:
+            raise ValueError(f"{_PTE} has {CEILINGS[_PTE]:,} bytes at most, and it has more")
+        self._file.seek(start)
+        return self._file.read(size)
+
+
+class _Unread:
+    """How many bytes of lists and texts may still be read.
+
+    Those of a file are no more than it has, as each lies at a place of its own. Where many refer to the same
+    one, reading them would take a time and a memory that no one sees in the size of the file.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def take(self, nbytes: int) -> None:
+        self._nbytes -= nbytes
+        if self._nbytes < 0:
+            raise IndexError("its lists and texts have more bytes than the file")
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of a flatbuffer, at a position of its bytes."""
+
+    data: memoryview
+    at: int
+    unread: _Unread
+
+    @staticmethod
+    def root(data: memoryview) -> _Table:
+        return _Table(data, struct.unpack_from("<I", data)[0], _Unread(len(data)))
+
+    def number(self, field: int, form: str) -> int:
+        """The number in a field, 0 if it is left out."""
+        place = self._place(field)
+        return 0 if place is None else int(struct.unpack_from(f"<{form}", self.data, place)[0])
+
+    def text(self, field: int) -> str:
+        """The text in a field."""
+        return self.vector(field).decode()
+
+    def vector(self, field: int) -> bytes:
+        """The bytes in a field, none if it is left out."""
+        start, size = self._vector(field) or (0, 0)
+        self.unread.take(size)
+        return bytes(self.data[start : start + size])
+
+    def table(self, field: int) -> _Table:
+        """The table in a field."""
+        place = self._place(field)
+        if place is None:
+            raise IndexError(f"field {field} is missing")
+        return _Table(self.data, self._follow(place), self.unread)
+
+    def tables(self, field: int) -> Iterator[_Table]:
+        """The tables of the list in a field."""
+        first, count = self._vector(field) or (0, 0)
+        self.unread.take(4 * count)
+        return (_Table(self.data, self._follow(first + 4 * k), self.unread) for k in range(count))
+
+    def _place(self, field: int) -> int | None:
+        fields = self.at - int(struct.unpack_from("<i", self.data, self.at)[0])
+        size, entry = struct.unpack_from("<H", self.data, fields)[0], 4 + 2 * field
+        offset = struct.unpack_from("<H", self.data, fields + entry)[0] if entry < size else 0
+        return self.at + offset if offset else None
+
+    def _follow(self, place: int) -> int:
+        return place + int(struct.unpack_from("<I", self.data, place)[0])
+
+    def _vector(self, field: int) -> tuple[int, int] | None:
+        place = self._place(field)
+        if place is None:
+            return None
+        start = self._follow(place)
+        return start + 4, int(struct.unpack_from("<I", self.data, start)[0])
+
+
+PAYLOAD, PROGRAM, STORAGE = "penstock.payload.", "penstock.program.", "penstock.storage."
+COMPILED = "penstock.compiled."
+"""How the keys of named data begin; a hash of the data follows."""
+
+_DIMENSIONS, _SIDE = 16, (1 << 31) - 1
+"""The most dimensions that a tensor of ExecuTorch has, and the largest size of one."""
+
+
+@dataclass(frozen=True)
+class Appended:
+    """A tensor of a storage that the code of a region takes: a weight, or a state. Sizes count elements."""
+
+    __pydantic_config__: ClassVar = STRICT
+    storage: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    name: str
+    mutable: bool
+
+
+@dataclass(frozen=True)
+class RegionCode:
+    """What `docs/payload.md` says of a region, field by field."""
+
+    __pydantic_config__: ClassVar = STRICT
+    format: Literal["penstock-region"]
+    version: Literal[2]
+    payload: str
+    graph: int
+    region: int
+    regions: int
+    steps: tuple[int, int]
+    budget: int | None
+    kernels: Literal["executorch", "aotinductor"]
+    program: str
+    method: str
+    inputs: int
+    outputs: int
+    takes: tuple[Input, ...]
+    symbols: tuple[Symbol, ...]
+    appended: tuple[Appended, ...]
+
+    def to_bytes(self) -> bytes:
+        """The `processed_bytes`: the hash of the JSON, and the JSON."""
+        text = encode(self)
+        return sha256(text).hexdigest().encode() + b"\n" + text
+
+    @staticmethod
+    def from_bytes(data: bytes, *, source: str = "a delegate") -> RegionCode:
+        """Reads the bytes of a delegate; raises PayloadError for others."""
+        digest, _, data = data.partition(b"\n")
+        if digest != sha256(data).hexdigest().encode():
+            raise PayloadError(f"{source} is damaged: the sha256 of its bytes differs; copy the .pte again")
+        text, tree = parse(data, source)
+        if not isinstance(tree, dict) or tree.get("format") != "penstock-region":
+            raise PayloadError(f"{source}: expected the region of a penstock payload, got another format")
+        return decode(RegionCode, text, tree, source)
+
+
+def check_regions(regions: Sequence[RegionCode], payload: Payload, source: str) -> None:
+    """Raises PayloadError for the first field of a region that does not belong to the payload.
+
+    docs/payload.md, "A region", has the rules; native/executorch/catalog.cpp checks the same of one region.
+    """
+    catalog = _Catalog(payload)
+    for one in regions:
+        name = f"{source}, region {one.region} of graph {one.graph}"
+        for fault in catalog.faults(one):
+            raise PayloadError(f"{name}: {fault}; export again")
+    for graph in catalog.steps:
+        own = [one for one in regions if one.graph == graph]
+        for position, one in enumerate(sorted(own, key=lambda one: one.region)):
+            if (one.region, one.regions) != (position, len(own)):
+                raise PayloadError(
+                    f"{source}, graph {graph}: $.region and $.regions: expected {position} of the {len(own)} "
+                    f"regions that there are, got {one.region} of {one.regions}; export again"
+                )
+
+
+class _Catalog:
+    """What a payload says of steps and weights, with which its regions have to agree."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.steps = {trace.graph: trace.steps for trace in payload.traces}
+        self.storages = payload.storages
+        self.parts = {weight.fqn: weight.parts[0] for weight in payload.tensors}
+        outside = [set(plan.outside) for plan in payload.plans]
+        self.stay = set.intersection(*outside) if outside else set()
+
+    def faults(self, region: RegionCode) -> Iterator[str]:
+        """One sentence for each field that contradicts the payload."""
+        if region.graph not in self.steps:
+            yield f"$.graph: expected that of a method, one of {sorted(self.steps)}, got {region.graph}"
+            return
+        steps, (first, behind) = self.steps[region.graph], region.steps
+        most = {"executorch": 1}.get(region.kernels, len(steps))
+        if not 0 <= first <= behind <= min(first + most, len(steps)):
+            yield f"$.steps: expected one of {len(steps)} steps, or none, got {[first, behind]}"
+            return
+        for name in ("inputs", "outputs"):
+            yield from size_faults(getattr(region, name), f"$.{name}")
+        taken = region.inputs if region.kernels == "aotinductor" else 0
+        if len(region.takes) != taken:
+            yield f"$.takes: expected {taken} inputs, got {len(region.takes)}"
+        there = self.stay.union(*(step.reads for step in steps[first:behind]))
+        for i, one in enumerate(region.appended):
+            path = f"$.appended[{i}]"
+            if not 0 <= one.storage < len(self.storages):
+                yield f"{path}.storage: expected one of {len(self.storages)} storages, got {one.storage}"
+                continue
+            storage = self.storages[one.storage]
+            untouched = (
+                region.kernels == "aotinductor"
+            )  # what no step reads, the code asks for and never reads
+            if storage.kind == "streamable" and one.storage not in there and not untouched:
+                yield f"{path}.storage: expected one that $.steps read, {sorted(there)}, got {one.storage}"
+            if one.mutable and storage.kind != "mutable":
+                yield f"{path}.mutable: expected false, as the storage is {storage.kind}, got true"
+            yield from _tensor_faults(one, path, storage.nbytes)
+            yield from _part_faults(one, path, self.parts.get(one.name))
+
+
+def _tensor_faults(one: Appended, path: str, nbytes: int) -> Iterator[str]:
+    """What no tensor in a storage of `nbytes` has."""
+    if one.dtype not in ITEM_SIZES:
+        yield f"{path}.dtype: expected torch's name of a dtype, got {one.dtype!r}"
+    elif sorted(one.dim_order) != list(range(len(one.shape))):
+        yield f"{path}.dim_order: expected each dimension of $.shape once, got {list(one.dim_order)}"
+    elif not _fits(one, nbytes):
+        yield f"{path}.shape: expected a tensor inside of its {nbytes} bytes, got {list(one.shape)}"
+
+
+def _fits(one: Appended, nbytes: int) -> bool:
+    if (
+        len(one.shape) > _DIMENSIONS
+        or not 0 <= min(one.shape, default=0) <= max(one.shape, default=0) <= _SIDE
+    ):
+        return False
+    item = ITEM_SIZES[one.dtype]
+    # The strides of a tensor without items count the other sizes.
+    room = LARGEST_SIZE if 0 in one.shape else nbytes - one.offset
+    return 0 <= one.offset <= nbytes and item * math.prod(max(1, size) for size in one.shape) <= room
+
+
+def _part_faults(one: Appended, path: str, part: Part | None) -> Iterator[str]:
+    """How a tensor differs from that of its name in the payload, where there is one."""
+    if part is None:
+        return
+    for name in ("storage", "offset", "dtype", "shape"):
+        expected, got = getattr(part, name), getattr(one, name)
+        if expected != got:
+            yield f"{path}.{name}: expected {expected!r}, as {one.name} has in the payload, got {got!r}"
+            return
+    dense = 1
+    for d in reversed(one.dim_order):
+        if one.shape[d] > 1 and part.stride[d] != dense and 0 not in one.shape:
+            yield f"{path}.dim_order: expected that of {one.name} in the payload, got {list(one.dim_order)}"
+            return
+        dense *= one.shape[d]
+
 
 _REMEDY = "export with to_executorch(ExecutorchBackendConfig(segment_alignment=4096))"
 _BACKEND = "PenstockBackend"

@@ -12,6 +12,7 @@ from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, Par
 from torch.export import ExportedProgram
 
 from penstock.backends.executorch.backend import PenstockBackend
+from penstock.backends.executorch.facts import compiled_late, operators_of, with_own_uses
 from penstock.backends.executorch.options import (
     Alias,
     Kernels,
@@ -21,7 +22,6 @@ from penstock.backends.executorch.options import (
     Settings,
     to_spec,
 )
-from penstock.backends.executorch.plain import compiled_late, operators_of
 from penstock.backends.executorch.regions import (
     Regions,
     Worth,
@@ -30,7 +30,6 @@ from penstock.backends.executorch.regions import (
     tag,
     whole_method,
 )
-from penstock.backends.executorch.uses import with_own_uses
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.calls.inputs import describe_method, guards_of, refuse_shared_inputs
 from penstock.passes.graph.nodes import with_aten_operators

@@ -19,8 +19,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind, TensorArgument
 
+from penstock.backends.executorch.facts import named_without_use, takes_part
 from penstock.backends.executorch.options import NO_WORK
-from penstock.backends.executorch.uses import named_without_use, takes_part
 from penstock.passes.graph.nodes import needed, placeholders_of
 from penstock.passes.trace import sum_of, work_of
 from penstock.passes.weights.usage import Usage
