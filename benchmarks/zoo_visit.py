@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import penstock
 from benchmarks.zoo_entry import Entry
-from penstock.models.checkpoint_names import names_in_checkpoint
+from penstock.models.configuration import names_in_checkpoint
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rename
 from penstock.runtime.checkpoint.opening import open_checkpoint

@@ -119,7 +119,7 @@ def _program(model: str, tokens: int, files: Any, *, trust: bool) -> tuple[Any, 
         return load_exported(path, trust=trust), files, {}
     if (path / "payload.json").is_file():
         fail(f"{model} is an artifact already: `penstock run {model} --budget 50%` runs it")
-    from penstock.models.checkpoint_names import names_in_checkpoint
+    from penstock.models.configuration import names_in_checkpoint
     from penstock.models.preflight import open_source
     from penstock.passes.building.fake_export import Built
     from penstock.runtime.checkpoint.opening import open_checkpoint

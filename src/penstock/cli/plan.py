@@ -16,7 +16,7 @@ from penstock.cli.terminal.inputs import check_artifact, check_outputs
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:
-    from penstock.models.advice import Advice
+    from penstock.models.preflight import Advice
     from penstock.runtime.program import Program
     from penstock.schedule.plan import Plan
     from penstock.schedule.report.comparison import Point
@@ -54,7 +54,7 @@ def plan(
 ) -> None:
     """Show what would stay in memory and what would stream within a budget, and whether that pays."""
     check_artifact(artifact)
-    from penstock.models.advice import advise
+    from penstock.models.preflight import advise
     from penstock.runtime.program import read_program
     from penstock.runtime.training.module import candidates
 

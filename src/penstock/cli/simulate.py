@@ -38,7 +38,7 @@ def simulate(
 ) -> None:
     """Run a plan on a virtual clock, with `--device sim:NAME` the program too, and show where it waits."""
     check_artifact(artifact)
-    from penstock.models.advice import simulated, simulated_routes
+    from penstock.models.preflight import simulated, simulated_routes
     from penstock.models.trial import run_simulated
     from penstock.runtime.program import open as open_program
 

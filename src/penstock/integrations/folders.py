@@ -24,8 +24,14 @@ from penstock.integrations.formats.packed import names_of_packed
 from penstock.integrations.formats.quantised import quantised_weights
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import owner_of
-from penstock.models.checkpoint_names import names_in_checkpoint
-from penstock.models.configuration import DTYPES, builder, default_dtype, model_class, read_config
+from penstock.models.configuration import (
+    DTYPES,
+    builder,
+    default_dtype,
+    model_class,
+    names_in_checkpoint,
+    read_config,
+)
 from penstock.passes.building.deferred import Deferred, deferred_init, join
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import dtype_name

@@ -15,7 +15,7 @@ from penstock.integrations.cached import store
 from penstock.integrations.folders import local_folder, weight_sets
 from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.integrations.libraries import origin_of
-from penstock.models.checkpoint_names import names_in_checkpoint
+from penstock.models.configuration import names_in_checkpoint
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.lifted import storage_identity
 from penstock.passes.weights.subclasses import has_parts

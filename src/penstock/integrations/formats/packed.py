@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.integrations.formats import compressed
-from penstock.models.checkpoint_names import names_in_checkpoint
+from penstock.models.configuration import names_in_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.safetensors_file import TORCH_NAMES
 from penstock.schedule.facts.errors import SourceError
