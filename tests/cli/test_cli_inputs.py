@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.cli.terminal.inputs import check_outputs, load_exported
+from penstock.cli.terminal.options import check_outputs, load_exported
 from penstock.schedule.facts.errors import SourceError
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 from tests.forked import run_forked

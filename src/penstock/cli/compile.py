@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import check_folder, fail, load_exported, pairs, weight_files
+from penstock.cli.terminal.options import check_folder, fail, load_exported, pairs, weight_files
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import typer
 
 from penstock._extras import require
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import fail, first_line
-from penstock.cli.terminal.interrupts import left_to_body
+from penstock.cli.terminal.console import left_to_body
+from penstock.cli.terminal.options import fail, first_line
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, SourceError
 from penstock.schedule.facts.sizes import format_budget, format_size
 

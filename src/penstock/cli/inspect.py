@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import fail
+from penstock.cli.terminal.options import fail
 from penstock.schedule.facts.sizes import format_size, format_time
 
 if TYPE_CHECKING:

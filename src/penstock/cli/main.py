@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
-from penstock.cli.terminal.interrupts import STATUS, answered
+from penstock.cli.terminal.console import STATUS, answered
 from penstock.schedule.facts.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def _fail(sentence: str) -> None:
-    from penstock.cli.terminal.inputs import fail
+    from penstock.cli.terminal.options import fail
 
     fail(sentence)
 

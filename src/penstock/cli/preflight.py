@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import check_outputs
+from penstock.cli.terminal.options import check_outputs
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 

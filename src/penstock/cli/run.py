@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import check_artifact, check_outputs, integer, pairs
+from penstock.cli.terminal.options import check_artifact, check_outputs, integer, pairs
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:

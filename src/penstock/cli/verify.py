@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import check_artifact
+from penstock.cli.terminal.options import check_artifact
 from penstock.schedule.facts.sizes import format_size
 
 EXAMPLES = ("penstock verify model.penstock", "penstock verify model.penstock --strict")

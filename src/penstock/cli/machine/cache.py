@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.terminal import console
-from penstock.cli.terminal.inputs import fail
-from penstock.cli.terminal.options import Json, check_size
+from penstock.cli.terminal.options import Json, check_size, fail
 from penstock.runtime.cache import LIMIT, Entry, Pruned, list_entries, user_cache
 from penstock.runtime.cache import prune as prune_entries
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size

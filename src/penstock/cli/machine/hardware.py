@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.terminal import console
-from penstock.cli.terminal.inputs import fail
-from penstock.cli.terminal.options import Json, check_hardware, offer
+from penstock.cli.terminal.options import Json, check_hardware, fail, offer
 from penstock.schedule.facts.hardware import PRESETS, find_hardware
 from penstock.schedule.facts.model import Hardware
 
