@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.integrations import apply
-from penstock.integrations.cached import store
+from penstock.integrations.weight_files import store
 from penstock.runtime.cache import Cache, list_entries, prune
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)

@@ -19,9 +19,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from penstock.integrations import converted, load
-from penstock.integrations.converted import keep_converted
+from penstock.integrations import load, weight_files
 from penstock.integrations.folders import open_model
+from penstock.integrations.weight_files import keep_converted
 from penstock.runtime.cache import Cache, list_entries, prune
 from penstock.runtime.checkpoint import stored_tensor
 from penstock.runtime.checkpoint.opening import open_checkpoint
@@ -197,7 +197,7 @@ def test_what_was_converted_is_hashed_only_where_the_system_says_that_it_has_cha
     said()
     opened(folder, tmp_path)
     assert "all of its bytes are compared" in said()
-    monkeypatch.setattr(converted, "file_chunks", None)  # cannot be called
+    monkeypatch.setattr(weight_files, "file_chunks", None)  # cannot be called
     opened(folder, tmp_path)
     told = said()
     assert "compared" not in told

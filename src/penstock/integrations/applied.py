@@ -18,7 +18,6 @@ from torch import nn
 
 from penstock._logging import show
 from penstock.integrations.adapters import by_adapter, state_of_adapters
-from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
 from penstock.integrations.called.measuring import buffer_bytes
@@ -38,8 +37,8 @@ from penstock.integrations.libraries import (
 from penstock.integrations.own_files import keep_weights
 from penstock.integrations.saved import save_model, write_folder
 from penstock.integrations.training.adapting import Adapting
-from penstock.integrations.training.module import TrainedModule
-from penstock.integrations.training.trained import TrainedParameters
+from penstock.integrations.training.module import TrainedModule, TrainedParameters
+from penstock.integrations.weight_files import store, stored_tensors
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.cache import Cache
 from penstock.runtime.device.opening import target_device

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from penstock._extras import require
-from penstock.integrations.converted import is_converted, keep_converted
 from penstock.integrations.formats.packed import names_of_packed
 from penstock.integrations.formats.quantised import quantised_weights
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import owner_of
+from penstock.integrations.weight_files import is_converted, keep_converted
 from penstock.models.configuration import (
     DTYPES,
     builder,

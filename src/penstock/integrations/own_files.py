@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penstock.integrations.cached import store
 from penstock.integrations.folders import local_folder, weight_sets
 from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.integrations.libraries import origin_of
+from penstock.integrations.weight_files import store
 from penstock.models.configuration import names_in_checkpoint
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.lifted import storage_identity

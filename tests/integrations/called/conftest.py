@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.integrations.cached import stored_tensors
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
 from penstock.integrations.emptied.hollow import Hollow
 from penstock.integrations.own_files import keep_weights
+from penstock.integrations.weight_files import stored_tensors
 from penstock.runtime.cache import Cache
 from penstock.runtime.loading import LoadOptions
 from tests.integrations.called.within import CHECKED, Called, Room

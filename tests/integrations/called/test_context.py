@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from penstock.integrations import apply
-from penstock.integrations.called import own_steps
+from penstock.integrations.called import forwards
 from penstock.integrations.context import largest_context, token_bytes
 from penstock.schedule.facts.errors import BudgetError
 
@@ -110,9 +110,9 @@ def test_the_number_in_the_error_would_do(tmp_path):
 
 
 def test_smaller_caches_are_named_where_they_work(monkeypatch):
-    monkeypatch.setattr(own_steps.importlib.util, "find_spec", lambda name: None)
-    assert own_steps.smaller_caches(on_cpu=True) == ["or a shorter context"]
-    _, offloaded = own_steps.smaller_caches(on_cpu=False)
+    monkeypatch.setattr(forwards.importlib.util, "find_spec", lambda name: None)
+    assert forwards.smaller_caches(on_cpu=True) == ["or a shorter context"]
+    _, offloaded = forwards.smaller_caches(on_cpu=False)
     assert "offloaded" in offloaded
-    monkeypatch.setattr(own_steps.importlib.util, "find_spec", lambda name: object())
-    assert "quantized" in own_steps.smaller_caches(on_cpu=True)[-1]
+    monkeypatch.setattr(forwards.importlib.util, "find_spec", lambda name: object())
+    assert "quantized" in forwards.smaller_caches(on_cpu=True)[-1]

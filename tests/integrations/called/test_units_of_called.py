@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from penstock.integrations.called.own_memory import OwnMemory
+from penstock.integrations.called.measuring import OwnMemory
 from penstock.runtime.loading import LoadOptions
 from tests.integrations.called.within import (
     CHECKED,

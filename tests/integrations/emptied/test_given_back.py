@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from penstock.integrations import apply, cached
+from penstock.integrations import apply, weight_files
 from penstock.integrations.called.facts import make_facts
-from penstock.integrations.called.own_memory import OwnMemory
+from penstock.integrations.called.measuring import OwnMemory
 from penstock.integrations.emptied import hollow
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.cache import Cache
@@ -59,7 +59,7 @@ def test_a_quantised_parameter_is_the_same_object_all_the_time(tmp_path):
 def test_one_object_is_one_on_another_device_and_the_same_again_after_it(tmp_path):
     model = quantised()
     weight, bias, output = model[0].weight, model[0].bias, model(X)
-    kept = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
+    kept = weight_files.store(weight_files.stored_tensors(model), Cache(tmp_path), "me")
     facts = make_facts(model, [kept])
     given = hollow.Hollow(model, "restore it", META)
     assert {value.device for value in model.parameters()} == {META}
@@ -118,7 +118,7 @@ def test_a_buffer_in_the_memory_of_a_parameter_stays_in_it(tmp_path):
 def test_a_value_that_is_read_otherwise_than_it_was_is_not_given_back(tmp_path):
     """As from a disk that has lost bits, of which the system says nothing."""
     model = layers()
-    kept = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
+    kept = weight_files.store(weight_files.stored_tensors(model), Cache(tmp_path), "me")
     facts = make_facts(model, [kept])
     emptied = hollow.Hollow(model, "restore it", torch.device("cpu"))
     with pytest.raises(SourceError, match=r"weight 1\.bias has other bytes than there were"):

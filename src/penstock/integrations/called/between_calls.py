@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.integrations.called.kinds import IN_MEMORY
-from penstock.integrations.called.own_memory import OwnMemory, like, plain_tensors_only
+from penstock.integrations.called.measuring import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.places import Places, Watched
 from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.weights.subclasses import plain_tensors

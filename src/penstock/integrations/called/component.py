@@ -27,15 +27,26 @@ from penstock.integrations.called.between_calls import BetweenCalls, Keep
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import ModuleFacts, Order
-from penstock.integrations.called.forwards import Forwards, Wrapped
+from penstock.integrations.called.forwards import Forwards, OwnSteps, Wrapped
 from penstock.integrations.called.kinds import KnownKinds, kind_of, refuse_elsewhere, refuse_grad
-from penstock.integrations.called.measuring import ROOM, CallArguments, CallSizes, meters_of, taken_by
-from penstock.integrations.called.own_memory import OwnMemory
-from penstock.integrations.called.own_steps import OwnSteps
+from penstock.integrations.called.measuring import (
+    ROOM,
+    CallArguments,
+    CallSizes,
+    OwnMemory,
+    meters_of,
+    taken_by,
+)
 from penstock.integrations.called.passes import Pass, one_pass
-from penstock.integrations.called.places import Places, Step, leave_twins_out, write_back
-from penstock.integrations.called.plan_memory import PlanMemory
-from penstock.integrations.called.readers import StepWeights, can_read
+from penstock.integrations.called.places import (
+    Places,
+    Step,
+    StepWeights,
+    can_read,
+    leave_twins_out,
+    write_back,
+)
+from penstock.integrations.called.plans import PlanMemory
 from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import Answer, answer_with
 from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of

@@ -1,18 +1,206 @@
-"""The methods of a module and its parts that are wrapped while it is called: parts may come, go and move."""
+"""The wrapped methods of a module and its parts, and steps whose weights have memory of their own."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import importlib.util
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from penstock.integrations.called.measuring import run_uncounted
-from penstock.integrations.called.readers import COMPILED, is_compiled
+from penstock.integrations.called.by_units.reads import Seen
+from penstock.integrations.called.by_units.units import UnitReads
+from penstock.integrations.called.facts import StepTime
+from penstock.integrations.called.measuring import (
+    ROOM,
+    compiled_graphs,
+    like,
+    plain_tensors_only,
+    run_uncounted,
+)
+from penstock.integrations.called.passes import Pass
+from penstock.integrations.called.places import COMPILED, Step, StepWeights, Watched, is_compiled
+from penstock.integrations.called.plans import PlanMemory
+from penstock.integrations.cap import SLACK, Cap
 from penstock.integrations.emptied.hollow import copy_part, replace_attribute
+from penstock.passes.weights.subclasses import plain_tensors
+from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.sizes import format_budget, format_size
+
+_log = logging.getLogger(__name__)
+
+
+class OwnSteps:
+    """Runs steps that no plan has. `name` is the module's in messages."""
+
+    def __init__(self, name: str, steps: StepWeights, units: UnitReads, memory: PlanMemory, cap: Cap) -> None:
+        self._name, self._steps, self._own, self._units = name, steps, steps.own, units
+        self._memory, self._cap = memory, cap
+
+    def weight(self, twin: int, memory: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return a weight over `memory`, which this completes from the files."""
+        fqn, value = self._steps.places.names[twin], self._steps.places.twins[twin]
+        with plain_tensors_only():
+            return like(value, fqn, lambda name: self._own.tensor(name, memory))
+
+    def with_weights(self, output: Any) -> Any:
+        """Return what a call has returned, with values for weights that it has returned as they are."""
+        leaves, spec = pytree.tree_flatten(output)
+        if not any(id(leaf) in self._steps.places.twins for leaf in leaves):
+            return output
+        for index, leaf in enumerate(leaves):
+            if id(leaf) in self._steps.places.twins:
+                leaves[index] = self.weight(id(leaf), {})
+        return pytree.tree_unflatten(leaves, spec)
+
+    @contextmanager
+    def running(self, current: Pass, step: Step, begun: int) -> Iterator[None]:
+        """Have the weights of a step that no plan has in memory of their own, which is then given back."""
+        storages = self._steps.readers.storages[step.path]
+        left_out = self._units.left_out(step.path, storages)
+        storages = tuple(s for s in storages if s not in left_out)
+        nbytes = self.bytes_at_once(step.path)
+        if current.meter is not None:
+            self._check_room(nbytes, current.meter.look(), current.given_bytes)
+        nested = current.open is not None
+        seen = Seen(step.path, step.path)
+        if not nested and not self._units.is_member(step.path):
+            current.steps.append(seen)
+        with plain_tensors_only():
+            memory = self._own.read(storages)
+            values = {
+                twin: self.weight(twin, memory)
+                for twin in step.twins
+                if twin not in self._memory.staying and not self._steps.storages_of(twin) & left_out
+            }
+        sums = current.order is None  # in other passes a step was seen before
+        watched = [(twin, Watched(value, sums=sums)) for twin, value in values.items()]
+        filled = step.fill(values)
+        before = current.open, current.values
+        current.open, current.values = before[0] or step, {**before[1], **values}
+        _start(watched)
+        current.own_bytes += nbytes
+        graphs = compiled_graphs()
+        inner = current.inner_ns
+        ready = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter_ns()
+            used = [(twin, one) for twin, one in watched if one.is_viewed or one.is_written]
+            if current.meter is not None and compiled_graphs() == graphs:
+                current.meter.look(current.own_bytes)
+            elif current.meter is not None:  # the compiler's own memory is none of later calls
+                current.has_compiled = True
+                current.meter.forget()
+            current.own_bytes -= nbytes
+            current.open, current.values = before
+            step.empty(filled)
+            if not nested:
+                lead = max(0, begun - current.mark)
+                took = ended - ready - (current.inner_ns - inner)
+                seen.time = StepTime(lead, max(0, took))  # reads of several threads overlap
+            self._keep(current, step, used)
+            if current.meter is not None:
+                for weights in (memory, values, watched, used, filled):
+                    weights.clear()
+                current.meter.restart()
+            current.mark = time.perf_counter_ns()
+
+    def _keep(self, current: Pass, step: Step, used: Sequence[tuple[int, Watched]]) -> None:
+        """Keep weights in memory from now on that a step has written, or of which something keeps views."""
+        for twin, watched in used:
+            use = "writes" if watched.is_written else "keeps a view of"
+            self._stay(current, twin, watched.value, f"{step.path or self._name} {use}")
+
+    def _stay(self, current: Pass | None, twin: int, value: torch.Tensor, use: str) -> None:
+        _log.info("%s stays in memory: %s it", self._steps.places.names[twin], use)
+        self._memory.staying[twin] = value
+        self._steps.learned.resident |= self._steps.storages_of(twin)
+        self._memory.settle()
+        if current is not None:
+            current.learned = True
+
+    def stay(self, current: Pass | None, twin: int, written: torch.Tensor | None = None) -> torch.Tensor:
+        """Keep a weight in memory from now on that a call writes to, with the values `written`; return it."""
+        value = self.weight(twin, {})
+        if written is not None:
+            for name, part in plain_tensors("", value).items():
+                part.data.copy_(plain_tensors("", written)[name].data)
+        self._stay(current, twin, value, "the call writes")
+        return value
+
+    def _check_room(self, nbytes: int, taken: int, given: int) -> None:
+        """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
+
+        `given` bytes of caches and inputs were there before. The error's number is for the largest step,
+        which may be still to come.
+        """
+        beside = max(0, given + taken - SLACK)
+        if nbytes + beside > self._cap.room:
+            raise self.too_little(self.bytes_at_once(self.largest), beside, self.largest, given)
+
+    @property
+    def largest(self) -> str:
+        """The path of the module that reads the most bytes of weights at once."""
+        return max(self._steps.steps, key=self.bytes_at_once, default="")
+
+    def bytes_at_once(self, path: str) -> int:
+        """Return the bytes of weights that the step of a module reads whole."""
+        storages = self._steps.readers.storages.get(path, ())
+        left_out = self._units.left_out(path, storages)
+        return sum(self._steps.facts.storages[s].nbytes for s in storages if s not in left_out)
+
+    def too_little(self, floor: int, beside: int, path: str = "", given: int = 0) -> BudgetError:
+        """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others.
+
+        `given` of these are of the caches and inputs of the call.
+        """
+        room = ROOM * beside + (ROOM - 1) * min(given, SLACK)  # a call never takes the same
+        least = floor + int(room) + self._cap.nbytes - self._cap.room
+        who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
+        ways = ["or call it with smaller inputs"]
+        takes = f"the call takes {format_size(beside)} beside weights"
+        if 2 * given > beside:
+            takes = f"the inputs of the call and the cache of its context take {format_size(given)}"
+            ways = smaller_caches(on_cpu=self._own.on_cpu)
+        return BudgetError(
+            f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}, and {who} at once; "
+            f"give at least {format_size(least, up=True)}, {', '.join(ways)}",
+            floor_bytes=least,
+        )
+
+
+def smaller_caches(*, on_cpu: bool) -> list[str]:
+    """Return in words how a context takes less memory, by ways that work here."""
+    ways = ["or a shorter context"]
+    if not on_cpu:
+        ways.append('or a cache in the memory of the host (generate(cache_implementation="offloaded"))')
+    if any(_is_installed(name) for name in ("optimum.quanto", "hqq")):
+        ways.append('or a quantised cache (generate(cache_implementation="quantized"))')
+    return ways
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def _start(watched: Sequence[tuple[int, Watched]]) -> None:
+    """Begin to watch weights; no variable of the step refers to one when its memory is given back."""
+    for _, weight in watched:
+        weight.start()
+
 
 Run = Callable[["Wrapped", Sequence[Any], Mapping[str, Any]], Any]
 """Runs a call of a wrapped method."""

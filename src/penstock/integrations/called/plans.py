@@ -1,19 +1,29 @@
-"""Plans for the orders of a module's calls, and what a plan does with the weights of each module."""
+"""Plans for the orders of a module's calls, and the memory that the present one has."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import gc
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.by_units.units import UnitReads
-from penstock.integrations.called.facts import NO_FOLDER, Order
-from penstock.integrations.called.measuring import CallSizes
-from penstock.integrations.called.readers import StepWeights
-from penstock.runtime.loading import LoadOptions
+from penstock.integrations.called.facts import NO_FOLDER, Order, StepTime
+from penstock.integrations.called.kinds import IN_MEMORY
+from penstock.integrations.called.measuring import CallSizes, like, plain_tensors_only
+from penstock.integrations.called.passes import Pass, positions_of
+from penstock.integrations.called.places import NO_VALUES, Place, Step, StepWeights, Values, Watched
+from penstock.integrations.kept import digest_of
+from penstock.runtime.loading import LoadOptions, load_weights
 from penstock.runtime.planning import PlanRequest, decide_to_load
-from penstock.schedule.facts.errors import BudgetError
+from penstock.runtime.stream.loaded import LoadedWeights
+from penstock.schedule.facts.errors import BudgetError, StreamError
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.report.verdict import slow_launches
@@ -187,3 +197,225 @@ def residency_of(plan: Plan, steps: StepWeights, name: str) -> tuple[Residency, 
         return Residency(module, nbytes, "stays", "there is room for it")
 
     return tuple(of(path or name, fqns) for path, fqns in steps.readers.fqns.items())
+
+
+class PlanMemory:
+    """What the present plan has in memory, which may be none. `count` is told the bytes that it has read.
+
+    Attributes:
+        weights: The loaded plan, None where there is none.
+        orders: The orders that were planned last.
+        staying: Weights that have memory of their own from now on, by twin.
+        present: Weights that the present plan has in memory throughout, by twin.
+        probed: By order, the steps that wait for reads.
+    """
+
+    def __init__(self, steps: StepWeights, count: Callable[[int], None]) -> None:
+        self.weights: LoadedWeights | None = None
+        self.orders: PlannedOrders | None = None
+        self.staying: dict[int, torch.Tensor] = {}
+        self.present: dict[int, torch.Tensor] = {}
+        self.probed: list[frozenset[int]] = []
+        self._steps, self._count = steps, count
+        self._counted = 0  # bytes of the present plan of which `count` was told
+        self._values: dict[int, torch.Tensor] = {}  # weights over the memory of the plan
+        # By order and path, the values of a step, and those of them that it puts in places.
+        self._step_values: list[dict[str, tuple[Values, Values]]] = []
+        self._watched: list[tuple[int, Watched]] = []
+        self._staying: list[tuple[int, Watched]] = []  # those of `present`
+        self._positions: list[dict[str, list[int]]] = []
+        self._viewed: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []  # memory that has gone
+        self._standing = Step("", (), ())  # the places of `present`
+        self._filled: list[tuple[Place, torch.Tensor]] = []
+
+    def run(self, current: Pass, step: Step, number: int, begun: int, call: Callable[[], Any]) -> Any:
+        """Run the call of a module with its weights in their places: step `number` of the expected order.
+
+        Most steps of most passes come through here: benchmarks/steps.py measures what each costs.
+        """
+        assert current.order is not None
+        assert self.weights is not None
+        streamer = self.weights.streamer if self.waits(current, number) else None
+        try:
+            if streamer is not None:
+                streamer.acquire(current.order, number)
+            current.values, to_fill = self._step_values[current.order][step.path]
+            filled = step.fill(to_fill) if to_fill else ()
+            current.steps.append(seen := Seen(step.path, step.path))
+            inner = current.inner_ns
+            ready = time.perf_counter_ns()
+            try:
+                return call()
+            finally:
+                ended = time.perf_counter_ns()
+                if filled:
+                    step.empty(filled)
+                if streamer is not None:
+                    streamer.release(current.order, number)
+                lead = max(0, begun - current.mark)
+                took = ended - ready - (current.inner_ns - inner)
+                seen.time = StepTime(lead, max(0, took))  # reads of several threads overlap
+                current.mark = time.perf_counter_ns()
+        finally:
+            current.open, current.values = None, NO_VALUES
+
+    def load(self, orders: PlannedOrders, options: LoadOptions, beside: int) -> LoadedWeights:
+        """Load a plan; calls take `beside` bytes beside its weights."""
+        self.orders, self._counted = orders, 0
+        self.weights = weights = load_weights(NO_FOLDER, orders.payload, orders.plan, options, beside)
+        steps, outside = self._steps, set(orders.plan.outside)
+        with plain_tensors_only():
+            for twin, value in steps.places.twins.items():
+                if twin not in self.staying:
+                    name = steps.places.names[twin]
+                    self._values[twin] = like(value, name, weights.tensors.__getitem__)
+        self.present = {
+            twin: value for twin, value in self._values.items() if steps.storages_of(twin) <= outside
+        }
+        self._step_values = [
+            {path: self._values_of(step, left_out.get(path, ())) for path, step in steps.steps.items()}
+            for left_out in orders.left_out
+        ]
+        places = tuple(place for place in steps.places.all if id(place.twin) in self.present)
+        self._standing = Step("", places, steps.places.flat)
+        self._watched = [
+            (twin, Watched(value)) for twin, value in self._values.items() if twin not in self.present
+        ]
+        for _, watched in self._watched:
+            watched.start()
+        self._staying = [(twin, Watched(value)) for twin, value in self.present.items()]
+        self.probed = [frozenset(weights.probed(graph)) for graph in range(len(orders.traced))]
+        self._positions = [positions_of(order) for order in orders.traced]
+        return weights
+
+    def _values_of(self, step: Step, left_out: Collection[int]) -> tuple[Values, Values]:
+        """Return the values of a step without those of the storages `left_out`, and which it puts in places.
+
+        Small weights of modules that values choose stay in memory. What the plan has in memory throughout
+        stands in its places already.
+        """
+        away = set(left_out) - self._steps.learned.small
+        values = {
+            twin: self._values[twin]
+            for twin in step.twins
+            if twin in self._values and not self._steps.storages_of(twin) & away
+        }
+        return values, {twin: value for twin, value in values.items() if twin not in self.present}
+
+    def close(self) -> None:
+        """Give the memory of the plan back."""
+        weights = self.weights
+        if weights is None:
+            return
+        self.leave()
+        self.weights = None
+        self.present, self._staying = {}, []
+        viewed = [
+            (self._steps.places.names[twin], watched.memory())
+            for twin, watched in self._watched
+            if watched.is_viewed
+        ]
+        self._watched, self._values, self._step_values = [], {}, []
+        # Tensors would keep the memory of a device alive, and that for which the finalizer waits.
+        weights.tensors.clear()
+        if not viewed:
+            weights.close()
+        for name, memory in viewed:  # the last view that goes gives it back
+            self._viewed.append((name, weakref.ref(memory)))
+            weakref.finalize(memory, weights.close)
+
+    def settle(self) -> None:
+        """Put weights with memory of their own in their places, and twins in the others."""
+        self._steps.places.settle(self.staying, (self.staying, self._values))
+
+    def enter(self) -> None:
+        """Put the weights that the plan has in memory throughout in their places, while a call runs.
+
+        Between calls twins stand there: what is written to a weight then has to be kept when the plan goes.
+        """
+        self._filled += self._standing.fill(self.present)
+
+    def leave(self) -> None:
+        """Put the twins back, and count what was read."""
+        self._standing.empty(self._filled)
+        self._filled = []
+        if self.weights is not None:
+            plan = self.weights.plan
+            read = self.weights.counters.bytes_moved + sum(plan.sizes[s] for s in plan.outside)
+            self._count(read - self._counted)
+            self._counted = read
+
+    def next_step(self, current: Pass, step: Step) -> int | None:
+        """Return the number of a step in the expected order; None where it has none."""
+        if current.order is None:
+            return None
+        assert self.orders is not None
+        order = self.orders.traced[current.order].paths
+        if current.position < len(order) and order[current.position] == step.path:
+            number = current.position
+        else:
+            numbers = self._positions[current.order].get(step.path)
+            if numbers is None:
+                return None
+            number = next((k for k in numbers if k >= current.position), numbers[0])
+        self.move(current, number)
+        return number
+
+    def move(self, current: Pass, number: int) -> None:
+        """Note that a step of the expected order comes next; a pass that skips calls of modules is astray."""
+        assert self.orders is not None
+        assert current.order is not None
+        reads = self.orders.traced[current.order].operators
+        if number != current.position:
+            skipped = range(current.position, number)
+            current.astray |= number < current.position or any(not reads or reads[k] is None for k in skipped)
+        current.position = number + 1
+
+    def waits(self, current: Pass, number: int) -> bool:
+        """Tell whether a step waits for reads.
+
+        In a pass that is astray, each does: what the plan has kept in memory for it may have gone.
+        """
+        assert current.order is not None
+        return current.astray or number in self.probed[current.order]
+
+    def reads_units_only(self, current: Pass, path: str) -> bool:
+        """Tell whether the plan has operators read all storages that the step of a module would read."""
+        if current.order is None:
+            return False
+        assert self.orders is not None
+        return self.orders.left_out[current.order].get(path) == set(self._steps.readers.storages[path])
+
+    # Uses that are refused.
+
+    def refuse_written(self, current: Pass) -> None:
+        """Raise StreamError if a pass has written a weight that leaves memory after its step."""
+        written = [self._steps.places.names[twin] for twin, watched in self._watched if watched.is_written]
+        written += [
+            fqn for fqn, copy, digest in current.copies if digest_of(copy.detach().contiguous()) != digest
+        ]
+        if written:
+            raise StreamError(
+                f"the call writes {written[0]}, which is not in memory between calls: {IN_MEMORY}"
+            )
+
+    def written_in_place(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the weights that the plan has in memory throughout, and that something has written."""
+        return [(twin, watched.value) for twin, watched in self._staying if watched.is_written]
+
+    @property
+    def is_viewed(self) -> bool:
+        """Tell whether something keeps a view of a weight of the plan."""
+        return any(watched.is_viewed for _, watched in self._watched)
+
+    def refuse_viewed(self) -> None:
+        """Raise StreamError while something keeps a view of a weight in memory that has been given back."""
+        for collect in (False, True):  # a tracer that failed leaves views in cycles of garbage
+            if collect and self._viewed:
+                gc.collect()
+            self._viewed = [(fqn, memory) for fqn, memory in self._viewed if memory() is not None]
+        if self._viewed:
+            raise StreamError(
+                f"something keeps a view of {self._viewed[0][0]}, which is not in memory between calls: "
+                f"keep a clone() of the view, or {IN_MEMORY}"
+            )

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.integrations.adapters import state_of_adapters
 from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
-from penstock.integrations.called.own_memory import OwnMemory
+from penstock.integrations.called.measuring import OwnMemory
 from penstock.integrations.emptied.absent import AbsentTensor, make_absent
 from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.weights.lifted import storage_bytes, tensor_in

@@ -1,14 +1,9 @@
-"""A module that is trained while its frozen weights stream: one trace has a forward and its backward.
-
-A forward with grad mode on begins a pass, which ends with its backward. What autograd saves of a weight is
-its name. A node of the backward that asks for the weight is the next step of the pass, so that reads cross
-over from the forward. The weight is given back when another node asks for one, when a module is called again,
-as checkpointing does, or at the end of the backward: the node has ended then.
-"""
+"""A module that is trained while its frozen weights stream: one trace has a forward and its backward."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,25 +13,155 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.integrations.called.by_units.reads import Seen
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import Order, StepTime
 from penstock.integrations.called.forwards import Wrapped
 from penstock.integrations.called.kinds import IN_MEMORY, kind_of, refuse_elsewhere
-from penstock.integrations.called.measuring import CallArguments, CallSizes, PeakMeter
-from penstock.integrations.called.own_memory import like, plain_tensors_only
+from penstock.integrations.called.measuring import (
+    CallArguments,
+    CallSizes,
+    PeakMeter,
+    like,
+    plain_tensors_only,
+)
 from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import Places, Step
-from penstock.integrations.training.activations import Activations, LeastSizes, LiveActivations
-from penstock.integrations.training.packing import PackedWeight, packing
-from penstock.integrations.training.steps import Steps
-from penstock.integrations.training.trained import TrainedParameters
-from penstock.passes.weights.subclasses import plain_tensors
+from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.integrations.training.activations import (
+    Activations,
+    LeastSizes,
+    LiveActivations,
+    PackedWeight,
+    packing,
+)
+from penstock.passes.training.facts import COPIES
+from penstock.passes.weights.subclasses import has_parts, plain_tensors
 from penstock.runtime.stream.engine import Counters, Streamer
 from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.runtime.system.memory import give_back_when_freed
-from penstock.schedule.facts.errors import BudgetError, StreamError
+from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
+from penstock.schedule.facts.sizes import format_size, format_time
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Steps:
+    """Counts the backward passes of a component, and logs the first, the second, the fourth, and so on.
+
+    A line says what was moved since the one before, on average. Where the weights were loaded again
+    meanwhile, it counts from then.
+    """
+
+    name: str
+    done: int = 0
+    _since: int = 0
+    _said_to_fit: bool = False
+    _before: tuple[int, int, float, int] = (0, 0, 0.0, 0)
+    _written: tuple[int, int] = (0, 0)
+
+    def add(self, stats: Any, streamed: int, written: int) -> None:
+        """Count a backward pass, after which the loaded module has these counters.
+
+        `streamed` are the bytes that its plan copies in a step. Once it is said where there are none.
+        `written` are those of activations that have left memory so far.
+        """
+        self.done, self._since = self.done + 1, self._since + 1
+        if not streamed and not self._said_to_fit:
+            self._said_to_fit = True
+            _log.warning(
+                "all weights of %s fit into memory, and nothing streams: it trains as fast without penstock",
+                self.name,
+            )
+        now = stats.passes, stats.bytes_moved, stats.stall_seconds, stats.misses
+        if now[0] < self._before[0]:
+            self._before, self._since = (0, 0, 0.0, 0), 1
+        if self.done & (self.done - 1):
+            return
+        _, moved, stalled, misses = (a - b for a, b in zip(now, self._before, strict=True))
+        _log.info(
+            "%s, step %d: %s of weights moved and %s waited for them in each, misses %d; "
+            "%s of activations written to a file and read again",
+            self.name,
+            self.done,
+            format_size(int(moved // self._since)),
+            format_time(stalled / self._since * 1e9),
+            misses,
+            format_size((written - self._written[1]) // (self.done - self._written[0])),
+        )
+        self._before, self._since, self._written = now, 0, (self.done, written)
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """The parameters of a module that required grad when this was made.
+
+    Attributes:
+        module: The module.
+        parameters: The parameters, each once.
+    """
+
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, model: nn.Module) -> TrainedParameters:
+        """Return the parameters of the user's `model` that require grad now.
+
+        The model is the module, or holds it, beside prompts that are trained, for example. `name` is the
+        module's in messages.
+
+        Raises PassError if there is none, and for one that cannot be trained beside weights that stream.
+        """
+        named = [*model.named_parameters(), *module.named_parameters()]
+        names = {id(value): fqn for fqn, value in named if value.requires_grad}
+        parameters = tuple(value for value in model.parameters() if value.requires_grad)
+        if not parameters:
+            raise PassError(
+                f"{name} has no parameter that requires grad, so that there is nothing to train: give it an "
+                "adapter (get_peft_model of peft), or leave train=True out"
+            )
+        for value in parameters:
+            if has_parts(value) or value.device.type != "cpu":
+                kind = type(value).__name__ if has_parts(value) else f"on {value.device}"
+                raise PassError(
+                    f"{names[id(value)]} requires grad and is {kind}: train plain parameters on the CPU, or "
+                    "freeze it (requires_grad_(False))"
+                )
+        memory = {value.untyped_storage()._cdata: names[id(value)] for value in parameters}
+        for fqn, other in [*module.named_parameters(), *module.named_buffers()]:
+            if id(other) in names or has_parts(other) or isinstance(other, AbsentTensor):
+                continue
+            trained = memory.get(other.untyped_storage()._cdata)
+            if trained is not None:
+                raise PassError(
+                    f"{trained} requires grad and shares its memory with {fqn}, which is frozen and would "
+                    f"stream: freeze {trained}, or give it a copy of its own"
+                )
+        return cls(module, parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters, their gradients, and the optimiser's state, which is assumed AdamW's."""
+        return COPIES * sum(value.nbytes for value in self.parameters)
+
+    def without(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a module, by FQN, that are not trained."""
+        trained_ids = {id(value) for value in self.parameters}
+        return {fqn: value for fqn, value in tensors.items() if id(value) not in trained_ids}
+
+    def refuse_others(self) -> None:
+        """Raise StreamError for a weight that streams, and requires grad now."""
+        for fqn, value in self.module.named_parameters():
+            if isinstance(value, AbsentTensor) and value.requires_grad:
+                raise StreamError(
+                    f"{fqn} requires grad now, and it streams since penstock was applied: freeze it, or "
+                    "restore() and apply penstock again"
+                )
+
 
 _NO_ARGUMENTS = CallArguments(None, 0, 0, {}, {})
 
