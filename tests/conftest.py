@@ -1,11 +1,8 @@
 """What every test shares: hypothesis runs the same examples each time, with no deadline."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -26,7 +23,7 @@ _INDUCTORS_OWN = "TORCHINDUCTOR_CACHE_DIR" not in os.environ  # libraries that t
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory):
+def own_cache(tmp_path_factory):
     """What penstock remembers of a machine stays out of the user's folders, in child processes too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -51,14 +48,14 @@ def kept_code():
 
 
 @pytest.fixture(scope="session")
-def native() -> None:
+def native():
     """For what runs on the native engine alone."""
     if "native" not in ENGINES:
         pytest.skip("the native engine is not built: penstock was installed without a C++ compiler")
 
 
 @pytest.fixture(scope="session")
-def compiler() -> None:
+def compiler():
     """For what Inductor compiles."""
     if COMPILER is None:
         pytest.skip("Inductor has no C++ compiler: scripts/install-compiler installs one")
@@ -67,23 +64,23 @@ def compiler() -> None:
 class _Heard(logging.Handler):
     """Keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.INFO)
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
 @pytest.fixture
-def said() -> Iterator[Callable[[], str]]:
+def said():
     """Returns what penstock has logged, from info on, since it was last asked."""
     logger, heard = logging.getLogger("penstock"), _Heard()
     level = logger.level
     logger.addHandler(heard)
     logger.setLevel(logging.INFO)
 
-    def take() -> str:
+    def take():
         lines, heard.lines = heard.lines, []
         return "\n".join(lines)
 
@@ -93,7 +90,7 @@ def said() -> Iterator[Callable[[], str]]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection():
     """What is imported and collected stays: the collector need not look through it again and again.
 
     What tests import later stays, too, so all is looked through a tenth as often, as in the command line: it

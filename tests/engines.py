@@ -4,8 +4,6 @@ The fixtures `native` and `compiler` in conftest.py are for tests that need the 
 tests/native/test_library.py fails where the native engine is missing although there is a compiler.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -23,7 +21,7 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 ROOT = Path(__file__).parents[1]
 
 
-def built(program: str, script: str) -> Path:
+def built(program, script):
     """A program under `build`, made by a script from the sources as they are; `make` has made it before.
 
     Skips the test where what builds it is missing.

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,13 +66,7 @@ class Parent:
     then but these. `modules` are imported besides. A library that is `preloaded` was loaded before any other.
     """
 
-    def __init__(
-        self,
-        python: str = sys.executable,
-        environment: Mapping[str, str] | None = None,
-        modules: Sequence[str] = (),
-        preloaded: Path | None = None,
-    ) -> None:
+    def __init__(self, python=sys.executable, environment=None, modules=(), preloaded=None):
         self._environment, self._preloaded = environment, preloaded
         imports = "".join(f"import {module}\n" for module in modules)
         command = [python, "-W", "error", "-c", imports + PARENT]
@@ -81,22 +74,14 @@ class Parent:
             command, env=self._variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def _variables(self) -> dict[str, str]:
+    def _variables(self):
         inherited = os.environ if self._environment is None else self._environment
         return {**inherited, **({"LD_PRELOAD": str(self._preloaded)} if self._preloaded else {})}
 
-    def close(self) -> None:
+    def close(self):
         self._process.communicate()
 
-    def run(
-        self,
-        code: str,
-        *arguments: object,
-        folder: Path | None = None,
-        warnings: str = "error",
-        together: bool = False,
-        **environment: str,
-    ) -> Done:
+    def run(self, code, *arguments, folder=None, warnings="error", together=False, **environment):
         """Runs code as `python -W error -c` does in a folder, but for the time that importing torch takes.
 
         With `together`, what goes to stderr is in `out`, between what goes to stdout.
@@ -107,7 +92,7 @@ class Parent:
         with tempfile.TemporaryDirectory() as place:
             out, err = (Path(place, name) for name in ("out", "err"))
             err.touch()
-            given: dict[str, object] = {
+            given = {
                 "code": code,
                 "arguments": [*map(str, arguments)],
                 "folder": str(folder or Path.cwd()),
@@ -123,19 +108,12 @@ class Parent:
 
 
 @cache
-def _parent(preloaded: Path | None) -> Parent:
+def _parent(preloaded):
     parent = Parent(preloaded=preloaded)
     atexit.register(parent.close)
     return parent
 
 
-def run_forked(
-    code: str,
-    *arguments: object,
-    folder: Path | None = None,
-    warnings: str = "error",
-    preloaded: Path | None = None,
-    **environment: str,
-) -> Done:
+def run_forked(code, *arguments, folder=None, warnings="error", preloaded=None, **environment):
     """Runs code as `Parent.run` does, in a fork of one process for all that preload the same library."""
     return _parent(preloaded).run(code, *arguments, folder=folder, warnings=warnings, **environment)

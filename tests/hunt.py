@@ -3,10 +3,7 @@
 Tests that ask are marked `random`, by which `make soak` finds them.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Sequence
 from typing import TypeVar
 
 Case = TypeVar("Case")
@@ -14,11 +11,11 @@ Case = TypeVar("Case")
 _TIMES = int(os.environ.get("PENSTOCK_SOAK", "1"))
 
 
-def scaled(number: int) -> int:
+def scaled(number):
     """`number` in the suite, and so many times as many in `make soak`."""
     return number * _TIMES
 
 
-def sampled(cases: Sequence[Case], every: int) -> Sequence[Case]:
+def sampled(cases, every):
     """Every so manyth of the cases in the suite, from the first on, and all of them in `make soak`."""
     return cases if _TIMES > 1 else cases[::every]

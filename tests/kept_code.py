@@ -3,8 +3,6 @@
 AOTInductor keeps none of it: what it writes for a program is compiled again each time, in some four seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shlex
@@ -19,14 +17,14 @@ Compile = Callable[[str, str], None]
 """Runs a command line in a folder."""
 
 
-def keeping(compile_as_ever: Compile, kept: Path = KEPT) -> Compile:
+def keeping(compile_as_ever, kept=KEPT):
     """Returns what runs a command line of Inductor's, unless what it would make was made before.
 
     An object file depends on the source, the words of the command, torch's headers, the compiler, and, by
     `-march=native`, on the processor. Precompiled headers have names that tell what is in them.
     """
 
-    def run(cmd_line: str, cwd: str) -> None:
+    def run(cmd_line, cwd):
         words = shlex.split(cmd_line)
         if "-c" not in words or not words[1].endswith(".cpp"):
             compile_as_ever(cmd_line, cwd)
@@ -49,7 +47,7 @@ def keeping(compile_as_ever: Compile, kept: Path = KEPT) -> Compile:
     return run
 
 
-def _machine(compiler: str) -> tuple[object, ...]:
+def _machine(compiler):
     """What tells a processor, a compiler and a torch from others."""
     import torch
 

@@ -8,15 +8,12 @@ starts expose data that nobody waits for, random ones the rest. Slow, and simple
 believed. `pool_oracle.py` does the same for what is read by units.
 """
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 
-from penstock.schedule.facts.model import Drop, Range, Schedule, Storage, Trace, Transfer
-from penstock.schedule.plan import Plan
+from penstock.schedule.facts.model import Drop, Range, Transfer
 from tests.pool_oracle import UnsafeError, arena_reads, check_pool, must
 
 PASSES = 3
@@ -25,9 +22,7 @@ Unit = tuple[int, int]
 Piece = Range | Transfer | Drop
 
 
-def check_plan(
-    storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan, seeds: Iterable[int] = range(3)
-) -> None:
+def check_plan(storages, traces, plan, seeds=range(3)):
     """Raise UnsafeError when `plan` can go wrong for any of its methods."""
     check_facts(storages, traces, plan)
     for schedule in plan.schedules:
@@ -37,7 +32,7 @@ def check_plan(
             Machine(storages, plan, schedule.graph, shuffled(seed)).run()
 
 
-def peak_bytes(storages: tuple[Storage, ...], plan: Plan) -> int:
+def peak_bytes(storages, plan):
     """The most bytes of a paged arena that `plan` ever holds, when copies start as soon as they may."""
     machines = []
     for schedule in plan.schedules:
@@ -49,7 +44,7 @@ def peak_bytes(storages: tuple[Storage, ...], plan: Plan) -> int:
 # What can be seen without running anything.
 
 
-def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> None:
+def check_facts(storages, traces, plan):
     reads = {t.graph: [(arena_reads(s, plan.pool), s.writes, s.sparse) for s in t.steps] for t in traces}
     planned = {t.graph: [(s.reads, s.writes, s.sparse) for s in t.steps] for t in plan.traces}
     must(reads == planned, "made for other traces")
@@ -85,7 +80,7 @@ def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
         check_order(schedule, trace, len(reads[trace_before(trace)]))
 
 
-def check_produced(storages: tuple[Storage, ...], plan: Plan) -> None:
+def check_produced(storages, plan):
     """What can be seen of storages that steps write."""
     writes = [s for t in plan.traces for step in t.steps for s in step.writes]
     must(len(writes) == len(set(writes)), "two steps write a storage")
@@ -114,7 +109,7 @@ def check_produced(storages: tuple[Storage, ...], plan: Plan) -> None:
             )
 
 
-def written_inside(storages: tuple[Storage, ...], plan: Plan) -> list[int]:
+def written_inside(storages, plan):
     """The storages that steps write in the arena."""
     return [
         s
@@ -123,7 +118,7 @@ def written_inside(storages: tuple[Storage, ...], plan: Plan) -> list[int]:
     ]
 
 
-def writer_of(storages: tuple[Storage, ...], plan: Plan, offset: int) -> int | None:
+def writer_of(storages, plan, offset):
     """The produced storage in whose segment an offset of the layout lies."""
     for s in written_inside(storages, plan):
         for g in plan.arena.segments:
@@ -132,19 +127,19 @@ def writer_of(storages: tuple[Storage, ...], plan: Plan, offset: int) -> int | N
     return None
 
 
-def trace_before(trace: Trace) -> int:
+def trace_before(trace):
     """The number of the method whose call comes before."""
     return trace.graph if trace.follows is None else trace.follows
 
 
-def all_pieces(plan: Plan) -> list[Piece]:
-    pieces: list[Piece] = [*plan.resident, *plan.boundary]
+def all_pieces(plan):
+    pieces = [*plan.resident, *plan.boundary]
     for schedule in plan.schedules:
         pieces += [*schedule.transfers, *schedule.drops, *(schedule.boundary or ())]
     return pieces
 
 
-def check_range(storages: tuple[Storage, ...], plan: Plan, piece: Piece) -> None:
+def check_range(storages, plan, piece):
     start, stop, granule = piece.start, piece.stop, plan.arena.granule
     must(start < stop, "an empty range")
     segments = [g for g in plan.arena.segments if g.start <= start and stop <= g.stop]
@@ -166,7 +161,7 @@ def check_range(storages: tuple[Storage, ...], plan: Plan, piece: Piece) -> None
     must(stop % granule == 0 or stop in stops, "a misaligned end")
 
 
-def placed(storages: tuple[Storage, ...], plan: Plan) -> list[int]:
+def placed(storages, plan):
     """Where storages that live in the arena begin in the layout."""
     layout = plan.arena.layout
     return [
@@ -174,7 +169,7 @@ def placed(storages: tuple[Storage, ...], plan: Plan) -> list[int]:
     ]
 
 
-def owner_of(storages: tuple[Storage, ...], plan: Plan, offset: int) -> int | None:
+def owner_of(storages, plan, offset):
     """The storage of the last place in the layout at or before `offset`."""
     before = [at for at in placed(storages, plan) if at <= offset]
     if not before:
@@ -183,7 +178,7 @@ def owner_of(storages: tuple[Storage, ...], plan: Plan, offset: int) -> int | No
     return next(s for s in owners if storages[s].nbytes and s not in plan.outside)
 
 
-def check_order(schedule: Schedule, trace: Trace, before: int) -> None:
+def check_order(schedule, trace, before):
     steps = len(trace.steps)
     for transfer in schedule.transfers:
         must(0 <= transfer.step < steps, "a transfer for no step")
@@ -199,7 +194,7 @@ Action = tuple[str, int]
 Scheduler = Callable[[list[Action], set[int]], Action]
 
 
-def eager(actions: list[Action], needed: set[int]) -> Action:
+def eager(actions, needed):
     """Copies start as soon and end as late as they may."""
     starts = [a for a in actions if a[0] == "start"]
     steps = [a for a in actions if a[0] == "step"]
@@ -207,14 +202,14 @@ def eager(actions: list[Action], needed: set[int]) -> Action:
     return (starts or steps or finishes or actions)[0]
 
 
-def lazy(actions: list[Action], needed: set[int]) -> Action:
+def lazy(actions, needed):
     """Copies start and end only when the next step cannot do without."""
     steps = [a for a in actions if a[0] == "step"]
     finishes = [a for a in actions if a[0] == "finish" and a[1] in needed]
     return (steps or finishes or actions)[0]
 
 
-def shuffled(seed: int) -> Scheduler:
+def shuffled(seed):
     dice = random.Random(seed)
     return lambda actions, needed: dice.choice(actions)
 
@@ -222,7 +217,7 @@ def shuffled(seed: int) -> Scheduler:
 class Machine:
     """Memory, a queue of copies, and one step after the other, from a first call of method `graph` on."""
 
-    def __init__(self, storages: tuple[Storage, ...], plan: Plan, graph: int, choose: Scheduler) -> None:
+    def __init__(self, storages, plan, graph, choose):
         self.storages, self.plan, self.choose = storages, plan, choose
         self.paged = plan.arena.kind == "paged"
         self.traces = {t.graph: t for t in plan.traces}
@@ -241,27 +236,27 @@ class Machine:
         # are replaced by the cold start.
         self.queue = self.in_line()
         # Copies under way: the step, over all passes, that waits for them, and what they bring.
-        self.flying: dict[int, tuple[int, set[Unit]]] = {}
+        self.flying = {}
         # Copies out under way: the step whose end waits for them, and what they take.
-        self.leaving: dict[int, tuple[int, set[Unit]]] = {}
+        self.leaving = {}
         # By layout offset, the pass that wrote the bytes last, and the pass whose bytes the spill file has.
-        self.written: dict[int, int] = {}
-        self.spilled: dict[int, int] = {}
+        self.written = {}
+        self.spilled = {}
         self.running = False  # the next step to end has taken memory for what it writes, and reads
         self.numbered = 0
-        self.holds: dict[int, int] = {}  # unit of memory -> layout offset of the data in it
-        self.memory: set[int] = set()  # units of memory that are taken
+        self.holds = {}  # unit of memory -> layout offset of the data in it
+        self.memory = set()  # units of memory that are taken
         self.peak = 0  # bytes of them
         self.resident = {u for r in plan.resident for u, _ in self.units(r.start, r.stop)}
         self.produced = {data for _, data in self.units_of(written_inside(storages, plan))}
 
-    def in_line(self) -> list[tuple[int, Transfer]]:
+    def in_line(self):
         transfers = ((p, t) for p, g in enumerate(self.graphs) for t in self.schedules[g].transfers)
         return [(p, t) for p, t in transfers if p > 0 or t.after >= 0]
 
     # Places.
 
-    def all_spans(self) -> list[tuple[int, int]]:
+    def all_spans(self):
         """The addresses of everything that the plan moves or a step reads."""
         spans = [(piece.start, piece.stop) for piece in all_pieces(self.plan)]
         for s, at in enumerate(self.plan.arena.layout):
@@ -269,25 +264,25 @@ class Machine:
                 spans.append((at, at + self.storages[s].nbytes))
         return [(start + self.shift(start), stop + self.shift(start)) for start, stop in spans]
 
-    def shift(self, offset: int) -> int:
+    def shift(self, offset):
         """What is added to a layout offset to get the address of its byte."""
         s = owner_of(self.storages, self.plan, offset)
         if self.paged or s is None:
             return 0
         return self.plan.addresses[s] - self.plan.arena.layout[s]
 
-    def units(self, start: int, stop: int) -> set[Unit]:
+    def units(self, start, stop):
         """The units that a range of the layout fills, each with its data."""
         shift = self.shift(start)
         lo, hi = bisect_left(self.edges, start + shift), bisect_left(self.edges, stop + shift)
         return {(u, self.edges[u] - shift) for u in range(lo, hi)}
 
-    def units_read(self, graph: int, step: int) -> set[Unit]:
+    def units_read(self, graph, step):
         return self.units_of(self.traces[graph].steps[step].reads)
 
-    def units_of(self, some: Iterable[int]) -> set[Unit]:
+    def units_of(self, some):
         """The units of storages in the arena."""
-        found: set[Unit] = set()
+        found = set()
         for s in some:
             if s not in self.plan.outside and self.storages[s].nbytes:
                 start = self.plan.arena.layout[s]
@@ -295,12 +290,12 @@ class Machine:
                 found |= self.units(start, start + self.storages[s].nbytes)
         return found
 
-    def loaded_or_flying(self) -> set[Unit]:
+    def loaded_or_flying(self):
         return set(self.holds.items()).union(*(units for _, units in self.flying.values()))
 
     # Running.
 
-    def run(self) -> None:
+    def run(self):
         self.begin_cold()
         for number in range(self.passes):
             self.forget(number)
@@ -316,11 +311,11 @@ class Machine:
             expected = set().union(*(self.units(r.start, r.stop) for r in boundary))
             must(self.loaded_or_flying() == expected, f"pass {number} does not end at the boundary")
 
-    def boundary_of(self, graph: int) -> tuple[Range, ...]:
+    def boundary_of(self, graph):
         own = self.schedules[graph].boundary
         return self.plan.boundary if own is None else own
 
-    def begin_cold(self) -> None:
+    def begin_cold(self):
         """Every range of the boundary is on its way, and nobody knows how far."""
         graph, steps = self.graphs[0], self.lengths[0]
         for piece in self.boundary_of(graph):
@@ -333,25 +328,25 @@ class Machine:
             for _, data in self.units_of(one.writes):
                 self.spilled[data] = self.written[data] = -1
 
-    def forget(self, number: int) -> None:
+    def forget(self, number):
         """Nothing is left of what a pass writes when it begins."""
         for step in self.traces[self.graphs[number]].steps:
             for _, data in self.units_of(step.writes):
                 self.spilled.pop(data, None)
                 self.written.pop(data, None)
 
-    def next_may_start(self) -> bool:
+    def next_may_start(self):
         if not self.queue:
             return False
         number, transfer = self.queue[0]
         return self.ended > self.begins[number] + transfer.after
 
-    def needed(self) -> set[int]:
+    def needed(self):
         """Copies that the next step waits for: those in before it runs, and those out before it ends."""
         waits = self.leaving if self.running else self.flying
         return {i for i, (step, _) in waits.items() if step <= self.ended}
 
-    def legal_actions(self) -> list[Action]:
+    def legal_actions(self):
         actions = [("finish", i) for i in (*self.flying, *self.leaving)]
         if self.next_may_start():
             actions.append(("start", 0))
@@ -362,7 +357,7 @@ class Machine:
             actions.append(("step", 0))
         return actions
 
-    def act(self, action: Action) -> None:
+    def act(self, action):
         kind, number = action
         if kind == "start":
             self.start()
@@ -373,7 +368,7 @@ class Machine:
         else:
             self.begin_step()
 
-    def finish(self, number: int) -> None:
+    def finish(self, number):
         if number in self.flying:
             self.holds.update(self.flying.pop(number)[1])
             return
@@ -381,7 +376,7 @@ class Machine:
             must(self.holds.get(unit) == data, "bytes change while they are copied out")
             self.spilled[data] = self.written[data]
 
-    def start(self) -> None:
+    def start(self):
         number, transfer = self.queue.pop(0)
         units = self.units(transfer.start, transfer.stop)
         places = {u for u, _ in units}
@@ -394,31 +389,31 @@ class Machine:
         self.check_spilled(units)
         self.fly(self.begins[number] + transfer.step, units)
 
-    def start_out(self, step: int, units: set[Unit]) -> None:
+    def start_out(self, step, units):
         must(all(self.holds.get(u) == data for u, data in units), "bytes are copied out that are not there")
         for _, data in units:
             self.spilled.pop(data, None)  # until the copy ends, nobody knows what the file has
         self.leaving[self.numbered] = (step, units)
         self.numbered += 1
 
-    def check_spilled(self, units: set[Unit]) -> None:
+    def check_spilled(self, units):
         for data in {data for _, data in units} & self.produced:
             known = data in self.written and self.spilled.get(data) == self.written[data]
             must(known, "a transfer brings bytes that the spill file does not have")
 
-    def check_quiet(self, places: set[int]) -> None:
+    def check_quiet(self, places):
         """No copy is under way to or from these places."""
         flying = {u for _, others in self.flying.values() for u, _ in others}
         must(not places & flying, "two copies write the same bytes at once")
         leaving = {u for _, others in self.leaving.values() for u, _ in others}
         must(not places & leaving, "bytes go while they are copied out")
 
-    def fly(self, step: int, units: set[Unit]) -> None:
+    def fly(self, step, units):
         self.take(units)
         self.flying[self.numbered] = (step, units)
         self.numbered += 1
 
-    def take(self, units: set[Unit]) -> None:
+    def take(self, units):
         for u, _ in units:
             self.holds.pop(u, None)  # poison: whoever reads it before it is filled, fails
             self.memory.add(u)
@@ -426,19 +421,19 @@ class Machine:
         self.peak = max(self.peak, taken)
         must(taken <= self.plan.arena_bytes, "more memory than the arena has")
 
-    def now(self) -> tuple[int, int, int]:
+    def now(self):
         """The pass, the method and the step that come next or run."""
         number = max(p for p in range(self.passes) if self.begins[p] <= self.ended and self.lengths[p])
         return number, self.graphs[number], self.ended - self.begins[number]
 
-    def begin_step(self) -> None:
+    def begin_step(self):
         number, graph, step = self.now()
         self.write(number, self.units_of(self.traces[graph].steps[step].writes))
         for unit, data in self.units_read(graph, step):
             must(self.holds.get(unit) == data, f"step {self.ended} reads other data than its own")
         self.running = True
 
-    def write(self, number: int, units: set[Unit]) -> None:
+    def write(self, number, units):
         places = {u for u, _ in units}
         must(not (self.paged and places & self.memory), "a step writes where bytes are")
         self.check_quiet(places)
@@ -446,7 +441,7 @@ class Machine:
         self.holds.update(units)
         self.written.update((data, number) for _, data in units)
 
-    def end_step(self) -> None:
+    def end_step(self):
         _, graph, step = self.now()
         self.running = False
         self.ended += 1
@@ -454,7 +449,7 @@ class Machine:
             if drop.step == step:
                 self.drop(drop)
 
-    def drop(self, drop: Drop) -> None:
+    def drop(self, drop):
         for unit, data in self.units(drop.start, drop.stop):
             must(unit not in self.resident, "a drop takes resident bytes")
             must(self.holds.get(unit) == data, "a drop takes bytes that are not there")

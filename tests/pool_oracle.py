@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from random import Random
 from typing import Protocol
 
-from penstock.schedule.facts.model import Pool, SparseRead, Step, Storage, Trace
-from penstock.schedule.plan import Plan
+from penstock.schedule.facts.model import Pool, Trace
 
 SIZES = {"int8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4}
 Unit = tuple[int, int]
@@ -25,13 +23,13 @@ class UnsafeError(Exception):
     """What went wrong, or what cannot be."""
 
 
-def must(fact: bool, sentence: str) -> None:
+def must(fact, sentence):
     if not fact:
         raise UnsafeError(sentence)
 
 
 @cache
-def bytes_of(read: SparseRead, number: int) -> range:
+def bytes_of(read, number):
     """The bytes of a unit in its storage, from the first to the last."""
     view, item = read.view, SIZES[read.view.dtype]
     begins = [
@@ -42,30 +40,30 @@ def bytes_of(read: SparseRead, number: int) -> range:
 
 
 @cache
-def granules_of(pool: Pool, read: SparseRead, number: int) -> frozenset[int]:
+def granules_of(pool, read, number):
     place = pool.layout[read.view.storage]
     return frozenset((place + byte) // pool.granule for byte in bytes_of(read, number))
 
 
-def served(step: Step, pool: Pool | None) -> list[SparseRead]:
+def served(step, pool):
     """The reads of a step that a pool serves."""
     some = [one for one in step.sparse if pool and pool.layout[one.view.storage] >= 0]
     some = [one for one in some if not one.tiles or (pool and pool.tiles)]
     return [one for one in some if one.tiles or one.asked < (*one.view.shape, 0)[0] or (pool and pool.dense)]
 
 
-def arena_reads(step: Step, pool: Pool | None) -> tuple[int, ...]:
+def arena_reads(step, pool):
     away = [one.view.storage for one in served(step, pool)]
     return tuple(s for s in step.reads if s not in away)
 
 
-def check_pool(storages: tuple[Storage, ...], plan: Plan) -> None:
+def check_pool(storages, plan):
     """What can be seen of a plan's pool without running anything."""
     pool = plan.pool
     if pool is None:
         return
     must(pool.granule > 0 and len(pool.layout) == len(storages), "a pool without granules or places")
-    taken: set[int] = set()
+    taken = set()
     for s, place in enumerate(pool.layout):
         if place >= 0:
             must(storages[s].kind == "streamable", "units of what is not streamable")
@@ -73,7 +71,7 @@ def check_pool(storages: tuple[Storage, ...], plan: Plan) -> None:
             own = {(place + byte) // pool.granule for byte in range(storages[s].nbytes)}
             must(not taken & own, "two storages of the pool in one granule")
             taken |= own
-    known: dict[int, list[range]] = {}
+    known = {}
     for step in (step for trace in plan.traces for step in trace.steps):
         must(len(served(step, pool)) < 2, "a step reads units of two storages")
         for read in served(step, pool):
@@ -81,7 +79,7 @@ def check_pool(storages: tuple[Storage, ...], plan: Plan) -> None:
             must(known.setdefault(read.view.storage, units) == units, "two kinds of units of one storage")
 
 
-def check_units(storages: tuple[Storage, ...], pool: Pool, read: SparseRead) -> list[range]:
+def check_units(storages, pool, read):
     view = read.view
     must(view.dtype in SIZES and len(view.shape) == len(view.stride) > 0, "units of no tensor")
     must(min(view.shape) > 0, "units without bytes")
@@ -89,7 +87,7 @@ def check_units(storages: tuple[Storage, ...], pool: Pool, read: SparseRead) -> 
     if read.computed is not None:
         must(len(read.computed.shape) > 0 and read.computed.shape[0] == len(units), "slices of no unit")
         must(not read.tiles and read.slices == 1, "tiles that are computed")
-    seen: set[int] = set()
+    seen = set()
     for number, unit in enumerate(units):
         must(unit.start >= 0 and unit.stop <= storages[view.storage].nbytes, "a unit outside its storage")
         must(seen.isdisjoint(unit), "two units share a byte")
@@ -105,13 +103,13 @@ class Policy(Protocol):
     held_bytes: int
     peak_bytes: int
 
-    def begin(self) -> None: ...
-    def ask(self, graph: int, step: int, numbers: Sequence[int]) -> None: ...
-    def parts(self, storage: int, numbers: Sequence[int]) -> list[list[int]]: ...
-    def acquire(self, graph: int, step: int, numbers: Sequence[int], *, alone: bool = True) -> Change: ...
-    def release(self, graph: int, step: int, numbers: Sequence[int]) -> None: ...
-    def reset(self) -> None: ...
-    def in_use(self, granule: int) -> bool: ...
+    def begin(self): ...
+    def ask(self, graph, step, numbers): ...
+    def parts(self, storage, numbers): ...
+    def acquire(self, graph, step, numbers, *, alone=True): ...
+    def release(self, graph, step, numbers): ...
+    def reset(self): ...
+    def in_use(self, granule): ...
 
 
 class Change(Protocol):
@@ -132,7 +130,7 @@ class PoolMachine:
     moved: int = 0
     peak: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.reads = {
             read.view.storage: read
             for trace in self.traces
@@ -141,18 +139,18 @@ class PoolMachine:
         }
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self):
         return len(self.granules) * self.pool.granule
 
     @property
-    def granules(self) -> frozenset[int]:
+    def granules(self):
         return frozenset().union(*self.there.values())
 
-    def check_reads(self, change: Change, before: frozenset[int]) -> None:
+    def check_reads(self, change, before):
         """No granule of a unit that stays is read again, and all others of what comes are, each once."""
         coming = [*change.bring, *change.ahead]
         must(set(change.granules) == set(coming), "granules are read for units that do not come")
-        read: set[int] = set()
+        read = set()
         for unit in coming:
             some = set(range(*change.granules[unit]))
             must(some.isdisjoint(self.granules), "a granule is read again that a unit in memory has bytes in")
@@ -161,7 +159,7 @@ class PoolMachine:
             own = granules_of(self.pool, self.reads[unit[0]], unit[1])
             must(some <= own <= read | before, "a granule of a unit that comes is not read")
 
-    def drop(self, units: Sequence[Unit], policy: Policy) -> None:
+    def drop(self, units, policy):
         for unit in units:
             must(unit in self.there, "a unit leaves that is not there")
             must(unit not in self.used, "a unit leaves that is in use")
@@ -172,7 +170,7 @@ class PoolMachine:
             coming = {g for g in edges if policy.in_use(g)}
             must(coming >= edges & kept, "a granule is given back that another unit has bytes in")
 
-    def bring(self, units: Sequence[Unit]) -> None:
+    def bring(self, units):
         for unit in units:
             must(unit not in self.there, "a unit is brought that is there")
             self.there[unit] = granules_of(self.pool, self.reads[unit[0]], unit[1])
@@ -180,7 +178,7 @@ class PoolMachine:
         self.peak = max(self.peak, self.nbytes)
         must(self.nbytes <= self.pool.nbytes, "more memory than the pool has")
 
-    def check_parts(self, read: SparseRead, numbers: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
+    def check_parts(self, read, numbers, parts):
         """Parts are what is asked for, in order, and each is as long as it can be."""
         must([n for part in parts for n in part] == list(numbers), "parts are not what is asked for")
         for part, after in zip(parts, [*parts, []][1:], strict=True):
@@ -189,13 +187,13 @@ class PoolMachine:
             longer = [*part, *after[:1]]
             must(not after or self.size_of(read, longer) > self.pool.nbytes, "a part is cut too early")
 
-    def size_of(self, read: SparseRead, numbers: Sequence[int]) -> int:
-        granules: set[int] = set()
+    def size_of(self, read, numbers):
+        granules = set()
         for number in numbers:
             granules |= granules_of(self.pool, read, number)
         return len(granules) * self.pool.granule
 
-    def check_counts(self, policy: Policy) -> None:
+    def check_counts(self, policy):
         must(policy.held_bytes == self.nbytes, "the policy counts other bytes than there are")
         must(policy.peak_bytes >= self.peak, "the policy has seen a lower peak")
         must(policy.peak_bytes <= self.pool.nbytes, "the policy has seen more than the pool has")
@@ -210,7 +208,7 @@ Routing = Callable[[int, int, int], Sequence[int]]
 """The ascending units that a call (its number, its method) names by a route, of at most so many."""
 
 
-def run_step(policy: Policy, machine: PoolMachine, graph: int, k: int, numbers: Sequence[int]) -> None:
+def run_step(policy, machine, graph, k, numbers):
     """Have a step read units as an engine does."""
     trace = next(t for t in machine.traces if t.graph == graph)
     read = served(trace.steps[k], machine.pool)[0]
@@ -241,14 +239,14 @@ def run_step(policy: Policy, machine: PoolMachine, graph: int, k: int, numbers: 
         policy.release(graph, k, part)
 
 
-def replay(policy: Policy, pool: Pool, traces: tuple[Trace, ...], dice: Random, calls: int) -> PoolMachine:
+def replay(policy, pool, traces, dice, calls):
     """Have a policy serve random calls; some end in the middle, and after some everything is lost."""
     machine = PoolMachine(pool, traces)
     for _ in range(calls):
         policy.begin()
         trace = dice.choice(traces)
         reads = [(k, one) for k, step in enumerate(trace.steps) for one in served(step, pool)]
-        named: dict[int, list[int]] = {}
+        named = {}
         for route in {one.route for _, one in reads}:
             count = min(one.view.shape[0] for _, one in reads if one.route == route)
             some = dice.sample(range(count), dice.randint(0, min(count, 8)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -18,26 +16,24 @@ class Packed(torch.Tensor):
     scale: torch.Tensor
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Packed:
+    def __new__(cls, data, scale, dtype):
         return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, device=data.device)
 
-    def __init__(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, data, scale, dtype):
         self.data_, self.scale = data, scale
 
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+    def __tensor_flatten__(self):
         return ["data_", "scale"], {"dtype": self.dtype}
 
     @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], context: dict[str, Any], size: object, stride: object
-    ) -> Packed:
+    def __tensor_unflatten__(cls, inner, context, size, stride):
         return cls(inner["data_"], inner["scale"], context["dtype"])
 
-    def dense(self) -> torch.Tensor:
+    def dense(self):
         return self.data_.to(self.dtype) * self.scale
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func in (aten.detach.default, aten.alias.default):
             copy = cls(args[0].data_, args[0].scale, args[0].dtype)
             return return_and_correct_aliasing(func, args, kwargs or {}, copy)
@@ -53,7 +49,7 @@ class Shown(Packed):
     """Computes on its parts while a program is exported, as torchao's classes do."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is nn.functional.linear:
             return _linear(*args)
         with torch._C.DisableTorchFunctionSubclass():
@@ -64,11 +60,11 @@ class Opaque(torch.Tensor):
     """Does not say what it is made of."""
 
     @staticmethod
-    def __new__(cls, dense: torch.Tensor) -> Opaque:
+    def __new__(cls, dense):
         return torch.Tensor._make_subclass(cls, dense)
 
 
-def _linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(x, weight, bias=None):
     scale = weight.scale
     if isinstance(scale, Packed):
         scale = scale.data_.to(weight.dtype) * scale.scale
@@ -76,13 +72,13 @@ def _linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -
     return y if bias is None else y + bias
 
 
-def pack(dense: torch.Tensor, kind: type[Packed]) -> Packed:
+def pack(dense, kind):
     """Rows of int8, and what a step of each is worth."""
     scale = dense.abs().amax(1, keepdim=True) / 127
     return kind((dense / scale).round().to(torch.int8), scale, dense.dtype)
 
 
-def quantise(module: nn.Module, kind: type[Packed], *, nested: bool = False) -> nn.Module:
+def quantise(module, kind, *, nested=False):
     """The module itself, whose linears hold packed weights; with `nested`, of packed scales."""
     for linear in module.modules():
         if isinstance(linear, nn.Linear):
@@ -93,10 +89,10 @@ def quantise(module: nn.Module, kind: type[Packed], *, nested: bool = False) -> 
     return module
 
 
-def linears(width: int = 256, layers: int = 4, seed: int = 0) -> nn.Sequential:
+def linears(width=256, layers=4, seed=0):
     """Linears of `width` to twice that and back, with a ReLU between, and values that depend on `seed`."""
     generator = torch.Generator().manual_seed(seed)
-    modules: list[nn.Module] = []
+    modules = []
     for layer in range(layers):
         sizes = (width, 2 * width) if layer % 2 == 0 else (2 * width, width)
         modules += [nn.Linear(*sizes), nn.ReLU()]

@@ -1,10 +1,6 @@
 """Folders of tiny language models with tokenizers: each token is a word of four letters."""
 
-from __future__ import annotations
-
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -22,7 +18,7 @@ TEMPLATE = (
 PROMPT = "lado mibe koga neda"
 
 
-def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def tokenizer(template=TEMPLATE):
     made = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token=WORDS[0]))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=WORDS[0])
@@ -30,7 +26,7 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_model(folder: Path, *, template: str | None = TEMPLATE, layers: int = 4, **options: Any) -> Any:
+def save_model(folder, *, template=TEMPLATE, layers=4, **options):
     """Save a Llama and its tokenizer in a folder, and return the model; `options` are for `generate`."""
     model = llama(vocab_size=len(WORDS), num_hidden_layers=layers, max_position_embeddings=512)
     model.generation_config.update(**options)

@@ -1,12 +1,7 @@
 """Another library's torch.compile backend beside penstock: OpenVINO's, and functions that watch."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,24 +20,24 @@ pytestmark = pytest.mark.timeout(300)
 class Attention(nn.Module):
     """A layer of attention: what reads no weight of it is a region of several nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).reshape(*x.shape[:2], 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
         mixed = torch.softmax(q @ k.transpose(-1, -2) / 4, -1) @ v
         return x + torch.tanh(self.out(mixed.transpose(1, 2).reshape(x.shape)))
 
 
 class Encoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Attention() for _ in range(LAYERS))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.calls.add_(1)
         for layer in self.layers:
             x = layer(x)
@@ -50,7 +45,7 @@ class Encoder(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def quiet():
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch and OpenVINO of themselves
@@ -59,14 +54,14 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.fixture
-def encoder(tmp_path: Path) -> tuple[Encoder, torch.Tensor, str]:
+def encoder(tmp_path):
     torch.manual_seed(0)
     model, x = Encoder().eval(), torch.randn(1, 5, WIDTH)
     save_file(dict(model.named_parameters()), tmp_path / "model.safetensors")
     return model, x, str(tmp_path / "model.safetensors")
 
 
-def streamed(encoder: tuple[Encoder, torch.Tensor, str], other: Any, budget: str, **options: Any) -> Any:
+def streamed(encoder, other, budget, **options):
     """Outputs of three passes, and what was counted."""
     model, x, path = encoder
     torch._dynamo.reset()
@@ -81,7 +76,7 @@ def streamed(encoder: tuple[Encoder, torch.Tensor, str], other: Any, budget: str
     return outputs, stats
 
 
-def test_openvino_computes_between_the_reads(encoder: Any) -> None:
+def test_openvino_computes_between_the_reads(encoder):
     beside("openvino")  # which imports it, and undoes what that does to Dynamo
     from openvino.frontend.pytorch.torchdynamo import execute
 
@@ -103,12 +98,12 @@ def test_openvino_computes_between_the_reads(encoder: Any) -> None:
 
 
 @pytest.mark.parametrize("other", ["openvino", "specialising"])
-def test_regions_of_dynamic_sizes_are_compiled_for_each(encoder: Any, other: str) -> None:
+def test_regions_of_dynamic_sizes_are_compiled_for_each(encoder, other):
     """Both compilers take the sizes of the first inputs for those of all."""
     model, _, path = encoder
-    compiled: list[fx.GraphModule] = []
+    compiled = []
 
-    def specialising(graph_module: fx.GraphModule, inputs: list[Any]) -> Any:
+    def specialising(graph_module, inputs):
         compiled.append(graph_module)
         return make_fx(graph_module)(*inputs)
 
@@ -127,11 +122,11 @@ def test_regions_of_dynamic_sizes_are_compiled_for_each(encoder: Any, other: str
     assert counts == [times * counts[0] for times in (1, 2, 2, 3)]
 
 
-def test_the_other_compiler_gets_no_weight_that_streams(encoder: Any) -> None:
+def test_the_other_compiler_gets_no_weight_that_streams(encoder):
     model, x, _ = encoder
-    seen: list[tuple[fx.GraphModule, list[Any]]] = []
+    seen = []
 
-    def watch(graph_module: fx.GraphModule, inputs: list[Any]) -> Any:
+    def watch(graph_module, inputs):
         seen.append((graph_module, inputs))
         return graph_module.forward
 
@@ -147,10 +142,10 @@ def test_the_other_compiler_gets_no_weight_that_streams(encoder: Any) -> None:
         assert sum(node.op == "call_function" for node in graph_module.graph.nodes) > 1
 
 
-def test_a_graph_without_weights_is_the_others_alone() -> None:
+def test_a_graph_without_weights_is_the_others_alone():
     seen = []
 
-    def watch(graph_module: fx.GraphModule, inputs: list[Any], options: Any) -> Any:
+    def watch(graph_module, inputs, options):
         seen.append(options)
         return graph_module.forward
 
@@ -159,7 +154,7 @@ def test_a_graph_without_weights_is_the_others_alone() -> None:
     assert seen == [{"device": "CPU"}]
 
 
-def test_a_backend_that_is_not_there_and_a_missing_budget_are_refused(encoder: Any) -> None:
+def test_a_backend_that_is_not_there_and_a_missing_budget_are_refused(encoder):
     with pytest.raises(
         penstock.PassError, match=r"no installed library has the torch\.compile backend 'openvin'"
     ):
@@ -168,7 +163,7 @@ def test_a_backend_that_is_not_there_and_a_missing_budget_are_refused(encoder: A
         torch.compile(encoder[0], backend=beside("openvino"), options={})(encoder[1])
 
 
-def test_weights_inside_of_dynamos_graph_are_refused(tmp_path: Path) -> None:
+def test_weights_inside_of_dynamos_graph_are_refused(tmp_path):
     module = nn.Sequential(nn.Linear(4, 4))
     save_file(dict(module.named_parameters()), tmp_path / "linear.safetensors")
     penstock.offload(module, tmp_path / "linear.safetensors")

@@ -1,15 +1,10 @@
 """Graphs of any compiler: facts, partitions, and probes that follow what its passes have done."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import fx
-from torch.export import ExportedProgram
 from torch.fx.passes.infra.pass_manager import PassManager
 from torch.fx.passes.operator_support import OperatorSupportBase
 from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
@@ -24,7 +19,7 @@ from penstock.backends.fx import (
     torch_pass,
     with_facts,
 )
-from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.annotate import annotate_with_values
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.probes import streaming
 from penstock.passes.weights.lifted import facts_of
@@ -37,13 +32,11 @@ from tests.passes.pass_runs import PoisoningStreamer, decompose, export, same_bi
 class Everything(OperatorSupportBase):
     """Takes every operator, as a compiler with kernels for all of them does."""
 
-    def is_node_supported(self, submodules: Any, node: fx.Node) -> bool:
+    def is_node_supported(self, submodules, node):
         return node.op == "call_function"
 
 
-def assert_same(
-    annotated: Annotated, lowered: fx.GraphModule, plain: fx.GraphModule, exported: ExportedProgram
-) -> None:
+def assert_same(annotated, lowered, plain, exported):
     """Every weight is garbage outside of its reads; the results are those of the graph without probes."""
     args, kwargs = exported.example_inputs
     leaves = pytree.tree_leaves((args, kwargs))
@@ -64,7 +57,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind_of_graph_reads_between_its_probes(name: str) -> None:
+def test_every_kind_of_graph_reads_between_its_probes(name):
     _, exported = export(CASES[name])
     annotated = annotate_with_values(exported)
     lowered, payload = lower(exported.graph_module, annotated.payload)
@@ -75,7 +68,7 @@ def test_every_kind_of_graph_reads_between_its_probes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_aliases_are_followed_after_functionalisation(name: str) -> None:
+def test_aliases_are_followed_after_functionalisation(name):
     _, exported = export(CASES[name])
     annotated = annotate_with_values(exported)
     functional = decompose(exported, None)
@@ -84,7 +77,7 @@ def test_aliases_are_followed_after_functionalisation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"NoWeights"}))
-def test_the_schedule_is_that_of_the_fused_graph(name: str) -> None:
+def test_the_schedule_is_that_of_the_fused_graph(name):
     _, exported = export(CASES[name])
     annotated = annotate_with_values(exported)
     graph = with_facts(annotated.programs["forward"].graph_module, annotated.payload)
@@ -94,7 +87,7 @@ def test_the_schedule_is_that_of_the_fused_graph(name: str) -> None:
     assert_same(replace(annotated, payload=payload), lowered, exported.graph_module, exported)
 
 
-def fuse(graph: fx.GraphModule, payload: penstock.Payload) -> tuple[fx.GraphModule, int]:
+def fuse(graph, payload):
     """The graph with a module for each region, and how many steps that leaves."""
     regions = annotated_partitions(graph, payload)
     fuse_by_partitions(graph, [dict.fromkeys(one.nodes) for one in regions])
@@ -102,7 +95,7 @@ def fuse(graph: fx.GraphModule, payload: penstock.Payload) -> tuple[fx.GraphModu
     return graph, len(regions)
 
 
-def test_facts_are_plain_values_that_name_weights_and_reads(tmp_path) -> None:
+def test_facts_are_plain_values_that_name_weights_and_reads(tmp_path):
     _, exported, _ = layers()
     graph = FxBackend(tmp_path).annotate(exported)["forward"]
     facts = {node.name: facts_of(node) for node in graph.graph.nodes}
@@ -114,7 +107,7 @@ def test_facts_are_plain_values_that_name_weights_and_reads(tmp_path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_facts_survive_passes_that_rename_every_input() -> None:
+def test_facts_survive_passes_that_rename_every_input():
     _, exported, _ = layers()
     annotated = annotate_with_values(exported)
     graph = with_facts(exported.graph_module, annotated.payload)
@@ -125,9 +118,9 @@ def test_facts_survive_passes_that_rename_every_input() -> None:
     assert sum(node.op == "placeholder" and "weight" in facts_of(node) for node in lowered.graph.nodes) == 12
 
 
-def test_inputs_of_equal_labels_are_told_apart() -> None:
+def test_inputs_of_equal_labels_are_told_apart():
     class Alike(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.a_b = torch.nn.Parameter(torch.randn(8, 8))
             self.a = torch.nn.Module()
@@ -148,7 +141,7 @@ def test_inputs_of_equal_labels_are_told_apart() -> None:
     assert {name: by_name[name] for name in signature} == signature
 
 
-def test_a_region_knows_its_steps_weights_and_bytes() -> None:
+def test_a_region_knows_its_steps_weights_and_bytes():
     _, exported, _ = layers()
     annotated = annotate_with_values(exported)
     regions = annotated_partitions(exported.graph_module, annotated.payload)
@@ -160,7 +153,7 @@ def test_a_region_knows_its_steps_weights_and_bytes() -> None:
     assert whole.nbytes == sum(storage.nbytes for storage in annotated.payload.storages)
 
 
-def test_passes_run_in_torchs_pass_manager_until_nothing_changes(tmp_path) -> None:
+def test_passes_run_in_torchs_pass_manager_until_nothing_changes(tmp_path):
     _, exported, _ = layers()
     backend = FxBackend(tmp_path)
     graph = backend.annotate(exported)["forward"]
@@ -172,23 +165,23 @@ def test_passes_run_in_torchs_pass_manager_until_nothing_changes(tmp_path) -> No
     assert not manager(result.graph_module).modified
 
 
-def test_passes_run_in_a_pipeline_of_penstocks(tmp_path) -> None:
+def test_passes_run_in_a_pipeline_of_penstocks(tmp_path):
     _, exported, _ = layers()
     backend = FxBackend(tmp_path)
 
     @penstock.declare(ensures=("regions",))
-    def with_regions(graph: fx.GraphModule) -> fx.GraphModule:
+    def with_regions(graph):
         return fuse(copy_graph_module(graph), backend.facts)[0]
 
     @penstock.declare(requires=("regions",), ensures=("probes",))
-    def mark(graph: fx.GraphModule) -> fx.GraphModule:
+    def mark(graph):
         return backend.lower(graph)
 
     lowered = penstock.Pipeline((mark, with_regions))(backend.annotate(exported)["forward"])
     assert sum(node.op == "call_module" for node in lowered.graph.nodes) == 6
 
 
-def test_a_pass_behind_the_lowering_is_followed_when_it_is_lowered_again() -> None:
+def test_a_pass_behind_the_lowering_is_followed_when_it_is_lowered_again():
     _, exported, _ = layers()
     payload = penstock.annotate(exported)
     lowered, payload = lower(exported.graph_module, payload)
@@ -205,7 +198,7 @@ def test_a_pass_behind_the_lowering_is_followed_when_it_is_lowered_again() -> No
     assert sum("acquire" in str(node.target) for node in again.graph.nodes) == len(observed.traces[0].steps)
 
 
-def test_a_graph_whose_weights_have_lost_their_names_is_refused() -> None:
+def test_a_graph_whose_weights_have_lost_their_names_is_refused():
     _, exported, _ = layers()
     payload = penstock.annotate(exported)
     graph = copy_graph_module(exported.graph_module)
@@ -219,7 +212,7 @@ def test_a_graph_whose_weights_have_lost_their_names_is_refused() -> None:
         lower(graph, payload)
 
 
-def test_a_graph_from_elsewhere_is_given_names_once() -> None:
+def test_a_graph_from_elsewhere_is_given_names_once():
     _, exported, _ = layers()
     annotated = annotate_with_values(exported)
     graph = copy_graph_module(exported.graph_module)
@@ -231,9 +224,9 @@ def test_a_graph_from_elsewhere_is_given_names_once() -> None:
     assert_same(replace(annotated, payload=payload), lowered, exported.graph_module, exported)
 
 
-def test_partitions_without_weights_are_refused() -> None:
+def test_partitions_without_weights_are_refused():
     class Pointwise(OperatorSupportBase):
-        def is_node_supported(self, submodules: Any, node: fx.Node) -> bool:
+        def is_node_supported(self, submodules, node):
             return node.target in (torch.ops.aten.tanh.default, torch.ops.aten.mul.Tensor)
 
     _, exported, _ = layers()
@@ -245,7 +238,7 @@ def test_partitions_without_weights_are_refused() -> None:
         annotated_partitions(bare.graph_module, penstock.annotate(bare))
 
 
-def test_a_payload_of_another_model_is_refused() -> None:
+def test_a_payload_of_another_model_is_refused():
     _, exported, _ = layers()
     _, other = export(CASES["Reused"])
     graph = with_facts(exported.graph_module, penstock.annotate(exported))
@@ -260,7 +253,7 @@ def test_a_payload_of_another_model_is_refused() -> None:
         reobserve(graph, wider)
 
 
-def test_graphs_that_cannot_be_seen_through_are_refused() -> None:
+def test_graphs_that_cannot_be_seen_through_are_refused():
     _, exported, _ = layers()
     payload = penstock.annotate(exported)
     graph, _ = fuse(copy_graph_module(exported.graph_module), payload)
@@ -278,7 +271,7 @@ def test_graphs_that_cannot_be_seen_through_are_refused() -> None:
         annotated_partitions(region.graph_module, penstock.annotate(region))
 
 
-def test_a_backend_is_asked_in_order(tmp_path) -> None:
+def test_a_backend_is_asked_in_order(tmp_path):
     with pytest.raises(PassError, match="call annotate"):
         FxBackend(tmp_path).payload()
     _, programs = decoder()

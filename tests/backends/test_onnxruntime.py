@@ -1,10 +1,5 @@
 """onnxruntime over memory that penstock fills (penstock.backends.onnx): onnxruntime's own bits."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 import onnxruntime
@@ -25,19 +20,19 @@ pytestmark = [
 TOKENS = torch.arange(16).reshape(1, 16) * 7
 
 
-def export(model: nn.Module, example: tuple[Any, ...], folder: Path, **options: Any) -> None:
+def export(model, example, folder, **options):
     write_onnx(torch.export.export(model, example), folder, **options)
 
 
 @pytest.fixture(scope="module")
-def container(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def container(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("container")
     export(Encoder().eval(), (TOKENS,), folder)
     return folder
 
 
-def alone(folder: Path, *inputs: torch.Tensor) -> Any:
+def alone(folder, *inputs):
     """What onnxruntime gives without penstock, from the same files."""
     session = onnxruntime.InferenceSession(folder / "model.onnx", plain_options())
     names = [one.name for one in session.get_inputs()]
@@ -46,7 +41,7 @@ def alone(folder: Path, *inputs: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("arena", ["contiguous", "paged"])
 @pytest.mark.parametrize("budget", ["25%", "60%"])
-def test_the_bits_are_those_of_onnxruntime_alone(container: Path, budget: str, arena: str) -> None:
+def test_the_bits_are_those_of_onnxruntime_alone(container, budget, arena):
     others = TOKENS.flip(1).contiguous()
     expected = {one: alone(container, one)[0] for one in (TOKENS, others)}
     with StreamedModel(container, budget, arena=arena) as model:
@@ -60,13 +55,13 @@ def test_the_bits_are_those_of_onnxruntime_alone(container: Path, budget: str, a
         assert stats.peak_bytes <= plan.budget
 
 
-def test_onnxruntime_rounds_otherwise_than_torch(container: Path) -> None:
+def test_onnxruntime_rounds_otherwise_than_torch(container):
     torch.manual_seed(0)
     expected = Encoder().eval()(TOKENS).detach().numpy()
     np.testing.assert_allclose(alone(container, TOKENS)[0], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_weights_lie_in_one_file_which_the_model_refers_to(container: Path) -> None:
+def test_the_weights_lie_in_one_file_which_the_model_refers_to(container):
     assert sorted(one.name for one in container.iterdir()) == [
         "model.onnx",
         "payload.json",
@@ -82,14 +77,14 @@ def test_the_weights_lie_in_one_file_which_the_model_refers_to(container: Path) 
         }
 
 
-def test_buffers_are_weights_too(tmp_path: Path) -> None:
+def test_buffers_are_weights_too(tmp_path):
     class Scaled(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
             self.register_buffer("scale", torch.full((256,), 0.5))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.down(torch.tanh(self.up(x * self.scale)))
 
     x = torch.randn(3, 256)
@@ -99,16 +94,14 @@ def test_buffers_are_weights_too(tmp_path: Path) -> None:
             assert model(x.numpy())[0].tobytes() == alone(tmp_path, x)[0].tobytes()
 
 
-def test_what_onnx_optimises_has_lost_its_names(tmp_path: Path) -> None:
+def test_what_onnx_optimises_has_lost_its_names(tmp_path):
     with pytest.raises(
         PassError, match=r"no step reads the weight 'blocks\.0\..*have weights keep their names"
     ):
         export(Encoder().eval(), (TOKENS,), tmp_path, optimize=True)
 
 
-def test_a_payload_of_another_model_and_a_budget_below_the_floor_are_refused(
-    container: Path, tmp_path: Path
-) -> None:
+def test_a_payload_of_another_model_and_a_budget_below_the_floor_are_refused(container, tmp_path):
     export(Encoder(depth=1).eval(), (TOKENS,), tmp_path)
     (tmp_path / "payload.json").write_bytes((container / "payload.json").read_bytes())
     with pytest.raises(PayloadError, match="this payload is of another model"):
@@ -118,30 +111,30 @@ def test_a_payload_of_another_model_and_a_budget_below_the_floor_are_refused(
 
 
 class Written(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.calls.add_(1)
         return x * self.calls
 
 
 class Transposed(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 4, dtype=dtype).t())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x @ self.weight.float()
 
 
 class Branch(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.cond(x.sum() > 0, self.a, self.b, (x,))
 
 
@@ -154,22 +147,20 @@ class Branch(nn.Module):
         (Branch(), "the model has control flow"),
     ],
 )
-def test_what_onnxruntime_could_not_read_is_refused(tmp_path: Path, model: nn.Module, message: str) -> None:
+def test_what_onnxruntime_could_not_read_is_refused(tmp_path, model, message):
     dtype = next(iter(model.state_dict().values())).dtype if isinstance(model, nn.Linear) else torch.float32
     with pytest.raises(PassError, match=message):
         export(model.eval(), (torch.ones(4, 4, dtype=dtype),), tmp_path)
     assert not (tmp_path / "model.onnx").exists()
 
 
-def test_pieces_that_are_not_the_payloads_steps_are_refused(
-    container: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_that_are_not_the_payloads_steps_are_refused(container, monkeypatch):
     monkeypatch.setattr(backend, "LARGE", 1 << 20)
     with pytest.raises(PayloadError, match="pieces do not read what the payload's 10 steps hold"):
         StreamedModel(container, "50%")
 
 
-def test_a_model_without_a_payload_is_refused(container: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_payload_is_refused(container, tmp_path):
     model = onnx.load(container / "model.onnx", load_external_data=False)
     del model.metadata_props[:]
     onnx.save(model, tmp_path / "model.onnx")
@@ -177,6 +168,6 @@ def test_a_model_without_a_payload_is_refused(container: Path, tmp_path: Path) -
         StreamedModel(tmp_path, "50%")
 
 
-def test_pieces_begin_at_further_large_reads() -> None:
+def test_pieces_begin_at_further_large_reads():
     reads = [["x"], ["a"], ["y", "small"], ["b", "a"], ["z"], ["c"]]
     assert cut(reads, {"a", "b", "c"}) == [slice(0, 3), slice(3, 5), slice(5, 6)]

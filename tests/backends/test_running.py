@@ -1,18 +1,14 @@
 """Payloads from a container: loaded with one number, run as graphs or as a program of the compiler's own."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import fx
 
 import penstock
-from penstock.backends.fx import Backend, FxBackend
+from penstock.backends.fx import FxBackend
 from penstock.backends.running import payload_key
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.schedule.facts.errors import BudgetError, PassError, PayloadError, SourceError, StreamError
@@ -20,7 +16,7 @@ from tests.backends.backend_models import PROMPT, TOKEN, Layers, decoder, layers
 
 
 @pytest.fixture
-def packed(tmp_path: Path):
+def packed(tmp_path):
     """A backend whose container is written, the lowered graph, and what it should compute."""
     model, exported, x = layers()
     backend = FxBackend(tmp_path)
@@ -28,8 +24,8 @@ def packed(tmp_path: Path):
     return backend, lowered, backend.payload(), model, x
 
 
-def test_the_backend_is_the_protocol(tmp_path) -> None:
-    backend: Backend = FxBackend(tmp_path)
+def test_the_backend_is_the_protocol(tmp_path):
+    backend = FxBackend(tmp_path)
     _, exported, _ = layers()
     backend.lower(backend.annotate(exported)["forward"])
     key, data = backend.payload()
@@ -38,7 +34,7 @@ def test_the_backend_is_the_protocol(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("arena", ["contiguous", "paged"])
-def test_one_number_chooses_what_streams(packed, arena) -> None:
+def test_one_number_chooses_what_streams(packed, arena):
     backend, lowered, payload, model, x = packed
     streamed = {}
     for budget in ("25%", "50%", "100%"):
@@ -53,7 +49,7 @@ def test_one_number_chooses_what_streams(packed, arena) -> None:
     assert streamed["25%"] > streamed["50%"] > streamed["100%"] == 0
 
 
-def test_a_budget_below_the_floor_is_refused_with_the_floor(packed) -> None:
+def test_a_budget_below_the_floor_is_refused_with_the_floor(packed):
     backend, _, payload, _, _ = packed
     with pytest.raises(BudgetError, match="below the floor") as refused:
         backend.load(payload, "1KiB")
@@ -62,7 +58,7 @@ def test_a_budget_below_the_floor_is_refused_with_the_floor(packed) -> None:
     backend.load(payload, floor).close()
 
 
-def test_methods_share_weights_cache_and_budget(tmp_path) -> None:
+def test_methods_share_weights_cache_and_budget(tmp_path):
     model, programs = decoder()
     expected = copy.deepcopy(model)
     backend = FxBackend(tmp_path)
@@ -89,7 +85,7 @@ def test_methods_share_weights_cache_and_budget(tmp_path) -> None:
         )
 
 
-def test_pinned_names_never_leave_memory(packed) -> None:
+def test_pinned_names_never_leave_memory(packed):
     backend, lowered, payload, model, x = packed
     with backend.load(payload, "75%", keep=("layers.0.*", "layers.5.weight"), arena="paged") as weights:
         names = weights.payload.storage_names()
@@ -104,7 +100,7 @@ def test_pinned_names_never_leave_memory(packed) -> None:
         backend.load(payload, "50%", keep=("embed.*",))
 
 
-def resident(weights) -> set[str]:
+def resident(weights):
     """Names of the storages of which every byte is resident."""
     names, layout = weights.payload.storage_names(), weights.plan.arena.layout
     ranges = [(one.start, one.stop) for one in weights.plan.resident]
@@ -115,7 +111,7 @@ def resident(weights) -> set[str]:
     }
 
 
-def test_a_read_out_of_order_is_a_miss_and_finds_the_right_bytes(packed) -> None:
+def test_a_read_out_of_order_is_a_miss_and_finds_the_right_bytes(packed):
     backend, _, payload, model, _ = packed
     with backend.load(payload, "25%", arena="contiguous") as weights:
         steps = range(len(weights.payload.traces[0].steps))
@@ -138,7 +134,7 @@ def test_a_read_out_of_order_is_a_miss_and_finds_the_right_bytes(packed) -> None
             assert all(torch.equal(found[k], model.layers[k].weight) for k in steps)
 
 
-def test_two_steps_are_never_held_at_once(packed) -> None:
+def test_two_steps_are_never_held_at_once(packed):
     """The second would drop what the first holds."""
     backend, _, payload, model, _ = packed
     with backend.load(payload, "25%", arena="contiguous") as weights:
@@ -168,7 +164,7 @@ def test_two_steps_are_never_held_at_once(packed) -> None:
         assert torch.equal(weights.stream(first), model.layers[0].weight)
 
 
-def test_a_pass_that_fails_leaves_the_next_one_right(packed) -> None:
+def test_a_pass_that_fails_leaves_the_next_one_right(packed):
     backend, lowered, payload, model, x = packed
     with backend.load(payload, "25%", arena="contiguous") as weights:
 
@@ -183,7 +179,7 @@ def test_a_pass_that_fails_leaves_the_next_one_right(packed) -> None:
         assert torch.equal(weights.bind(lowered)(x)[0], model(x))
 
 
-def test_what_does_not_belong_together_is_refused(packed, tmp_path) -> None:
+def test_what_does_not_belong_together_is_refused(packed, tmp_path):
     backend, lowered, (key, data), _, x = packed
     with pytest.raises(PayloadError, match="of another model, or damaged"):
         backend.load((key, data.replace(b"layers.0", b"layers.9")), "50%")
@@ -204,7 +200,7 @@ def test_what_does_not_belong_together_is_refused(packed, tmp_path) -> None:
         backend.load((key, data), "50%")
 
 
-def with_late_read(graph: fx.GraphModule, how: str) -> fx.GraphModule:
+def with_late_read(graph, how):
     """The graph, behind which a pass has added a read of the first layer's weight."""
     changed = copy_graph_module(graph)
     nodes = {node.name: node for node in changed.graph.nodes}
@@ -228,7 +224,7 @@ def with_late_read(graph: fx.GraphModule, how: str) -> fx.GraphModule:
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("how", ["direct", "view", "compiled", "returned"])
-def test_a_read_that_a_pass_has_added_behind_the_lowering_is_refused(packed, how, recorded) -> None:
+def test_a_read_that_a_pass_has_added_behind_the_lowering_is_refused(packed, how, recorded):
     backend, lowered, payload, model, x = packed
     changed = with_late_read(lowered, how)
     for node in changed.graph.nodes if not recorded else ():
@@ -243,7 +239,7 @@ def test_a_read_that_a_pass_has_added_behind_the_lowering_is_refused(packed, how
         assert torch.equal(weights.bind(lowered)(x)[0], model(x))
 
 
-def test_compiled_code_between_probes_is_trusted(packed) -> None:
+def test_compiled_code_between_probes_is_trusted(packed):
     """Nobody can see what it reads beside what it is given."""
     backend, lowered, payload, model, x = packed
     changed = copy_graph_module(lowered)
@@ -258,11 +254,11 @@ def test_compiled_code_between_probes_is_trusted(packed) -> None:
 
 
 class Linear(torch.nn.Module):
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs):
         return torch.nn.functional.linear(*inputs)
 
 
-def test_other_numbers_of_inputs_are_refused(packed) -> None:
+def test_other_numbers_of_inputs_are_refused(packed):
     backend, lowered, payload, _, x = packed
     with backend.load(payload, "50%") as weights:
         run = weights.bind(lowered)
@@ -273,7 +269,7 @@ def test_other_numbers_of_inputs_are_refused(packed) -> None:
                 run(*inputs)
 
 
-def test_the_files_of_a_checkpoint_are_used_in_place(tmp_path) -> None:
+def test_the_files_of_a_checkpoint_are_used_in_place(tmp_path):
     model, exported, x = layers()
     save_file(model.state_dict(), tmp_path / "checkpoint.safetensors")
     with torch.device("meta"):
@@ -299,7 +295,7 @@ def one_by_one(reading, weights):
     return found
 
 
-def test_quantised_weights_stream_by_their_parts(tmp_path) -> None:
+def test_quantised_weights_stream_by_their_parts(tmp_path):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     torch.manual_seed(0)
@@ -329,14 +325,14 @@ def test_quantised_weights_stream_by_their_parts(tmp_path) -> None:
         ([["layers.0.weight"]], r"no step reads the weight 'layers\.0\.bias'"),
     ],
 )
-def test_an_order_that_is_not_the_programs_is_refused(tmp_path, order, message) -> None:
+def test_an_order_that_is_not_the_programs_is_refused(tmp_path, order, message):
     backend = FxBackend(tmp_path)
     backend.annotate(layers()[1])
     with pytest.raises(PassError, match=message):
         backend.observe(order)
 
 
-def test_a_program_that_is_no_graph_says_its_own_order(tmp_path) -> None:
+def test_a_program_that_is_no_graph_says_its_own_order(tmp_path):
     _, exported, _ = layers()
     backend = FxBackend(tmp_path)
     backend.annotate(exported)

@@ -1,9 +1,7 @@
 """The processes of a benchmark's ways, taken into the process of a test."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 Stepping = Callable[[Any], Callable[[str], dict[str, Any]]]
@@ -15,19 +13,19 @@ class Here:
 
     bare, failure = 0, ""
 
-    def __init__(self, step: Callable[[str], dict[str, Any]]) -> None:
-        self.steps: list[dict[str, Any]] = []
+    def __init__(self, step):
+        self.steps = []
         self._step = step
 
-    def step(self, how: str) -> None:
+    def step(self, how):
         self.steps.append(self._step(how))
 
 
-def started_here(stepping: Stepping, limits: list[Mapping[str, int]]) -> Any:
+def started_here(stepping, limits):
     """What `benchmarks.ways.started` is, without processes; it appends the limits that it is given."""
 
     @contextlib.contextmanager
-    def started(_: str, jobs: Sequence[Any], given: Mapping[str, int]) -> Iterator[dict[str, Here]]:
+    def started(_, jobs, given):
         limits.append(given)
         yield {job.way: Here(stepping(job)) for job in jobs}
 

@@ -1,12 +1,8 @@
 """The corpus' steps of training: what their backwards read, and the work that they take."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.corpus import list_programs
-from benchmarks.tracing import Program
-from penstock.schedule.facts.model import Step
 
 UNREAD = {
     "llama-3.1-8b, train-lora": {"embed_tokens", "layers.0.q", "layers.0.k", "layers.0.v"},
@@ -14,13 +10,13 @@ UNREAD = {
 }
 
 
-def halves(program: Program) -> tuple[list[Step], list[Step]]:
+def halves(program):
     late = [step for step in program.trace.steps if step.name.endswith(".backward")]
     return [step for step in program.trace.steps if step not in late], late
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_a_backward_reads_the_forward_in_reverse_but_for_what_needs_no_gradient(name: str) -> None:
+def test_a_backward_reads_the_forward_in_reverse_but_for_what_needs_no_gradient(name):
     forward, backward = halves(list_programs()[name]())
     expected = [step for step in reversed(forward) if step.name not in UNREAD[name]]
     assert len(forward) - len(expected) == len(UNREAD[name])
@@ -31,7 +27,7 @@ def test_a_backward_reads_the_forward_in_reverse_but_for_what_needs_no_gradient(
 @pytest.mark.parametrize(
     ("name", "times"), [("llama-3.1-8b, train-lora", 1.04), ("vit-h-14, train-full", 2.0)]
 )
-def test_a_backward_takes_its_multiple_of_the_forwards_work(name: str, times: float) -> None:
+def test_a_backward_takes_its_multiple_of_the_forwards_work(name, times):
     program = list_programs()[name]()
     forward, backward = halves(program)
     early = sum(step.lead_work.flops + step.read_work.flops for step in forward)

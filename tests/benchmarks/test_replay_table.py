@@ -1,14 +1,10 @@
 """The tables of benchmarks/replay.py, small."""
 
-from __future__ import annotations
-
-import pytest
-
 from benchmarks import replay
 from benchmarks.mixture import recorded_experts, routes_path
 
 
-def test_penstock_beats_lru_and_nothing_beats_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penstock_beats_lru_and_nothing_beats_the_bound(monkeypatch):
     monkeypatch.setattr(replay, "recorded_experts", lambda path: recorded_experts(path)[:60])
     recorded, made_up, asked = replay.render([2], 20, [routes_path(64)]).strip().split("\n\n")
     tables = [[line.strip("|").split("|") for line in one.splitlines()] for one in (recorded, made_up)]
@@ -28,7 +24,7 @@ def test_penstock_beats_lru_and_nothing_beats_the_bound(monkeypatch: pytest.Monk
     assert f"| 0.86 | {against[1]:.3f} | {'yes' if against[1] <= 0.86 else '**no**'} |" in worth
 
 
-def test_recorded_routes_are_replayed_as_they_are() -> None:
+def test_recorded_routes_are_replayed_as_they_are():
     tokens = recorded_experts(routes_path(64))[:10]
     profile = replay.profile(tokens, 64)
     assert [[ask.units for ask in call[::2]] for call in profile.routes.calls] == tokens

@@ -1,12 +1,7 @@
 """One competitor that fails leaves its case, whenever it fails; all others are measured."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,29 +15,29 @@ class Answering:
 
     peak_anonymous = 7
 
-    def __init__(self, competitor: str, failing: dict[str, str]) -> None:
+    def __init__(self, competitor, failing):
         self.competitor, self._failing = competitor, failing
 
-    def ask(self, command: str, **_: object) -> Any:
+    def ask(self, command, **_):
         if self._failing.get(self.competitor) == command:
             raise WorkerError(f"{self.competitor} was killed during {command!r}")
         return {"bare": 100, "prepare": None, "load": {}, "train": {"samples": [{"seconds": 1.0}]}}[command]
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def bench(tmp_path, monkeypatch):
     """A bench of a small model that is never read. Fill its `failing`; `limits` has the groups' bytes."""
 
     @contextmanager
-    def group(limit_bytes: int) -> Iterator[Path]:
+    def group(limit_bytes):
         limits.append(limit_bytes)
         yield tmp_path
 
-    failing: dict[str, str] = {}
-    limits: list[int] = []
+    failing = {}
+    limits = []
     made = Bench(Options(1 << 20, 2, 1, tmp_path, pack=True), lambda said: None)
     monkeypatch.setattr(made, "_start", lambda job, _: Answering(job.competitor, failing))
     monkeypatch.setattr(rounds, "_require_group", group)
@@ -55,7 +50,7 @@ CASE = Case("linears", 4, "cgroup", ("50%",), ("mmap", "accelerate"))
 
 
 @pytest.mark.parametrize("command", ["bare", "prepare", "load", "train"])
-def test_one_that_fails_leaves_the_others(bench: Any, command: str) -> None:
+def test_one_that_fails_leaves_the_others(bench, command):
     bench.failing["accelerate"] = command
     result = bench.run(CASE)
     assert result["failures"] == {"accelerate": f"accelerate was killed during {command!r}"}
@@ -65,13 +60,13 @@ def test_one_that_fails_leaves_the_others(bench: Any, command: str) -> None:
     )
 
 
-def test_a_group_has_the_bare_process_and_a_share_of_the_weights(bench: Any) -> None:
+def test_a_group_has_the_bare_process_and_a_share_of_the_weights(bench):
     result = bench.run(CASE)
     assert bench.limits == [100 + result["weight_bytes"] // 4] * 3  # not what is in memory
     assert result["failures"] == {}
 
 
-def test_where_all_fail_nothing_is_measured(bench: Any) -> None:
+def test_where_all_fail_nothing_is_measured(bench):
     bench.failing.update(dict.fromkeys(("memory", "mmap", "accelerate", "penstock"), "load"))
     result = bench.run(CASE)
     assert (len(result["failures"]), result["competitors"]) == (4, {})

@@ -1,7 +1,5 @@
 """Architectures that nobody chose: a few in each run of the tests, and how the zoo judges them."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -22,10 +22,10 @@ Command = Callable[..., Result]
 
 
 @pytest.fixture(name="penstock")
-def penstock_fixture(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def penstock_fixture(monkeypatch, capsys):
     """Runs `penstock ARGUMENTS...` and returns what came of it."""
 
-    def run(*arguments: object) -> Result:
+    def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as caught:

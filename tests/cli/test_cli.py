@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +24,11 @@ from tests.cli.command_line import Command, Result, penstock_fixture  # noqa: F4
 class Model(nn.Module):
     """Two linears, a dynamic batch, a dynamic number and a constant without a literal."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
 
-    def forward(self, x: torch.Tensor, n: int, *, limit: float) -> dict[str, torch.Tensor]:
+    def forward(self, x, n, *, limit):
         y = self.down(self.up(x)).clamp(max=limit) * n
         return {"y": y, "wide": torch.complex(y.double(), y.double()).sum()}
 
@@ -43,7 +42,7 @@ class Files:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+def files(tmp_path_factory):
     from penstock.runtime.artifact import compile
 
     torch.manual_seed(0)
@@ -56,7 +55,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Path:
+def plain(tmp_path):
     """An artifact whose inputs and outputs are tensors that a file can hold."""
     from penstock.runtime.artifact import compile
 
@@ -68,7 +67,7 @@ def plain(tmp_path: Path) -> Path:
 # What each command prints.
 
 
-def test_compile_plan_inspect_verify_and_run(penstock: Command, files: Files, tmp_path: Path) -> None:
+def test_compile_plan_inspect_verify_and_run(penstock, files, tmp_path):
     artifact = tmp_path / "new.penstock"
     facts = json.loads(penstock("compile", "--trust", files.exported, artifact, "--json").out)
     assert facts["path"] == str(artifact)
@@ -90,7 +89,7 @@ def test_compile_plan_inspect_verify_and_run(penstock: Command, files: Files, tm
 
 
 @pytest.mark.parametrize("command", ["plan", "inspect", "verify", "run"])
-def test_words_instead_of_json(penstock: Command, files: Files, command: str) -> None:
+def test_words_instead_of_json(penstock, files, command):
     budget = ["--budget", "100%"] if command in ("plan", "run") else []
     done = penstock(command, files.artifact, *budget)
     assert (done.status, bool(done.out)) == (0, True)
@@ -98,7 +97,7 @@ def test_words_instead_of_json(penstock: Command, files: Files, command: str) ->
         json.loads(done.out)
 
 
-def test_inputs_and_outputs_are_files(penstock: Command, plain: Path, tmp_path: Path) -> None:
+def test_inputs_and_outputs_are_files(penstock, plain, tmp_path):
     x = torch.randn(2, 64)
     save_file({"input": x}, tmp_path / "in.safetensors")
     output = tmp_path / "out.safetensors"
@@ -110,7 +109,7 @@ def test_inputs_and_outputs_are_files(penstock: Command, plain: Path, tmp_path: 
     assert "exists" in refused(penstock(*arguments, "--output", output))
 
 
-def test_numbers_come_from_sizes_and_from_files(penstock: Command, files: Files, tmp_path: Path) -> None:
+def test_numbers_come_from_sizes_and_from_files(penstock, files, tmp_path):
     done = penstock("run", files.artifact, "--budget", "100%", "--size", "n=5", "--json")
     assert done.status == 0, done.err
     given = tmp_path / "in.safetensors"
@@ -124,7 +123,7 @@ def test_numbers_come_from_sizes_and_from_files(penstock: Command, files: Files,
     )
 
 
-def test_version_and_help(penstock: Command) -> None:
+def test_version_and_help(penstock):
     assert penstock("--version").out.startswith("penstock ")
     assert penstock("-h").out == penstock("--help").out
     for path in cli.COMMANDS:
@@ -147,16 +146,14 @@ def test_version_and_help(penstock: Command) -> None:
         ("penstock convert model.pt --dtype b", {"bfloat16"}),
     ],
 )
-def test_a_shell_completes_commands_options_and_names(
-    penstock: Command, monkeypatch: pytest.MonkeyPatch, typed: str, offered: set[str]
-) -> None:
+def test_a_shell_completes_commands_options_and_names(penstock, monkeypatch, typed, offered):
     monkeypatch.setenv("_PENSTOCK_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", typed)
     monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
     assert set(penstock().out.split()) == offered
 
 
-def test_what_show_completion_prints_makes_bash_complete(tmp_path: Path) -> None:
+def test_what_show_completion_prints_makes_bash_complete(tmp_path):
     command = tmp_path / "penstock"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock.cli.main "$@"\n')
     command.chmod(0o755)
@@ -173,7 +170,7 @@ def test_what_show_completion_prints_makes_bash_complete(tmp_path: Path) -> None
 # Wrong input.
 
 
-def refused(done: Result) -> str:
+def refused(done):
     """The one sentence of a refusal."""
     assert done.status == 2, done
     assert "Traceback" not in done.err
@@ -196,9 +193,7 @@ def refused(done: Result) -> str:
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "run"])
-def test_budgets_and_patterns(
-    penstock: Command, files: Files, command: str, options: list[str], words: str
-) -> None:
+def test_budgets_and_patterns(penstock, files, command, options, words):
     assert words in refused(penstock(command, files.artifact, *options))
 
 
@@ -215,25 +210,25 @@ def test_budgets_and_patterns(
         (["--output", "/"], "/ is a folder: choose a file for this output"),
     ],
 )
-def test_runs(penstock: Command, plain: Path, files: Files, options: list[str], words: str) -> None:
+def test_runs(penstock, plain, files, options, words):
     artifact = plain if "--output" in options else files.artifact
     assert words in refused(penstock("run", artifact, "--budget", "100%", *options))
 
 
-def test_sizes_out_of_range(penstock: Command, files: Files) -> None:
+def test_sizes_out_of_range(penstock, files):
     for size in (17, 10**30):
         sentence = refused(penstock("run", files.artifact, "--budget", "100%", "--size", f"batch={size}"))
         assert f"batch={size} is out of its range" in sentence
 
 
-def test_outputs_that_no_file_can_hold(penstock: Command, files: Files, tmp_path: Path) -> None:
+def test_outputs_that_no_file_can_hold(penstock, files, tmp_path):
     output = tmp_path / "out.safetensors"
     sentence = refused(penstock("run", files.artifact, "--budget", "100%", "--output", output))
     assert "complex128" in sentence
     assert not output.exists()
 
 
-def test_inputs_of_other_names_or_shapes(penstock: Command, plain: Path, tmp_path: Path) -> None:
+def test_inputs_of_other_names_or_shapes(penstock, plain, tmp_path):
     given = tmp_path / "in.safetensors"
     arguments = ["run", plain, "--budget", "100%", "--input", given]
     save_file({"y": torch.randn(2, 64)}, given)
@@ -245,7 +240,7 @@ def test_inputs_of_other_names_or_shapes(penstock: Command, plain: Path, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["plan", "inspect", "verify", "run"])
-def test_what_is_no_artifact(penstock: Command, files: Files, tmp_path: Path, command: str) -> None:
+def test_what_is_no_artifact(penstock, files, tmp_path, command):
     budget = ["--budget", "100%"] if command in ("plan", "run") else []
     none = "there is no such folder"
     for path, reason in (
@@ -260,9 +255,7 @@ def test_what_is_no_artifact(penstock: Command, files: Files, tmp_path: Path, co
     assert "version" in refused(penstock(command, harmed, *budget))
 
 
-def test_weights_of_another_dtype_are_cast_where_that_is_asked(
-    penstock: Command, files: Files, tmp_path: Path
-) -> None:
+def test_weights_of_another_dtype_are_cast_where_that_is_asked(penstock, files, tmp_path):
     save_file({n: v.double() for n, v in files.model.state_dict().items()}, tmp_path / "model.safetensors")
     arguments = (
         "--trust",
@@ -275,10 +268,10 @@ def test_weights_of_another_dtype_are_cast_where_that_is_asked(
     assert penstock("compile", *arguments, "--cast").status == 0
 
 
-def test_what_cannot_be_compiled(penstock: Command, files: Files, tmp_path: Path) -> None:
+def test_what_cannot_be_compiled(penstock, files, tmp_path):
     output, text = tmp_path / "a.penstock", tmp_path / "text.pt2"
     text.write_text("no program")
-    cases: Sequence[tuple[Sequence[object], str]] = [
+    cases = [
         ((tmp_path / "nowhere.pt2", output), "is not a file"),
         ((tmp_path, output), "holds no config.json"),
         ((text, output), "is not a program"),
@@ -297,8 +290,8 @@ def test_what_cannot_be_compiled(penstock: Command, files: Files, tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["text.pt2"]
 
 
-def test_demo_hands_its_options_on(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*, part: str, size: str | None, json: bool) -> int:
+def test_demo_hands_its_options_on(penstock, monkeypatch):
+    def run(*, part, size, json):
         print(f'{{"asked": ["{part}", "{size}", {str(json).lower()}]}}')
         return 1
 
@@ -320,7 +313,7 @@ def test_demo_hands_its_options_on(penstock: Command, monkeypatch: pytest.Monkey
         ["inspect", "--colour"],
     ],
 )
-def test_wrong_usage(penstock: Command, arguments: list[str]) -> None:
+def test_wrong_usage(penstock, arguments):
     done = penstock(*arguments)
     assert (done.status, "Traceback" in done.err) == (2, False)
     assert "Usage" in done.err

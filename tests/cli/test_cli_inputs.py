@@ -1,7 +1,5 @@
 """Programs that the command line is given: loaded where they can be, refused in one line where not."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -28,17 +26,15 @@ for given in ("compile --trust model.pt2 model.penstock", "run model.penstock --
 """Commands in processes of their own, each forked from one that has imported torch."""
 
 
-def test_a_program_whose_outputs_are_of_a_library_is_compiled_and_run_without_importing_it(
-    tmp_path: Path,
-) -> None:
+def test_a_program_whose_outputs_are_of_a_library_is_compiled_and_run_without_importing_it(tmp_path):
     from transformers.modeling_outputs import BaseModelOutput
 
     class Model(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = torch.nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor) -> BaseModelOutput:
+        def forward(self, x):
             return BaseModelOutput(last_hidden_state=self.layer(x))
 
     torch.export.save(torch.export.export(Model(), (torch.zeros(1, 4),)), tmp_path / "model.pt2")
@@ -48,7 +44,7 @@ def test_a_program_whose_outputs_are_of_a_library_is_compiled_and_run_without_im
     assert "last_hidden_state" in done.out
 
 
-def test_what_is_no_program_is_refused_without_the_log_of_torch(tmp_path: Path, penstock: Command) -> None:
+def test_what_is_no_program_is_refused_without_the_log_of_torch(tmp_path, penstock):
     (tmp_path / "model.pt2").write_text("{}")
     done = penstock("compile", "--trust", tmp_path / "model.pt2", tmp_path / "model.penstock")
     assert done.status == 2
@@ -64,19 +60,15 @@ def test_what_is_no_program_is_refused_without_the_log_of_torch(tmp_path: Path, 
         ("--device sim:rtx", "there is no hardware 'rtx': give one of"),
     ],
 )
-def test_names_are_checked_before_an_artifact_is_opened(
-    tmp_path: Path, penstock: Command, option: str, sentence: str
-) -> None:
+def test_names_are_checked_before_an_artifact_is_opened(tmp_path, penstock, option, sentence):
     done = penstock("run", tmp_path / "none.penstock", "--budget", "50%", *option.split())
     assert done.status == 2
     assert done.err.startswith(f"penstock: {sentence}")
 
 
 @pytest.mark.parametrize("look", ["is_dir", "exists", "is_file"])
-def test_a_path_that_the_system_does_not_look_at_is_an_error_of_penstock(
-    look: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> bool:
+def test_a_path_that_the_system_does_not_look_at_is_an_error_of_penstock(look, tmp_path, monkeypatch):
+    def refuse(path):
         raise OSError(5, "Input/output error", str(path))
 
     path = tmp_path / "out.pt2"

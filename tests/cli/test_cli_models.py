@@ -1,11 +1,7 @@
 """What a user of `preflight` and `doctor` reads when something is wrong, and in 80 columns."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +46,7 @@ NAMES = ("factory_of_a_user", "raising_of_a_user", "broken_of_a_user")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     texts = (MODELS, 'raise RuntimeError("set a token first")\n', "def build(:\n")
     for name, text in zip(NAMES, texts, strict=True):
         (tmp_path / f"{name}.py").write_text(text)
@@ -75,9 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("factory_of_a_user:deciding", "in forward: return x if x.sum() > 0 else -x"),
     ],
 )
-def test_a_factory_that_cannot_be_used_is_refused_in_one_line(
-    penstock: Command, model: str, message: str
-) -> None:
+def test_a_factory_that_cannot_be_used_is_refused_in_one_line(penstock, model, message):
     done = penstock("preflight", model, "--hardware", "h200")
     assert done.status == 2
     said = [line for line in done.err.splitlines() if line != "a model may print"]
@@ -99,15 +93,13 @@ def test_a_factory_that_cannot_be_used_is_refused_in_one_line(
         ("compile", ("model.penstock", "--resident-below", "5%"), "--resident-below '5%' is a percentage"),
     ],
 )
-def test_sizes_and_hardware_are_checked_before_a_model_is_read(
-    penstock: Command, command: str, options: tuple[str, ...], words: str
-) -> None:
+def test_sizes_and_hardware_are_checked_before_a_model_is_read(penstock, command, options, words):
     done = penstock(command, "no_such_module:build", *options)
     assert (done.status, done.out) == (2, "")
     assert words in done.err
 
 
-def test_the_table_keeps_each_value_whole_in_80_columns(penstock: Command) -> None:
+def test_the_table_keeps_each_value_whole_in_80_columns(penstock):
     budgets = ("--budget", "50%", "--budget", "1KiB")
     done = penstock("preflight", "factory_of_a_user:build", "--hardware", "rtx4090", *budgets)
     assert done.status == 0, done.err
@@ -125,9 +117,7 @@ def test_the_table_keeps_each_value_whole_in_80_columns(penstock: Command) -> No
         (MixtralConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}, ["--no-pack"]),
     ],
 )
-def test_the_folder_of_a_model_is_compiled_in_one_command(
-    folder: Path, penstock: Command, kind: type, experts: dict[str, int], options: list[str]
-) -> None:
+def test_the_folder_of_a_model_is_compiled_in_one_command(folder, penstock, kind, experts, options):
     torch.manual_seed(0)
     config = kind(
         hidden_size=64,
@@ -148,7 +138,7 @@ def test_the_folder_of_a_model_is_compiled_in_one_command(
         assert torch.equal(module(input_ids=ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
-def test_a_function_is_compiled_with_the_weights_that_are_named(folder: Path, penstock: Command) -> None:
+def test_a_function_is_compiled_with_the_weights_that_are_named(folder, penstock):
     torch.save(
         {
             f"{k}.{part}": torch.ones(512, 512)[:, : 512 if part == "weight" else 1].squeeze(1).clone()
@@ -165,13 +155,13 @@ def test_a_function_is_compiled_with_the_weights_that_are_named(folder: Path, pe
     assert done.status == 0, done.err
 
 
-def test_examples_stand_on_lines_of_their_own(penstock: Command) -> None:
+def test_examples_stand_on_lines_of_their_own(penstock):
     said = [line.strip() for line in penstock("preflight", "--help").out.splitlines()]
     begins = [line.removeprefix("\u2022 ") for line in said if line.startswith("\u2022 penstock preflight")]
     assert len(begins) == 2
 
 
-def test_what_a_model_prints_is_not_among_the_facts(penstock: Command) -> None:
+def test_what_a_model_prints_is_not_among_the_facts(penstock):
     done = penstock("doctor", "factory_of_a_user:empty", "--json")
     assert "a model may print" in done.err
     said = {(one["check"], one["outcome"]): one["message"] for one in json.loads(done.out)}

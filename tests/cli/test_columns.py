@@ -1,9 +1,6 @@
 """What commands print fits the terminal: in 80 columns no line is longer, and no value is broken."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,14 +21,14 @@ def build():
 class Deep(nn.Module):
     """Weights with the names of a transformers model."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         layer = {
             name: nn.Linear(512, 512) for name in ("self_attention_query_projection", "output_projection")
         }
         self.model = nn.ModuleDict({"decoder_layers": nn.ModuleList(nn.ModuleDict(layer) for _ in range(1))})
 
-    def forward(self, hidden_states: torch.Tensor, position_embeddings: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states, position_embeddings):
         for layer in self.model["decoder_layers"]:
             for part in layer.values():
                 hidden_states = part(hidden_states) + position_embeddings
@@ -39,7 +36,7 @@ class Deep(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("columns")
     batch = torch.export.Dim("batch", min=2, max=64)
     sizes = ({0: batch}, {0: batch})
@@ -62,9 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hardware",
     ],
 )
-def test_no_line_is_longer_and_no_value_is_broken(
-    folder: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_no_line_is_longer_and_no_value_is_broken(folder, penstock, monkeypatch, command):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "80")
     done = penstock(*command.split())
@@ -78,9 +73,7 @@ def test_no_line_is_longer_and_no_value_is_broken(
         assert {"everything", "recently", "demand"} <= set(words), done.out
 
 
-def test_names_break_at_dots_and_numbers_stay_whole(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_break_at_dots_and_numbers_stay_whole(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     name = "model.layers.0.self_attention.query_projection.weight"
     console.print_table("A title that is longer than the table", ("weight", "bytes"), [[name, "16.00 MiB"]])

@@ -1,9 +1,6 @@
 """What commands say to somebody who gave them something else: it names what was typed, and what to type."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from tests.integrations import models
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doors") / "stack.penstock"
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     api.compile(torch.export.export(model, (torch.randn(2, 64),)), folder)
@@ -25,14 +22,14 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doors") / "llama"
     models.llama(num_hidden_layers=1).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "pytorch_model.bin", "model.pt", "model.gguf"])
-def test_weights_alone_are_no_program(penstock: Command, tmp_path: Path, name: str) -> None:
+def test_weights_alone_are_no_program(penstock, tmp_path, name):
     torch.save({"weight": torch.ones(2)}, tmp_path / name)
     done = penstock("compile", tmp_path / name, tmp_path / "out.penstock")
     assert done.status == 2
@@ -40,18 +37,18 @@ def test_weights_alone_are_no_program(penstock: Command, tmp_path: Path, name: s
     assert "--trust" not in done.err
 
 
-def test_an_artifact_is_not_compiled_again(penstock: Command, artifact: Path, tmp_path: Path) -> None:
+def test_an_artifact_is_not_compiled_again(penstock, artifact, tmp_path):
     done = penstock("compile", artifact, tmp_path / "out.penstock")
     assert f"is an artifact already: `penstock run {artifact} --budget 50%` runs it" in done.err
 
 
-def test_a_missing_input_is_not_compiled_again(penstock: Command, artifact: Path) -> None:
+def test_a_missing_input_is_not_compiled_again(penstock, artifact):
     done = penstock("run", artifact, "--budget", "50%", "--input", "nofile")
     assert (done.status, done.err) == (2, "penstock: nofile is missing: name a file that is there\n")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "plan", "run", "simulate"])
-def test_a_models_folder_is_told_from_an_artifact(penstock: Command, model: Path, command: str) -> None:
+def test_a_models_folder_is_told_from_an_artifact(penstock, model, command):
     budget = ["--budget", "50%"] if command in ("plan", "run", "simulate") else []
     done = penstock(command, model, *budget)
     way = f"`penstock compile {model} llama.penstock` makes one of it, and `penstock generate {model}` runs"
@@ -62,7 +59,7 @@ def test_a_models_folder_is_told_from_an_artifact(penstock: Command, model: Path
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "simulate"])
-def test_no_budget_is_more_than_all(penstock: Command, artifact: Path, command: str) -> None:
+def test_no_budget_is_more_than_all(penstock, artifact, command):
     done = penstock(command, artifact, "--budget", "500%")
     assert done.status == 2
     assert "--budget '500%' is more than all weights, which 100% holds: write at most '100%'" in done.err
@@ -71,7 +68,7 @@ def test_no_budget_is_more_than_all(penstock: Command, artifact: Path, command: 
     assert api.open(artifact).plan("100%").streamed_bytes == 0
 
 
-def test_a_cap_may_be_more_than_the_weights(model: Path, tmp_path: Path) -> None:
+def test_a_cap_may_be_more_than_the_weights(model, tmp_path):
     """It holds activations as well."""
     loaded = load(model, "500%", cache=tmp_path)
     assert loaded(torch.arange(4)[None]).logits.shape[1] == 4
@@ -79,9 +76,7 @@ def test_a_cap_may_be_more_than_the_weights(model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_weights_of_torch_save_are_converted_where_they_are(
-    penstock: Command, model: Path, tmp_path: Path, shards: int
-) -> None:
+def test_weights_of_torch_save_are_converted_where_they_are(penstock, model, tmp_path, shards):
     folder, values = tmp_path / "old", load_file(model / "model.safetensors")
     folder.mkdir()
     (folder / "config.json").write_bytes((model / "config.json").read_bytes())
@@ -103,9 +98,7 @@ def test_weights_of_torch_save_are_converted_where_they_are(
         one.penstock_applied.close()
 
 
-def test_a_pipelines_part_is_converted_to_the_name_that_its_library_reads(
-    penstock: Command, tmp_path: Path
-) -> None:
+def test_a_pipelines_part_is_converted_to_the_name_that_its_library_reads(penstock, tmp_path):
     torch.save({"x": torch.ones(2)}, tmp_path / "diffusion_pytorch_model.bin")
     assert penstock("convert", tmp_path).status == 0
     assert load_file(tmp_path / "diffusion_pytorch_model.safetensors")["x"].tolist() == [1, 1]
@@ -115,9 +108,7 @@ def test_a_pipelines_part_is_converted_to_the_name_that_its_library_reads(
     assert f"{tmp_path} is safetensors already: say with --output where to write it anew" in done.err
 
 
-def test_a_narrow_terminal_breaks_no_name_and_no_value(
-    penstock: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_narrow_terminal_breaks_no_name_and_no_value(penstock, model, tmp_path, monkeypatch):
     assert penstock("compile", model, tmp_path / "llama.penstock").status == 0
     monkeypatch.setenv("COLUMNS", "60")
     lines = penstock("inspect", tmp_path / "llama.penstock").out.splitlines()

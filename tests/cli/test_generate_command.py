@@ -1,16 +1,11 @@
 """`penstock generate` says what the library says of the same model in memory, and what that took."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +31,7 @@ SUMMARY = re.compile(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def uncounted() -> Iterator[None]:
+def uncounted():
     """What other tests leave in this process counts against no cap."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cap, "anonymous_bytes", lambda: 0)
@@ -44,14 +39,14 @@ def uncounted() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
     save_model(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory):
     """A model that proposes tokens, and cannot chat."""
     folder = tmp_path_factory.mktemp("models") / "small"
     save_model(folder, layers=1, template=None)
@@ -59,11 +54,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def loaded(monkeypatch):
     """The models that the command has loaded."""
-    models: list[Any] = []
+    models = []
 
-    def load(*args: Any, **kwargs: Any) -> Any:
+    def load(*args, **kwargs):
         models.append(real(*args, **kwargs))
         return models[-1]
 
@@ -72,7 +67,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return models
 
 
-def expected(folder: Path, prompt: str = PROMPT, seed: int = 0, tokens: int = 8) -> list[int]:
+def expected(folder, prompt=PROMPT, seed=0, tokens=8):
     """What the library's model says that is in memory."""
     model = LlamaForCausalLM.from_pretrained(folder)
     inputs = speaking_models.tokenizer()(prompt, return_tensors="pt")
@@ -81,11 +76,11 @@ def expected(folder: Path, prompt: str = PROMPT, seed: int = 0, tokens: int = 8)
     return made[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def words(tokens: list[int]) -> str:
+def words(tokens):
     return " ".join(speaking_models.WORDS[number] for number in tokens)
 
 
-def test_it_says_what_the_model_says_in_memory(folder: Path, penstock: Command) -> None:
+def test_it_says_what_the_model_says_in_memory(folder, penstock):
     done = penstock("generate", folder, "--memory", "50%", "--prompt", PROMPT, "--max-new-tokens", 8)
     assert (done.status, done.out) == (0, words(expected(folder)) + "\n")
     summary = SUMMARY.fullmatch(done.err)
@@ -94,7 +89,7 @@ def test_it_says_what_the_model_says_in_memory(folder: Path, penstock: Command) 
     assert "twice the memory would give" in summary[2]
 
 
-def test_it_draws_what_the_model_draws_in_memory(tmp_path: Path, penstock: Command) -> None:
+def test_it_draws_what_the_model_draws_in_memory(tmp_path, penstock):
     save_model(tmp_path, layers=1, do_sample=True, temperature=2.0)
     said = []
     for seed in (0, 5):
@@ -108,9 +103,7 @@ def test_it_draws_what_the_model_draws_in_memory(tmp_path: Path, penstock: Comma
 
 
 @pytest.mark.parametrize("way", ["assistant", "lookup"])
-def test_tokens_that_are_proposed_change_nothing(
-    way: str, folder: Path, small: Path, penstock: Command
-) -> None:
+def test_tokens_that_are_proposed_change_nothing(way, folder, small, penstock):
     value = small if way == "assistant" else 3
     done = penstock(
         *("generate", folder, "--memory", "900KB", "--prompt", PROMPT, "--max-new-tokens", 24),
@@ -119,14 +112,14 @@ def test_tokens_that_are_proposed_change_nothing(
     assert (done.status, done.out) == (0, words(expected(folder, tokens=24)) + "\n")
 
 
-def test_an_assistant_that_leaves_no_memory_is_refused(folder: Path, small: Path, penstock: Command) -> None:
+def test_an_assistant_that_leaves_no_memory_is_refused(folder, small, penstock):
     arguments = ("--memory", "300KB", "--prompt", PROMPT, "--assistant", small)
     done = penstock("generate", folder, *arguments)
     assert (done.status, done.out) == (2, "")
     assert "the assistant takes" in done.err
 
 
-def test_json_has_the_counts_of_the_runtime(folder: Path, penstock: Command, loaded: list[Any]) -> None:
+def test_json_has_the_counts_of_the_runtime(folder, penstock, loaded):
     arguments = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--json")
     for memory in ("50%", "200MB"):
         done = penstock(*arguments, "--memory", memory)
@@ -147,12 +140,10 @@ def test_json_has_the_counts_of_the_runtime(folder: Path, penstock: Command, loa
     assert facts["tokens_per_second_with_twice_the_memory"] is None
 
 
-def test_twice_the_memory_gives_what_plans_predict(
-    folder: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twice_the_memory_gives_what_plans_predict(folder, penstock, monkeypatch):
     plans = {}
 
-    def planned_within(component: CalledModule, memory: int) -> Any:
+    def planned_within(component, memory):
         plans[memory] = real(component, memory)
         return plans[memory]
 
@@ -170,14 +161,14 @@ def test_twice_the_memory_gives_what_plans_predict(
     assert facts["tokens_per_second_with_twice_the_memory"] == pytest.approx(1 / seconds)
 
 
-def test_one_token_is_one_call_without_a_plan(folder: Path, penstock: Command) -> None:
+def test_one_token_is_one_call_without_a_plan(folder, penstock):
     done = penstock("generate", folder, "--memory", "50%", "--prompt", PROMPT, "--max-new-tokens", 1)
     assert done.out == words(expected(folder, tokens=1)) + "\n"
     assert done.err.startswith("1 token; read 834.25 KiB of weights within 417.12 KiB; ")
     assert done.err.endswith("; only one call was made\n")
 
 
-def test_beams_are_shown_when_they_are_done(tmp_path: Path, penstock: Command) -> None:
+def test_beams_are_shown_when_they_are_done(tmp_path, penstock):
     save_model(tmp_path, layers=1, num_beams=3)
     done = penstock("generate", tmp_path, "--memory", "2MB", "--prompt", PROMPT, "--max-new-tokens", 8)
     assert (done.status, done.out) == (0, words(expected(tmp_path)) + "\n")
@@ -186,10 +177,10 @@ def test_beams_are_shown_when_they_are_done(tmp_path: Path, penstock: Command) -
 # Conversations.
 
 
-def by_hand(folder: Path, *lines: str) -> list[str]:
+def by_hand(folder, *lines):
     """The answers to lines, by the template, in memory."""
     model, tokenizer = LlamaForCausalLM.from_pretrained(folder), speaking_models.tokenizer()
-    messages: list[dict[str, str]] = []
+    messages = []
     for line in lines:
         messages.append({"role": "user", "content": line})
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -200,9 +191,7 @@ def by_hand(folder: Path, *lines: str) -> list[str]:
 
 
 @pytest.mark.parametrize("prompt", [(), ("--prompt", "lado mibe")])
-def test_a_conversation_is_the_templates(
-    prompt: tuple[str, ...], folder: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_is_the_templates(prompt, folder, penstock, monkeypatch):
     typed = "\nkoga neda\n" if prompt else "lado mibe\n\nkoga neda\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     done = penstock("generate", folder, "--memory", "2MB", "--chat", *prompt, "--max-new-tokens", 6)
@@ -211,7 +200,7 @@ def test_a_conversation_is_the_templates(
     assert re.search(r"^penstock: a context of about [\d,]+ tokens fits .* in the cache$", done.err, re.M)
 
 
-def test_a_conversation_that_the_template_refuses_is_one_sentence(tmp_path: Path, penstock: Command) -> None:
+def test_a_conversation_that_the_template_refuses_is_one_sentence(tmp_path, penstock):
     save_model(tmp_path, layers=1, template="{{ raise_exception('no more than nothing') }}")
     done = penstock("generate", tmp_path, "--memory", "2MB", "--chat", "--prompt", "lado")
     assert (done.status, done.out) == (2, "")
@@ -222,14 +211,14 @@ def test_a_conversation_that_the_template_refuses_is_one_sentence(tmp_path: Path
 # Ctrl-C, in real processes.
 
 
-def test_ctrl_c_ends_with_130_and_no_trace(folder: Path) -> None:
+def test_ctrl_c_ends_with_130_and_no_trace(folder):
     arguments = ("generate", str(folder), "--memory", "50%", "--prompt", PROMPT, "--json")
     place = "penstock.cli.generate._Session.answer"
     _, _, said = interrupted(folder, place, *arguments, "--max-new-tokens", "1000000")
     assert said == "penstock: stopping ...\n"
 
 
-def test_ctrl_c_stops_an_answer_and_twice_the_conversation(folder: Path) -> None:
+def test_ctrl_c_stops_an_answer_and_twice_the_conversation(folder):
     command = [sys.executable, "-m", "penstock", "generate", str(folder), "--memory", "50%", "--chat"]
     command += ["--max-new-tokens", "1000000"]
     pipe = subprocess.PIPE
@@ -251,7 +240,7 @@ def test_ctrl_c_stops_an_answer_and_twice_the_conversation(folder: Path) -> None
 # What is refused, and what is found out.
 
 
-def test_memory_that_is_too_small_names_what_would_do(folder: Path, penstock: Command) -> None:
+def test_memory_that_is_too_small_names_what_would_do(folder, penstock):
     arguments = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--memory")
     done = penstock(*arguments, "20KB")
     least = re.search(r"give at least ([\d.]+ KiB)", done.err)
@@ -262,13 +251,13 @@ def test_memory_that_is_too_small_names_what_would_do(folder: Path, penstock: Co
 
 
 @pytest.mark.parametrize("memory", ["0%", "abc%", "-5%", "0.5", "8XB"])
-def test_memory_that_is_no_size_is_refused(memory: str, folder: Path, penstock: Command) -> None:
+def test_memory_that_is_no_size_is_refused(memory, folder, penstock):
     done = penstock("generate", folder, f"--memory={memory}", "--prompt", PROMPT)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith(f"penstock: --memory '{memory}' ")
 
 
-def test_the_default_memory_is_said(folder: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_memory_is_said(folder, penstock, monkeypatch):
     monkeypatch.setattr(cap, "memory_limit", lambda: Limit(1 << 30, "control group /small"))
     done = penstock("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 2)
     line = "penstock: memory is 819.20 MiB: control group /small has 1.00 GiB left, of which 204.80 MiB are"
@@ -287,14 +276,12 @@ def test_the_default_memory_is_said(folder: Path, penstock: Command, monkeypatch
         ),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
-    arguments: tuple[str, ...], sentence: str, penstock: Command
-) -> None:
+def test_options_that_do_not_go_together_are_refused(arguments, sentence, penstock):
     done = penstock("generate", "anywhere", *arguments)
     assert (done.status, done.out, done.err) == (2, "", f"penstock: {sentence}\n")
 
 
-def test_a_model_without_a_template_does_not_chat(small: Path, penstock: Command) -> None:
+def test_a_model_without_a_template_does_not_chat(small, penstock):
     done = penstock("generate", small, "--chat")
     assert (done.status, done.out) == (2, "")
     assert done.err == (
@@ -303,12 +290,12 @@ def test_a_model_without_a_template_does_not_chat(small: Path, penstock: Command
     )
 
 
-def remove_tokenizer(folder: Path) -> None:
+def remove_tokenizer(folder):
     for path in folder.glob("*token*.json"):
         path.unlink()
 
 
-def remove_model(folder: Path) -> None:
+def remove_model(folder):
     (folder / "config.json").unlink()
 
 
@@ -319,9 +306,7 @@ def remove_model(folder: Path) -> None:
         (remove_model, "holds a tokenizer and no model: give the folder that has config.json"),
     ],
 )
-def test_a_folder_that_lacks_something_is_refused(
-    change: Callable[[Path], None], sentence: str, tmp_path: Path, penstock: Command
-) -> None:
+def test_a_folder_that_lacks_something_is_refused(change, sentence, tmp_path, penstock):
     save_model(tmp_path, layers=1)
     change(tmp_path)
     done = penstock("generate", tmp_path, "--prompt", PROMPT)
@@ -329,15 +314,13 @@ def test_a_folder_that_lacks_something_is_refused(
     assert done.err.startswith(f"penstock: {tmp_path} {sentence}")
 
 
-def test_a_folder_that_is_not_there_is_no_name(tmp_path: Path, penstock: Command) -> None:
+def test_a_folder_that_is_not_there_is_no_name(tmp_path, penstock):
     done = penstock("generate", tmp_path / "none", "--prompt", PROMPT)
     there = f"penstock: there is no folder {tmp_path}/none: give a model's folder, or its name on the hub\n"
     assert (done.status, done.err) == (2, there)
 
 
-def test_a_name_that_is_not_in_the_cache_offline_is_one_command(
-    tmp_path: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_is_not_in_the_cache_offline_is_one_command(tmp_path, penstock, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     done = penstock("generate", "nobody/nothing", "--prompt", PROMPT)

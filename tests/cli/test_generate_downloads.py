@@ -6,10 +6,8 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -30,13 +28,13 @@ class Hub(BaseHTTPRequestHandler):
     folder: Path
     asked: list[str]
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self._answer(with_body=False)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._answer(with_body=True)
 
-    def _answer(self, *, with_body: bool) -> None:
+    def _answer(self, *, with_body):
         files = {
             str(path.relative_to(self.folder)): path for path in self.folder.rglob("*") if path.is_file()
         }
@@ -65,12 +63,12 @@ class Hub(BaseHTTPRequestHandler):
         if with_body:
             self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format, *args):
         """Say nothing."""
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+def hub(tmp_path, monkeypatch):
     """A hub that has one model, and an empty cache."""
     save_model(tmp_path / "stored", layers=1)
     for name in OTHERS:
@@ -92,9 +90,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.server_close()
 
 
-def test_a_model_is_downloaded_once_after_a_line_that_says_how_many_bytes(
-    hub: type[Hub], penstock: Command
-) -> None:
+def test_a_model_is_downloaded_once_after_a_line_that_says_how_many_bytes(hub, penstock):
     arguments = ("generate", NAME, "--memory", "2MB", "--prompt", PROMPT, "--max-new-tokens", 4)
     done = penstock(*arguments)
     wanted = [path for path in hub.folder.iterdir() if path.is_file() and path.name not in OTHERS]
@@ -109,7 +105,7 @@ def test_a_model_is_downloaded_once_after_a_line_that_says_how_many_bytes(
     assert hub.asked == []
 
 
-def test_a_cache_that_has_the_configuration_alone_is_completed(hub: type[Hub], penstock: Command) -> None:
+def test_a_cache_that_has_the_configuration_alone_is_completed(hub, penstock):
     from huggingface_hub import hf_hub_download
 
     hf_hub_download(NAME, "config.json")
@@ -117,14 +113,14 @@ def test_a_cache_that_has_the_configuration_alone_is_completed(hub: type[Hub], p
     assert (done.status, done.out) == (0, words(expected(hub.folder, tokens=4)) + "\n")
 
 
-def test_a_model_without_safetensors_is_not_downloaded(hub: type[Hub], penstock: Command) -> None:
+def test_a_model_without_safetensors_is_not_downloaded(hub, penstock):
     (hub.folder / "model.safetensors").unlink()
     done = penstock("generate", NAME, "--prompt", PROMPT)
     assert (done.status, done.out, hub.asked) == (2, "", [])
     assert done.err == f"penstock: {NAME} has no model.safetensors on the hub: choose a model that has one\n"
 
 
-def test_a_name_that_the_hub_does_not_have_is_one_sentence(hub: type[Hub], penstock: Command) -> None:
+def test_a_name_that_the_hub_does_not_have_is_one_sentence(hub, penstock):
     done = penstock("generate", "nobody/other", "--prompt", PROMPT)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert "and cannot be downloaded now (" in done.err

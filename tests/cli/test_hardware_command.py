@@ -1,10 +1,7 @@
 """`penstock hardware`: presets, and what was measured of this machine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +14,9 @@ COLUMNS = 80
 
 
 @pytest.fixture(autouse=True)
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def machine(tmp_path, monkeypatch):
     """What is measured, in no time; nothing is remembered."""
-    done: list[str] = []
+    done = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.setattr(calibrate, "_products", lambda dtype: done.append(dtype) or Trials((2e11,) * 3))
@@ -28,11 +25,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def reads(name: str = "/srv/models/a-model-with-a-long-name/model-00001-of-00191.safetensors") -> Subject:
+def reads(name="/srv/models/a-model-with-a-long-name/model-00001-of-00191.safetensors"):
     return Subject("reads", this_machine(), f"{name} and 190 more", "abc", "ext4 on /dev/nvme0n1p2", "past")
 
 
-def test_presets_and_figures_fit_a_terminal(penstock: Command) -> None:
+def test_presets_and_figures_fit_a_terminal(penstock):
     measured(reads(), lambda: Trials((1.5e9, 1.6e9)))
     measured(Subject("pass", this_machine(), "forward", "def"), lambda: Trials((2.5e7,)))
     done = penstock("hardware")
@@ -52,7 +49,7 @@ def test_presets_and_figures_fit_a_terminal(penstock: Command) -> None:
         assert words in done.out
 
 
-def test_one_preset(penstock: Command) -> None:
+def test_one_preset(penstock):
     done = penstock("hardware", "h200")
     assert "4800 GB/s" in done.out
     assert "the same rate, which is assumed, in turn with what arrives" in " ".join(done.out.split())
@@ -63,9 +60,7 @@ def test_one_preset(penstock: Command) -> None:
     assert "launching" not in penstock("hardware", "laptop").out  # whose steps have that time
 
 
-def test_measuring_again_forgets_this_machine_and_takes_every_dtype_that_was_known(
-    penstock: Command, machine: list[str]
-) -> None:
+def test_measuring_again_forgets_this_machine_and_takes_every_dtype_that_was_known(penstock, machine):
     assert "Nothing has been measured" in penstock("hardware", "auto").out
     measured(reads(), lambda: Trials((1.5e9,)))
     measured(Subject("products", this_machine(), "float16"), lambda: Trials((1.0,)))
@@ -84,7 +79,7 @@ def test_measuring_again_forgets_this_machine_and_takes_every_dtype_that_was_kno
     assert memory["fresh"]
 
 
-def test_noise_and_age_are_told(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_and_age_are_told(penstock, monkeypatch):
     penstock("hardware", "--measure")
     said = penstock("hardware", "auto").out
     assert said.count("doubtful") == 1
@@ -99,14 +94,12 @@ def test_noise_and_age_are_told(penstock: Command, monkeypatch: pytest.MonkeyPat
     ("arguments", "words"),
     [(["H200"], "did you mean 'h200'"), (["h200", "--measure"], "is another: leave out one of them")],
 )
-def test_what_is_refused(penstock: Command, arguments: list[str], words: str) -> None:
+def test_what_is_refused(penstock, arguments, words):
     done = penstock("hardware", *arguments)
     assert (done.status, words in done.err, "Traceback" in done.err) == (2, True, False)
 
 
-def test_a_file_is_listed_once_however_often_it_was_written_and_measured(
-    penstock: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_listed_once_however_often_it_was_written_and_measured(penstock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     old, new = (replace(reads("/srv/model.safetensors"), identity=one) for one in ("old", "new"))
     for subject in (old, replace(old, cache="warm"), replace(old, quantity="answer"), new):

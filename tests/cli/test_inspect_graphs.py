@@ -1,10 +1,7 @@
 """`penstock inspect --graph`: what is printed is read by whoever reads DOT and node-link JSON."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import networkx
 import pytest
@@ -21,7 +18,7 @@ LIST = rf"\[{QUOTED}={QUOTED}(?:, {QUOTED}={QUOTED})*\]"
 NODE, EDGE = re.compile(rf"  (n\d+) ({LIST});"), re.compile(rf"  (n\d+) -> (n\d+) ({LIST});")
 
 
-def parse(dot: str) -> networkx.DiGraph:
+def parse(dot):
     """The graph of DOT as penstock writes it: a line for a node or an edge, every attribute quoted."""
     first, *lines, last, end = dot.split("\n")
     assert (first, last, end) == ("digraph penstock {", "}", "")
@@ -36,17 +33,17 @@ def parse(dot: str) -> networkx.DiGraph:
     return graph
 
 
-def attributes(text: str) -> dict[str, str]:
+def attributes(text):
     strings = [unquoted(one) for one in re.findall(QUOTED, text)]
     return dict(zip(strings[::2], strings[1::2], strict=True))
 
 
-def unquoted(text: str) -> str:
+def unquoted(text):
     return re.sub(r"\\(.)", lambda escape: "\n" if escape[1] == "n" else escape[1], text[1:-1])
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     """Two methods over the same weights."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
@@ -54,12 +51,12 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library.compile(programs, tmp_path_factory.mktemp("graphs") / "a.penstock").path
 
 
-def shape(graph: networkx.DiGraph) -> list[tuple[str, str]]:
+def shape(graph):
     names = networkx.get_node_attributes(graph, "name")
     return sorted((names[a], names[b]) for a, b in graph.edges)
 
 
-def test_the_reads_of_a_program(penstock: Command, artifact: Path) -> None:
+def test_the_reads_of_a_program(penstock, artifact):
     expected = library.open(artifact).read_graph()
     done = penstock("inspect", artifact, "--graph", "json")
     assert (done.status, done.err) == (0, "")
@@ -69,7 +66,7 @@ def test_the_reads_of_a_program(penstock: Command, artifact: Path) -> None:
     assert [facts["why"] for *_, facts in drawn.edges(data=True)].count("reads") > 0
 
 
-def test_the_events_of_a_plan(penstock: Command, artifact: Path) -> None:
+def test_the_events_of_a_plan(penstock, artifact):
     arguments = ("inspect", artifact, "--budget", "70%", "--method", "two", "--graph")
     found = networkx.node_link_graph(json.loads(penstock(*arguments, "json").out))
     assert {facts["kind"] for _, facts in found.nodes(data=True)} >= {"step", "transfer"}
@@ -89,15 +86,13 @@ def test_the_events_of_a_plan(penstock: Command, artifact: Path) -> None:
         (["--graph", "json", "--budget", "1"], "below the floor"),
     ],
 )
-def test_what_does_not_go_together(
-    penstock: Command, artifact: Path, arguments: list[str], words: str
-) -> None:
+def test_what_does_not_go_together(penstock, artifact, arguments, words):
     done = penstock("inspect", artifact, *arguments)
     assert (done.status, done.out) == (2, "")
     assert words in done.err.splitlines()[-1]
 
 
-def test_names_with_quotes_and_newlines_stay_whole() -> None:
+def test_names_with_quotes_and_newlines_stay_whole():
     names = ['a "quoted" name', "two\nlines", "back\\slash", 'all\\"\n', "\\n", "]; n0 [", ""]
     graph = networkx.DiGraph()
     for number, name in enumerate(names):

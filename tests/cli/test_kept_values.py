@@ -1,16 +1,13 @@
 """The commands on a program that is trained and whose kept values may leave memory."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 
 import penstock as api
-from tests.cli.command_line import Command, penstock_fixture
+from tests.cli.command_line import penstock_fixture
 from tests.training_models import DECODER
 
 __all__ = ["penstock_fixture"]
@@ -18,7 +15,7 @@ GIVEN = ("--budget", "20%", "--hardware", "laptop")
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     path = tmp_path_factory.mktemp("kept") / "trained.penstock"
     api.compile_training(
         DECODER.model(),
@@ -31,7 +28,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_inspect_counts_kept_values_apart(penstock: Command, artifact: Path) -> None:
+def test_inspect_counts_kept_values_apart(penstock, artifact):
     facts = json.loads(penstock("inspect", artifact, "--json").out)
     sizes = {kind: [s["nbytes"] for s in facts["storages"] if s["kind"] == kind] for kind in ("produced",)}
     assert facts["value_bytes"] == sum(sizes["produced"]) > 0
@@ -44,7 +41,7 @@ def test_inspect_counts_kept_values_apart(penstock: Command, artifact: Path) -> 
     assert "beside the budget:" not in said
 
 
-def test_plan_says_what_is_written(penstock: Command, artifact: Path, tmp_path: Path) -> None:
+def test_plan_says_what_is_written(penstock, artifact, tmp_path):
     facts = json.loads(penstock("plan", artifact, *GIVEN, "--json", "--compare").out)
     transfers = [t for schedule in facts["plan"]["schedules"] for t in schedule["transfers"]]
     assert (
@@ -64,7 +61,7 @@ def test_plan_says_what_is_written(penstock: Command, artifact: Path, tmp_path: 
     assert "within the budget; none leaves memory" in whole
 
 
-def test_simulate_runs_methods_in_turn_and_counts_what_is_written(penstock: Command, artifact: Path) -> None:
+def test_simulate_runs_methods_in_turn_and_counts_what_is_written(penstock, artifact):
     rounds, forward, backward = json.loads(
         penstock("simulate", artifact, "--budget", "20%", "--device", "sim:laptop", "--json").out
     )
@@ -76,7 +73,7 @@ def test_simulate_runs_methods_in_turn_and_counts_what_is_written(penstock: Comm
     assert "written" in penstock("simulate", artifact, *GIVEN).out
 
 
-def test_run_runs_what_begins_a_round_and_refuses_what_does_not(penstock: Command, artifact: Path) -> None:
+def test_run_runs_what_begins_a_round_and_refuses_what_does_not(penstock, artifact):
     done = json.loads(penstock("run", artifact, "--budget", "20%", "--method", "forward", "--json").out)
     assert done["bytes_written"] > 0
     refused = penstock("run", artifact, "--budget", "20%", "--method", "backward")
@@ -84,7 +81,7 @@ def test_run_runs_what_begins_a_round_and_refuses_what_does_not(penstock: Comman
     assert "cannot run by itself" in " ".join(refused.err.split())
 
 
-def test_verify_hashes_weights_alone(penstock: Command, artifact: Path) -> None:
+def test_verify_hashes_weights_alone(penstock, artifact):
     verified = json.loads(penstock("verify", artifact, "--json").out)["verified_bytes"]
     assert verified == api.open(artifact).weight_bytes
 
@@ -92,18 +89,18 @@ def test_verify_hashes_weights_alone(penstock: Command, artifact: Path) -> None:
 class Scaled(torch.nn.Module):
     """Keeps scaled weights, whose size is fixed, and values of as many rows as the input has."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weights = torch.nn.ParameterList(torch.randn(64, 64) for _ in range(2))
         self.scales = torch.nn.ParameterList(torch.ones(64, 64) for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for weight, scale in zip(self.weights, self.scales, strict=True):
             x = torch.relu(x @ (weight * scale))
         return x.sum()
 
 
-def test_inspect_names_values_of_dynamic_size(penstock: Command, tmp_path: Path) -> None:
+def test_inspect_names_values_of_dynamic_size(penstock, tmp_path):
     given = {"example": (torch.randn(8, 64),), "trainable": ["scales.*"], "evaluate": False}
     rows = {"x": {0: torch.export.Dim("rows", min=2, max=64)}}
     path = tmp_path / "scaled.penstock"
@@ -118,17 +115,15 @@ def test_inspect_names_values_of_dynamic_size(penstock: Command, tmp_path: Path)
 class Unscaled(torch.nn.Module):
     """Keeps values of as many rows as the input has."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.second(torch.relu(self.first(x))).sum()
 
 
-def test_a_program_that_keeps_nothing_of_fixed_size_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_program_that_keeps_nothing_of_fixed_size_is_told_of(tmp_path, caplog):
     model = Unscaled()
     given = {"example": (torch.randn(8, 64),), "trainable": ["first.*"], "evaluate": False}
     rows = {"x": {0: torch.export.Dim("rows", min=2, max=64)}}
@@ -141,9 +136,7 @@ def test_a_program_that_keeps_nothing_of_fixed_size_is_told_of(
 
 
 @pytest.mark.parametrize("arena", ["mapped", "pooled"])
-def test_an_arena_of_the_files_own_pages_is_refused_by_a_sentence(
-    arena: str, penstock: Command, artifact: Path
-) -> None:
+def test_an_arena_of_the_files_own_pages_is_refused_by_a_sentence(arena, penstock, artifact):
     refused = penstock("plan", artifact, *GIVEN, "--arena", arena)
     said = " ".join(refused.err.split())
     assert refused.status

@@ -1,12 +1,9 @@
 """`penstock plan` with its questions, and `penstock simulate`."""
 
-from __future__ import annotations
-
 import html
 import json
 from dataclasses import replace
 from datetime import date
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     exported = torch.export.export(model, (torch.randn(2, 512),))
     folder = tmp_path_factory.mktemp("plans") / "stack.penstock"
@@ -27,9 +24,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_plan_says_how_far_from_the_bound_it_is_and_what_limits_it(
-    penstock: Command, artifact: Path
-) -> None:
+def test_a_plan_says_how_far_from_the_bound_it_is_and_what_limits_it(penstock, artifact):
     done = penstock("plan", artifact, "--budget", "50%", "--hardware", "rtx4090")
     assert done.status == 0
     assert "best possible" in done.out
@@ -39,7 +34,7 @@ def test_a_plan_says_how_far_from_the_bound_it_is_and_what_limits_it(
     assert "contiguous" in done.out  # a device behind a link has one buffer
 
 
-def test_comparison_and_sweep_as_tables(penstock: Command, artifact: Path) -> None:
+def test_comparison_and_sweep_as_tables(penstock, artifact):
     done = penstock("plan", artifact, "--budget", "50%", "--hardware", "l4", "--compare", "--sweep")
     assert done.status == 0
     for name in ("this plan", "on demand", "one block ahead", "least recently used", "rest on the host"):
@@ -47,7 +42,7 @@ def test_comparison_and_sweep_as_tables(penstock: Command, artifact: Path) -> No
     assert "Seconds a pass by budget" in done.out
 
 
-def test_comparison_and_sweep_as_json(penstock: Command, artifact: Path) -> None:
+def test_comparison_and_sweep_as_json(penstock, artifact):
     done = penstock("plan", artifact, "--budget", "50%", "--hardware", "l4", "--compare", "--sweep", "--json")
     facts = json.loads(done.out)
     assert sorted(facts) == [
@@ -70,7 +65,7 @@ def test_comparison_and_sweep_as_json(penstock: Command, artifact: Path) -> None
     assert times["best possible"] <= 1
 
 
-def test_more_bytes_a_pass_than_the_model_has_are_explained(artifact: Path) -> None:
+def test_more_bytes_a_pass_than_the_model_has_are_explained(artifact):
     program = api.open(artifact)
     plan = program.plan("50%", hardware="l4")
     twice = replace(plan, schedules=tuple(replace(s, transfers=s.transfers * 2) for s in plan.schedules))
@@ -79,7 +74,7 @@ def test_more_bytes_a_pass_than_the_model_has_are_explained(artifact: Path) -> N
     assert twice.streamed_bytes > program.largest_budget
 
 
-def test_doubt_about_rates_is_one_short_row(artifact: Path) -> None:
+def test_doubt_about_rates_is_one_short_row(artifact):
     program = api.open(artifact)
     plan = program.plan("50%", hardware="l4")
     doubted = replace(plan, hardware=replace(plan.hardware, note=f"measured on l4; {UNEVEN}"))
@@ -88,7 +83,7 @@ def test_doubt_about_rates_is_one_short_row(artifact: Path) -> None:
     assert _facts(program, plan)[-1] == ("rates", preset)
 
 
-def test_json_has_the_plan_and_what_it_comes_to(penstock: Command, artifact: Path) -> None:
+def test_json_has_the_plan_and_what_it_comes_to(penstock, artifact):
     facts = json.loads(penstock("plan", artifact, "--budget", "50%", "--hardware", "l4", "--json").out)
     (schedule,) = facts["plan"]["schedules"]
     assert facts["predicted_seconds"] == schedule["predicted_ns"] / 1e9
@@ -97,7 +92,7 @@ def test_json_has_the_plan_and_what_it_comes_to(penstock: Command, artifact: Pat
     assert len(facts["plan"]["names"]) == len(facts["plan"]["sizes"]) > 0
 
 
-def test_terminal_page_and_json_say_the_same(penstock: Command, artifact: Path, tmp_path: Path) -> None:
+def test_terminal_page_and_json_say_the_same(penstock, artifact, tmp_path):
     given = ("plan", artifact, "--budget", "50%", "--hardware", "rtx4090", "--report", tmp_path / "plan.html")
     said = penstock(*given).out
     page = html.unescape((tmp_path / "plan.html").read_text())
@@ -112,7 +107,7 @@ def test_terminal_page_and_json_say_the_same(penstock: Command, artifact: Path, 
     assert date.today().isoformat() in page
 
 
-def test_report_timeline_and_plan_are_written(penstock: Command, artifact: Path, tmp_path: Path) -> None:
+def test_report_timeline_and_plan_are_written(penstock, artifact, tmp_path):
     report, timeline, plan = tmp_path / "plan.html", tmp_path / "timeline.json", tmp_path / "plan.json"
     given = ("plan", artifact, "--budget", "50%", "--hardware", "h200")
     done = penstock(*given, "--sweep", "--report", report, "--timeline", timeline, "--output", plan)
@@ -126,9 +121,7 @@ def test_report_timeline_and_plan_are_written(penstock: Command, artifact: Path,
     ("command", "option"),
     [("plan", "--output"), ("plan", "--report"), ("plan", "--timeline"), ("run", "--output")],
 )
-def test_an_output_is_replaced_with_force_only(
-    penstock: Command, artifact: Path, tmp_path: Path, command: str, option: str
-) -> None:
+def test_an_output_is_replaced_with_force_only(penstock, artifact, tmp_path, command, option):
     (tmp_path / "mine").write_text("mine")
     given = (command, artifact, "--budget", "50%", option, tmp_path / "mine")
     refused = penstock(*given)
@@ -141,16 +134,14 @@ def test_an_output_is_replaced_with_force_only(
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_hardware_that_does_not_exist_suggests_the_nearest(
-    penstock: Command, artifact: Path, command: str
-) -> None:
+def test_hardware_that_does_not_exist_suggests_the_nearest(penstock, artifact, command):
     done = penstock(command, artifact, "--budget", "50%", "--hardware", "RTX4090")
     assert done.status == 2
     assert "did you mean 'rtx4090'" in done.err
     assert "Traceback" not in done.err
 
 
-def test_simulation_agrees_with_the_prediction(penstock: Command, artifact: Path) -> None:
+def test_simulation_agrees_with_the_prediction(penstock, artifact):
     (one,) = json.loads(penstock("simulate", artifact, "--budget", "30%", "--hardware", "t4", "--json").out)
     assert one["period_ns"] == one["predicted_ns"]
     assert one["first_ns"] >= one["compute_ns"]
@@ -160,7 +151,7 @@ def test_simulation_agrees_with_the_prediction(penstock: Command, artifact: Path
     assert "Steps that wait" in done.out
 
 
-def test_a_budget_below_the_floor_names_it(penstock: Command, artifact: Path) -> None:
+def test_a_budget_below_the_floor_names_it(penstock, artifact):
     done = penstock("simulate", artifact, "--budget", "1", "--hardware", "t4")
     assert done.status == 2
     assert "below the floor" in done.err

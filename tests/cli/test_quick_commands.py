@@ -3,11 +3,8 @@
 They import neither torch nor what plans are made with.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +20,7 @@ except SystemExit as done:
 """
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command, folder):
     return subprocess.run(
         [sys.executable, "-c", CODE, *command.split()],
         cwd=folder,
@@ -35,13 +32,13 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", ["--help", "plan --help", "generate --help", "cache list", "hardware"])
-def test_no_torch_is_imported(command: str, tmp_path: Path) -> None:
+def test_no_torch_is_imported(command, tmp_path):
     done = run(command, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
 
 
-def test_the_package_is_the_command_line(tmp_path: Path) -> None:
+def test_the_package_is_the_command_line(tmp_path):
     command = [sys.executable, "-m", "penstock", "plan", "none", "--budget", "50%"]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -61,7 +58,7 @@ def test_the_package_is_the_command_line(tmp_path: Path) -> None:
         ("compile other full --force", "full is not an artifact and will not be overwritten; "),
     ],
 )
-def test_no_torch_is_imported_to_refuse(command: str, sentence: str, tmp_path: Path) -> None:
+def test_no_torch_is_imported_to_refuse(command, sentence, tmp_path):
     for name in ("empty", "full"):
         (tmp_path / name).mkdir()
     for path in (tmp_path / "payload.json", tmp_path / "full/notes.txt"):

@@ -1,9 +1,6 @@
 """`penstock replay` on recorded routes of a small table."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ ROWS, WIDTH = 1024, 1024
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     exported = torch.export.export(nn.Embedding(ROWS, WIDTH), (torch.arange(2),))
     folder = tmp_path_factory.mktemp("replays") / "table.penstock"
     api.compile(exported, folder)
@@ -24,7 +21,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def routes(artifact: Path) -> Path:
+def routes(artifact):
     """Three calls for rows of a page each: 0 and 1, then 1 and 2, then 0 and 1 again."""
     path = artifact.parent / "routes.jsonl"
     with api.open(artifact).load("25%") as module, torch.no_grad(), module.record_routes() as recorder:
@@ -34,7 +31,7 @@ def routes(artifact: Path) -> Path:
     return path
 
 
-def test_sizes_as_json(penstock: Command, artifact: Path, routes: Path) -> None:
+def test_sizes_as_json(penstock, artifact, routes):
     done = penstock(
         *("replay", routes, "--artifact", artifact, "--pool", "4096", "--pool", "8KiB", "--pool", "12KiB"),
         "--json",
@@ -51,7 +48,7 @@ def test_sizes_as_json(penstock: Command, artifact: Path, routes: Path) -> None:
     assert found[2]["hits"] == {"penstock": 0.5, "lru": 0.5, "lfu": 0.5, "most": 0.5}
 
 
-def test_a_table_by_size(penstock: Command, artifact: Path, routes: Path) -> None:
+def test_a_table_by_size(penstock, artifact, routes):
     done = penstock("replay", routes, "--artifact", artifact)
     assert done.status == 0
     assert "3 calls of 8.00 KiB each" in done.out
@@ -62,7 +59,7 @@ def test_a_table_by_size(penstock: Command, artifact: Path, routes: Path) -> Non
     assert "run there in rounds" in cut.out
 
 
-def test_pools_of_plans(penstock: Command, artifact: Path, routes: Path) -> None:
+def test_pools_of_plans(penstock, artifact, routes):
     given = ("replay", routes, "--artifact", artifact, "--budget", "25%", "--budget", "100%")
     done = penstock(*given)
     assert "25%" in done.out
@@ -72,7 +69,7 @@ def test_pools_of_plans(penstock: Command, artifact: Path, routes: Path) -> None
     assert whole == {"budget": "100%", "replay": None}
 
 
-def test_what_cannot_be_replayed(penstock: Command, artifact: Path, routes: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_replayed(penstock, artifact, routes, tmp_path):
     both = penstock("replay", routes, "--artifact", artifact, "--budget", "25%", "--pool", "1MiB")
     assert both.status == 2
     assert "give one of them" in both.err
@@ -90,7 +87,7 @@ def test_what_cannot_be_replayed(penstock: Command, artifact: Path, routes: Path
     assert "Traceback" not in done.err
 
 
-def test_recorded_calls_on_the_clock(penstock: Command, artifact: Path, routes: Path) -> None:
+def test_recorded_calls_on_the_clock(penstock, artifact, routes):
     given = ("simulate", artifact, "--budget", "25%", "--routes", routes)
     (one,) = json.loads(penstock(*given, "--json").out)
     assert [call["missed_bytes"] for call in one["calls"]] == [8192, 4096, 0]

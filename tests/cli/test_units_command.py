@@ -1,16 +1,13 @@
 """The commands on a program whose tables and experts may be read by units."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from torch.export import export
 
 import penstock as api
 from penstock.schedule.payload.codec import plan_from_json
-from tests.cli.command_line import Command, penstock_fixture
+from tests.cli.command_line import penstock_fixture
 from tests.runtime.sparse.unit_mutants import Model, inputs
 
 __all__ = ["penstock_fixture"]
@@ -18,13 +15,13 @@ GIVEN = ("--budget", "50%", "--hardware", "laptop")
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     path = tmp_path_factory.mktemp("units") / "model.penstock"
     api.compile(export(Model(), inputs(0)), path)
     return path
 
 
-def test_inspect_lists_what_may_be_read_by_units(penstock: Command, artifact: Path) -> None:
+def test_inspect_lists_what_may_be_read_by_units(penstock, artifact):
     said = " ".join(penstock("inspect", artifact).out.split())
     assert "May be read by units" in said
     assert "aten.embedding.default" in said
@@ -34,9 +31,7 @@ def test_inspect_lists_what_may_be_read_by_units(penstock: Command, artifact: Pa
     assert sorted(edge["units"] for edge in graph["edges"] if edge["why"] == "reads") == [64, 64, 4096]
 
 
-def test_plan_says_what_the_pool_holds_and_how_long_it_is_waited_for(
-    penstock: Command, artifact: Path, tmp_path: Path
-) -> None:
+def test_plan_says_what_the_pool_holds_and_how_long_it_is_waited_for(penstock, artifact, tmp_path):
     facts = json.loads(penstock("plan", artifact, *GIVEN, "--json", "--compare").out)
     plan, units = plan_from_json(json.dumps(facts["plan"])), facts["units"]
     assert plan.pool is not None
@@ -52,7 +47,7 @@ def test_plan_says_what_the_pool_holds_and_how_long_it_is_waited_for(
     assert "rows or experts" in (tmp_path / "plan.html").read_text()
 
 
-def test_all_of_the_budget_has_no_pool(penstock: Command, artifact: Path) -> None:
+def test_all_of_the_budget_has_no_pool(penstock, artifact):
     facts = json.loads(penstock("plan", artifact, "--budget", "100%", "--hardware", "laptop", "--json").out)
     assert facts["plan"]["pool"] is None
     assert "units" not in facts

@@ -1,9 +1,6 @@
 """Writes compressed_tensors.safetensors: what compressed-tensors 0.20.1 unpacks and rounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -22,7 +19,7 @@ WEIGHTS = {
 }
 
 
-def unpacked(format_: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def unpacked(format_, options):
     """Return the parts of a weight, and its values."""
     weight = torch.randn(12, 48).bfloat16()
     grouped = weight.unflatten(1, (-1, options.get("group_size", 48))).abs().amax(2)
@@ -36,14 +33,14 @@ def unpacked(format_: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {PARTS[name]: part for name, part in parts.items() if name in PARTS} | {"values": values}
 
 
-def rounded(value: torch.Tensor, kind: str, strategy: str) -> torch.Tensor:
+def rounded(value, kind, strategy):
     """Return the input of a layer as the library rounds it."""
     options = {"num_bits": 8, "dynamic": True, "symmetric": True}
     args = QuantizationArgs(type=kind, strategy=strategy, **options)
     return fake_quantize(value, *compute_dynamic_scales_and_zp(value, args, torch.nn.Identity()), args)
 
 
-def main() -> None:
+def main():
     """Write the file."""
     torch.manual_seed(0)
     tensors = {

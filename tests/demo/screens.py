@@ -1,9 +1,6 @@
 """Consoles for tests, and results as a demo could have found them."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
 from dataclasses import replace
 
 from rich.console import Console
@@ -15,13 +12,13 @@ MIB = 1 << 20
 CONSOLE = Console(file=io.StringIO())
 
 
-def capture(show: Callable[[Console], None], width: int = 160) -> str:
+def capture(show, width=160):
     file = io.StringIO()
     show(Console(file=file, width=width))
     return file.getvalue()
 
 
-def make_runs(digest: str, plain: Result | None = None) -> cap.Runs:
+def make_runs(digest, plain=None):
     reference = Result("a" * 64, [1], 1.0, 1.0, 100 * MIB)
     streamed = replace(reference, digest=digest, moved=10**9, run_seconds=2.0, arena="mapped", readers=2)
     return cap.Runs(

@@ -1,7 +1,5 @@
 """The decoder, and the file of its weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -10,11 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.demo import llama
-from penstock.demo.child import Job
 from tests.demo.screens import MIB
 
 
-def test_the_shape_has_the_size_asked_for() -> None:
+def test_the_shape_has_the_size_asked_for():
     for wanted in (8 * MIB, 2 << 30, 5 << 30):
         shape = llama.choose_shape(wanted)
         nbytes = sum(2 * torch.Size(size).numel() for size in llama.list_weights(shape).values())
@@ -22,7 +19,7 @@ def test_the_shape_has_the_size_asked_for() -> None:
         assert shape.layers >= 8
 
 
-def test_the_weights_are_the_same_every_time_and_follow_the_fan_in(tmp_path: Path) -> None:
+def test_the_weights_are_the_same_every_time_and_follow_the_fan_in(tmp_path):
     shape = llama.choose_shape(2 * MIB)
     digests = set()
     for name in ("one", "two"):
@@ -41,7 +38,7 @@ def test_the_weights_are_the_same_every_time_and_follow_the_fan_in(tmp_path: Pat
     assert torch.equal(weights["norm.weight"], torch.ones(shape.hidden, dtype=torch.bfloat16))
 
 
-def test_every_weight_is_aligned_so_that_the_file_serves_in_place(tmp_path: Path) -> None:
+def test_every_weight_is_aligned_so_that_the_file_serves_in_place(tmp_path):
     path = tmp_path / "weights.safetensors"
     llama.write_weights(llama.choose_shape(2 * MIB), path, 1)
     raw = path.read_bytes()
@@ -50,7 +47,7 @@ def test_every_weight_is_aligned_so_that_the_file_serves_in_place(tmp_path: Path
     assert all((8 + length + entry["data_offsets"][0]) % llama.ALIGNMENT == 0 for entry in entries)
 
 
-def test_the_decoder_is_causal_and_the_export_equals_it(prepared: Job) -> None:
+def test_the_decoder_is_causal_and_the_export_equals_it(prepared):
     shape = llama.Shape(prepared.hidden, prepared.layers, prepared.vocabulary)
     decoder = llama.load_decoder(shape, Path(prepared.weights))
     tokens = torch.arange(llama.WINDOW)[None] % prepared.vocabulary
@@ -63,10 +60,10 @@ def test_the_decoder_is_causal_and_the_export_equals_it(prepared: Job) -> None:
         assert torch.equal(llama.export_decoder(shape, Path(prepared.weights)).module()(tokens), logits)
 
 
-def test_generate_appends_the_most_likely_token() -> None:
-    def successor(tokens: torch.Tensor) -> torch.Tensor:
+def test_generate_appends_the_most_likely_token():
+    def successor(tokens):
         return torch.nn.functional.one_hot((tokens + 1) % 32, 32).float()
 
-    seen: list[torch.Tensor] = []
+    seen = []
     assert llama.generate(successor, (3, 7), 4, seen.append) == [3, 7, 8, 9, 10, 11]
     assert len(seen) == 4

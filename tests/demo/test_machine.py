@@ -1,12 +1,9 @@
 """What the demo asks of the machine: raw reads, room on a disk, a memory cgroup."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,32 +14,32 @@ from penstock.runtime.system.limits import find_mount, own_groups
 from tests.demo.screens import MIB
 
 
-def write_file(path: Path) -> Path:
+def write_file(path):
     save_file({"weight": torch.zeros(3 * MIB + 5, dtype=torch.uint8)}, path)
     return path
 
 
-def test_a_raw_read_is_of_the_whole_file(tmp_path: Path) -> None:
+def test_a_raw_read_is_of_the_whole_file(tmp_path):
     path = write_file(tmp_path / "weights.safetensors")
     rate = disk.measure_read(path)
     assert rate.nbytes == path.stat().st_size
     assert rate.bytes_per_s > 0
 
 
-def test_a_raw_read_says_when_it_had_to_be_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_raw_read_says_when_it_had_to_be_buffered(tmp_path, monkeypatch):
     path = write_file(tmp_path / "weights.safetensors")
     monkeypatch.delattr(os, "O_DIRECT")
     assert not disk.measure_read(path).direct
 
 
-def test_a_folder_needs_room_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_needs_room_on_a_disk(monkeypatch):
     assert disk.find_folder(1) is not None
     assert disk.find_folder(1 << 62) is None
     monkeypatch.setattr(disk, "IN_MEMORY", {find_mount(folder).kind for folder in disk.list_folders()})
     assert disk.find_folder(1) is None
 
 
-def test_a_group_kills_what_takes_too_much_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_group_kills_what_takes_too_much_and_leaves_nothing(tmp_path):
     code = (
         "import sys; from pathlib import Path; from penstock.demo.cgroup import join_group;"
         "join_group(Path(sys.argv[1])); print('in', flush=True); bytearray(1 << 28)"
@@ -60,7 +57,7 @@ def test_a_group_kills_what_takes_too_much_and_leaves_nothing(tmp_path: Path) ->
     assert not group.folder.exists()
 
 
-def test_no_group_is_made_where_there_are_no_cgroups(tmp_path: Path) -> None:
+def test_no_group_is_made_where_there_are_no_cgroups(tmp_path):
     (tmp_path / "self").mkdir()
     (tmp_path / "self/cgroup").write_text("4:memory:/some\n0::/other\n")
     for folder in ("mount/memory/some", "mount/other"):
@@ -85,7 +82,7 @@ def test_no_group_is_made_where_there_are_no_cgroups(tmp_path: Path) -> None:
         ("3:cpu:/a\n", []),
     ],
 )
-def test_where_a_group_can_be_made(tmp_path: Path, text: str, expected: list[tuple[str, int]]) -> None:
+def test_where_a_group_can_be_made(tmp_path, text, expected):
     for folder in ("self", "memory/a/b", "a/b"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "self/cgroup").write_text(text)
@@ -93,7 +90,7 @@ def test_where_a_group_can_be_made(tmp_path: Path, text: str, expected: list[tup
     assert found == [(tmp_path / folder, version) for folder, version in expected]
 
 
-def test_version_2_counters(tmp_path: Path) -> None:
+def test_version_2_counters(tmp_path):
     group = cgroup.MemoryGroup(tmp_path, 2, MIB)
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 1\noom_kill 3\n")
     assert group.kills == 3

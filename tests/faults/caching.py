@@ -1,10 +1,6 @@
 """Scenarios of `apply` and of its cache."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,18 +13,18 @@ class Applying(Scenario):
 
     adds = ("cache", "cache/*")
 
-    def __init__(self, *, warm: bool) -> None:
+    def __init__(self, *, warm):
         self._warm = warm
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         if self._warm:
             self.act(root, self.start(root, beside))
 
-    def start(self, root: Path, beside: Path) -> Any:
+    def start(self, root, beside):
         self._applied = None
         return Plain().eval().requires_grad_(False)
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         from penstock.integrations import apply
 
         self._applied = apply(started, "1MB", example=X, cache=root / "cache")
@@ -37,11 +33,11 @@ class Applying(Scenario):
         self._applied = None
         return value
 
-    def reload(self, root: Path, started: Any) -> Any:
+    def reload(self, root, started):
         """A model that cannot be restored, because what it was given back for has changed, is made again."""
         return self.start(root, root)
 
-    def again(self, root: Path, started: Any) -> str:
+    def again(self, root, started):
         if self._applied is not None:
             self._applied.restore()
         return self.act(root, started)
@@ -52,16 +48,16 @@ class LoadingModel(Scenario):
 
     adds = ("cache/*",)
 
-    def once(self) -> None:
+    def once(self):
         from tests.integrations import models
 
         self._model = models.llama(num_hidden_layers=1)
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         self._model.save_pretrained(root / "model")
         self.act(root, None)
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         from penstock.integrations import load
 
         with load(root / "model", "500KB", cache=root / "cache") as model:
@@ -73,7 +69,7 @@ class Pruning(Scenario):
 
     adds = ("*",)
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         from penstock.integrations import apply
 
         with apply(Plain().eval().requires_grad_(False), "1MB", example=X, cache=root):
@@ -84,14 +80,14 @@ class Pruning(Scenario):
 
         (beside / "entries").write_text(str(len(list_entries(root))))
 
-    def start(self, root: Path, beside: Path) -> Any:
+    def start(self, root, beside):
         return (beside / "entries").read_text()
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         done = prune(root, before=math.inf)
         return str(len(done.removed) + len(done.in_use))
 
-    def again(self, root: Path, started: Any) -> str:
+    def again(self, root, started):
         prune(root, before=math.inf)
         assert not [path for path in root.rglob("*") if path.is_file()]
         return str(started)

@@ -69,7 +69,7 @@ class _Logged(ctypes.Structure):
     )
 
 
-def build() -> Path:
+def build():
     """Returns the library, which is compiled unless it was before."""
     state = hashlib.sha256(repr(FLAGS).encode() + SOURCE.read_bytes()).hexdigest()
     library = BUILT / f"double-{state[:16]}.so"
@@ -91,19 +91,11 @@ def build() -> Path:
 class Double:
     """The double in this process, and in those that it forks, or starts with its environment."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._library = ctypes.CDLL(os.environ["LD_PRELOAD"])
         self._library.faults_logged.restype = ctypes.POINTER(_Logged)
 
-    def arm(
-        self,
-        folder: Path,
-        kinds: Kind = ALL,
-        *,
-        number: int = -1,
-        action: Action = Action.PASS,
-        value: int = 0,
-    ) -> None:
+    def arm(self, folder, kinds=ALL, *, number=-1, action=Action.PASS, value=0):
         """Have the call with a number, of the calls of these kinds in a folder, meet an action.
 
         `value` is the errno of a failure, the microseconds of a delay, or how many bytes a short call moves
@@ -111,25 +103,25 @@ class Double:
         """
         self._library.fault_arm(os.fsencode(folder), int(kinds), number, int(action), value)
 
-    def spoil_all(self, folder: Path, kinds: Kind, *, microseconds: int, moved: int) -> None:
+    def spoil_all(self, folder, kinds, *, microseconds, moved):
         """Have all calls of these kinds come late, and to another place of the file."""
         self._library.fault_spoil_all(os.fsencode(folder), int(kinds), microseconds, ctypes.c_long(moved))
 
-    def disarm(self) -> None:
+    def disarm(self):
         """Count no further call. What was counted stays known until `arm`."""
         self._library.fault_rest()
 
     @property
-    def seen(self) -> int:
+    def seen(self):
         """The number of calls that counted, also in a process that has ended."""
         return int(self._library.faults_seen())
 
     @property
-    def fired(self) -> bool:
+    def fired(self):
         """Whether a call met the action."""
         return bool(self._library.faults_fired())
 
-    def call(self, number: int) -> Call:
+    def call(self, number):
         """The call with a number."""
         one = self._library.faults_logged()[number]
         path = os.fsdecode(one.path).lstrip("/")

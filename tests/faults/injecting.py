@@ -18,17 +18,16 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from penstock.schedule.facts.errors import PenstockError
-from tests.faults.double import Action, Call, Double, Kind
+from tests.faults.double import Action, Double, Kind
 from tests.faults.scenarios import scenario, warm
 from tests.faults.states import UNFINISHED, State
 
@@ -52,11 +51,11 @@ class Fault:
     absorbed: bool = False
 
     @property
-    def kills(self) -> bool:
+    def kills(self):
         return self.action in (Action.KILL_BEFORE, Action.KILL_AFTER)
 
     @property
-    def changes(self) -> bool:
+    def changes(self):
         """Whether the file itself is another one afterwards."""
         return self.action in (Action.TRUNCATE, Action.REPLACE)
 
@@ -70,7 +69,7 @@ CHANGES = (Fault("truncation", Action.TRUNCATE), Fault("replacement", Action.REP
 KILLS = (Fault("kill before", Action.KILL_BEFORE), Fault("kill after", Action.KILL_AFTER))
 
 
-def faults_of(call: Call, before: State) -> Iterator[Fault]:
+def faults_of(call, before):
     """The faults that a call can meet."""
     yield EIO
     if call.writing and call.kind & (Kind.OPENS | Kind.WRITES | Kind.SYNCS | Kind.NAMES):
@@ -114,7 +113,7 @@ class Outcome:
     left: Sequence[Sequence[str]]
 
 
-def forked(do: Callable[[], Any], hangs_s: int = HANGS_S) -> Any:
+def forked(do, hangs_s=HANGS_S):
     """What a function returns in a process of its own, None if that was killed by SIGKILL.
 
     Raises RuntimeError with what the process said, or its status, if it ends in another way.
@@ -144,7 +143,7 @@ def forked(do: Callable[[], Any], hangs_s: int = HANGS_S) -> Any:
 class Bench:
     """A scenario in a folder, and what should come of it."""
 
-    def __init__(self, name: str, place: Path, double: Double) -> None:
+    def __init__(self, name, place, double):
         shutil.rmtree(place, ignore_errors=True)
         self._root, self._beside = place / "root", place / "beside"
         self._root.mkdir(parents=True)
@@ -157,15 +156,15 @@ class Bench:
         forked(lambda: self._scenario.prepare(self._root, self._beside))
         self._started = self._scenario.start(self._root, self._beside) if self._scenario.inherits else None
         self.before = State(self._root, place / "aside")
-        self._others: dict[str, tuple[str, str]] = {}
-        self._old: str = forked(self._found)
+        self._others = {}
+        self._old = forked(self._found)
         self._new = ("", "")
         self.report = Report(name)
 
-    def count(self) -> list[Call]:
+    def count(self):
         """The calls of the action when it meets no fault; what comes of it then is what should."""
 
-        def act() -> tuple[str, str]:
+        def act():
             self._double.arm(self._root, Kind(0))
             started = self._start()
             self._double.arm(self._root)
@@ -180,7 +179,7 @@ class Bench:
         self.before.restore()
         return calls
 
-    def inject(self, kind: Kind, number: int, fault: Fault) -> bool:
+    def inject(self, kind, number, fault):
         """Have a call meet a fault, and report what is not as it should be; returns whether the call came.
 
         Its number is that among those of its kind, so that threads which read change none of an opening.
@@ -210,10 +209,10 @@ class Bench:
         self.before.restore()
         return came
 
-    def _start(self) -> Any:
+    def _start(self):
         return self._started or self._scenario.start(self._root, self._beside)
 
-    def _act(self, kind: Kind, number: int, fault: Fault) -> dict[str, Any]:
+    def _act(self, kind, number, fault):
         self._double.arm(self._root, Kind(0))  # what is mapped from now on is known
         started = self._start()
         self._double.arm(self._root, kind, number=number, action=fault.action, value=fault.value)
@@ -232,7 +231,7 @@ class Bench:
         first = {"how": how, "why": why, "value": value, "found": found, "changes": self.before.changes()}
         return first | self._again(started)
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self):
         """What the process after one that was killed finds, and does."""
         first = {
             "how": "killed",
@@ -243,20 +242,20 @@ class Bench:
         }
         return first | self._again(self._start())
 
-    def _again(self, started: Any) -> dict[str, Any]:
+    def _again(self, started):
         try:
             value = self._scenario.again(self._root, started)
         except BaseException:
             value = traceback.format_exc()
         return {"next_value": value, "at_last": self._found(), "left": self.before.changes()}
 
-    def _found(self) -> str:
+    def _found(self):
         try:
             return self._scenario.found(self._root)
         except PenstockError as error:
             return f"refused: {error}"
 
-    def _wrong_at_once(self, fault: Fault, call: Call | None, outcome: Outcome) -> Iterator[str]:
+    def _wrong_at_once(self, fault, call, outcome):
         results = {self._new}
         if fault.action is Action.REPLACE and call:
             results.add(self._of_other(call.path))
@@ -278,13 +277,13 @@ class Bench:
         removing = call is not None and not call.writing and ".tmp-" in call.path
         yield from self._strange(outcome.changes, unfinished=fault.kills or removing)
 
-    def _wrong_at_last(self, outcome: Outcome) -> Iterator[str]:
+    def _wrong_at_last(self, outcome):
         if (outcome.next_value, outcome.at_last) != self._new:
             yield f"the next call came to {outcome.next_value!r} and wrote {outcome.at_last!r}"
         for one in self._strange(outcome.left, unfinished=False):
             yield f"after the next call: {one}"
 
-    def _strange(self, changes: Sequence[Sequence[str]], *, unfinished: bool) -> Iterator[str]:
+    def _strange(self, changes, *, unfinished):
         """Changes that are not the action's own; `unfinished` files may be there after some faults."""
         lost, other, new = changes
         yield from (f"{name} is lost or changed" for name in (*lost, *other) if not self._is_own(name))
@@ -295,24 +294,24 @@ class Bench:
             elif not self._is_own(name):
                 yield f"{name} appeared"
 
-    def is_target(self, name: str) -> bool:
+    def is_target(self, name):
         """Whether a path in the folder is what the scenario writes, or in it."""
         target = self._scenario.target
         return name == target or name.startswith(f"{target}/")
 
-    def is_always(self, call: Call, fault: Fault) -> bool:
+    def is_always(self, call, fault):
         """Whether the scenario always meets this."""
         what = f"{fault.name} {call.name} {call.path}"
         return bool(self._scenario.always) and re.match(self._scenario.always, what) is not None
 
-    def _is_own(self, name: str) -> bool:
+    def _is_own(self, name):
         return self.is_target(name) or any(fnmatch(name, one) for one in self._scenario.adds)
 
-    def _of_other(self, name: str) -> tuple[str, str]:
+    def _of_other(self, name):
         """What comes of the action where a file is another one from the start, as in double.c."""
         if name not in self._others:
 
-            def act() -> tuple[str, str]:
+            def act():
                 path = self._root / name
                 started = self._start()
                 half, data = path.stat().st_size // 2, path.read_bytes()
@@ -329,15 +328,15 @@ class Bench:
         return self._others[name]
 
 
-def chosen(calls: list[Call], most: int) -> list[int]:
+def chosen(calls, most):
     """The numbers of the calls that meet faults: at most so many of those that are alike."""
-    alike: dict[tuple[str, str], list[int]] = {}
+    alike = {}
     for number, call in enumerate(calls):
         alike.setdefault((call.name, re.sub(r"tmp-[0-9a-f]+", "tmp", call.path)), []).append(number)
     return sorted(number for numbers in alike.values() for number in numbers[:: -(-len(numbers) // most)])
 
 
-def run(name: str, place: Path, double: Double, *, most: int, every: int) -> Report:
+def run(name, place, double, *, most, every):
     """Inject every so manyth of the faults that a scenario can meet, and those that it always meets."""
     bench = Bench(name, place, double)
     gc.freeze()  # the collector of forked processes need not look at, and so copy, what they inherit
@@ -354,7 +353,7 @@ def run(name: str, place: Path, double: Double, *, most: int, every: int) -> Rep
     always = [one for one in faults if bench.is_always(calls[one[0]], one[1])] if every > 1 else []
     faults = [one for one in faults if one[0] in numbers]
 
-    def inject(number: int, fault: Fault) -> bool:
+    def inject(number, fault):
         kind = calls[number].kind
         return bench.inject(kind, sum(one.kind == kind for one in calls[:number]), fault)
 
@@ -368,7 +367,7 @@ def run(name: str, place: Path, double: Double, *, most: int, every: int) -> Rep
     return bench.report
 
 
-def main(place: Path) -> None:
+def main(place):
     torch.set_num_threads(1)
     double = Double()
     warm(place / "warm")

@@ -1,7 +1,5 @@
 """Scenarios of programs without Python, which are started anew for each call."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,6 @@ import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -37,11 +34,11 @@ class WithoutPython(Scenario):
     adds = ("temporary/aotinductor_*",)
     always = r"EINTR (open .*/weights|fsync)|EIO fsync $"
 
-    def __init__(self, *, over: bool = True, arena: str | None = None) -> None:
+    def __init__(self, *, over=True, arena=None):
         self._over, self._arena = over, arena
         self._budget = "60%" if arena is None else "80%"
 
-    def once(self) -> None:
+    def once(self):
         self._made = self.kept / f"planned {self._arena}"
         if self._made.exists():
             return
@@ -57,27 +54,27 @@ class WithoutPython(Scenario):
             replace_payload(path, replace(program.payload, plans=(plan,)))
         save_file({"x": x}, self._made / "in.safetensors")
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         shutil.copytree(self._made, root, dirs_exist_ok=True)
         (root / "temporary").mkdir()
         if self._over:
             (root / self.target).write_bytes(b"old")
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         return self._run(root, *(["--force"] if self._over else []))
 
-    def again(self, root: Path, started: Any) -> str:
+    def again(self, root, started):
         return self._run(root, "--force")
 
-    def found(self, root: Path) -> str:
+    def found(self, root):
         return of_files(root / self.target)
 
-    def names(self, why: str, path: str) -> bool:
+    def names(self, why, path):
         # What torch has in the folder for temporary files has names of its own.
         named = re.sub(r"\.(.+)\.tmp-[0-9a-f]+", r"\1", Path(path).name)
         return ("temporary" if path.startswith("temporary/") else named) in why
 
-    def _run(self, root: Path, *more: str) -> str:
+    def _run(self, root, *more):
         given = f"--trust --budget {self._budget} --passes 2 --readers 2 --json".split()
         files = ("--input", root / "in.safetensors", "--output", root / self.target)
         done = subprocess.run(
@@ -109,10 +106,10 @@ class Delegating(Scenario):
 
     always = r"(EIO|truncation) mmap model\.pte"
 
-    def __init__(self, mode: str, kernels: str = "executorch") -> None:
+    def __init__(self, mode, kernels="executorch"):
         self._mode, self._kernels = mode, kernels
 
-    def once(self) -> None:
+    def once(self):
         from tests.backends.executorch.delegate.pte_models import Mlp, rows, write_files
 
         self._made = self.kept / f"exported {self._kernels}"
@@ -120,16 +117,16 @@ class Delegating(Scenario):
             methods = {"forward": export(Mlp(layers=3).eval(), (rows(),))}
             write_files(self._made, methods, kernels=self._kernels)
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         shutil.copytree(self._made, root, dirs_exist_ok=True)
 
-    def start(self, root: Path, beside: Path) -> Any:
+    def start(self, root, beside):
         from tests.backends.executorch.delegate.pte_runs import Runner
 
         folder = BUILD / "executorch"
         return Runner(folder / "run_pte", folder / "libpenstock_executorch.so", beside)
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         from tests.backends.executorch.delegate.pte_models import Files, rows
         from tests.backends.executorch.delegate.pte_runs import Call, Program
 
@@ -144,6 +141,6 @@ class Delegating(Scenario):
             raise SourceError(" ".join(errors) + ": " + " ".join(started.sentences()))
         return " ".join({bits(*one.outputs) for one in answers if one.outputs})
 
-    def names(self, why: str, path: str) -> bool:
+    def names(self, why, path):
         said = why.partition(": ")[2]  # by the delegate, which does not know the path of its own program
         return not said or Path(path).suffix in said

@@ -1,11 +1,8 @@
 """Scenarios that run: artifacts are planned for, loaded, called and verified, and machine code is."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import penstock
 from penstock.passes.trace import PRESET_CPU
@@ -18,10 +15,10 @@ class Loading(Scenario):
 
     lowering = "eager"
 
-    def __init__(self, arena: str, engine: str, *, width: int = 32, budget: str = "60%") -> None:
+    def __init__(self, arena, engine, *, width=32, budget="60%"):
         self._arena, self._engine, self._width, self._budget = arena, engine, width, budget
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         kept = self.kept / f"{self.lowering} {self._arena}"
         if not kept.exists():
             kept.mkdir(parents=True)
@@ -38,14 +35,14 @@ class Loading(Scenario):
         shutil.copytree(kept / "model.penstock", root / "model.penstock")
         shutil.copy2(kept / "plan.json", beside)
 
-    def start(self, root: Path, beside: Path) -> Any:
+    def start(self, root, beside):
         return plan_from_json((beside / "plan.json").read_bytes(), source="plan.json")
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         with self._load(root, started) as module:
             return bits(module(TOKENS), module(TOKENS))
 
-    def _load(self, root: Path, plan: Any) -> Any:
+    def _load(self, root, plan):
         program = penstock.open(root / "model.penstock")
         return program.load(plan=plan, engine=self._engine, poison=self._arena == "contiguous", readers=2)
 
@@ -53,16 +50,16 @@ class Loading(Scenario):
 class Running(Loading):
     """A module that is loaded runs."""
 
-    def start(self, root: Path, beside: Path) -> Any:
+    def start(self, root, beside):
         self._plan = super().start(root, beside)
         module = self._load(root, self._plan)
         module(TOKENS)
         return module
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         return bits(started(TOKENS), started(TOKENS))
 
-    def reload(self, root: Path, started: Any) -> Any:
+    def reload(self, root, started):
         started.close()
         return self._load(root, self._plan)
 
@@ -73,22 +70,22 @@ class Compiled(Loading):
     lowering = "inductor"
     adds = ("temporary", "temporary/*")
 
-    def start(self, root: Path, beside: Path) -> Any:
+    def start(self, root, beside):
         tempfile.tempdir = str(root / "temporary")
         Path(tempfile.tempdir).mkdir(exist_ok=True)
         return super().start(root, beside)
 
-    def _load(self, root: Path, plan: Any) -> Any:
+    def _load(self, root, plan):
         return penstock.open(root / "model.penstock", trust=True).load(plan=plan, engine=self._engine)
 
 
 class Verifying(Scenario):
     """Every byte of an artifact is compared."""
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         penstock.compile(exported(1), root / "model.penstock")
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         program = penstock.open(root / "model.penstock")
         return f"{program.verify(strict=True)} {program.digest}"
 
@@ -99,10 +96,10 @@ class Planning(Scenario):
     adds = ("cache/penstock/*",)
     remembers = True
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         penstock.compile(exported(1), root / "model.penstock")
         self.act(root, None)
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         plan = penstock.open(root / "model.penstock").plan("60%", arena="paged")
         return f"{plan.budget} {plan.arena.kind}"  # the rest depends on rates, which may be measured again

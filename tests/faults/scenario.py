@@ -6,13 +6,12 @@ import hashlib
 from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
-from typing import Any
 from zipfile import ZipFile
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.export import ExportedProgram, export
+from torch.export import export
 
 import penstock
 from penstock.runtime.checkpoint.convert import convert
@@ -21,7 +20,7 @@ from tests.runtime.models import Stack, aligned
 TOKENS = torch.tensor([[5, 17, 99, 23, 42], [1, 2, 3, 4, 255]])
 
 
-def bits(*tensors: torch.Tensor) -> str:
+def bits(*tensors):
     """The hash of the bytes of tensors."""
     digest = hashlib.sha256()
     for one in tensors:
@@ -30,18 +29,18 @@ def bits(*tensors: torch.Tensor) -> str:
 
 
 @cache
-def stack(seed: int, width: int = 32) -> nn.Module:
+def stack(seed, width=32):
     """A stack of 70 KiB, or of 9 MiB with a width of 384."""
     torch.manual_seed(seed)
     return aligned(Stack(width, 2, 256)).eval().requires_grad_(False)
 
 
 @cache
-def exported(seed: int, width: int = 32) -> ExportedProgram:
+def exported(seed, width=32):
     return export(stack(seed, width), (TOKENS,))
 
 
-def save_checkpoint(seed: int, folder: Path) -> None:
+def save_checkpoint(seed, folder):
     """Two shards of a stack, and their index."""
     folder.mkdir(parents=True)
     tensors = {name: one for name, one in stack(seed).state_dict().items() if name != "head.weight"}
@@ -51,7 +50,7 @@ def save_checkpoint(seed: int, folder: Path) -> None:
     whole.unlink()
 
 
-def of_artifact(path: Path) -> str:
+def of_artifact(path):
     """The hashes of what an artifact computes, and of its weights, with which all bytes of it agree."""
     if not path.exists():
         return ""
@@ -64,7 +63,7 @@ def of_artifact(path: Path) -> str:
     return hashlib.sha256("".join(said).encode()).hexdigest()[:16]
 
 
-def of_files(path: Path) -> str:
+def of_files(path):
     """The hash of a file, or of all in a folder; empty if there is none."""
     if path.is_dir():
         return hashlib.sha256("".join(map(of_files, sorted(path.iterdir()))).encode()).hexdigest()[:16]
@@ -74,12 +73,12 @@ def of_files(path: Path) -> str:
 class Plain(nn.Module):
     """Linears with weights in float32."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width=32):
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layers(x)
 
 
@@ -104,33 +103,33 @@ class Scenario(ABC):
     torn = ""
     always = ""
 
-    def once(self) -> None:  # noqa: B027
+    def once(self):  # noqa: B027
         """Make what all processes of the scenario share."""
 
     @abstractmethod
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         """Fill an empty folder; what is put beside it meets no fault."""
 
-    def start(self, root: Path, beside: Path) -> Any:
+    def start(self, root, beside):
         """Do what comes before and meets no fault, and return what `act` is given."""
         return None
 
     @abstractmethod
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         """Do what meets a fault, and return what came of it."""
 
-    def again(self, root: Path, started: Any) -> str:
+    def again(self, root, started):
         """Do the same again, in the same process, over what is there."""
         return self.act(root, started)
 
-    def reload(self, root: Path, started: Any) -> Any:
+    def reload(self, root, started):
         """What `again` is given once a file was changed and put back: what ran on it may refuse for ever."""
         return started
 
-    def found(self, root: Path) -> str:
+    def found(self, root):
         """What the target holds; empty if it is not there."""
         return ""
 
-    def names(self, why: str, path: str) -> bool:
+    def names(self, why, path):
         """Whether a refusal says enough of the file whose call has failed, by its path in the folder."""
         return True

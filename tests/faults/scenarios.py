@@ -1,22 +1,16 @@
 """What meets faults: scenarios by name, each of which prepares a folder and acts in it, again and again."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
-
 import penstock
 from tests.faults.caching import Applying, LoadingModel, Pruning
 from tests.faults.programs import Delegating, WithoutPython
 from tests.faults.running import Compiled, Loading, Planning, Running, Verifying
-from tests.faults.scenario import Scenario, exported, of_artifact
+from tests.faults.scenario import exported, of_artifact
 from tests.faults.writing import Carelessly, Command, Compiling, Converting, Exporting, Relinking, Reporting
 
-_LARGE: Mapping[str, Any] = {"width": 384, "budget": "80%"}
+_LARGE = {"width": 384, "budget": "80%"}
 """For arenas whose granules are of 2 MiB."""
 
-_SCENARIOS: Mapping[str, Callable[[], Scenario]] = {
+_SCENARIOS = {
     "compile": Compiling,
     "compile over another": lambda: Compiling(over=True),
     "compile a checkpoint": lambda: Compiling(checkpoint=True),
@@ -66,16 +60,16 @@ SLOW = frozenset(
 """Scenarios that take seconds before anything is injected, for a compiler or a library: not in the suite."""
 
 
-def names() -> tuple[str, ...]:
+def names():
     """The names of all scenarios but the careless one."""
     return tuple(_SCENARIOS)
 
 
-def scenario(name: str) -> Scenario:
+def scenario(name):
     return Carelessly() if name == "carelessly" else _SCENARIOS[name]()
 
 
-def warm(place: Path) -> None:
+def warm(place):
     """Do once what the first call in a process takes long for, so that forked processes need not."""
     path = place / "model.penstock"
     place.mkdir(parents=True, exist_ok=True)

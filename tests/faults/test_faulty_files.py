@@ -3,13 +3,11 @@
 Some of them here, and all in `make faults` and `make soak`. docs/testing.md says what must hold after each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +33,7 @@ Inject = Callable[[str, int, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def inject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inject]:
+def inject(tmp_path_factory):
     """Injects faults into the scenario of a name, and returns what came of them."""
     command = [sys.executable, "-m", "tests.faults.injecting", str(tmp_path_factory.mktemp("faults"))]
     path = os.pathsep.join((str(ROOT), *sys.path))
@@ -47,10 +45,10 @@ def inject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inject]:
         assert process.stdout is not None
         told, heard = process.stdin, process.stdout
 
-        def ask(*given: object) -> dict[str, Any]:
+        def ask(*given):
             told.write(json.dumps(given) + "\n")
             told.flush()
-            report: dict[str, Any] = json.loads(heard.readline())
+            report = json.loads(heard.readline())
             return report
 
         yield ask
@@ -60,7 +58,7 @@ def inject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inject]:
 
 @pytest.mark.random
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fault_is_absorbed_or_named_and_nothing_is_lost(inject: Inject, name: str) -> None:
+def test_a_fault_is_absorbed_or_named_and_nothing_is_lost(inject, name):
     if found := PROGRAMS.get(name.partition(",")[0]):
         built(*found)
     report = inject(name, *SOME)
@@ -73,7 +71,7 @@ def test_a_fault_is_absorbed_or_named_and_nothing_is_lost(inject: Inject, name: 
         assert sum(injected.values()) >= report["sites"]
 
 
-def test_what_is_written_carelessly_is_caught(inject: Inject) -> None:
+def test_what_is_written_carelessly_is_caught(inject):
     said = "\n".join(inject("carelessly", 10**6, 1)["problems"])
     assert "kill after at call" in said
     for problem in (

@@ -1,10 +1,5 @@
 """Tiny models with random weights that have stacks of experts, or large tables of embeddings, by family."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from tests.integrations.models import frozen
@@ -26,32 +21,32 @@ TABLES = "experts", "per_layer.weight"
 """What is in the names of the weights that these models are about, each of 1 MiB or more."""
 
 
-def mixtral(dtype: torch.dtype) -> Any:
+def mixtral(dtype):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return _made(MixtralForCausalLM, MixtralConfig, dtype, num_local_experts=16)
 
 
-def qwen3_moe(dtype: torch.dtype) -> Any:
+def qwen3_moe(dtype):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     options = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
     return _made(Qwen3MoeForCausalLM, Qwen3MoeConfig, dtype, **options)
 
 
-def olmoe(dtype: torch.dtype, **options: Any) -> Any:
+def olmoe(dtype, **options):
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
     options = {"num_experts": 16, "num_experts_per_tok": 2} | options
     return _made(OlmoeForCausalLM, OlmoeConfig, dtype, **options)
 
 
-def olmoe_that_gathers(dtype: torch.dtype) -> Any:
+def olmoe_that_gathers(dtype):
     """Its experts are copied for each token that asks for them; files do not keep that it does so."""
     return olmoe(dtype, experts_implementation="batched_mm")
 
 
-def deepseek_v3(dtype: torch.dtype) -> Any:
+def deepseek_v3(dtype):
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     options = {
@@ -62,7 +57,7 @@ def deepseek_v3(dtype: torch.dtype) -> Any:
     return _made(DeepseekV3ForCausalLM, DeepseekV3Config, dtype, **options)
 
 
-def gpt_oss(dtype: torch.dtype) -> Any:
+def gpt_oss(dtype):
     from transformers import GptOssConfig, GptOssForCausalLM
 
     options = {"num_local_experts": 16, "num_experts_per_tok": 2, "head_dim": 64}
@@ -73,7 +68,7 @@ def gpt_oss(dtype: torch.dtype) -> Any:
     return model
 
 
-def qwen3_next(dtype: torch.dtype) -> Any:
+def qwen3_next(dtype):
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     options = {
@@ -85,7 +80,7 @@ def qwen3_next(dtype: torch.dtype) -> Any:
     return _made(Qwen3NextForCausalLM, Qwen3NextConfig, dtype, **options)
 
 
-def gemma3n(dtype: torch.dtype) -> Any:
+def gemma3n(dtype):
     """Its second table of embeddings has a row for each token, of all layers."""
     from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
@@ -98,7 +93,7 @@ def gemma3n(dtype: torch.dtype) -> Any:
     return _made(Gemma3nForCausalLM, Gemma3nTextConfig, dtype, **options)
 
 
-def llama4(dtype: torch.dtype) -> Any:
+def llama4(dtype):
     """It multiplies each token with every expert."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
@@ -113,7 +108,7 @@ def llama4(dtype: torch.dtype) -> Any:
     return model
 
 
-FAMILIES: dict[str, Callable[[torch.dtype], Any]] = {
+FAMILIES = {
     one.__name__: one
     for one in (
         *(gpt_oss, deepseek_v3, olmoe, mixtral, qwen3_moe, qwen3_next),
@@ -122,12 +117,12 @@ FAMILIES: dict[str, Callable[[torch.dtype], Any]] = {
 }
 
 
-def _made(model: Any, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+def _made(model, config, dtype, **options):
     torch.manual_seed(0)
     return frozen(model(config(**SIZES | options)).to(dtype))
 
 
-def table_bytes(model: Any) -> int:
+def table_bytes(model):
     """Bytes of its stacks of experts and large tables."""
     named = [(name, value) for name, value in model.named_parameters() if any(t in name for t in TABLES)]
     return sum(value.nbytes for _, value in named)

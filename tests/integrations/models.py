@@ -1,14 +1,9 @@
 """Tiny models and pipelines with random weights, and copies of them that stay as their library made them."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 SIZES = {
     "hidden_size": 64,
@@ -23,14 +18,14 @@ SIZES = {
 }
 
 
-def llama(**options: Any) -> Any:
+def llama(**options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return frozen(LlamaForCausalLM(LlamaConfig(**SIZES | options)))
 
 
-def sliding() -> Any:
+def sliding():
     """Attention that sees 6 tokens back in every other layer."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -38,7 +33,7 @@ def sliding() -> Any:
     return frozen(Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16, sliding_window=6)))
 
 
-def mixtral() -> Any:
+def mixtral():
     """In bfloat16, as it is published."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -47,7 +42,7 @@ def mixtral() -> Any:
     return frozen(MixtralForCausalLM(MixtralConfig(**SIZES | experts)).bfloat16())
 
 
-def t5() -> Any:
+def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -57,7 +52,7 @@ def t5() -> Any:
     return frozen(T5ForConditionalGeneration(config))
 
 
-def llava() -> Any:
+def llava():
     """A picture becomes 4 tokens, of number 120 each."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -70,17 +65,17 @@ def llava() -> Any:
     return frozen(LlavaForConditionalGeneration(config))
 
 
-def frozen(module: nn.Module) -> nn.Module:
+def frozen(module):
     """In eval mode and without grad: whether a weight requires grad decides about last bits in torch."""
     return module.eval().requires_grad_(False)
 
 
-def twin(module: nn.Module) -> Any:
+def twin(module):
     """A copy whose weights are aligned as torch allocates them."""
     return copy.deepcopy(module)
 
 
-def unet() -> nn.Module:
+def unet():
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
@@ -94,7 +89,7 @@ def unet() -> nn.Module:
     )
 
 
-def pipeline(folder: Path) -> Any:
+def pipeline(folder):
     """A text-to-image pipeline; its U-Net is its largest component."""
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
     from transformers import CLIPTextConfig, CLIPTextModel
@@ -134,14 +129,14 @@ def pipeline(folder: Path) -> Any:
     return made
 
 
-def picture(made: Any) -> torch.Tensor:
+def picture(made):
     """What the pipeline draws with one seed."""
     generator = torch.Generator().manual_seed(3)
     drawn = made("a cat", num_inference_steps=3, height=16, width=16, generator=generator, output_type="pt")
     return drawn.images
 
 
-def _tokenizer(folder: Path) -> Any:
+def _tokenizer(folder):
     from transformers import CLIPTokenizer
 
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]

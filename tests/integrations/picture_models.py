@@ -1,9 +1,5 @@
 """Tiny models that take pictures, with random weights, and what their processors would give them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import transformers
 
@@ -25,23 +21,23 @@ WORDS = [5, 6, 7]
 Given = dict[str, torch.Tensor]
 
 
-def made(kind: str, **options: Any) -> Any:
+def made(kind, **options):
     """A model of transformers of the configuration that its class names."""
     torch.manual_seed(0)
     model = getattr(transformers, kind)
     return frozen(model(model.config_class(**options)))
 
 
-def text(*parts: list[int]) -> Given:
+def text(*parts):
     ids = torch.tensor([[one for part in parts for one in part]])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def pixels(*shape: int) -> torch.Tensor:
+def pixels(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def internvl() -> tuple[Any, Given]:
+def internvl():
     """Asks whether the sides of a picture are even."""
     seen = SEEN | {"image_size": [32, 32], "patch_size": [8, 8]}
     options = {"text_config": {"model_type": "qwen2", **TEXT}, "image_token_id": PICTURE}
@@ -49,14 +45,14 @@ def internvl() -> tuple[Any, Given]:
     return model, text(WORDS, [PICTURE] * 4, WORDS) | {"pixel_values": pixels(1, 3, 32, 32)}
 
 
-def smolvlm() -> tuple[Any, Given]:
+def smolvlm():
     options = {"text_config": {"model_type": "llama", **TEXT}, "image_token_id": PICTURE, "scale_factor": 2}
     model = made("SmolVLMForConditionalGeneration", vision_config=SEEN, **options)
     seen = {"pixel_values": pixels(1, 2, 3, 32, 32), "pixel_attention_mask": torch.ones(1, 2, 32, 32).long()}
     return model, text(WORDS, [PICTURE] * 8, WORDS) | seen
 
 
-def gemma3() -> tuple[Any, Given]:
+def gemma3():
     """The parts of a picture see each other, by a mask that transformers makes under `vmap`."""
     options = {
         "boi_token_id": BEGIN,
@@ -72,7 +68,7 @@ def gemma3() -> tuple[Any, Given]:
     return model, given | kinds | {"pixel_values": pixels(1, 3, 32, 32)}
 
 
-def qwen2vl(height: int = 8, width: int = 8) -> tuple[Any, Given]:
+def qwen2vl(height=8, width=8):
     """Splits patches by the sizes of their pictures; 8 by 8 of them become 16 tokens."""
     ropes = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     seen = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
@@ -93,7 +89,7 @@ def qwen2vl(height: int = 8, width: int = 8) -> tuple[Any, Given]:
     return model, given | kinds | patches
 
 
-def blip2() -> tuple[Any, Given]:
+def blip2():
     """Its `generate` calls the parts of the model one by one, and reads a parameter."""
     seen = SEEN | {"image_size": 16}
     asked = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}

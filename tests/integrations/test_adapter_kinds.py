@@ -1,7 +1,5 @@
 """Adapters of other kinds than LoRA, and adapters whose parameters are tied, below a model that streams."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

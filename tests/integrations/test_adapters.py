@@ -1,7 +1,5 @@
 """Adapters of peft while a model streams: attached, switched, scaled, merged and taken away at any time."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """One line of code on the devices that stream, simulated ones and those of the machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

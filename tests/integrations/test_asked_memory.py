@@ -1,18 +1,13 @@
 """`memory=`: bytes, a percentage of the weights, or what is free; `verbose=` says what was chosen."""
 
-from __future__ import annotations
-
 import logging
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from penstock.integrations import Applied, apply, cap, load
+from penstock.integrations import apply, cap, load
 from penstock.runtime.system.limits import Limit
 from penstock.schedule.facts.errors import BudgetError
 from tests.integrations import models
@@ -22,7 +17,7 @@ IDS = torch.tensor([[5, 17, 99, 3]])
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Any, Path]:
+def saved(tmp_path):
     """A model, and its folder."""
     model = models.llama(num_hidden_layers=1)
     model.save_pretrained(tmp_path / "saved")
@@ -30,21 +25,19 @@ def saved(tmp_path: Path) -> tuple[Any, Path]:
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def free(monkeypatch):
     """Lets a control group have so many bytes left."""
     return lambda left: monkeypatch.setattr(cap, "memory_limit", lambda: Limit(left, "control group /one"))
 
 
-def both(saved: tuple[Any, Path], cache: Path, memory: Any) -> list[Applied]:
+def both(saved, cache, memory):
     """What `apply` and `load` make of a memory."""
     model, folder = saved
     return [apply(model, memory, cache=cache), load(folder, memory, cache=cache).penstock_applied]
 
 
 @pytest.mark.parametrize(("share", "part"), [("50%", 0.5), ("12.5%", 0.125), (" 200 % ", 2)])
-def test_a_percentage_is_of_all_weights(
-    share: str, part: float, saved: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_a_percentage_is_of_all_weights(share, part, saved, tmp_path):
     weights = sum(weight.nbytes for weight in saved[0].parameters())
     for applied in both(saved, tmp_path, share):
         assert applied.memory == int(weights * part)
@@ -53,9 +46,7 @@ def test_a_percentage_is_of_all_weights(
 
 
 @pytest.mark.parametrize("memory", ["0%", "abc%", "-5%", "%", "0.5", 0, -1])
-def test_what_is_no_memory_is_refused_before_anything_changes(
-    memory: Any, saved: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_what_is_no_memory_is_refused_before_anything_changes(memory, saved, tmp_path):
     model, folder = saved
     for call in (lambda: apply(model, memory, cache=tmp_path), lambda: load(folder, memory)):
         with pytest.raises(BudgetError, match=r"^memory .*: (write|give) "):
@@ -63,12 +54,7 @@ def test_what_is_no_memory_is_refused_before_anything_changes(
     model(IDS)
 
 
-def test_the_default_is_what_is_free_less_a_fifth(
-    saved: tuple[Any, Path],
-    tmp_path: Path,
-    free: Callable[[int], None],
-    said: Callable[[], str],
-) -> None:
+def test_the_default_is_what_is_free_less_a_fifth(saved, tmp_path, free, said):
     free(GIB)
     for applied in both(saved, tmp_path, None):
         assert applied.memory == GIB - GIB // 5
@@ -80,9 +66,7 @@ def test_the_default_is_what_is_free_less_a_fifth(
     assert said().splitlines().count(line) == 2
 
 
-def test_the_reserve_is_what_a_process_takes_beside_memory_at_least(
-    saved: tuple[Any, Path], tmp_path: Path, free: Callable[[int], None]
-) -> None:
+def test_the_reserve_is_what_a_process_takes_beside_memory_at_least(saved, tmp_path, free):
     free(cap.SLACK + 4096)
     assert [applied.memory for applied in both(saved, tmp_path, None)] == [4096, 4096]
     free(cap.SLACK)
@@ -92,14 +76,12 @@ def test_the_reserve_is_what_a_process_takes_beside_memory_at_least(
         load(saved[1])
 
 
-def test_the_default_counts_what_apply_has_given_back(
-    saved: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_counts_what_apply_has_given_back(saved, tmp_path, monkeypatch):
     """What is free is asked once the weights are out of memory."""
     model, _ = saved
     weights = list(model.parameters())
 
-    def limit() -> Limit:
+    def limit():
         return Limit(GIB - sum(weight.untyped_storage().nbytes() for weight in weights), "the system")
 
     monkeypatch.setattr(cap, "memory_limit", limit)
@@ -107,21 +89,19 @@ def test_the_default_counts_what_apply_has_given_back(
         assert applied.memory == GIB - GIB // 5
 
 
-def test_a_system_that_does_not_say_what_is_free_asks_for_memory(
-    saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_that_does_not_say_what_is_free_asks_for_memory(saved, monkeypatch):
     monkeypatch.setattr(cap, "memory_limit", lambda: None)
     with pytest.raises(BudgetError, match="does not say how much memory is free: give memory="):
         load(saved[1])
 
 
-def test_the_default_of_a_simulated_device_is_its_own_memory(saved: tuple[Any, Path]) -> None:
+def test_the_default_of_a_simulated_device_is_its_own_memory(saved):
     applied = load(saved[1], device="sim:rtx4090").penstock_applied
     assert applied.memory == 24_000_000_000 * 4 // 5
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
-def test_a_percentage_has_to_hold_what_is_trained(saved: tuple[Any, Path], tmp_path: Path) -> None:
+def test_a_percentage_has_to_hold_what_is_trained(saved, tmp_path):
     model = get_peft_model(saved[0], LoraConfig(r=32, target_modules=["q_proj", "v_proj"]))
     with pytest.raises(BudgetError, match="two moments of AdamW take"):
         apply(model, "10%", train=True, cache=tmp_path)
@@ -132,7 +112,7 @@ def test_a_percentage_has_to_hold_what_is_trained(saved: tuple[Any, Path], tmp_p
 
 
 @pytest.fixture
-def quiet_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quiet_before(monkeypatch):
     """A program that has set up no logging, as it is before and after."""
     logger = logging.getLogger("penstock")
     before = logger.handlers[:], logger.level, logger.propagate
@@ -142,9 +122,7 @@ def quiet_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quiet_before")
-def test_verbose_prints_each_line_of_the_log_once(
-    saved: tuple[Any, Path], tmp_path: Path, free: Callable[[int], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verbose_prints_each_line_of_the_log_once(saved, tmp_path, free, capsys):
     free(GIB)
     model, folder = saved
     load(folder)
@@ -165,9 +143,7 @@ def test_verbose_prints_each_line_of_the_log_once(
 
 
 @pytest.mark.usefixtures("quiet_before")
-def test_verbose_does_not_print_what_the_variable_prints(
-    saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verbose_does_not_print_what_the_variable_prints(saved, monkeypatch, capsys):
     monkeypatch.setitem(os.environ, "PENSTOCK_LOG", "info")  # whose handler would be there from the start
     load(saved[1], "1MB", verbose=True)
     assert capsys.readouterr() == ("", "")
@@ -176,9 +152,7 @@ def test_verbose_does_not_print_what_the_variable_prints(
 # What was read.
 
 
-def test_bytes_read_are_those_of_the_first_call_and_of_what_is_loaded(
-    saved: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_bytes_read_are_those_of_the_first_call_and_of_what_is_loaded(saved, tmp_path):
     weights = sum(weight.nbytes for weight in saved[0].parameters())
     for applied in both(saved, tmp_path, "100MB"):
         assert applied.bytes_read == 0
@@ -192,7 +166,7 @@ def test_bytes_read_are_those_of_the_first_call_and_of_what_is_loaded(
         assert applied.bytes_read == 3 * weights
 
 
-def test_bytes_read_count_what_streams(saved: tuple[Any, Path], tmp_path: Path) -> None:
+def test_bytes_read_count_what_streams(saved, tmp_path):
     (applied, _) = both(saved, tmp_path, "60%")
     for _ in range(4):
         applied.target(IDS)

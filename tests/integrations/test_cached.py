@@ -1,7 +1,5 @@
 """Weight files in the cache, which several may write at once."""
 
-from __future__ import annotations
-
 import math
 import threading
 
@@ -15,7 +13,7 @@ from penstock.runtime.cache import Cache, list_entries, prune
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 
-def linear(seed: int, width: int = 8) -> nn.Linear:
+def linear(seed, width=8):
     torch.manual_seed(seed)
     return nn.Linear(8, width).eval().requires_grad_(False)
 

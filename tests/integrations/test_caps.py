@@ -1,7 +1,5 @@
 """What counts against a cap: what penstock's own work leaves in memory is a part of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.integrations import cap

@@ -1,7 +1,5 @@
 """Models whose files have other dtypes than their library gives them."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """Folders that `load` cannot use, and what it says of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

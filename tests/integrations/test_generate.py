@@ -1,7 +1,5 @@
 """Models of transformers that generate: what they say, token for token, is what they say in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import StaticCache

@@ -1,7 +1,5 @@
 """What other tools have done to a model, and several models at once."""
 
-from __future__ import annotations
-
 import functools
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Models computed where files are mapped: on some processors the last bits tell where weights lie."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

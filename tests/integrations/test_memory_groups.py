@@ -1,7 +1,5 @@
 """Capped models in a memory cgroup of their libraries, the cap and 64 MiB, as in `benchmarks/capped.py`."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import capped

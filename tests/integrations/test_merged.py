@@ -1,13 +1,9 @@
 """`penstock convert --merge`: one weight at a time gives the bits of `merge_and_unload` of peft."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +19,11 @@ from tests.integrations.test_saved import check_equal, tensors_of
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns of each choice that these adapters make
 
 
-def tied() -> Any:
+def tied():
     return models.llama(tie_word_embeddings=True)
 
 
-def gpt2() -> Any:
+def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -36,7 +32,7 @@ def gpt2() -> Any:
     return models.frozen(GPT2LMHeadModel(config))
 
 
-def qwen() -> Any:
+def qwen():
     """A model whose layers have biases."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -44,7 +40,7 @@ def qwen() -> Any:
     return models.frozen(Qwen2ForCausalLM(Qwen2Config(**models.SIZES)))
 
 
-def lora(**options: Any) -> LoraConfig:
+def lora(**options):
     return LoraConfig(
         **{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} | options
     )
@@ -67,7 +63,7 @@ CASES = {
 }
 
 
-def adapt(model: Any, config: Any, folder: Path) -> None:
+def adapt(model, config, folder):
     """Save a model, and an adapter for it with random values."""
     model.save_pretrained(folder / "model")
     torch.manual_seed(1)
@@ -80,9 +76,7 @@ def adapt(model: Any, config: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("make", "options"), CASES.values(), ids=CASES)
-def test_the_bits_are_those_of_merge_and_unload(
-    make: Any, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_the_bits_are_those_of_merge_and_unload(make, options, dtype, tmp_path):
     model = make().to(dtype)
     adapt(model, lora(**options), tmp_path)
     reference = type(model).from_pretrained(tmp_path / "model")
@@ -96,7 +90,7 @@ def test_the_bits_are_those_of_merge_and_unload(
     assert any(not torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_the_command_converts_splits_and_copies_the_tokenizer(tmp_path: Path, penstock: Command) -> None:
+def test_the_command_converts_splits_and_copies_the_tokenizer(tmp_path, penstock):
     model = models.llama()
     adapt(model, lora(), tmp_path)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
@@ -119,7 +113,7 @@ def test_the_command_converts_splits_and_copies_the_tokenizer(tmp_path: Path, pe
     assert "--merge writes the whole of one model's folder" in re.sub(r"\s+", " ", refused.err)
 
 
-def pooling() -> Any:
+def pooling():
     """A model with an attention of torch's own."""
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
@@ -127,8 +121,8 @@ def pooling() -> Any:
     return SiglipVisionModel(SiglipVisionConfig(**sizes, image_size=16, patch_size=8))
 
 
-def test_what_cannot_be_merged_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    def refused(message: str, model: str = "one/model", adapter: str = "one/adapter") -> None:
+def test_what_cannot_be_merged_is_refused_before_anything_is_written(tmp_path):
+    def refused(message, model="one/model", adapter="one/adapter"):
         with pytest.raises((SourceError, PassError), match=message):
             merge(str(tmp_path / model), tmp_path / adapter, tmp_path / "merged")
         assert not [path for path in tmp_path.iterdir() if "merged" in path.name]
@@ -174,7 +168,7 @@ print(resident("VmHWM") - before)
 """
 
 
-def test_a_few_weights_are_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_a_few_weights_are_in_memory_at_a_time(tmp_path):
     adapt(models.llama(), lora(), tmp_path / "small")
     big = models.llama(hidden_size=1024, intermediate_size=1024, num_hidden_layers=16, vocab_size=1024)
     big.save_pretrained(tmp_path / "big")

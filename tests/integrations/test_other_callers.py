@@ -1,10 +1,6 @@
 """What libraries do with a model that streams: streamers and pipelines of transformers, sentences."""
 
-from __future__ import annotations
-
 import threading
-from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -19,20 +15,20 @@ CHAT = [{"role": "user", "content": "lado mibe"}]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("models") / "llama"
     save_model(made)
     return made
 
 
-def test_a_streamer_has_the_text_token_by_token(folder: Path, tmp_path: Path) -> None:
+def test_a_streamer_has_the_text_token_by_token(folder, tmp_path):
     streamed, words = load(folder, "60%", cache=tmp_path), tokenizer()
     given = words(PROMPT, return_tensors="pt")
     reference = type(streamed).from_pretrained(folder)
     expected = reference.generate(**given, max_new_tokens=8, do_sample=False)[
         0, given["input_ids"].shape[1] :
     ]
-    streamer: Any = TextIteratorStreamer(words, skip_prompt=True)  # type: ignore[no-untyped-call]
+    streamer = TextIteratorStreamer(words, skip_prompt=True)  # type: ignore[no-untyped-call]
     options = {**given, "max_new_tokens": 8, "do_sample": False, "streamer": streamer}
     thread = threading.Thread(target=streamed.generate, kwargs=options)
     thread.start()
@@ -41,7 +37,7 @@ def test_a_streamer_has_the_text_token_by_token(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("asked", "options"), [(PROMPT, {}), (TEXTS, {"batch_size": 3}), (CHAT, {})])
-def test_a_pipeline_of_transformers_takes_it(folder: Path, tmp_path: Path, asked: Any, options: Any) -> None:
+def test_a_pipeline_of_transformers_takes_it(folder, tmp_path, asked, options):
     streamed, words = load(folder, "60%", cache=tmp_path), tokenizer()
     words.pad_token = words.unk_token
     asking = {"max_new_tokens": 8, "do_sample": False, **options}
@@ -54,10 +50,10 @@ def test_a_pipeline_of_transformers_takes_it(folder: Path, tmp_path: Path, asked
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_sentences_have_the_same_embeddings(tmp_path: Path, whole: bool) -> None:
+def test_sentences_have_the_same_embeddings(tmp_path, whole):
     why = "sentence-transformers is not installed: pip install sentence-transformers"
-    library: Any = pytest.importorskip("sentence_transformers", reason=why)
-    models: Any = pytest.importorskip("sentence_transformers.models", reason=why)
+    library = pytest.importorskip("sentence_transformers", reason=why)
+    models = pytest.importorskip("sentence_transformers.models", reason=why)
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
     BertModel(BertConfig(vocab_size=512, **sizes)).save_pretrained(tmp_path / "bert")

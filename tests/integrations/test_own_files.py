@@ -1,7 +1,5 @@
 """Models whose weights stay in the files that their library loaded them from."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Models that take pictures: equal to the bit, whatever the sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

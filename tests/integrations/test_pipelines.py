@@ -1,7 +1,5 @@
 """Pipelines of diffusers, and models from folders."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

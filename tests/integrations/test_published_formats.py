@@ -1,11 +1,7 @@
 """Folders as quantised models are published: read in place, converted, or refused by the format's name."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,9 +28,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def publish(
-    model: Any, folder: Path, quantise: Callable[[str, torch.Tensor], Tensors], facts: Any
-) -> Tensors:
+def publish(model, folder, quantise, facts):
     """Write a model as its publisher would, and return the tensors in its file."""
     model.bfloat16().save_pretrained(folder)
     file, config = folder / "model.safetensors", folder / "config.json"
@@ -44,10 +38,10 @@ def publish(
     return tensors
 
 
-def fp8(rows: int | None, columns: int = 0) -> Callable[[str, torch.Tensor], Tensors]:
+def fp8(rows, columns=0):
     """FP8 of linear layers with a scale for each weight, or for each block."""
 
-    def quantise(name: str, value: torch.Tensor) -> Tensors:
+    def quantise(name, value):
         if not name.endswith("proj.weight"):
             return {name: value}
         height, width = (rows, columns) if rows else value.shape
@@ -63,7 +57,7 @@ def fp8(rows: int | None, columns: int = 0) -> Callable[[str, torch.Tensor], Ten
     return quantise
 
 
-def mxfp4(name: str, value: torch.Tensor) -> Tensors:
+def mxfp4(name, value):
     """MXFP4 of the experts of gpt-oss, with random values."""
     if not name.endswith(("gate_up_proj", "down_proj")):
         return {name: value}
@@ -75,7 +69,7 @@ def mxfp4(name: str, value: torch.Tensor) -> Tensors:
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
 
-def gpt_oss() -> Any:
+def gpt_oss():
     from transformers import GptOssConfig, GptOssForCausalLM
 
     torch.manual_seed(0)
@@ -105,7 +99,7 @@ def test_a_folder_streams_from_its_own_bytes(make, quantise, facts, tmp_path):
     check_streamed(models.frozen(type(make()).from_pretrained(tmp_path / "model")), tmp_path)
 
 
-def check_streamed(reference: Any, folder: Path) -> None:
+def check_streamed(reference, folder):
     """A loaded model says what the reference says, from the bytes in its files."""
     file = folder / "model" / "model.safetensors"
     used = {k: v for k, v in load_file(file).items() if not k.endswith(("activation_scale", "weight_shape"))}
@@ -165,13 +159,13 @@ COMPRESSED = {
 }
 
 
-def compressed_facts(kind: str, weights: Any, inputs: Any, **others: Any) -> Any:
+def compressed_facts(kind, weights, inputs, **others):
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     facts = {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
     return facts | {"ignore": ["lm_head"]} | others
 
 
-def whole_numbers(weights: Any, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def whole_numbers(weights, value):
     """Numbers that a format has for a weight, and their scales."""
     size = {"group": 16, "channel": value.shape[1]}.get(weights["strategy"])
     if weights.get("type") == "float":
@@ -185,9 +179,9 @@ def whole_numbers(weights: Any, value: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize(("kind", "weights", "inputs"), COMPRESSED.values(), ids=COMPRESSED)
 def test_a_folder_of_compressed_tensors_streams_from_its_own_bytes(kind, weights, inputs, tmp_path):
-    dense: Tensors = {}
+    dense = {}
 
-    def quantise(name: str, value: torch.Tensor) -> Tensors:
+    def quantise(name, value):
         if not name.endswith("proj.weight"):
             return {name: value}
         numbers, scale = whole_numbers(weights, value)
@@ -275,7 +269,7 @@ def test_schemes_that_are_not_computed_are_refused_by_what_they_have(said, tmp_p
     [torch.zeros(8, 8, dtype=torch.int32), torch.zeros(64, 16), torch.zeros(64, 16, dtype=torch.int16)],
 )
 def test_parts_that_make_no_weight_are_refused(packed_part, tmp_path):
-    def quantise(name: str, value: torch.Tensor) -> Tensors:
+    def quantise(name, value):
         if not name.endswith("q_proj.weight"):
             return {name: value}
         return {f"{name}_packed": packed_part.clone(), f"{name}_scale": torch.ones(64, 1)}
@@ -336,10 +330,10 @@ def test_a_folder_without_a_part_is_refused_by_the_name_of_that(tmp_path):
 
 
 def test_experts_that_are_packed_one_by_one_are_refused(tmp_path):
-    def quantise(name: str, value: torch.Tensor) -> Tensors:
+    def quantise(name, value):
         return fp8(None)(f"{name}", value) if ".experts." not in name else expert(name, value)
 
-    def expert(name: str, value: torch.Tensor) -> Tensors:
+    def expert(name, value):
         return {name: value.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.tensor(1.0)}
 
     publish(models.mixtral(), tmp_path, quantise, FP8)
@@ -360,7 +354,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_formats_are_refused_by_name_with_a_way(name, tmp_path):
-    def quantise(fqn: str, value: torch.Tensor) -> Tensors:
+    def quantise(fqn, value):
         if not fqn.endswith("proj.weight"):
             return {fqn: value}
         return {f"{fqn.removesuffix('weight')}qweight": torch.zeros(8, 8, dtype=torch.int32)}

@@ -1,7 +1,5 @@
 """Mixtures of experts that torchao quantised: calls read what tokens ask for, with the library's bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, quantize_

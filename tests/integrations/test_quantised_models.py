@@ -1,7 +1,5 @@
 """Quantised models through `apply` and `load`: what they say is what they say in memory, bit for bit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -37,17 +35,17 @@ TORCHAO = {
 }
 
 
-def parts_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def parts_of(module):
     """The tensors that hold a module's bytes, by name."""
     return {k: v for name, p in module.named_parameters() for k, v in plain_tensors(name, p).items()}
 
 
-def layers() -> nn.Sequential:
+def layers():
     torch.manual_seed(0)
     return models.frozen(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128)))
 
 
-def check_streamed(model: nn.Module, cache) -> None:
+def check_streamed(model, cache):
     """Calls that stream give the outputs of before, from no memory; what was there comes back."""
     expected, before = model(X), {name: value.clone() for name, value in parts_of(model).items()}
     for options in (LoadOptions(), LoadOptions(arena="contiguous", poison=True)):
@@ -64,7 +62,7 @@ def check_streamed(model: nn.Module, cache) -> None:
         assert torch.equal(model(X), expected)
 
 
-def called_at_the_floor(applied, call) -> None:
+def called_at_the_floor(applied, call):
     """Give an applied model the memory that its errors name, and more, until it streams."""
     (component,) = applied.components.values()
     for _ in range(40):
@@ -104,7 +102,7 @@ def test_a_class_that_does_not_say_is_refused_and_left_alone(tmp_path):
 
 
 def test_a_constructor_that_quantises_is_refused_with_its_line():
-    def build() -> nn.Module:
+    def build():
         model = layers()
         quantize_(model, INT8)  # here
         return model
@@ -134,7 +132,7 @@ def test_weights_of_a_gguf_file_stream_as_they_are(kind, tmp_path):
     check_streamed(gguf_layers(kind), tmp_path)
 
 
-def gguf_layers(kind: str) -> nn.Sequential:
+def gguf_layers(kind):
     """Make layers as diffusers has them for a GGUF file."""
     gguf = pytest.importorskip("gguf")
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter

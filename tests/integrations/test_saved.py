@@ -1,15 +1,11 @@
 """`Applied.save_pretrained`: a model that is not in memory is saved as its library saves it, bit for bit."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +13,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from penstock.integrations import Applied, apply, load, saved
+from penstock.integrations import apply, load, saved
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import expert_models, models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
 
 
-def dinov2() -> Any:
+def dinov2():
     """Two weights of each layer are one tensor of the files."""
     from transformers import Dinov2Config, Dinov2Model
 
@@ -45,12 +41,12 @@ MADE = {
 }
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder):
     """The tensors in the files of a folder."""
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
-def check_equal(folder: Path, expected: Path) -> None:
+def check_equal(folder, expected):
     got, want = tensors_of(folder), tensors_of(expected)
     assert got.keys() == want.keys()
     for name, value in want.items():
@@ -64,7 +60,7 @@ DOORS = [("apply", name) for name in MADE] + [("load", name) for name in MADE if
 
 
 @pytest.mark.parametrize(("door", "name"), DOORS)
-def test_a_saved_model_is_what_its_library_saves(door: str, name: str, tmp_path: Path) -> None:
+def test_a_saved_model_is_what_its_library_saves(door, name, tmp_path):
     made = MADE[name]()
     made.save_pretrained(tmp_path / "first")
     reference = models.frozen(type(made).from_pretrained(tmp_path / "first"))
@@ -83,14 +79,14 @@ def test_a_saved_model_is_what_its_library_saves(door: str, name: str, tmp_path:
     assert all(torch.equal(values[name], value) for name, value in reference.state_dict().items())
 
 
-def applied_llama(tmp_path: Path) -> tuple[Any, Applied]:
+def applied_llama(tmp_path):
     model = models.llama()
     model.save_pretrained(tmp_path / "first")
     model = load(tmp_path / "first", "1MB", cache=tmp_path / "cache")
     return model, model.penstock_applied
 
 
-def test_weights_that_were_written_are_saved(tmp_path: Path) -> None:
+def test_weights_that_were_written_are_saved(tmp_path):
     model, applied = applied_llama(tmp_path)
     model(IDS)
     with torch.no_grad():
@@ -106,7 +102,7 @@ def test_weights_that_were_written_are_saved(tmp_path: Path) -> None:
     applied.close()
 
 
-def test_a_conversion_is_saved_as_what_it_was_converted_to(tmp_path: Path) -> None:
+def test_a_conversion_is_saved_as_what_it_was_converted_to(tmp_path):
     models.llama().save_pretrained(tmp_path / "first")
     model = load(tmp_path / "first", "1MB", dtype="bfloat16", cache=tmp_path / "cache")
     model.penstock_applied.save_pretrained(tmp_path / "saved")
@@ -118,9 +114,9 @@ def test_a_conversion_is_saved_as_what_it_was_converted_to(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("of_peft", [True, False])
-def test_of_an_adapted_model_the_adapter_is_saved(of_peft: bool, tmp_path: Path) -> None:
+def test_of_an_adapted_model_the_adapter_is_saved(of_peft, tmp_path):
     lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    model: Any = models.llama()
+    model = models.llama()
     if of_peft:
         model = get_peft_model(model, lora)
     else:
@@ -135,7 +131,7 @@ def test_of_an_adapted_model_the_adapter_is_saved(of_peft: bool, tmp_path: Path)
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path):
     _, applied = applied_llama(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
@@ -149,18 +145,18 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     applied.close()
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     _, applied = applied_llama(tmp_path)
     before = sorted(tmp_path.iterdir())
     read, count = saved.value_of, []
 
-    def interrupted(value: torch.Tensor) -> torch.Tensor:
+    def interrupted(value):
         count.append(value)
         if len(count) == 7:
             raise KeyboardInterrupt
         return read(value)
 
-    def full(*_: object) -> int:
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
@@ -197,7 +193,7 @@ print(resident("VmHWM") - before)
 """
 
 
-def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_one_weight_is_in_memory_at_a_time(tmp_path):
     big = models.llama(hidden_size=1024, intermediate_size=1024, num_hidden_layers=16, vocab_size=1024)
     big.save_pretrained(tmp_path / "first")
     nbytes = sum(value.nbytes for value in big.parameters())
@@ -207,10 +203,8 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path: Path) -> None:
     check_equal(tmp_path / "saved", tmp_path / "first")
 
 
-def test_weights_that_a_library_joins_across_layers_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def joined(_: object, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def test_weights_that_a_library_joins_across_layers_are_refused(tmp_path, monkeypatch):
+    def joined(_, state):
         return {"all": torch.cat([value.flatten() for value in state.values()])}
 
     _, applied = applied_llama(tmp_path)
@@ -223,7 +217,7 @@ def test_weights_that_a_library_joins_across_layers_are_refused(
     applied.close()
 
 
-def test_what_is_not_saved_says_what_to_do(tmp_path: Path) -> None:
+def test_what_is_not_saved_says_what_to_do(tmp_path):
     model, applied = applied_llama(tmp_path)
     with pytest.raises(StreamError, match=r"save it with save_pretrained\(folder\) of what apply returned"):
         model.save_pretrained(tmp_path / "saved")

@@ -1,7 +1,5 @@
 """Mixtures of experts and large tables: calls read what tokens ask for, and compute the library's bits."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

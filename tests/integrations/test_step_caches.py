@@ -1,14 +1,7 @@
 """Step caches of diffusers leave blocks out of calls: bits of the model in memory, no reads in vain."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.integrations import apply
 
@@ -19,7 +12,7 @@ hooks = pytest.importorskip(
 TIMES = [1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84]
 """Close to each other, so that a cache leaves blocks out."""
 
-CACHES: dict[str, Callable[[], Any]] = {
+CACHES = {
     "first block": lambda: hooks.FirstBlockCacheConfig(threshold=0.5),
     "attention": lambda: hooks.PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=3,
@@ -29,7 +22,7 @@ CACHES: dict[str, Callable[[], Any]] = {
 }
 
 
-def made() -> Any:
+def made():
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -46,10 +39,10 @@ def made() -> Any:
     ).eval()
 
 
-def called(model: Any, time: float) -> Tensor:
+def called(model, time):
     random = torch.Generator().manual_seed(0)
     with torch.no_grad(), model.cache_context("cond"):
-        output: Tensor = model(
+        output = model(
             hidden_states=torch.randn(1, 16, 4, generator=random),
             encoder_hidden_states=torch.randn(1, 8, 32, generator=random),
             pooled_projections=torch.randn(1, 32, generator=random),
@@ -64,7 +57,7 @@ def called(model: Any, time: float) -> Tensor:
 
 @pytest.mark.parametrize("first", ["apply", "cache"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_the_bits_are_those_of_the_cached_model_in_memory(tmp_path: Path, cache: str, first: str) -> None:
+def test_the_bits_are_those_of_the_cached_model_in_memory(tmp_path, cache, first):
     plain, model = made(), made()
     plain.enable_cache(CACHES[cache]())
     if first == "cache":
@@ -76,7 +69,7 @@ def test_the_bits_are_those_of_the_cached_model_in_memory(tmp_path: Path, cache:
             assert torch.equal(called(model, time), called(plain, time))
 
 
-def test_a_block_that_is_left_out_is_not_read(tmp_path: Path) -> None:
+def test_a_block_that_is_left_out_is_not_read(tmp_path):
     model = made()
     model.enable_cache(CACHES["first block"]())
     with apply(model, "40%", cache=tmp_path) as applied:
@@ -92,7 +85,7 @@ def test_a_block_that_is_left_out_is_not_read(tmp_path: Path) -> None:
         assert after.bytes_moved - before.bytes_moved < whole - left_out
 
 
-def test_calls_that_leave_out_by_turns_are_expected(tmp_path: Path) -> None:
+def test_calls_that_leave_out_by_turns_are_expected(tmp_path):
     model = made()
     model.enable_cache(CACHES["attention"]())
     with apply(model, "40%", cache=tmp_path) as applied:

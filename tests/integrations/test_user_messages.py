@@ -1,7 +1,5 @@
 """What the users of `apply` and `load` are told: of what they did, and never of an export or an artifact."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -24,12 +22,12 @@ KNOWN = {
 class Raising(nn.Module):
     """It computes, and then raises an error of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(6))
-        self.error: Exception | None = None
+        self.error = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         if self.error is not None:
@@ -50,7 +48,7 @@ class Raising(nn.Module):
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("calls", [0, 2])
-def test_an_error_of_the_model_is_its_own(error: Exception, calls: int, tmp_path: Path) -> None:
+def test_an_error_of_the_model_is_its_own(error, calls, tmp_path):
     model, x = Raising().eval(), torch.ones(1, 128)
     expected = model(x)
     with apply(model, "300KB", cache=tmp_path):
@@ -65,7 +63,7 @@ def test_an_error_of_the_model_is_its_own(error: Exception, calls: int, tmp_path
 
 
 @pytest.mark.parametrize("way", ["apply", "load"])
-def test_a_tracer_is_told_a_way_that_this_door_has(way: str, tmp_path: Path) -> None:
+def test_a_tracer_is_told_a_way_that_this_door_has(way, tmp_path):
     model, ids = models.llama(num_hidden_layers=1), torch.arange(4)[None]
     if way == "apply":
         applied = apply(model, "1MB", cache=tmp_path / "cache")
@@ -79,7 +77,7 @@ def test_a_tracer_is_told_a_way_that_this_door_has(way: str, tmp_path: Path) -> 
     applied.close()
 
 
-def test_no_error_speaks_of_what_the_user_did_not_do() -> None:
+def test_no_error_speaks_of_what_the_user_did_not_do():
     """Every string of every `raise` in the code of `apply` and `load`."""
     folder = Path(penstock.__file__).parent / "integrations"
     files = sorted(folder.rglob("*.py"))
@@ -96,7 +94,7 @@ def test_no_error_speaks_of_what_the_user_did_not_do() -> None:
     assert raised > 50
 
 
-def test_apply_and_load_are_told_from_each_other(tmp_path: Path) -> None:
+def test_apply_and_load_are_told_from_each_other(tmp_path):
     with pytest.raises(PassError, match=r"got a str: folders and names are for penstock\.integrations\.load"):
         apply("some/model", "1MB")
     with pytest.raises(SourceError, match=r"what is in memory is for penstock\.integrations\.apply"):

@@ -1,7 +1,5 @@
 """Adapters merged, taken out, saved and trained while their model streams: what peft gives in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, get_peft_model

@@ -1,7 +1,5 @@
 """An artifact with collectives is opened by the rank that compiled it, and by no other."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

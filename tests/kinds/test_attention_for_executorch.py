@@ -1,7 +1,5 @@
 """Attention that is written by hand, compiled for ExecuTorch: Inductor takes a divisor for a number."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

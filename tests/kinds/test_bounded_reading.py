@@ -3,8 +3,6 @@
 One child process uses all kinds of files, with an address space that is a little larger than what it has.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -16,7 +14,6 @@ import socket
 import struct
 import subprocess
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,25 +38,25 @@ ROOM = 300 << 20
 DEEP = b'{"files":' + b"[" * 200_000
 
 
-def name_of(number: int) -> str:
+def name_of(number):
     return f"{number:032x}"
 
 
-def read_entries(folder: Path) -> object:
+def read_entries(folder):
     return [one.reads for one in list_entries(folder)] and None
 
 
-def read_onnx(folder: Path) -> object:
+def read_onnx(folder):
     from penstock.backends.onnx import StreamedModel
 
     return StreamedModel(folder, "100%")
 
 
-def open_model(folder: Path) -> object:
+def open_model(folder):
     return open_folder(folder, None, None, train=False)
 
 
-FILES: dict[str, tuple[str, Callable[[Path], object], bool]] = {
+FILES = {
     "payload": ("model.penstock/payload.json", penstock.open, False),
     "digest": ("model.penstock/payload.json.sha256", penstock.open, False),
     "lowered program": ("model.penstock/program.zip", penstock.open, False),
@@ -89,7 +86,7 @@ FILES: dict[str, tuple[str, Callable[[Path], object], bool]] = {
 """The file of each kind, what uses its folder, and whether a bad one counts as missing, not as an error."""
 
 
-def make_files(folder: Path) -> None:
+def make_files(folder):
     make_artifact(folder / "model.penstock")
     for path, *_ in FILES.values():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -102,13 +99,13 @@ def make_files(folder: Path) -> None:
     (folder / "onnx" / "payload.json").write_text("{}")
 
 
-def make_hole(path: Path) -> Path:
+def make_hole(path):
     path.touch()
     os.truncate(path, HOLE)
     return path
 
 
-def make_socket(path: Path) -> None:
+def make_socket(path):
     before = Path.cwd()
     os.chdir(path.parent)  # the names of sockets are short
     with socket.socket(socket.AF_UNIX) as opened:
@@ -116,7 +113,7 @@ def make_socket(path: Path) -> None:
     os.chdir(before)
 
 
-FORMS: dict[str, Callable[[Path], object]] = {
+FORMS = {
     "hole": make_hole,
     "pipe": os.mkfifo,
     "folder": Path.mkdir,
@@ -130,10 +127,10 @@ FORMS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def say(use: Callable[[], object]) -> str:
+def say(use):
     """What a use comes to: the error's tree and sentence, `returned`, or what went wrong."""
 
-    def late(*_: object) -> None:
+    def late(*_):
         raise TimeoutError("it hangs")
 
     signal.signal(signal.SIGALRM, late)
@@ -149,7 +146,7 @@ def say(use: Callable[[], object]) -> str:
     return "nothing" if found is None else f"RETURNED {found!r:.80}"
 
 
-def use_all(folder: Path) -> None:
+def use_all(folder):
     """Prints what every kind of file comes to in every form, and how much memory that took."""
     for module in ("diffusers", "onnx", "onnxruntime", "transformers", "peft"):
         try:
@@ -181,7 +178,7 @@ def use_all(folder: Path) -> None:
 # Files that are larger inside than they look, or whose first bytes are right.
 
 
-def deflate(path: Path, bomb: str, members: dict[str, bytes]) -> Path:
+def deflate(path, bomb, members):
     """Writes a zip with a member that is larger than there is memory for."""
     path.parent.mkdir(parents=True)
     with zipfile.ZipFile(path, "w") as archive:
@@ -199,10 +196,10 @@ def deflate(path: Path, bomb: str, members: dict[str, bytes]) -> Path:
 ZEROS = bytes(1 << 20)
 
 
-def compressed_record(name: str) -> Callable[[Path], Callable[[], object]]:
+def compressed_record(name):
     """A file of torch.save with a record that torch reads first, and that is small until it is inflated."""
 
-    def make(folder: Path) -> Callable[[], object]:
+    def make(folder):
         torch.save({"a": torch.ones(3)}, stored := io.BytesIO())
         with zipfile.ZipFile(stored) as archive:
             members = {one: archive.read(one) for one in archive.namelist()}
@@ -212,7 +209,7 @@ def compressed_record(name: str) -> Callable[[Path], Callable[[], object]]:
     return make
 
 
-def directory_of_a_zip(folder: Path) -> Callable[[], object]:
+def directory_of_a_zip(folder):
     """A zip whose directory has a gigabyte, of nothing."""
     folder.mkdir()
     path = folder / "model.pt"
@@ -224,7 +221,7 @@ def directory_of_a_zip(folder: Path) -> Callable[[], object]:
     return lambda: open_checkpoint(path)
 
 
-def long_bytes(folder: Path) -> Callable[[], object]:
+def long_bytes(folder):
     """A checkpoint's pickle that begins with a value of 8 GiB, of which the disk has nothing."""
     folder.mkdir()
     with (folder / ".metadata").open("wb") as file:
@@ -233,7 +230,7 @@ def long_bytes(folder: Path) -> Callable[[], object]:
     return lambda: open_checkpoint(folder)
 
 
-def program_of_a_pte(folder: Path) -> Callable[[], object]:
+def program_of_a_pte(folder):
     folder.mkdir()
     with (folder / "model.pte").open("wb") as file:
         file.write(struct.pack("<I4s4sIQQ", 32, b"ET12", b"eh00", 24, 8 << 30, 8 << 30))
@@ -241,7 +238,7 @@ def program_of_a_pte(folder: Path) -> Callable[[], object]:
     return lambda: read_pte(folder / "model.pte")
 
 
-def buffer_of_a_model(folder: Path) -> Callable[[], object]:
+def buffer_of_a_model(folder):
     """A model whose files have 8 GiB of nothing for a buffer of four values."""
     from transformers import ResNetConfig, ResNetModel
 
@@ -261,14 +258,14 @@ def buffer_of_a_model(folder: Path) -> Callable[[], object]:
     return lambda: open_model(folder).make()  # type: ignore[attr-defined]
 
 
-def deep_method(folder: Path) -> Callable[[], object]:
+def deep_method(folder):
     folder.mkdir()
     artifact = make_artifact(folder / "model.penstock")
     write_program(artifact, {"forward.json": b"[" * 200_000})
     return lambda: penstock.open(artifact).load("100%")
 
 
-BOMBS: dict[str, Callable[[Path], Callable[[], object]]] = {
+BOMBS = {
     "compressed version": compressed_record("version"),
     "compressed byte order": compressed_record("byteorder"),
     "compressed pickle": compressed_record("DATA.PKL"),
@@ -287,18 +284,18 @@ runpy.run_path(sys.argv[1])["use_all"](pathlib.Path(sys.argv[2]))
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def said(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     make_files(folder)
     done = run_forked(CHILD, __file__, folder, warnings="ignore")
     (line,) = [one for one in done.out.splitlines() if one.startswith("RESULT")] or [done.err]
-    found: dict[str, str] = json.loads(line.removeprefix("RESULT"))
+    found = json.loads(line.removeprefix("RESULT"))
     return found
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("form", FORMS)
-def test_no_form_of_a_file_takes_time_or_memory(said: dict[str, str], form: str) -> None:
+def test_no_form_of_a_file_takes_time_or_memory(said, form):
     wrong = {}
     for kind, (_, _, missing) in FILES.items():
         came = said[f"{kind}/{form}"]
@@ -321,16 +318,16 @@ def test_no_form_of_a_file_takes_time_or_memory(said: dict[str, str], form: str)
         "deep method": "refused: .* cannot be loaded",
     }.items(),
 )
-def test_what_is_larger_inside_is_refused(said: dict[str, str], bomb: str, sentence: str) -> None:
+def test_what_is_larger_inside_is_refused(said, bomb, sentence):
     assert re.match(sentence, said[bomb], re.DOTALL), said[bomb]
 
 
 @pytest.mark.timeout(300)
-def test_all_of_them_take_little_memory(said: dict[str, str]) -> None:
+def test_all_of_them_take_little_memory(said):
     assert int(said["grown"]) < 150  # MiB
 
 
-def test_the_sentence_has_the_file_both_sizes_and_the_kind(tmp_path: Path) -> None:
+def test_the_sentence_has_the_file_both_sizes_and_the_kind(tmp_path):
     path = tmp_path / "calls.routes"
     path.touch()
     os.truncate(path, HOLE)
@@ -349,7 +346,7 @@ main()
 
 
 @pytest.mark.timeout(60)
-def test_commands_end_in_a_sentence(tmp_path: Path) -> None:
+def test_commands_end_in_a_sentence(tmp_path):
     """`penstock inspect` of an artifact whose payload is a hole, and `penstock replay` of a pipe."""
     (tmp_path / "model.penstock").mkdir()
     make_hole(tmp_path / "model.penstock" / "payload.json")
@@ -363,13 +360,13 @@ def test_commands_end_in_a_sentence(tmp_path: Path) -> None:
         assert sentence in done.err + done.out
 
 
-def test_a_file_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_grows_while_it_is_read(tmp_path, monkeypatch):
     """What the system says of its size is asked before, and is wrong by then."""
     path = tmp_path / "calls.routes"
     path.touch()
     state = os.fstat
 
-    def grow(fd: int) -> os.stat_result:
+    def grow(fd):
         found = state(fd)
         os.truncate(path, HOLE)
         return found
@@ -384,7 +381,7 @@ RUN = Path("build/run/penstock-run")
 
 @pytest.mark.skipif(not RUN.exists(), reason="penstock-run is not built (scripts/build-run)")
 @pytest.mark.parametrize("name", ["payload.json", "payload.json.sha256", "program.zip"])
-def test_penstock_run_refuses_what_is_too_large(tmp_path: Path, name: str) -> None:
+def test_penstock_run_refuses_what_is_too_large(tmp_path, name):
     data = json.dumps(
         {"format": "penstock", "version": 9, "lowering": "inductor", "program": {"path": "program.zip"}}
     ).encode()

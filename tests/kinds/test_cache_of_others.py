@@ -1,14 +1,11 @@
 """What runs from the cache is what this user has made, and what nobody else could change or exchange."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
 import stat
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +22,7 @@ needs_root = pytest.mark.skipif(not ROOT, reason="only root can give files to an
 
 
 @pytest.fixture
-def base() -> Iterator[Path]:
+def base():
     """A folder whose way others may go, as those of pytest are not."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
         Path(made).chmod(0o755)
@@ -33,25 +30,25 @@ def base() -> Iterator[Path]:
 
 
 @pytest.fixture
-def umask() -> Iterator[None]:
+def umask():
     before = os.umask(0o002)
     yield
     os.umask(before)
 
 
-def fill(folder: Path) -> None:
+def fill(folder):
     (folder / "payload.json").write_text("{}")
     (folder / "inner").mkdir()
     (folder / "inner" / "code.so").write_text("mine")
 
 
-def make_entry(cache: Cache) -> Path:
+def make_entry(cache):
     path = cache.programs / NAME
     cache.keep(path, "a model", lambda: write_artifact(path, force=False, build=fill)).close()
     return path
 
 
-def grant(path: Path, tag: int, number: int, kind: str = "access") -> None:
+def grant(path, tag, number, kind="access"):
     """Lets a user (tag 2) or a group (tag 8) write, by an access list of the system's own form."""
     entries = [(1, 7, -1), (2, 5, 1), (tag, 7, number), (4, 5, -1), (16, 7, -1), (32, 5, -1)]
     entries = sorted(entries, key=lambda one: one[0])
@@ -66,9 +63,7 @@ def grant(path: Path, tag: int, number: int, kind: str = "access") -> None:
         raise
 
 
-def test_what_is_made_is_for_this_user_alone(
-    base: Path, umask: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_made_is_for_this_user_alone(base, umask, monkeypatch):
     """Whatever the umask, a parent's group, or its default access list."""
     parent = base / "project"
     parent.mkdir()
@@ -85,7 +80,7 @@ def test_what_is_made_is_for_this_user_alone(
 
 
 @pytest.mark.parametrize("umask_of_all", [0o777, 0o277, 0o000])
-def test_any_umask(base: Path, umask_of_all: int) -> None:
+def test_any_umask(base, umask_of_all):
     before = os.umask(umask_of_all)
     try:
         cache = Cache(base / "a" / "cache")
@@ -97,19 +92,19 @@ def test_any_umask(base: Path, umask_of_all: int) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def loosen(path: Path, mode: int) -> None:
+def loosen(path, mode):
     path.chmod(mode)
     if ROOT:
         os.chown(path, 0, GROUP)
 
 
-def exchange(path: Path) -> None:
+def exchange(path):
     """Puts a link to it in its place."""
     aside = path.rename(path.with_name("aside"))
     path.symlink_to(aside)
 
 
-CHANGES: dict[str, Callable[[Path], object]] = {
+CHANGES = {
     "a file that its group writes": lambda path: loosen(path / "payload.json", 0o664),
     "a file that everybody writes": lambda path: loosen(path / "inner" / "code.so", 0o602),
     "a folder that its group writes": lambda path: loosen(path / "inner", 0o770),
@@ -125,7 +120,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a link in its place": exchange,
 }
 
-GIVEN: dict[str, Callable[[Path], object]] = {
+GIVEN = {
     "an entry of another user": lambda path: os.chown(path, OTHER, OTHER),
     "a file of another user": lambda path: os.chown(path / "inner" / "code.so", OTHER, OTHER),
     "programs of another user": lambda path: os.chown(path.parent, OTHER, OTHER),
@@ -136,9 +131,7 @@ GIVEN: dict[str, Callable[[Path], object]] = {
     "change",
     [*CHANGES, *(pytest.param(one, marks=needs_root) for one in GIVEN if one != "programs of another user")],
 )
-def test_an_entry_that_others_could_change_is_written_again(
-    base: Path, change: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_that_others_could_change_is_written_again(base, change, caplog):
     cache = Cache(base / "cache")
     path = make_entry(cache)
     (path / "inner" / "code.so").write_text("another's")
@@ -151,7 +144,7 @@ def test_an_entry_that_others_could_change_is_written_again(
 
 
 @needs_root
-def test_programs_of_another_user_run_nothing(base: Path) -> None:
+def test_programs_of_another_user_run_nothing(base):
     """What cannot be taken back stays, is not trusted, and no folder of others is changed through a link."""
     cache = Cache(base / "cache")
     path = make_entry(cache)
@@ -160,7 +153,7 @@ def test_programs_of_another_user_run_nothing(base: Path) -> None:
     assert not cache.trusts(path)
 
 
-def test_an_entry_of_this_user_alone_is_used_again(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_of_this_user_alone_is_used_again(base, caplog):
     cache = Cache(base / "cache")
     inode = make_entry(cache).stat().st_ino
     with caplog.at_level(logging.WARNING):
@@ -168,7 +161,7 @@ def test_an_entry_of_this_user_alone_is_used_again(base: Path, caplog: pytest.Lo
     assert not caplog.records
 
 
-def test_a_group_of_ones_own_may_write(base: Path) -> None:
+def test_a_group_of_ones_own_may_write(base):
     """As systems make them that let groups write by default: umask 002, and a group for each user."""
     if not ROOT:
         pytest.skip("only of root it is known that no other user is in its group")
@@ -179,7 +172,7 @@ def test_a_group_of_ones_own_may_write(base: Path) -> None:
     assert cache.trusts(path)
 
 
-WAYS: dict[str, tuple[Callable[[Path], object], bool]] = {
+WAYS = {
     "its own": (lambda parent: None, True),
     "that everybody writes": (lambda parent: parent.chmod(0o777), False),
     "that is sticky": (lambda parent: parent.chmod(0o1777), True),
@@ -192,7 +185,7 @@ WAYS: dict[str, tuple[Callable[[Path], object], bool]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("there", [True, False])
-def test_the_parent_of_a_cache(base: Path, way: str, there: bool) -> None:
+def test_the_parent_of_a_cache(base, way, there):
     """Whoever may write to a parent can exchange the cache for another, unless it is like /tmp."""
     parent, (change, own) = base / "parent", WAYS[way]
     parent.mkdir()
@@ -207,7 +200,7 @@ def test_the_parent_of_a_cache(base: Path, way: str, there: bool) -> None:
         assert cache.trusts(make_entry(cache))
 
 
-def test_links_to_a_cache(base: Path) -> None:
+def test_links_to_a_cache(base):
     """A link is followed, and the folders on both ways count."""
     (base / "disk").mkdir()
     (base / "home").mkdir()
@@ -227,7 +220,7 @@ def test_links_to_a_cache(base: Path) -> None:
 
 
 @needs_root
-def test_a_link_of_another_user(base: Path) -> None:
+def test_a_link_of_another_user(base):
     (base / "disk").mkdir()
     (base / "tmp").mkdir()
     (base / "tmp").chmod(0o1777)
@@ -237,7 +230,7 @@ def test_a_link_of_another_user(base: Path) -> None:
     assert not Cache(base / "tmp" / "cache").own
 
 
-def test_a_record_that_is_a_link_leaves_its_file_alone(base: Path) -> None:
+def test_a_record_that_is_a_link_leaves_its_file_alone(base):
     """An entry's record is locked and gets a new time with each use."""
     cache = Cache(base / "cache")
     path = cache.weights / f"{0:032x}"

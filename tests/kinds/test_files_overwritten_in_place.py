@@ -3,12 +3,8 @@
 It is not taken for the file before. A file of which nothing but the ctime has changed is.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,14 +31,14 @@ IDS = torch.tensor([[5, 17, 99, 3]])
 X = torch.ones(2, 1024)
 COMPARED = "is not as it was left: all of its weights are compared"
 
-TOUCHES: dict[str, Callable[[Path], object]] = {
+TOUCHES = {
     "rights": lambda file: file.chmod(0o640),
     "another name": lambda file: os.link(file, file.with_suffix(".link")),
     "renamed and back": lambda file: file.rename(file.with_suffix(".old")).rename(file),
 }
 
 
-def with_its_time(file: Path, change: Callable[[], object]) -> None:
+def with_its_time(file, change):
     """Change a file and put its time back; the system's clock of ctimes goes on in steps of milliseconds."""
     before = file.stat()
     change()
@@ -54,8 +50,8 @@ def with_its_time(file: Path, change: Callable[[], object]) -> None:
     assert (now.st_size, now.st_mtime_ns, now.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
 
 
-def overwrite(file: Path, data: bytes, offset: int = 0) -> None:
-    def write() -> None:
+def overwrite(file, data, offset=0):
+    def write():
         with file.open("r+b") as opened:
             opened.seek(offset)
             opened.write(data)
@@ -63,18 +59,18 @@ def overwrite(file: Path, data: bytes, offset: int = 0) -> None:
     with_its_time(file, write)
 
 
-def overwrite_between_samples(file: Path) -> None:
+def overwrite_between_samples(file):
     header = read_header(file)
     blocks = range(header.data_start // SAMPLE_BYTES + 1, header.file_nbytes // SAMPLE_BYTES)
     free = next(k for k in blocks if k * SAMPLE_BYTES not in sample_offsets(header))
     overwrite(file, b"\0\0\x80\x3f" * 64, free * SAMPLE_BYTES)
 
 
-def touch(file: Path, how: str) -> None:
+def touch(file, how):
     with_its_time(file, lambda: TOUCHES[how](file))
 
 
-def kept(cache: Path) -> dict[Path, int]:
+def kept(cache):
     """The files in a cache that are large, and their inodes: none may be written again, and none may come."""
     folders = (Cache(cache).weights, Cache(cache).programs)
     files = [file for folder in folders for file in folder.glob("*/*") if file.suffix != ".json"]
@@ -85,20 +81,20 @@ def kept(cache: Path) -> dict[Path, int]:
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     layers = [nn.Linear(1024, 512), nn.Linear(512, 1024)] * 2
     return nn.Sequential(*map(models.twin, layers)).requires_grad_(False)
 
 
 @pytest.fixture
-def file(model: nn.Module, tmp_path: Path) -> Path:
+def file(model, tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
 @pytest.fixture
-def artifact(model: nn.Module, file: Path, tmp_path: Path) -> Path:
+def artifact(model, file, tmp_path):
     exported = torch.export.export(model, (X,))
     return penstock.compile(exported, tmp_path / "a.penstock", weights=file, pack=False).path
 
@@ -178,7 +174,7 @@ def test_a_program_without_python_compares_a_touched_file(artifact, file, native
     program = penstock.open(artifact)
     plan, payload = program.plan("60%", arena="contiguous"), program.payload.to_bytes()
 
-    def opened() -> None:
+    def opened():
         streamer = NativeStreamer(artifact, payload, plan, Options(readers=1))
         streamer.close()
         streamer.free()
@@ -218,7 +214,7 @@ def test_hashes_of_an_earlier_program_are_not_those_of_an_overwritten_file(artif
 # What is read, and meanwhile changed.
 
 
-def read_and(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
+def read_and(monkeypatch, change):
     """Let a file change once, behind the first piece that is read of it."""
     read, changes = stored_tensor.read_exactly, [change]
 
@@ -272,7 +268,7 @@ def test_what_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch, kind
         monkeypatch.undo()
 
 
-def stored_values(file: Path, name: str) -> torch.Tensor:
+def stored_values(file, name):
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
@@ -284,7 +280,7 @@ def stored_values(file: Path, name: str) -> torch.Tensor:
 ONE = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
 
 
-def save(folder: Path, seed: int) -> Path:
+def save(folder, seed):
     model = models.llama(**ONE)
     torch.manual_seed(seed)
     nn.init.normal_(model.lm_head.weight)
@@ -298,12 +294,12 @@ def two(tmp_path):
     return tmp_path / "one", save(tmp_path / "one", 1), save(tmp_path / "two", 2).read_bytes()
 
 
-def logits(folder: Path, cache: Path, **options) -> torch.Tensor:
+def logits(folder, cache, **options):
     with load(folder, "1GB", cache=cache, **options) as model:
         return model(IDS).logits
 
 
-def expected(folder: Path, **options) -> torch.Tensor:
+def expected(folder, **options):
     return models.frozen(LlamaForCausalLM.from_pretrained(folder, **options))(IDS).logits
 
 

@@ -1,7 +1,5 @@
 """The kind: nothing can be written where penstock remembers things, or a disk is full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
@@ -32,7 +30,7 @@ def home(monkeypatch, tmp_path):
     cache._temporary_cache.cache_clear()
 
 
-def own_name() -> str:
+def own_name():
     return f"penstock-{os.geteuid()}"
 
 
@@ -97,7 +95,7 @@ def test_with_a_full_disk_a_model_runs_whose_weights_are_in_files(monkeypatch, t
     model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).eval(), torch.ones(1, 64)
     expected = model(x)
 
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with apply(model, "1MB", cache=tmp_path / "weights"):
@@ -112,7 +110,7 @@ def test_with_a_full_disk_a_model_that_must_be_written_is_as_it_was(monkeypatch,
     model, x = nn.Linear(64, 64).eval(), torch.ones(1, 64)
     expected = model(x)
 
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:

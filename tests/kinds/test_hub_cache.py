@@ -1,7 +1,5 @@
 """Models in the local cache of the hub are used in place, although their files are links to blobs."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -35,10 +33,10 @@ ONES = torch.ones(1, 2, dtype=torch.int64)
 class Hub:
     """A cache of models in a folder, as huggingface_hub lays it out."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def publish(self, name: str, saved: Path, commit: str = "a" * 40, ref: str = "main") -> Path:
+    def publish(self, name, saved, commit="a" * 40, ref="main"):
         """Move the files of a folder to blobs, and return the snapshot that links to them."""
         home = self.folder / f"models--{name.replace('/', '--')}"
         snapshot = home / "snapshots" / commit
@@ -53,7 +51,7 @@ class Hub:
             link.symlink_to(os.path.relpath(blob, link.parent))
         return snapshot
 
-    def state(self) -> dict[Path, tuple[int, ...]]:
+    def state(self):
         found = {path: path.lstat() for path in (self.folder, *self.folder.rglob("*"))}
         return {path: (one.st_ino, one.st_size, one.st_mtime_ns) for path, one in found.items()}
 
@@ -66,12 +64,12 @@ def hub(tmp_path, monkeypatch):
     return Hub(tmp_path / "hub")
 
 
-def written(tmp_path: Path) -> list[Path]:
+def written(tmp_path):
     """The files of weights in penstock's own cache."""
     return list(Cache(tmp_path / "own").weights.glob("*/*"))
 
 
-def save(tmp_path: Path, seed: int = 0, **options) -> LlamaForCausalLM:
+def save(tmp_path, seed=0, **options):
     """A model in the folder `saved`."""
     model = models.llama(**ONE)
     torch.manual_seed(seed)

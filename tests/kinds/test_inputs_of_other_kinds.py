@@ -1,7 +1,5 @@
 """Inputs that no program was exported for: one sentence of penstock's, or what the model gives."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

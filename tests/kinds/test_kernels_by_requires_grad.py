@@ -1,7 +1,5 @@
 """Torch chooses kernels by whether a weight requires grad, under no_grad too: weights keep their flag."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Kernels, dtypes and transforms that a forward chooses for a while: they hold in a streamed model."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Encoders with decoders: static caches, labels, and what a library makes of both, as in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

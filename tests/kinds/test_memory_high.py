@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ int main(int count, char **words) {
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
+def native(tmp_path_factory):
     """The function of native/limits.cpp, in a program of its own."""
     if COMPILER is None:
         pytest.skip("there is no C++ compiler")
@@ -37,7 +36,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
     command = [COMPILER, "-std=c++17", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
     subprocess.run([*command, f"-I{ROOT / 'native'}", "-o", str(program), *sources], check=True)
 
-    def run(*folders: Path) -> int:
+    def run(*folders):
         return int(subprocess.run([program, *folders], capture_output=True, text=True, check=True).stdout)
 
     return run
@@ -56,7 +55,7 @@ class Machine:
     left: int = SYSTEM
     name: str = "the system"
 
-    def write(self, folder: Path) -> tuple[Path, Path]:
+    def write(self, folder):
         proc, groups = folder / "proc", folder / "groups"
         table = [
             f"{30 + k} 23 0:{k} {root} {groups / point if point else groups} rw,relatime - {kind} {kind} "
@@ -198,7 +197,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_what_groups_leave(name: str, tmp_path: Path) -> None:
+def test_what_groups_leave(name, tmp_path):
     machine = MACHINES[name]
     found = memory_limit(*machine.write(tmp_path))
     assert found is not None
@@ -206,19 +205,19 @@ def test_what_groups_leave(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_what_groups_leave_in_cpp(name: str, tmp_path: Path, native: Callable[..., int]) -> None:
+def test_what_groups_leave_in_cpp(name, tmp_path, native):
     assert native(*MACHINES[name].write(tmp_path)) == MACHINES[name].left
 
 
 @pytest.mark.parametrize("line", ["MemAvailable: 12 MB", "MemAvailable: x kB", "MemAvailable:", ""])
-def test_a_system_that_does_not_say(line: str, tmp_path: Path, native: Callable[..., int]) -> None:
+def test_a_system_that_does_not_say(line, tmp_path, native):
     proc, groups = Machine("0::/\n", {"memory.max": "1\n"}).write(tmp_path)
     (proc / "meminfo").write_text(line + "\n")
     assert memory_limit(proc, groups) is None
     assert native(proc, groups) == (1 << 63) - 1
 
 
-def test_a_group_of_this_machine(native: Callable[..., int]) -> None:
+def test_a_group_of_this_machine(native):
     """Joined by a child, which the kernel's own files then describe; memory.high where it has that."""
     limit = 512 << 20
     with make_group(limit) as group:

@@ -1,7 +1,5 @@
 """Forwards that do with modules and weights what nobody expects compute what they compute in memory."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """as_strided with an offset, which counts from where the storage of a weight begins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,78 +1,73 @@
 """One tensor object in two places of an example: two inputs of the program, or a refusal that names both."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 
 import penstock
 from penstock.backends.fx import FxBackend
 
 
 class Loss(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, labels):
         return nn.functional.cross_entropy(self.head(self.table(ids)).flatten(0, 1), labels.flatten())
 
 
 class Nested(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, pair: dict[str, Any], *, other: torch.Tensor) -> torch.Tensor:
+    def forward(self, pair, *, other):
         shown = self.first(pair["one"]) + self.second(pair["list"][0]).sin() + self.third(other).cos()
         return shown.square().mean()
 
 
 class Writes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, y):
         return (self.layer(x) * y.cos()).mean()
 
 
 class OwnWeight(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layer(x).square().mean()
 
 
 class Unused(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, unused):
         return self.layer(x)
 
 
-def ids() -> torch.Tensor:
+def ids():
     return torch.randint(16, (2, 3))
 
 
-def loss() -> ExportedProgram:
+def loss():
     one = ids()
     return torch.export.export(Loss(), (one, one))
 
 
-def test_a_module_is_exported_with_an_input_for_each(tmp_path: Path) -> None:
+def test_a_module_is_exported_with_an_input_for_each(tmp_path):
     model, one = Loss(), ids()
     program = penstock.compile_training(model, tmp_path / "p", example=(one, one), trainable=["head*"])
     with program.load("100%") as trained:
@@ -80,7 +75,7 @@ def test_a_module_is_exported_with_an_input_for_each(tmp_path: Path) -> None:
             assert torch.equal(trained(*given), model(*given))
 
 
-def test_inputs_in_collections_and_by_name_are_kept_apart(tmp_path: Path) -> None:
+def test_inputs_in_collections_and_by_name_are_kept_apart(tmp_path):
     model, x = Nested(), torch.randn(2, 4)
     example = {"pair": {"one": x, "list": [x]}, "other": x}
     program = penstock.compile_training(model, tmp_path / "p", example=example, trainable=["*"])
@@ -90,7 +85,7 @@ def test_inputs_in_collections_and_by_name_are_kept_apart(tmp_path: Path) -> Non
         assert torch.equal(trained(**given), model(**given))
 
 
-def test_each_of_them_has_its_own_gradient(tmp_path: Path) -> None:
+def test_each_of_them_has_its_own_gradient(tmp_path):
     model, x = Writes(), torch.randn(2, 4, requires_grad=True)
     program = penstock.compile_training(model, tmp_path / "p", example=(x, x), trainable=["layer*"])
     given = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
@@ -101,7 +96,7 @@ def test_each_of_them_has_its_own_gradient(tmp_path: Path) -> None:
     assert [torch.equal(a.grad, b.grad) for a, b in zip(given, again, strict=True)] == [True, True]  # type: ignore[arg-type]
 
 
-def test_a_tensor_of_the_module_may_be_its_example(tmp_path: Path) -> None:
+def test_a_tensor_of_the_module_may_be_its_example(tmp_path):
     model, x = OwnWeight(), torch.randn(4, 4)
     example = (model.layer.weight,)
     program = penstock.compile_training(model, tmp_path / "p", example=example, trainable=["*"])
@@ -109,7 +104,7 @@ def test_a_tensor_of_the_module_may_be_its_example(tmp_path: Path) -> None:
         assert torch.equal(trained(x), model(x))
 
 
-def test_fake_export_keeps_them_apart(tmp_path: Path) -> None:
+def test_fake_export_keeps_them_apart(tmp_path):
     model, one = Loss(), ids()
     torch.save(model.state_dict(), tmp_path / "w.pt")
     exported = penstock.bind(penstock.fake_export(Loss, (one, one)), tmp_path / "w.pt")
@@ -132,13 +127,13 @@ NAMES = "one tensor for input 'ids' and input 'labels', and reads the latter for
 
 
 @pytest.mark.parametrize("name", TAKES_A_PROGRAM)
-def test_a_program_that_reads_one_for_both_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_program_that_reads_one_for_both_is_refused(name, tmp_path):
     with pytest.raises(penstock.PassError, match=NAMES):
         TAKES_A_PROGRAM[name](loss(), tmp_path)
     assert not list(tmp_path.glob("p*"))
 
 
-def test_executorch_is_refused_it_too() -> None:
+def test_executorch_is_refused_it_too():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ExecuTorch's own, as it is imported
         pytest.importorskip("executorch.exir")
@@ -147,7 +142,7 @@ def test_executorch_is_refused_it_too() -> None:
         PenstockPartitioner().transform_for_pre_decomposition(loss())
 
 
-def test_a_program_from_a_file_is_refused_too() -> None:
+def test_a_program_from_a_file_is_refused_too():
     file = io.BytesIO()
     torch.export.save(loss(), file)
     file.seek(0)
@@ -155,14 +150,14 @@ def test_a_program_from_a_file_is_refused_too() -> None:
         penstock.annotate(torch.export.load(file))
 
 
-def test_a_program_whose_example_is_its_own_weight_is_refused() -> None:
+def test_a_program_whose_example_is_its_own_weight_is_refused():
     model = OwnWeight()
     with pytest.raises(penstock.PassError, match=r"its parameter 'layer\.weight' and input 'x'"):
         penstock.annotate(torch.export.export(model, (model.layer.weight,)))
 
 
 @pytest.mark.parametrize("again", ["view_as", "clone", "another"])
-def test_an_input_that_is_really_unused_compiles(again: str, tmp_path: Path) -> None:
+def test_an_input_that_is_really_unused_compiles(again, tmp_path):
     model, x = Unused(), torch.randn(2, 4)
     other = {"view_as": x.view_as(x), "clone": x.clone(), "another": torch.randn(3)}[again]
     exported = torch.export.export(model, (x, other))

@@ -1,7 +1,5 @@
 """Programs that torch has made in other ways than by `torch.export.export` alone."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 

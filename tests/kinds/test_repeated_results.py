@@ -1,7 +1,5 @@
 """A training program that returns one tensor several times has the gradients of autograd."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers in a stranger's files, under right hashes: a sentence for each, no memory, and no process ends."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -11,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,29 +39,29 @@ MOST = (1 << 63) - 1
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Files:
+def exported(tmp_path_factory):
     """A program of two layers."""
     model = Mlp(layers=2).eval()
     return write_files(tmp_path_factory.mktemp("exported") / "files", {"forward": export(model, (rows(),))})
 
 
 @pytest.fixture
-def files(exported: Files, tmp_path: Path) -> Files:
+def files(exported, tmp_path):
     """A copy to be forged."""
     shutil.copytree(exported.pte.parent, tmp_path / "copy")
     return Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Runner:
+def runner(tmp_path):
     folder = built("executorch/run_pte", "build-delegate").parent
     return Runner(folder / "run_pte", folder / "libpenstock_executorch.so", tmp_path)
 
 
-def states(*sizes: object, phase: int = 0) -> Change:
+def states(*sizes, phase=0):
     """Adds states without values, which every plan keeps outside of its arena."""
 
-    def change(tree: Tree) -> None:
+    def change(tree):
         for nbytes in sizes:
             number = len(tree["storages"])
             tree["storages"].append(
@@ -81,29 +78,29 @@ def states(*sizes: object, phase: int = 0) -> Change:
     return change
 
 
-def of_plan(change: Change) -> Change:
+def of_plan(change):
     """Changes the plan by which most streams, and leaves the payload no other."""
 
-    def changed(tree: Tree) -> None:
+    def changed(tree):
         tree["plans"] = [min(tree["plans"], key=lambda plan: plan["budget"])]
         change(tree["plans"][0])
 
     return changed
 
 
-def first_storage(**values: object) -> Change:
+def first_storage(**values):
     return lambda tree: tree["storages"][0].update(values)
 
 
-def first_extent(**values: object) -> Change:
+def first_extent(**values):
     return lambda tree: tree["storages"][0]["extents"][0].update(values)
 
 
-def arena(**values: object) -> Change:
+def arena(**values):
     return of_plan(lambda plan: plan["arena"].update(values))
 
 
-def resident(stop: object) -> Change:
+def resident(stop):
     """A range that is to stay, in a segment of its size."""
     span = {"start": 0, "stop": stop}
     return of_plan(
@@ -111,12 +108,12 @@ def resident(stop: object) -> Change:
     )
 
 
-def tensor(**values: object) -> Change:
+def tensor(**values):
     return lambda region: region["appended"][0].update(values)
 
 
 NUMBER = r"\(expected a whole number from -?\d+ to \d+, got {}\): (export it|compile and plan) again"
-PAYLOADS: dict[str, tuple[Change, str]] = {
+PAYLOADS = {
     "a state of 2^63 - 11 bytes": (states(MOST - 10), NUMBER.format(MOST - 10)),
     "two of them at phase 63": (states(MOST - 10, MOST - 10, phase=63), NUMBER.format(MOST - 10)),
     "states of 2^63 bytes in all": (states(1 << 62, 1 << 62), NUMBER.format(1 << 62)),
@@ -165,7 +162,7 @@ PAYLOADS: dict[str, tuple[Change, str]] = {
         NUMBER.format(1 << 32),
     ),
 }
-REGIONS: dict[str, tuple[Change, str]] = {
+REGIONS = {
     "inputs of -1": (lambda region: region.update(inputs=-1, outputs=3), NUMBER.format(-1)),
     "inputs of 2^64 - 1": (
         lambda region: region.update(inputs=2 * MOST + 1, outputs=3),
@@ -190,7 +187,7 @@ REGIONS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.fixture
-def forged(exported: Files, tmp_path: Path) -> list[tuple[str, Files]]:
+def forged(exported, tmp_path):
     """Every member, as files, and the sentence about it."""
     found = []
     for which, members in (("payload", PAYLOADS), ("region", REGIONS)):
@@ -202,7 +199,7 @@ def forged(exported: Files, tmp_path: Path) -> list[tuple[str, Files]]:
     return found
 
 
-def test_numbers_in_a_pte(forged: list[tuple[str, Files]], runner: Runner) -> None:
+def test_numbers_in_a_pte(forged, runner):
     """All in one process, which is there at the end, and has taken no memory for any of them."""
     answers = runner(
         [Program(one) for _, one in forged], [Call([rows()], program=k) for k in range(len(forged))]
@@ -215,13 +212,13 @@ def test_numbers_in_a_pte(forged: list[tuple[str, Files]], runner: Runner) -> No
     ] == []
 
 
-def test_python_reads_none_of_them(forged: list[tuple[str, Files]]) -> None:
+def test_python_reads_none_of_them(forged):
     for _, one in forged:
         with pytest.raises(PenstockError):
             read(one.pte)
 
 
-def scratch(path: Path, nbytes: int) -> None:
+def scratch(path, nbytes):
     """Changes what the code of all regions asks for as memory of its intermediate values."""
     pte = deserialize_pte_binary(path.read_bytes())
     named, renamed = pte.named_data, {}
@@ -241,7 +238,7 @@ def scratch(path: Path, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1 << 30, 1 << 45, LARGEST_SIZE + 1, MOST])
-def test_scratch_memory_that_there_is_not(files: Files, runner: Runner, nbytes: int) -> None:
+def test_scratch_memory_that_there_is_not(files, runner, nbytes):
     """The system grants memory, and kills the process that writes more than its control group has."""
     scratch(files.pte, nbytes)
     with make_group(512 << 20) as group:
@@ -341,7 +338,7 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0], flush=
 
 
 @pytest.mark.usefixtures("native")
-def test_plans_that_reach_beyond_memory(tmp_path: Path) -> None:
+def test_plans_that_reach_beyond_memory(tmp_path):
     """An engine opens what no arena of its own can hold, in one process; mappings are of files here."""
     done = run_forked(PLANS, tmp_path)
     assert done.status == 0, done.out + done.err
@@ -423,7 +420,7 @@ streamer.free()
 
 
 @pytest.fixture(scope="module")
-def reading(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reading(tmp_path_factory):
     """A library whose function for reads writes memory, and raises what it is told to."""
     if COMPILER is None:
         pytest.skip("there is no C++ compiler")
@@ -435,7 +432,7 @@ def reading(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("native")
-def test_exceptions_in_the_threads_that_read(reading: Path) -> None:
+def test_exceptions_in_the_threads_that_read(reading):
     """Whoever waits is told, and the next pass, for which reads work again, runs."""
     done = run_forked(READERS, reading)
     assert done.status == 0, done.out + done.err
@@ -477,7 +474,7 @@ os._exit(0)  # the end of an interpreter touches memory that a fork shares
 
 
 @pytest.mark.usefixtures("native")
-def test_a_plan_that_fills_more_than_it_says(reading: Path) -> None:
+def test_a_plan_that_fills_more_than_it_says(reading):
     with make_group(256 << 20) as group:
         if group is None:
             pytest.skip("no control group of memory can be made here")

@@ -1,7 +1,5 @@
 """What a forward remembers, makes once, draws and sets goes on as in memory, whatever calls come between."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

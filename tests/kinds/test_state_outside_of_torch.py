@@ -12,9 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy
 import pytest
@@ -27,7 +25,7 @@ Compute = Callable[["Model", torch.Tensor], torch.Tensor]
 
 CALLS = 0
 GENERATOR = numpy.random.default_rng(3)
-TABLES: dict[int, torch.Tensor] = {}
+TABLES = {}
 
 
 @dataclass(slots=True)
@@ -38,11 +36,11 @@ class Slots:
 class Part(nn.Module):
     calls_of_all = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.calls += 1
         return x * self.calls
 
@@ -50,12 +48,12 @@ class Part(nn.Module):
 class Model(nn.Module):
     calls_of_all = 0
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute):
         super().__init__()
         self.layer, self.compute = nn.Linear(4, 4), compute
         self.calls, self.first, self.log, self.table = 0, True, [], {}
-        self.queue: deque[int] = deque(maxlen=3)
-        self.kept: Any = None
+        self.queue = deque(maxlen=3)
+        self.kept = None
         self.register_buffer("lazy", None)
         self.register_buffer("count", torch.zeros(4))
         self.generator, self.random = numpy.random.default_rng(0), random.Random(0)
@@ -64,35 +62,35 @@ class Model(nn.Module):
         self.held = SimpleNamespace(parts=[{"slots": Slots()}])
         self.part = Part()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.compute(self, self.layer(x)).square().mean()
 
 
-def counts(model: Model, x: torch.Tensor) -> torch.Tensor:
+def counts(model, x):
     model.calls += 1
     return x * model.calls
 
 
-def counts_globally(model: Model, x: torch.Tensor) -> torch.Tensor:
+def counts_globally(model, x):
     global CALLS  # noqa: PLW0603
     CALLS += 1
     return x * CALLS
 
 
-def counts_in_a_class(model: Model, x: torch.Tensor) -> torch.Tensor:
+def counts_in_a_class(model, x):
     Model.calls_of_all += 1
     return x * Model.calls_of_all
 
 
-def counts_in_a_function(model: Model, x: torch.Tensor) -> torch.Tensor:
+def counts_in_a_function(model, x):
     counts_in_a_function.calls = getattr(counts_in_a_function, "calls", 0) + 1  # type: ignore[attr-defined]
     return x * counts_in_a_function.calls  # type: ignore[attr-defined]
 
 
-def counting_in_a_closure() -> Compute:
+def counting_in_a_closure():
     calls = 0
 
-    def compute(model: Model, x: torch.Tensor) -> torch.Tensor:
+    def compute(model, x):
         nonlocal calls
         calls += 1
         return x * calls
@@ -100,71 +98,71 @@ def counting_in_a_closure() -> Compute:
     return compute
 
 
-def counts_in_an_array(model: Model, x: torch.Tensor) -> torch.Tensor:
+def counts_in_an_array(model, x):
     model.array[0] += 1
     return x * float(model.array[0])
 
 
-def counts_deep_inside(model: Model, x: torch.Tensor) -> torch.Tensor:
+def counts_deep_inside(model, x):
     slots = model.held.parts[0]["slots"]
     slots.calls += 1
     return x * slots.calls
 
 
-def counts_by_name(model: Model, x: torch.Tensor) -> torch.Tensor:
+def counts_by_name(model, x):
     model.table["calls"] = model.table.get("calls", 0) + 1
     return x * model.table["calls"]
 
 
-def appends(model: Model, x: torch.Tensor) -> torch.Tensor:
+def appends(model, x):
     model.log.append(1)
     model.queue.append(1)
     return x * len(model.log)
 
 
-def adds_what_it_kept(model: Model, x: torch.Tensor) -> torch.Tensor:
+def adds_what_it_kept(model, x):
     model.kept = x if model.kept is None else x + model.kept
     return model.kept
 
 
-def keeps_its_first_input(model: Model, x: torch.Tensor) -> torch.Tensor:
+def keeps_its_first_input(model, x):
     if model.kept is None:
         model.kept = x * 2
     return x + model.kept
 
 
-def keeps_random_numbers(model: Model, x: torch.Tensor) -> torch.Tensor:
+def keeps_random_numbers(model, x):
     if model.kept is None:
         model.kept = torch.rand(4)
     return x + model.kept
 
 
-def keeps_what_is_trained(model: Model, x: torch.Tensor) -> torch.Tensor:
+def keeps_what_is_trained(model, x):
     if model.kept is None:
         model.kept = model.layer.weight * 2
     return x @ model.kept
 
 
-def writes_what_it_kept(model: Model, x: torch.Tensor) -> torch.Tensor:
+def writes_what_it_kept(model, x):
     if model.kept is None:
         model.kept = torch.zeros(4)
     model.kept += 1
     return x + model.kept
 
 
-def differs_at_first(model: Model, x: torch.Tensor) -> torch.Tensor:
+def differs_at_first(model, x):
     if model.first:
         model.first = False
         return x * 2
     return x
 
 
-def switches_its_mode(model: Model, x: torch.Tensor) -> torch.Tensor:
+def switches_its_mode(model, x):
     model.part.train(not model.part.training)
     return x
 
 
-REFUSED: dict[str, tuple[str, Compute]] = {
+REFUSED = {
     "numpy": (r"draws numpy's random numbers", lambda model, x: x * numpy.random.rand()),
     "Python": (r"draws Python's random numbers", lambda model, x: x * random.random()),
     "a generator of numpy": (r"changes generator when", lambda model, x: x * model.generator.random()),
@@ -198,64 +196,64 @@ REFUSED: dict[str, tuple[str, Compute]] = {
 
 
 @functools.lru_cache
-def cached_table(size: int) -> torch.Tensor:
+def cached_table(size):
     return torch.arange(size) / 7
 
 
-def global_table(size: int) -> torch.Tensor:
+def global_table(size):
     if size not in TABLES:
         TABLES[size] = torch.arange(size) / 7
     return TABLES[size]
 
 
-def makes_a_table(model: Model, x: torch.Tensor) -> torch.Tensor:
+def makes_a_table(model, x):
     if model.kept is None:
         model.kept = torch.arange(4) / 7
     return x + model.kept
 
 
-def makes_an_item(model: Model, x: torch.Tensor) -> torch.Tensor:
+def makes_an_item(model, x):
     if "table" not in model.table:
         model.table["table"] = (torch.arange(4) / 7).sin()
     return x + model.table["table"]
 
 
-def makes_a_buffer(model: Model, x: torch.Tensor) -> torch.Tensor:
+def makes_a_buffer(model, x):
     if model.lazy is None:
         model.lazy = torch.arange(4) / 7
     return x + model.lazy
 
 
-def registers_a_buffer(model: Model, x: torch.Tensor) -> torch.Tensor:
+def registers_a_buffer(model, x):
     if not hasattr(model, "late"):
         model.register_buffer("late", torch.arange(4) / 7, persistent=False)
     return x + model.late
 
 
-def shows_a_value(model: Model, x: torch.Tensor) -> torch.Tensor:
+def shows_a_value(model, x):
     model.kept = x.mean()
     model.log.clear()
     model.log.append(x.sum())
     return x + model.kept + model.log[0]
 
 
-def sets_a_flag(model: Model, x: torch.Tensor) -> torch.Tensor:
+def sets_a_flag(model, x):
     model.first = False
     return x
 
 
-def measures_itself(model: Model, x: torch.Tensor) -> torch.Tensor:
+def measures_itself(model, x):
     began = time.perf_counter()
     logging.getLogger(__name__).debug("%s", time.perf_counter() - began)
     return x
 
 
-def counts_in_a_buffer(model: Model, x: torch.Tensor) -> torch.Tensor:
+def counts_in_a_buffer(model, x):
     model.count = model.count + 1
     return x + model.count
 
 
-FOLLOWED: dict[str, Compute] = {
+FOLLOWED = {
     "a table": makes_a_table,
     "a table in a dictionary": makes_an_item,
     "a buffer": makes_a_buffer,
@@ -269,12 +267,12 @@ FOLLOWED: dict[str, Compute] = {
 }
 
 
-def compile_training(build: Callable[[], nn.Module], folder: Path) -> penstock.Program:
+def compile_training(build, folder):
     return penstock.compile_training(build(), folder / "p", example=(torch.ones(2, 4),), trainable=["layer*"])
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_state_that_a_later_call_reads_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_state_that_a_later_call_reads_is_refused_by_name(name, tmp_path):
     sentence, compute = REFUSED[name]
     with pytest.raises(penstock.PassError, match=sentence):
         compile_training(lambda: Model(compute), tmp_path)
@@ -284,7 +282,7 @@ def test_state_that_a_later_call_reads_is_refused_by_name(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_state_that_no_call_can_tell_is_followed(name: str, tmp_path: Path) -> None:
+def test_state_that_no_call_can_tell_is_followed(name, tmp_path):
     model = Model(FOLLOWED[name])
     before = copy.deepcopy(model)
     with compile_training(lambda: model, tmp_path).load("100%") as trained:
@@ -294,7 +292,7 @@ def test_state_that_no_call_can_tell_is_followed(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_fake_export_follows_it_too(name: str, tmp_path: Path) -> None:
+def test_fake_export_follows_it_too(name, tmp_path):
     model = Model(FOLLOWED[name]).eval()
     torch.save(model.state_dict(), tmp_path / "w.pt")
     exported = penstock.fake_export(lambda: Model(FOLLOWED[name]), (torch.ones(2, 4),))
@@ -304,12 +302,12 @@ def test_fake_export_follows_it_too(name: str, tmp_path: Path) -> None:
             assert torch.equal(streamed(x), model(x))
 
 
-def test_what_is_kept_of_weights_that_are_trained_is_refused(tmp_path: Path) -> None:
+def test_what_is_kept_of_weights_that_are_trained_is_refused(tmp_path):
     with pytest.raises(penstock.PassError, match="changes kept when"):
         compile_training(lambda: Model(keeps_what_is_trained), tmp_path)
 
 
-def test_a_model_that_was_called_before_has_made_its_tables(tmp_path: Path) -> None:
+def test_a_model_that_was_called_before_has_made_its_tables(tmp_path):
     model, x = Model(keeps_its_first_input), torch.randn(2, 4)
     model(x)
     model.kept = model.kept.detach()

@@ -3,8 +3,6 @@
 Each program runs in a process of its own, which a kernel's failed assertion would end.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

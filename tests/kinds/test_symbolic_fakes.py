@@ -1,7 +1,5 @@
 """Operators whose C++ code calls others, which fails on fakes: compiled and streamed like any other."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

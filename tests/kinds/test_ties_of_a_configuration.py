@@ -1,7 +1,5 @@
 """Weights that a configuration ties: files may hold both, with equal values or with different ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

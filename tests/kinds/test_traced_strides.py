@@ -1,7 +1,5 @@
 """Batch norms of operands that are not contiguous: training has PyTorch's bits, by the strides of kernels."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

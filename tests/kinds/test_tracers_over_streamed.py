@@ -1,7 +1,5 @@
 """A streamed module inside of somebody else's tracer: Dynamo leaves it alone, and the others are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import tempfile

@@ -1,19 +1,13 @@
 """What a user gives penstock stays as it was: after a call, after a refusal, and after Ctrl-C in between."""
 
-from __future__ import annotations
-
 import random
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 
 import penstock
 from penstock.backends.fx import FxBackend
@@ -26,16 +20,16 @@ X = torch.ones(2, 8)
 
 
 class Inner(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.memo: dict[str, torch.Tensor] = {}
-        self.log: list[object] = [{}]
-        self.kept: Any = None
+        self.memo = {}
+        self.log = [{}]
+        self.kept = None
         self.register_buffer("lazy", None)
         self.register_buffer("count", torch.zeros(8))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.kept is None:
             places = torch.arange(8, device=x.device)
             self.kept, self.lazy = places / 7, places / 3
@@ -46,12 +40,12 @@ class Inner(nn.Module):
 class Model(nn.Module):
     """`ends` is what a call ends with, behind all that it changes: nothing, or an error."""
 
-    def __init__(self, ends: BaseException | None = None) -> None:
+    def __init__(self, ends=None):
         super().__init__()
         self.inner, self.head, self.ends = Inner(), nn.Linear(8, 8), ends
         self.own = torch.ones(8)  # a tensor that is no buffer
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.head(self.inner(x)) + self.own
         if self.ends is not None:
             self.inner.log.append(y)
@@ -65,7 +59,7 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C in the middle."""
 
 
-def picture(value: Any, seen: set[int] | None = None) -> Any:
+def picture(value, seen=None):
     """All that a module holds: the objects, the values of tensors, and what containers and parts hold."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
@@ -83,14 +77,14 @@ def picture(value: Any, seen: set[int] | None = None) -> Any:
     return value if isinstance(value, int | float | str) else id(value)
 
 
-def of_process() -> Any:
+def of_process():
     """The generators, and hooks that all modules have."""
     hooks = [vars(nn.modules.module)[name] for name in vars(nn.modules.module) if name.startswith("_global_")]
     numbers = torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())
     return numbers, [picture(one) for one in hooks], nn.Module.register_buffer, torch.Tensor.__deepcopy__
 
 
-def model(ends: BaseException | None = None) -> Model:
+def model(ends=None):
     made = Model(ends).train()
     made.inner.layer.requires_grad_(False)
     made.head.weight.grad = torch.ones(8, 8)
@@ -99,11 +93,11 @@ def model(ends: BaseException | None = None) -> Model:
     return made
 
 
-def exported_of(made: Model) -> ExportedProgram:
+def exported_of(made):
     return torch.export.export(made, (X,))
 
 
-def executorch(made: Model, folder: Path) -> Any:
+def executorch(made, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ExecuTorch's own
         pytest.importorskip("executorch.exir")
@@ -114,41 +108,41 @@ def executorch(made: Model, folder: Path) -> Any:
         return to_edge_transform_and_lower(exported_of(made), partitioner=[PenstockPartitioner(least=64)])
 
 
-def onnx(made: Model, folder: Path) -> Any:
+def onnx(made, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
         return write_onnx(exported_of(made), folder)
 
 
-def pipeline(made: Model, folder: Path) -> Any:
+def pipeline(made, folder):
     exported = exported_of(made)
     payload = penstock.annotate(exported)
     mark = penstock.declare(ensures=("probes",))(lambda graph: penstock.insert_probes(graph, payload))
     return penstock.Pipeline((mark,))(exported.graph_module)
 
 
-MODELS: dict[str, Model] = {}
+MODELS = {}
 
 
-def given() -> tuple[nn.Module, tuple[torch.Tensor]]:
+def given():
     """What `penstock doctor` and `penstock preflight` are told to call: its model is built already."""
     return MODELS["given"], (X,)
 
 
-def named(take: Callable[[str], Any]) -> Callable[[Model, Path], Any]:
-    def call(made: Model, folder: Path) -> Any:
+def named(take):
+    def call(made, folder):
         MODELS["given"] = made
         return take(f"{__name__}:given")
 
     return call
 
 
-def bound(made: Model, folder: Path) -> Any:
+def bound(made, folder):
     torch.save(made.state_dict(), folder / "w.pt")
     return penstock.bind(exported_of(made), folder / "w.pt")
 
 
-MODULES: dict[str, Callable[[Model, Path], Any]] = {
+MODULES = {
     "compile_training": lambda made, folder: penstock.compile_training(
         made, folder / "p", example=(X,), trainable=["head*"]
     ),
@@ -159,7 +153,7 @@ MODULES: dict[str, Callable[[Model, Path], Any]] = {
     "preflight": named(read_model),
 }
 
-PROGRAMS: dict[str, Callable[[Model, Path], Any]] = {
+PROGRAMS = {
     "annotate": lambda made, folder: penstock.annotate(exported_of(made)),
     "compile": lambda made, folder: penstock.compile(exported_of(made), folder / "p").load("100%"),
     "bind": bound,
@@ -174,7 +168,7 @@ PROGRAMS: dict[str, Callable[[Model, Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_is_as_it_was_after_a_call(name: str, tmp_path: Path) -> None:
+def test_a_module_is_as_it_was_after_a_call(name, tmp_path):
     made = model()
     before, process = picture(made), of_process()
     MODULES[name](made, tmp_path)
@@ -185,9 +179,7 @@ def test_a_module_is_as_it_was_after_a_call(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("ends", [ValueError("no"), KeyboardInterrupt()])
-def test_a_module_is_as_it_was_after_an_error_in_its_forward(
-    name: str, ends: BaseException, tmp_path: Path
-) -> None:
+def test_a_module_is_as_it_was_after_an_error_in_its_forward(name, ends, tmp_path):
     made = model(ends)
     before, process = picture(made), of_process()
     try:
@@ -201,7 +193,7 @@ def test_a_module_is_as_it_was_after_an_error_in_its_forward(
     assert not (tmp_path / "p").exists()
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, where: str, calls: int) -> None:
+def interrupt(monkeypatch, where, calls):
     """Raise Interrupted at the n-th call of a function of torch."""
     owner, name = {
         "a node": (torch.fx.Interpreter, "run_node"),
@@ -210,7 +202,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, where: str, calls: int) -> None:
     }[where]
     known, left = getattr(owner, name), [calls]
 
-    def count(*args: Any, **kwargs: Any) -> Any:
+    def count(*args, **kwargs):
         left[0] -= 1
         if left[0] < 0:
             raise Interrupted
@@ -221,9 +213,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, where: str, calls: int) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize(("where", "calls"), [("a new node", 2), ("a new node", 30), ("a new graph", 1)])
-def test_a_module_is_as_it_was_after_an_interrupt(
-    name: str, where: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_as_it_was_after_an_interrupt(name, where, calls, tmp_path, monkeypatch):
     made = model()
     before, process = picture(made), of_process()
     interrupt(monkeypatch, where, calls)
@@ -236,9 +226,7 @@ def test_a_module_is_as_it_was_after_an_interrupt(
 
 @pytest.mark.parametrize("calls", [None, 0, 5])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_module_whose_program_is_given_is_as_it_was(
-    name: str, calls: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_whose_program_is_given_is_as_it_was(name, calls, tmp_path, monkeypatch):
     made = model()
     made(X)  # makes what its first call makes, which torch.export would leave here as fakes
     exported = exported_of(made)
@@ -254,9 +242,7 @@ def test_a_module_whose_program_is_given_is_as_it_was(
 
 
 @pytest.mark.parametrize("ends", ["a refusal", "an interrupt"])
-def test_a_module_that_could_not_be_offloaded_is_as_it_was(
-    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_could_not_be_offloaded_is_as_it_was(ends, tmp_path, monkeypatch):
     made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LSTM(8, 8)).requires_grad_(False)
     state = made.state_dict() if ends == "an interrupt" else {"0.weight": torch.ones(8, 8)}
     torch.save(state, tmp_path / "w.pt")
@@ -266,7 +252,7 @@ def test_a_module_that_could_not_be_offloaded_is_as_it_was(
     before, process = picture(made), of_process()
     calls = iter([None])
 
-    def stop(*_: Any) -> None:
+    def stop(*_):
         if next(calls, Interrupted) is Interrupted:
             raise Interrupted
 

@@ -1,7 +1,5 @@
 """Weights and buffers that a call writes, in whatever place and from any call on, keep what was written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A weight that two models share, of which one streams: the other is called, written to and applied."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

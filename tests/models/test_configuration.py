@@ -1,10 +1,6 @@
 """Models of transformers configurations: what they take, what their caches hold, what is refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ SIDES = {
     for side in ("encoder", "decoder")
     for what, count in {"layers": 1, "attention_heads": 4, "ffn_dim": 128}.items()
 }
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "mixtral": HEADS
     | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 96}
     | {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4, "dtype": "bfloat16"},
@@ -36,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(folder: Path, config: dict[str, Any]) -> Path:
+def write(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -50,7 +46,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
         ("t5", 2 * 3 * 4 * 32 * 2),
     ],
 )
-def test_models_of_many_kinds_are_exported_for_a_gpu(tmp_path: Path, model: str, cache: int) -> None:
+def test_models_of_many_kinds_are_exported_for_a_gpu(tmp_path, model, cache):
     read = read_model(str(write(tmp_path, MODELS[model])), context=10, dtype="bfloat16")
     assert read.weight_bytes > 0
     assert "bfloat16" in read.dtypes
@@ -58,7 +54,7 @@ def test_models_of_many_kinds_are_exported_for_a_gpu(tmp_path: Path, model: str,
     assert 0 < read.floor_bytes < read.weight_bytes
 
 
-def test_what_of_a_configuration_is_not_modelled_is_said(tmp_path: Path) -> None:
+def test_what_of_a_configuration_is_not_modelled_is_said(tmp_path):
     quantised = read_config(
         write(tmp_path, LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     )
@@ -66,7 +62,7 @@ def test_what_of_a_configuration_is_not_modelled_is_said(tmp_path: Path) -> None
     assert not notes_of(read_config(write(tmp_path, LLAMA)))
 
 
-def test_keys_that_are_fewer_than_queries_count_as_they_are(tmp_path: Path) -> None:
+def test_keys_that_are_fewer_than_queries_count_as_they_are(tmp_path):
     config = read_config(write(tmp_path, LLAMA | {"num_key_value_heads": 2, "num_hidden_layers": 3}))
     assert cache_bytes_per_token(config, "a model", "float32") == 2 * 3 * 2 * 16 * 4
 
@@ -81,9 +77,7 @@ def test_keys_that_are_fewer_than_queries_count_as_they_are(tmp_path: Path) -> N
         (None, "holds no config.json"),
     ],
 )
-def test_what_is_wrong_with_a_configuration_is_said_in_full(
-    tmp_path: Path, config: dict[str, Any] | None, message: str
-) -> None:
+def test_what_is_wrong_with_a_configuration_is_said_in_full(tmp_path, config, message):
     if config is not None:
         write(tmp_path, config)
     with pytest.raises(SourceError) as caught:

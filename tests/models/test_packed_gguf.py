@@ -1,7 +1,5 @@
 """Linears of GGUF blocks: exported, streamed, and the outputs still those of diffusers."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import pytest
@@ -17,15 +15,15 @@ from penstock.schedule.facts.errors import PassError
 x = torch.linspace(-1, 1, 3 * 256).reshape(3, 256)
 
 
-def blocks(rows: int, columns: int, seed: int, kind: str) -> GGUFParameter:
+def blocks(rows, columns, seed, kind):
     dense = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / columns**0.5
     kind = gguf.GGMLQuantizationType[kind]
     packed = np.ascontiguousarray(gguf.quants.quantize(dense.numpy(), kind))
     return GGUFParameter(torch.from_numpy(packed), quant_type=kind)
 
 
-def linears(kind: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    modules: list[nn.Module] = []
+def linears(kind, dtype=torch.float32):
+    modules = []
     for seed, (columns, rows) in enumerate([(256, 512), (512, 256)] * 2):
         linear = GGUFLinear(columns, rows, bias=seed != 1, compute_dtype=dtype)
         linear.weight = blocks(rows, columns, seed, kind)

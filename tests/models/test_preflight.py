@@ -1,12 +1,9 @@
 """Preflight: what is said of a model that was never built."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +51,7 @@ number = 3
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     (tmp_path / "factories_of_a_test.py").write_text(FACTORY)
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     monkeypatch.chdir(tmp_path)
@@ -66,17 +63,17 @@ Facts = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def facts(penstock: Command) -> Facts:
-    def ask(*arguments: object) -> dict[str, Any]:
+def facts(penstock):
+    def ask(*arguments):
         done = penstock("preflight", *arguments, "--json")
         assert done.status in (0, 1), done.err
-        found: dict[str, Any] = json.loads(done.out)
+        found = json.loads(done.out)
         return found
 
     return ask
 
 
-def test_a_configuration_is_planned_for_each_hardware_and_budget(folder: Path, facts: Facts) -> None:
+def test_a_configuration_is_planned_for_each_hardware_and_budget(folder, facts):
     from transformers import AutoConfig, LlamaForCausalLM
 
     sizes = ("--budget", "25%", "--budget", "100%")
@@ -91,9 +88,7 @@ def test_a_configuration_is_planned_for_each_hardware_and_budget(folder: Path, f
     assert [one["streamed_bytes_per_pass"] > 0 for one in findings] == [True, False, True, False]
 
 
-def test_what_an_export_is_spared_changes_no_figure(
-    folder: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_export_is_spared_changes_no_figure(folder, facts, monkeypatch):
     asked = (str(folder), "--hardware", "h200", "--budget", "25%", "--context", "100")
     found = facts(*asked)
     monkeypatch.setattr(fake_export, "quick", nullcontext)
@@ -101,9 +96,7 @@ def test_what_an_export_is_spared_changes_no_figure(
     assert facts(*asked) == found
 
 
-def test_a_function_is_exported_without_building_what_it_returns(
-    folder: Path, facts: Facts, penstock: Command
-) -> None:
+def test_a_function_is_exported_without_building_what_it_returns(folder, facts, penstock):
     found = facts("factories_of_a_test:huge", "--hardware", "h200")
     assert found["weight_bytes"] == 4 << 42
     assert not found["findings"][0]["runs"]
@@ -122,7 +115,7 @@ def test_a_function_is_exported_without_building_what_it_returns(
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_more_than_the_memory_of_the_device_is_said(folder: Path, penstock: Command) -> None:
+def test_more_than_the_memory_of_the_device_is_said(folder, penstock):
     config = TINY | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 24}
     (folder / "config.json").write_text(json.dumps(config))
     done = penstock("preflight", str(folder / "config.json"), "--hardware", "rtx4090", "--budget", "30GB")
@@ -144,9 +137,7 @@ def test_more_than_the_memory_of_the_device_is_said(folder: Path, penstock: Comm
         ("{folder}/empty", "is no configuration that transformers knows"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_in_a_sentence(
-    folder: Path, penstock: Command, model: str, message: str
-) -> None:
+def test_what_cannot_be_answered_is_refused_in_a_sentence(folder, penstock, model, message):
     for name, config in (("other", TINY | {"architectures": ["NoSuchModel"]}), ("empty", {})):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
@@ -158,7 +149,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(
     assert "Traceback" not in done.err
 
 
-def test_the_device_of_a_preset_holds_weights_of_a_real_module() -> None:
+def test_the_device_of_a_preset_holds_weights_of_a_real_module():
     """What preflight counts is what the module has."""
     from penstock.passes.annotate import annotate
     from penstock.passes.building.fake_export import fake_export

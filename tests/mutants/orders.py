@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType
 
-from tests.mutants.changes import Mutant, replaced
+from tests.mutants.changes import replaced
 
 DEVICE = "runtime/device"
 
@@ -25,11 +25,11 @@ class OrderFault:
     before: str
     after: str
 
-    def mutant(self, tree: ast.AST) -> Mutant:
+    def mutant(self, tree):
         """Return the fault as a change of the file's syntax tree."""
         return replaced(self.path, tree, self.scope, self.before, self.after)
 
-    def code_for(self, function: FunctionType) -> CodeType:
+    def code_for(self, function):
         """Return the code of the method with the fault, given the method without."""
         source = Path(function.__code__.co_filename)
         tree = ast.parse(source.read_text())

@@ -1,8 +1,5 @@
 """The native engine's library: there where it can be built, and what is said where it is not."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from penstock.native.library import library
 from penstock.schedule.facts.errors import StreamError
 
 
-def test_it_is_built_where_a_compiler_is(request: pytest.FixtureRequest) -> None:
+def test_it_is_built_where_a_compiler_is(request):
     """This test alone says that it is missing: those over both engines then take Python's alone."""
     if not list(Path(binding.__file__).parent.glob("_engine*.so")):
         request.getfixturevalue("compiler")
@@ -22,7 +19,7 @@ def test_it_is_built_where_a_compiler_is(request: pytest.FixtureRequest) -> None
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def elsewhere(tmp_path, monkeypatch):
     """A folder where the library is looked for, in place of its own."""
     monkeypatch.setattr(binding, "__file__", str(tmp_path / "library.py"))
     library.cache_clear()

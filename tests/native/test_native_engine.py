@@ -3,8 +3,6 @@
 What it shares with Python's streamer is tested over both in tests/runtime/stream/test_engines.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +14,13 @@ from penstock.native.library import Options
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, PlanError, SourceError, StreamError
 from penstock.schedule.facts.model import Drop, Part, Range
-from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
-from tests.runtime.stream.cases import Case, one_case
+from tests.runtime.stream.cases import one_case
 
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def open_native(case: Case) -> NativeStreamer:
+def open_native(case):
     return NativeStreamer(Path("nowhere"), case.payload, case.plan, Options(readers=1))
 
 
@@ -65,7 +62,7 @@ def test_a_plan_that_cannot_be_is_refused_before_a_byte_is_read(change, error, w
     assert case.read_bytes == 0
 
 
-def with_drop(plan: Plan, drop: Drop) -> Plan:
+def with_drop(plan, drop):
     schedule = replace(plan.schedules[0], drops=(drop,))
     return replace(plan, schedules=(schedule, *plan.schedules[1:]))
 
@@ -116,7 +113,7 @@ def test_files_that_change_while_the_engine_streams_are_noticed(tmp_path):
             call_thrice(module, x)
 
 
-def call_thrice(module: torch.nn.Module, x: torch.Tensor) -> None:
+def call_thrice(module, x):
     for _ in range(3):
         module(x)
 

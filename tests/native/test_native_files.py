@@ -1,51 +1,45 @@
 """The weight files that the native engine opens by itself, or is given, and files that change under it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 import penstock
 from penstock.native.library import Options
-from penstock.runtime.program import Program
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 
 X = torch.ones(3, 1024)
 
 
-def model() -> torch.nn.Module:
+def model():
     torch.manual_seed(0)
     return torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).eval()
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / "m.penstock"
     penstock.compile(torch.export.export(model(), (X,)), path)
     return path
 
 
 @pytest.fixture
-def program(original: Path, tmp_path: Path) -> Program:
+def program(original, tmp_path):
     return penstock.open(shutil.copytree(original, tmp_path / "m.penstock"))
 
 
 @pytest.fixture(scope="module")
-def plan(original: Path, native: None) -> Plan:
+def plan(original, native):
     """A plan for the native engine."""
     return penstock.open(original).plan("60%", arena="contiguous")
 
 
-def open_alone(program: Program, plan: Plan, payload: bytes | None = None) -> None:
+def open_alone(program, plan, payload=None):
     """Opens the engine as a program without Python does, which reads the files' stamps itself."""
     text = payload or program.payload.to_bytes()
     streamer = NativeStreamer(program.path, text, plan, Options(readers=1))
@@ -53,7 +47,7 @@ def open_alone(program: Program, plan: Plan, payload: bytes | None = None) -> No
     streamer.free()
 
 
-def test_lists_in_lists_in_lists(program: Program, plan: Plan) -> None:
+def test_lists_in_lists_in_lists(program, plan):
     """Copying them, or writing them out, would exhaust the stack."""
     deep = b"[" * 10**6 + b"]" * 10**6
     payload = program.payload.to_bytes().replace(b"{", b'{"probes": ' + deep + b", ", 1)
@@ -64,24 +58,24 @@ def test_lists_in_lists_in_lists(program: Program, plan: Plan) -> None:
         open_alone(program, plan, payload)
 
 
-def with_other_weights(file: Path) -> None:
+def with_other_weights(file):
     data = file.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     file.write_bytes(data[:begin] + data[begin:].translate(bytes((k + 1) % 256 for k in range(256))))
 
 
-def with_another_header(file: Path) -> None:
+def with_another_header(file):
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     names = data[8 : 8 + length].replace(b"weight", b"weigth")
     file.write_bytes(data[:8] + names + data[8 + length :])
 
 
-def with_a_long_header(file: Path) -> None:
+def with_a_long_header(file):
     file.write_bytes((1 << 62).to_bytes(8, "little") + file.read_bytes()[8:])
 
 
-def with_a_byte_less(file: Path) -> None:
+def with_a_byte_less(file):
     os.truncate(file, file.stat().st_size - 1)
 
 
@@ -99,7 +93,7 @@ def test_files_that_were_compiled_are_opened(program, plan):
         (os.remove, "cannot be opened"),
     ],
 )
-def test_other_files_are_refused(program, plan, change: Callable[[Path], object], words: str):
+def test_other_files_are_refused(program, plan, change, words):
     change(program.path / "weights.safetensors")
     with pytest.raises(SourceError, match=words):
         open_alone(program, plan)
@@ -132,7 +126,7 @@ def test_a_file_that_is_replaced_during_a_load_is_not_read(program, arena, engin
     plan = program.plan("60%", arena=arena)
     to_json = type(plan).to_json
 
-    def replaced(self: object) -> str:
+    def replaced(self):
         os.replace(other, file)
         return to_json(self)
 
@@ -145,7 +139,7 @@ def test_a_file_that_is_replaced_during_a_load_is_not_read(program, arena, engin
     assert not other.exists()
 
 
-def call_thrice(module: torch.nn.Module) -> None:
+def call_thrice(module):
     for _ in range(3):
         module(X)
 

@@ -1,20 +1,16 @@
 """The memory that the native engine takes: refused before it streams, and no more of it while it runs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from penstock.demo.cgroup import join_group, make_group
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Storage
-from tests.runtime.stream.cases import Case, one_case
+from tests.runtime.stream.cases import one_case
 
 pytestmark = pytest.mark.usefixtures("native")
 MIB = 1 << 20
@@ -32,7 +28,7 @@ class Mallinfo(ctypes.Structure):
     )
 
 
-def allocated() -> int:
+def allocated():
     """Bytes that malloc has given out."""
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = Mallinfo
@@ -42,7 +38,7 @@ def allocated() -> int:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="a libc without mallinfo2")
 @pytest.mark.parametrize("kind", ["contiguous", "mapped", "adaptive"])
-def test_passes_keep_nothing_of_what_they_allocate(kind: str, tmp_path: Path) -> None:
+def test_passes_keep_nothing_of_what_they_allocate(kind, tmp_path):
     case = one_case(kind, folder=tmp_path)
     with case.streamer("native", log=False) as streamer:
         run_passes(streamer, 20)
@@ -52,7 +48,7 @@ def test_passes_keep_nothing_of_what_they_allocate(kind: str, tmp_path: Path) ->
         assert streamer.counters.misses == 0
 
 
-def run_passes(streamer: Any, count: int) -> None:
+def run_passes(streamer, count):
     for _ in range(count):
         streamer.begin(0)
         for k in streamer.probed(0):
@@ -61,7 +57,7 @@ def run_passes(streamer: Any, count: int) -> None:
         streamer.end(0)
 
 
-def in_group(limit: int, case: Case) -> str:
+def in_group(limit, case):
     """What opening an engine and a pass end with in a forked process that gets `limit` bytes more."""
     with make_group(limit) as group:
         if group is None:
@@ -87,7 +83,7 @@ def in_group(limit: int, case: Case) -> str:
         return said if not group.kills else "killed"
 
 
-def test_memory_that_a_group_does_not_leave_is_refused_before_it_is_taken() -> None:
+def test_memory_that_a_group_does_not_leave_is_refused_before_it_is_taken():
     case = one_case("pooled")
     said = in_group(case.plan.arena_bytes + 4 * MIB, case)  # without the refusal the kernel kills it
     assert said.startswith(f"weights take {case.plan.arena_bytes} bytes of memory")
@@ -95,7 +91,7 @@ def test_memory_that_a_group_does_not_leave_is_refused_before_it_is_taken() -> N
     assert in_group(case.plan.arena_bytes + 24 * MIB, case) == "ran"
 
 
-def with_outside(case: Case, nbytes: int) -> Case:
+def with_outside(case, nbytes):
     """The case with a storage more, which stays outside of the arena."""
     extent = replace(case.storages[0].extents[0], storage_offset=0, nbytes=1)
     arena = replace(case.plan.arena, layout=(*case.plan.arena.layout, -1))
@@ -103,7 +99,7 @@ def with_outside(case: Case, nbytes: int) -> Case:
     return replace(case, plan=plan, storages=(*case.storages, Storage(nbytes, "streamable", (extent,))))
 
 
-def test_what_stays_outside_of_the_arena_counts_in_what_a_group_has_to_leave() -> None:
+def test_what_stays_outside_of_the_arena_counts_in_what_a_group_has_to_leave():
     case = with_outside(one_case("pooled"), 32 * MIB)
     weights = case.plan.arena_bytes + 32 * MIB
     said = in_group(case.plan.arena_bytes + 24 * MIB, case)
@@ -111,18 +107,18 @@ def test_what_stays_outside_of_the_arena_counts_in_what_a_group_has_to_leave() -
     assert in_group(weights + 24 * MIB, case) == "ran"
 
 
-def test_a_mapped_plan_is_refused_only_for_what_stays_outside(tmp_path: Path) -> None:
+def test_a_mapped_plan_is_refused_only_for_what_stays_outside(tmp_path):
     case = with_outside(one_case("adaptive", folder=tmp_path), 32 * MIB)
     said = in_group(36 * MIB, case)
     assert said.startswith(f"weights take {32 * MIB} bytes of memory")
 
 
-def test_where_a_group_leaves_no_room_for_private_granules_files_are_only_mapped(tmp_path: Path) -> None:
+def test_where_a_group_leaves_no_room_for_private_granules_files_are_only_mapped(tmp_path):
     case = one_case("adaptive", folder=tmp_path)
     assert in_group(case.plan.arena_bytes + 6 * MIB, case) == "ran"
 
 
-def test_a_forked_child_asks_nothing_of_an_engine_whose_lock_may_be_held_for_ever() -> None:
+def test_a_forked_child_asks_nothing_of_an_engine_whose_lock_may_be_held_for_ever():
     with one_case("contiguous").streamer("native", log=False) as streamer:
         run_passes(streamer, 2)
         child = os.fork()

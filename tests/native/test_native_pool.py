@@ -1,11 +1,9 @@
 """The pool in C++: its decisions are those of `Residency`; what it waits for, and what it refuses."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -27,13 +25,11 @@ from penstock.schedule.facts.model import (
     Hardware,
     Pool,
     Schedule,
-    SparseRead,
     Storage,
-    Trace,
     WeightFile,
 )
 from penstock.schedule.plan import Plan
-from penstock.schedule.sparse.residency import Change, Residency
+from penstock.schedule.sparse.residency import Residency
 from tests.hunt import scaled
 from tests.pool_oracle import granules_of, served
 from tests.runtime.arena.native_arena import payload_of
@@ -46,11 +42,11 @@ PAGE = 4096
 KINDS = ("drop", "bring", "ahead")
 
 
-def on_pages(pool: Pool, traces: tuple[Trace, ...]) -> tuple[Pool, tuple[Trace, ...]]:
+def on_pages(pool, traces):
     """A problem of any granule as one of pages: all distances in memory grow by the same factor."""
     factor = PAGE // 64
 
-    def spread(read: SparseRead) -> SparseRead:
+    def spread(read):
         view = read.view
         stride = tuple(factor * one for one in view.stride)
         return replace(read, view=replace(view, stride=stride, offset=factor * view.offset))
@@ -74,9 +70,9 @@ def on_pages(pool: Pool, traces: tuple[Trace, ...]) -> tuple[Pool, tuple[Trace, 
 class Both:
     """A native pool whose reads bring nothing, or fail while `failing`, and beside it Python's policy."""
 
-    def __init__(self, pool: Pool, traces: tuple[Trace, ...]) -> None:
+    def __init__(self, pool, traces):
         self.failing = False
-        self.before: Callable[[int], object] = lambda offset: None  # called with a read's offset in the file
+        self.before = lambda offset: None  # called with a read's offset in the file
         self._callback = READ(self._read)
         options = Options(readers=1, read=ctypes.cast(self._callback, ctypes.c_void_p))
         plan = plan_of(pool, traces)
@@ -84,26 +80,26 @@ class Both:
         self.native = NativeUnits(self.streamer, plan, [f"w{s}" for s in range(len(pool.layout))])
         self.python = Residency(pool, traces)
 
-    def _read(self, _: int, file: int, offset: int, address: int, nbytes: int) -> int:
+    def _read(self, _, file, offset, address, nbytes):
         self.before(offset)
         return errno.EIO if self.failing else 0
 
-    def close(self) -> None:
+    def close(self):
         self.streamer.close()
         self.streamer.free()
 
-    def begin(self, graph: int) -> None:
+    def begin(self, graph):
         self.streamer.begin(graph)
         self.python.begin()
 
-    def read(self, graph: int, step: int, numbers: Sequence[int], storage: int) -> None:
+    def read(self, graph, step, numbers, storage):
         parts = self.native.ask(graph, step, numbers)
         self.python.ask(graph, step, numbers)
         assert parts == self.python.parts(storage, numbers)
         for part in parts or [[]]:
             self.part(graph, step, part, alone=len(parts) < 2)
 
-    def part(self, graph: int, step: int, part: Sequence[int], *, alone: bool = True) -> None:
+    def part(self, graph, step, part, *, alone=True):
         change = self.python.acquire(graph, step, part, alone=alone)
         fails = self.failing and any(change.granules[u][0] < change.granules[u][1] for u in change.bring)
         try:
@@ -115,11 +111,11 @@ class Both:
             self.python.reset()
         self.same_sizes()
 
-    def same_sizes(self) -> None:
+    def same_sizes(self):
         assert self.native.held_bytes == self.python.held_bytes
         assert self.native.peak_bytes == self.python.peak_bytes
 
-    def change(self) -> list[tuple[object, ...]]:
+    def change(self):
         """What the last hold has changed, in order."""
         library, engine = self.streamer._library, self.streamer._open()
         count = library.ps_units_changes(engine, None, 0)
@@ -128,13 +124,13 @@ class Both:
         return [(KINDS[one.kind], one.storage, one.unit, one.first, one.stop) for one in found]
 
 
-def in_order(change: Change) -> list[tuple[object, ...]]:
+def in_order(change):
     gone = [("drop", *unit, 0, 0) for unit in change.drop]
     came = [(kind, *u, *change.granules[u]) for kind in KINDS[1:] for u in getattr(change, kind)]
     return [*gone, *came]
 
 
-def plan_of(pool: Pool, traces: tuple[Trace, ...]) -> Plan:
+def plan_of(pool, traces):
     """A plan in which nothing streams beside the pool."""
     none = (-1,) * len(pool.layout)
     return Plan(
@@ -153,7 +149,7 @@ def plan_of(pool: Pool, traces: tuple[Trace, ...]) -> Plan:
     )
 
 
-def payload_for(pool: Pool, traces: tuple[Trace, ...]) -> bytes:
+def payload_for(pool, traces):
     """Storages that end with their last unit, one behind the other in a file."""
     sizes = [0] * len(pool.layout)
     for trace in traces:
@@ -168,7 +164,7 @@ def payload_for(pool: Pool, traces: tuple[Trace, ...]) -> bytes:
 
 
 @contextmanager
-def both(pool: Pool, traces: tuple[Trace, ...]) -> Iterator[Both]:
+def both(pool, traces):
     engines = Both(pool, traces)
     try:
         yield engines
@@ -176,12 +172,12 @@ def both(pool: Pool, traces: tuple[Trace, ...]) -> Iterator[Both]:
         engines.close()
 
 
-def drive(engines: Both, traces: Sequence[Trace], dice: Random, calls: int) -> None:
+def drive(engines, traces, dice, calls):
     """Random calls, of which some end in the middle, and some find a disk that fails."""
     for _ in range(calls):
         trace = dice.choice(traces)
         reads = [(k, one) for k, step in enumerate(trace.steps) for one in served(step, engines.native.pool)]
-        named: dict[int, list[int]] = {}
+        named = {}
         for route in {one.route for _, one in reads}:
             count = min(one.count for _, one in reads if one.route == route)
             some = dice.sample(range(count), dice.randint(0, min(count, 8)))
@@ -197,7 +193,7 @@ def drive(engines: Both, traces: Sequence[Trace], dice: Random, calls: int) -> N
 @pytest.mark.random
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=scaled(150), deadline=None)
-def test_decisions_are_those_of_the_policy_in_python(seed: int) -> None:
+def test_decisions_are_those_of_the_policy_in_python(seed):
     dice = Random(seed)
     pool, traces = on_pages(*random_problem(dice))
     with both(pool, traces) as engines:
@@ -205,7 +201,7 @@ def test_decisions_are_those_of_the_policy_in_python(seed: int) -> None:
 
 
 @pytest.mark.parametrize("widths", [(1, 5), (2, 2, 3), (1, 1), (3,)])
-def test_decisions_are_the_same_where_turns_run_in_rounds(widths: tuple[int, ...]) -> None:
+def test_decisions_are_the_same_where_turns_run_in_rounds(widths):
     pool, trace = of_one_route(*(PAGE * width for width in widths), nbytes=12 * PAGE)
     pool = replace(pool, granule=PAGE, layout=tuple(s << 20 for s in range(len(widths))))
     with both(pool, (trace,)) as engines:
@@ -218,7 +214,7 @@ def test_decisions_are_the_same_where_turns_run_in_rounds(widths: tuple[int, ...
 
 
 @pytest.mark.parametrize(("later", "calls", "leaves"), [(600, 1200, 1), (2500, 5000, 0)])
-def test_decisions_are_the_same_when_units_are_long_forgotten(later: int, calls: int, leaves: int) -> None:
+def test_decisions_are_the_same_when_units_are_long_forgotten(later, calls, leaves):
     """Unit 1 leaves, and not unit 0, which was asked for later, until nothing of either is remembered."""
     pool, trace = of_one_route(PAGE, nbytes=3 * PAGE)
     with both(replace(pool, granule=PAGE), (trace,)) as engines:
@@ -233,7 +229,7 @@ def test_decisions_are_the_same_when_units_are_long_forgotten(later: int, calls:
 
 
 @pytest.mark.parametrize(("coming", "asked"), [(0, 1), (0, 3), (4, 3)])
-def test_a_part_waits_for_a_granule_that_is_on_its_way_for_another_unit(coming: int, asked: int) -> None:
+def test_a_part_waits_for_a_granule_that_is_on_its_way_for_another_unit(coming, asked):
     """The asked unit lies in it, begins in it, or ends in it; the rest of it comes at once."""
     pool, trace = of_one_route(1200, 1200, nbytes=8 * PAGE)
     pool = replace(pool, granule=PAGE, layout=(0, 1 << 20))
@@ -258,7 +254,7 @@ def test_a_part_waits_for_a_granule_that_is_on_its_way_for_another_unit(coming: 
 
 
 @pytest.mark.parametrize("units", [[3, 3], [4, 3], [-1], [16], [2, 1 << 40]])
-def test_units_that_cannot_be_are_refused(units: list[int]) -> None:
+def test_units_that_cannot_be_are_refused(units):
     pool, trace = of_one_route(4096, nbytes=5 * PAGE)
     with both(replace(pool, granule=PAGE), (trace,)) as engines:
         engines.begin(0)
@@ -278,7 +274,7 @@ def test_units_that_cannot_be_are_refused(units: list[int]) -> None:
 Spoil = Callable[[Plan], Plan]
 
 
-def with_read(plan: Plan, **changes: object) -> Plan:
+def with_read(plan, **changes):
     """The plan whose only read by units has another view."""
     (trace,) = plan.traces
     (step,) = trace.steps
@@ -287,7 +283,7 @@ def with_read(plan: Plan, **changes: object) -> Plan:
     return replace(plan, traces=(replace(trace, steps=(replace(step, sparse=(read,)),)),))
 
 
-def with_pool(plan: Plan, **changes: object) -> Plan:
+def with_pool(plan, **changes):
     assert plan.pool is not None
     return replace(plan, pool=replace(plan.pool, **changes))
 
@@ -319,7 +315,7 @@ def with_pool(plan: Plan, **changes: object) -> Plan:
         (lambda p: with_read(p, shape=(8, 4096), stride=(4095, 1)), "reads units that overlap"),
     ],
 )
-def test_a_pool_that_cannot_be_is_refused_before_a_byte_is_read(spoil: Spoil, words: str) -> None:
+def test_a_pool_that_cannot_be_is_refused_before_a_byte_is_read(spoil, words):
     pool, trace = of_one_route(4096, nbytes=5 * PAGE)
     pool = replace(pool, granule=PAGE)
     options = Options(readers=1, read=ctypes.cast(READ(lambda *_: errno.EIO), ctypes.c_void_p))
@@ -328,7 +324,7 @@ def test_a_pool_that_cannot_be_is_refused_before_a_byte_is_read(spoil: Spoil, wo
         NativeStreamer(Path("nowhere"), payload, spoil(plan), options)
 
 
-def test_two_storages_of_a_pool_share_no_granule_and_a_step_reads_units_of_one() -> None:
+def test_two_storages_of_a_pool_share_no_granule_and_a_step_reads_units_of_one():
     pool, trace = of_one_route(4096, 4096, nbytes=5 * PAGE)
     pool = replace(pool, granule=PAGE, layout=(0, 16 * PAGE))
     options = Options(readers=1, read=ctypes.cast(READ(lambda *_: errno.EIO), ctypes.c_void_p))

@@ -3,8 +3,6 @@
 They compile the engine twice, which takes a minute, so they stand aside in `make test`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,7 +14,7 @@ import pytest
 
 from tests.hunt import scaled
 from tests.native.test_native_pool import on_pages, payload_for, plan_of
-from tests.runtime.stream.cases import KINDS, Case, one_case
+from tests.runtime.stream.cases import KINDS, one_case
 from tests.schedule.sparse.test_units_resident import random_problem
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +23,7 @@ SANITIZERS = {"thread": "thread", "address": "address,undefined"}
 
 
 @pytest.fixture(scope="module", params=SANITIZERS)
-def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def driver(request, tmp_path_factory):
     """The engine and its driver, compiled with a sanitizer."""
     compiler = shutil.which("g++")
     assert compiler, "g++ is missing: scripts/install-compiler installs it"
@@ -43,7 +41,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return program
 
 
-def write(case: Case, folder: Path) -> list[str]:
+def write(case, folder):
     """The files that the driver reads, as its arguments."""
     reads = [
         f"{trace.graph} {k} {s} {case.storages[s].nbytes} {extent.file} {extent.file_offset}"
@@ -61,7 +59,7 @@ def write(case: Case, folder: Path) -> list[str]:
     return [str(folder / name) for name in ("payload", "plan", "reads")]
 
 
-def run(*command: object) -> None:
+def run(*command):
     options = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | options)
@@ -70,14 +68,14 @@ def run(*command: object) -> None:
 
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_sanitizer_finds_anything(driver: Path, kind: str, wrap: str, tmp_path: Path) -> None:
+def test_no_sanitizer_finds_anything(driver, kind, wrap, tmp_path):
     arguments = write(one_case(kind, wrap=wrap), tmp_path)
     for seed in range(scaled(10)):
         maps = [str(tmp_path)] if kind in ("mapped", "adaptive") else []
         run(driver, *arguments, seed, *maps)
 
 
-def test_no_sanitizer_finds_anything_in_a_pool(driver: Path, tmp_path: Path) -> None:
+def test_no_sanitizer_finds_anything_in_a_pool(driver, tmp_path):
     for seed in range(scaled(10)):
         pool, traces = on_pages(*random_problem(Random(seed)))
         storages = json.loads(payload_for(pool, traces))["storages"]

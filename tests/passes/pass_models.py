@@ -25,22 +25,22 @@ class Case:
     kinds: dict[str, str] = field(default_factory=dict)
 
 
-CASES: dict[str, Case] = {}
+CASES = {}
 
 
-def case(args: Callable[[], tuple[Any, ...]], **options: Any) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    def add(model: type[nn.Module]) -> type[nn.Module]:
+def case(args, **options):
+    def add(model):
         CASES[model.__name__] = Case(model, args, **options)
         return model
 
     return add
 
 
-def rows(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
+def rows(*shape):
     return lambda: (torch.randn(*shape),)
 
 
-def tokens() -> tuple[torch.Tensor]:
+def tokens():
     return (torch.randint(0, 16, (2, 5)),)
 
 
@@ -48,7 +48,7 @@ def tokens() -> tuple[torch.Tensor]:
 class Views(nn.Module):
     """Reads through permute, chunk, transpose, dropout in eval mode and `to` without effect."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.randn(8, 24))
         self.v = nn.Parameter(torch.randn(8, 8))
@@ -64,7 +64,7 @@ class Views(nn.Module):
 
 @case(tokens)
 class TiedEmbedding(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(16, 8)
         self.head = nn.Linear(8, 16, bias=False)
@@ -78,7 +78,7 @@ class TiedEmbedding(nn.Module):
 class OneStorage(nn.Module):
     """Weights that are views of one flat tensor, at offsets and with strides of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         flat = torch.randn(200)
         self.a = nn.Parameter(flat[:64].view(8, 8))
@@ -91,7 +91,7 @@ class OneStorage(nn.Module):
 
 @case(rows(3, 8))
 class Reused(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
         self.b = nn.Linear(8, 8)
@@ -102,7 +102,7 @@ class Reused(nn.Module):
 
 @case(rows(2, 3, 9, 9))
 class Convolution(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3, padding=1)
         self.norm = nn.BatchNorm2d(4)
@@ -114,7 +114,7 @@ class Convolution(nn.Module):
 
 @case(rows(2, 5, 6))
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lstm = nn.LSTM(6, 8, num_layers=2, batch_first=True, bidirectional=True)
 
@@ -130,7 +130,7 @@ class Recurrent(nn.Module):
 class Cache(nn.Module):
     """Attention over a static cache, written in three ways."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(8, 24)
         self.register_buffer("keys", torch.zeros(1, 2, 6, 4))
@@ -151,7 +151,7 @@ class Cache(nn.Module):
     kinds=dict.fromkeys(("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"), "mutable"),
 )
 class TrainingStatistics(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
         self.out = nn.Linear(6, 3)
@@ -162,7 +162,7 @@ class TrainingStatistics(nn.Module):
 
 @case(rows(3, 8))
 class Branches(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
         self.b = nn.Linear(8, 8)
@@ -175,7 +175,7 @@ class Branches(nn.Module):
 
 @case(rows(3, 8))
 class Loop(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
         self.b = nn.Linear(8, 8)
@@ -193,7 +193,7 @@ class Loop(nn.Module):
 
 @case(rows(4, 3, 8))
 class Scan(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
         self.b = nn.Linear(8, 8)
@@ -209,7 +209,7 @@ class Scan(nn.Module):
 
 @case(rows(3, 8))
 class WithoutGrad(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
         self.b = nn.Linear(8, 8)
@@ -224,7 +224,7 @@ class WithoutGrad(nn.Module):
 
 @case(rows(3, 8), kinds={"table": "returned", "shift": "returned"})
 class Returned(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.randn(8, 8))
         self.shift = nn.Parameter(torch.randn(8))
@@ -236,7 +236,7 @@ class Returned(nn.Module):
 
 @case(rows(3, 8))
 class Unused(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
         self.idle = nn.Linear(8, 8)
@@ -249,7 +249,7 @@ class Unused(nn.Module):
 class Dtypes(nn.Module):
     """Zero-size, complex, float8, integer, bool and non-contiguous weights, and a scalar constant."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.empty = nn.Parameter(torch.randn(0, 8))
         self.waves = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
@@ -273,7 +273,7 @@ class NoWeights(nn.Module):
 
 @case(rows(3, 8))
 class WrittenInput(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
 
@@ -287,7 +287,7 @@ class WrittenInput(nn.Module):
     kwargs=lambda: {"scale": torch.randn(3, 1), "mode": "relu", "nothing": None},
 )
 class Nested(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
 
@@ -305,7 +305,7 @@ class Nested(nn.Module):
     ),
 )
 class Dynamic(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
         self.position = nn.Parameter(torch.randn(100, 8))

@@ -1,7 +1,5 @@
 """Peaks of intermediate values, on graphs whose peaks are known."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest
@@ -14,30 +12,30 @@ from penstock.passes.activations import Activations, activation_bytes
 KIB = 1024
 
 
-def peak(module: nn.Module, *arguments: torch.Tensor, **options: object) -> int:
+def peak(module, *arguments, **options):
     return activation_bytes(torch.export.export(module, arguments, **options))
 
 
-def test_a_chain_keeps_two_values_at_once() -> None:
+def test_a_chain_keeps_two_values_at_once():
     class Chain(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return (x + 1).sin().cos().tan()
 
     assert peak(Chain(), torch.zeros(KIB)) == 2 * 4 * KIB
 
 
-def test_a_residual_is_alive_until_it_is_added() -> None:
+def test_a_residual_is_alive_until_it_is_added():
     class Residual(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             kept = x + 1
             return kept.sin().cos() + kept
 
     assert peak(Residual(), torch.zeros(KIB)) == 3 * 4 * KIB
 
 
-def test_views_take_nothing_and_keep_their_base() -> None:
+def test_views_take_nothing_and_keep_their_base():
     class Views(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             base = x + 1
             view = base.view(2, -1).t()[:4]
             return view.sum() + x.sum()
@@ -45,15 +43,15 @@ def test_views_take_nothing_and_keep_their_base() -> None:
     assert 4 * KIB < peak(Views(), torch.zeros(KIB)) < 4 * KIB + 64
 
 
-def test_weights_and_inputs_are_not_counted_and_symbols_have_their_exported_size() -> None:
+def test_weights_and_inputs_are_not_counted_and_symbols_have_their_exported_size():
     batch = torch.export.Dim("batch", min=2, max=64)
     found = peak(nn.Linear(16, 32), torch.zeros(8, 16), dynamic_shapes=({0: batch},))
     assert found == 8 * 32 * 4
 
 
-def test_a_product_whose_bias_is_expanded_to_symbolic_sizes_is_propagated() -> None:
+def test_a_product_whose_bias_is_expanded_to_symbolic_sizes_is_propagated():
     class Alibi(nn.Module):
-        def forward(self, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, mask, x):
             rows, length = mask.shape
             bias = mask.cumsum(-1)[:, None, None].expand(rows, 2, 1, length).reshape(rows * 2, 1, length)
             heads = x.view(rows, length, 2, -1).transpose(1, 2).reshape(rows * 2, length, -1)
@@ -63,25 +61,25 @@ def test_a_product_whose_bias_is_expanded_to_symbolic_sizes_is_propagated() -> N
     assert peak(Alibi(), torch.ones(3, 5), torch.zeros(3, 5, 16), dynamic_shapes=(sizes, sizes)) > 0
 
 
-def test_a_product_by_slices_without_ends_takes_its_result_alone() -> None:
+def test_a_product_by_slices_without_ends_takes_its_result_alone():
     class Slices(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.ones(4, 32, 32, dtype=torch.bfloat16))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return torch._grouped_mm(x, self.w)
 
     assert peak(Slices(), torch.ones(4, 16, 32, dtype=torch.bfloat16)) == 4 * 16 * 32 * 2
 
 
-def test_rows_of_an_input_take_their_result_alone_and_those_of_a_weight_as_much_again() -> None:
+def test_rows_of_an_input_take_their_result_alone_and_those_of_a_weight_as_much_again():
     class Rows(nn.Module):
-        def __init__(self, own: bool) -> None:
+        def __init__(self, own):
             super().__init__()
             self.w = nn.Parameter(torch.ones(KIB, 4)) if own else None
 
-        def forward(self, table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        def forward(self, table, numbers):
             return (table if self.w is None else self.w)[numbers]
 
     given = torch.ones(KIB, 4), torch.arange(KIB // 2)
@@ -90,9 +88,9 @@ def test_rows_of_an_input_take_their_result_alone_and_those_of_a_weight_as_much_
     assert peak(Rows(True), *given) == 2 * result + 35 * (KIB // 2 + 1)
 
 
-def test_the_body_of_a_branch_counts_beside_what_is_alive() -> None:
+def test_the_body_of_a_branch_counts_beside_what_is_alive():
     class Branch(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             kept = x + 1
             y = torch.cond(x.sum() > 0, lambda x: (x.sin() + x.cos()).tan(), lambda x: x.clone(), (x,))
             return kept + y
@@ -100,9 +98,9 @@ def test_the_body_of_a_branch_counts_beside_what_is_alive() -> None:
     assert peak(Branch(), torch.zeros(KIB)) >= 4 * 4 * KIB
 
 
-def test_sizes_of_a_call_count_as_the_graph_says_and_not_in_proportion() -> None:
+def test_sizes_of_a_call_count_as_the_graph_says_and_not_in_proportion():
     class Scores(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return (x @ x.t()).softmax(-1).sum()
 
     rows = torch.export.Dim("rows", min=2, max=4096)
@@ -113,9 +111,9 @@ def test_sizes_of_a_call_count_as_the_graph_says_and_not_in_proportion() -> None
     assert found.peak({symbol: 400}) == 2 * 400 * 400 * 4
 
 
-def test_a_size_of_one_input_that_another_is_scaled_to_may_be_dynamic() -> None:
+def test_a_size_of_one_input_that_another_is_scaled_to_may_be_dynamic():
     class Scaled(nn.Module):
-        def forward(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        def forward(self, x, like):
             return nn.functional.interpolate(x, size=like.shape[-2:], mode="nearest")
 
     inputs = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 8, 8)
@@ -125,9 +123,9 @@ def test_a_size_of_one_input_that_another_is_scaled_to_may_be_dynamic() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_attention_fills_a_mask_of_booleans_into_one_of_numbers(dtype: torch.dtype, heads: int) -> None:
+def test_attention_fills_a_mask_of_booleans_into_one_of_numbers(dtype, heads):
     class Attention(nn.Module):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        def forward(self, x, mask):
             return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
     x, mask = torch.zeros(1, 2, 512, 16, dtype=dtype), torch.ones(1, heads, 512, 512, dtype=torch.bool)
@@ -138,7 +136,7 @@ def test_attention_fills_a_mask_of_booleans_into_one_of_numbers(dtype: torch.dty
     assert found[0] - found[1] == of_booleans - of_numbers == mask.numel() * x.element_size()
 
 
-def _taken(module: nn.Module, *given: torch.Tensor) -> int:
+def _taken(module, *given):
     """The most bytes that torch holds at once for a call, as its profiler counts."""
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         module(*given)

@@ -134,7 +134,7 @@ def test_one_name_for_two_weights_is_refused():
         annotate({})
 
 
-def fuse_nothing(graph_module: fx.GraphModule) -> fx.GraphModule:
+def fuse_nothing(graph_module):
     """A pass of the backend's own, which rebuilds the graph."""
     graph_module = fx.GraphModule(graph_module, graph_module.graph)
     graph_module.graph.lint()
@@ -195,12 +195,12 @@ def test_dynamic_sizes_stay_dynamic():
 class Caches(nn.Module):
     """Two caches, of one memory if `tied`, which `forward` writes."""
 
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, tied):
         super().__init__()
         self.register_buffer("k", torch.zeros(4))
         self.register_buffer("v", self.k if tied else torch.zeros(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.k.add_(x)
         return self.k + self.v
 

@@ -139,6 +139,6 @@ def test_passes_in_order_need_no_graph_library(monkeypatch):
     assert Pipeline((LOAD, CLEAN, FIT))([]) == ["load", "clean", "fit"]
 
 
-def test_facts_that_are_no_tuple_are_refused() -> None:
+def test_facts_that_are_no_tuple_are_refused():
     with pytest.raises(PassError, match=r"facts are a tuple of names, got 'probes': give \('probes',\)"):
         declare(requires="probes")  # type: ignore[arg-type]

@@ -6,8 +6,6 @@ Prints a line for each that is not equal, with what was drawn, and the exit stat
 seed makes one program: `--seed 17` makes that of a failure again. docs/testing.md says what is drawn.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -19,7 +17,7 @@ from tests.random_programs.comparing import check
 from tests.random_programs.drawn import draw
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.random_programs")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--programs", type=int, default=1, help="how many seeds, one after another")

@@ -9,27 +9,23 @@ import copy
 import random
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import penstock
 from benchmarks.zoo_visit import first_line, is_listed
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PayloadError, PenstockError
-from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
-from tests.random_programs.drawn import Arguments, DifferentError, Drawn, copied, difference, draw
+from tests.random_programs.drawn import Arguments, DifferentError, copied, difference, draw
 from tests.random_programs.gradients import compare_gradients
 
 Calls = Sequence[tuple[str, Arguments]]
@@ -53,7 +49,7 @@ class Answer:
     inputs: list[Any]
     generator: Tensor
 
-    def differs(self, expected: Answer) -> str:
+    def differs(self, expected):
         """What differs from another answer, in words; empty if every bit is equal."""
         for name in ("results", "inputs"):
             ours, theirs = getattr(self, name), getattr(expected, name)
@@ -65,7 +61,7 @@ class Answer:
         return "" if torch.equal(self.generator, expected.generator) else "torch's generator differs"
 
 
-def check(seed: int, folder: Path) -> Outcome:
+def check(seed, folder):
     """Draw the program of a seed, and compare it in a new folder."""
     drawn = draw(seed)
     try:
@@ -91,13 +87,7 @@ def check(seed: int, folder: Path) -> Outcome:
     return Outcome(seed, "equal")
 
 
-def _compare(
-    drawn: Drawn,
-    exported: Mapping[str, ExportedProgram],
-    calls: Calls,
-    expected: Sequence[Answer],
-    folder: Path,
-) -> None:
+def _compare(drawn, exported, calls, expected, folder):
     chosen = random.Random(f"ways of {drawn.seed}")
     with _undisturbed(drawn.module):
         program = _compiled(exported, folder)
@@ -111,7 +101,7 @@ def _compare(
         compare_gradients(drawn, folder / "trained.penstock", chosen)
 
 
-def _compiled(exported: Mapping[str, ExportedProgram], folder: Path) -> Program:
+def _compiled(exported, folder):
     """Compile, and open the artifact as a stranger's, or with trust where the graph has no form as data."""
     path = folder / "model.penstock"
     one = exported["forward"] if [*exported] == ["forward"] else exported
@@ -124,7 +114,7 @@ def _compiled(exported: Mapping[str, ExportedProgram], folder: Path) -> Program:
         return penstock.open(path, trust=True)
 
 
-def _ways(program: Program, chosen: random.Random) -> Iterator[dict[str, Any]]:
+def _ways(program, chosen):
     """The options of several loads: every share of the weights, two arenas at least, any engine."""
     arenas = program.arenas()
     loads = [(None, 0.0), (None, 0.5), (None, 1.0), ("contiguous", 0.0), ("contiguous", chosen.random())]
@@ -144,7 +134,7 @@ def _ways(program: Program, chosen: random.Random) -> Iterator[dict[str, Any]]:
         yield {"plan": plan, "device": "sim", "poison": True}
 
 
-def _run(program: Program, options: Mapping[str, Any], calls: Calls, expected: Sequence[Answer]) -> None:
+def _run(program, options, calls, expected):
     """Load once and make all calls. Raises DifferentError for other bits, and for promises of the plan."""
     plan = options["plan"]
     with program.load(**options) as module:
@@ -163,7 +153,7 @@ def _run(program: Program, options: Mapping[str, Any], calls: Calls, expected: S
         raise DifferentError(f"{moved} bytes moved, the plan says {planned} after the first call +- {ahead}")
 
 
-def _planned(plan: Plan, called: Sequence[str]) -> tuple[int, int]:
+def _planned(plan, called):
     """The bytes that calls move after the first one, and how many of them may come before or after.
 
     A method may have weights of its own between its calls, which are brought where another was called before.
@@ -174,7 +164,7 @@ def _planned(plan: Plan, called: Sequence[str]) -> tuple[int, int]:
     return planned, max(between) + sum(between[b] for a, b in pairwise(numbers) if a != b)
 
 
-def _answers(module: Any, calls: Calls) -> Iterator[Answer]:
+def _answers(module, calls):
     """What a module answers to calls, one after another."""
     for k, (name, given) in enumerate(calls):
         args, kwargs = copied(given)
@@ -188,24 +178,24 @@ def _answers(module: Any, calls: Calls) -> Iterator[Answer]:
 class _ByName:
     """A module whose methods are all its forward."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module):
         self._module = module
 
-    def call(self, _: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, _, *args, **kwargs):
         return self._module(*args, **kwargs)
 
 
 class _Exported:
     """Exported programs as torch runs them, all over the weights of one module."""
 
-    def __init__(self, exported: Mapping[str, ExportedProgram]) -> None:
+    def __init__(self, exported):
         self._modules = {name: one.module() for name, one in exported.items()}
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, name, *args, **kwargs):
         return self._modules[name](*args, **kwargs)
 
 
-def _taken(exported: Mapping[str, ExportedProgram], calls: Calls) -> Calls:
+def _taken(exported, calls):
     """The calls whose sizes the programs take: torch makes some sizes fixed that were to be dynamic."""
     given = {name: _shapes(one.example_inputs) for name, one in exported.items()}
     found = []
@@ -221,11 +211,11 @@ def _taken(exported: Mapping[str, ExportedProgram], calls: Calls) -> Calls:
     return found
 
 
-def _shapes(arguments: Any) -> list[Any]:
+def _shapes(arguments):
     return [getattr(one, "shape", one) for one in pytree.tree_leaves(arguments)]
 
 
-def _exported_differs(seed: int, calls: Calls, expected: Sequence[Answer]) -> str:
+def _exported_differs(seed, calls, expected):
     """How the exported programs by themselves differ from the module; empty if they do not."""
     try:
         return _first_difference([*_answers(_Exported(draw(seed).export()), calls)], expected)
@@ -233,7 +223,7 @@ def _exported_differs(seed: int, calls: Calls, expected: Sequence[Answer]) -> st
         return str(error)
 
 
-def _first_difference(ours: Sequence[Answer], expected: Sequence[Answer]) -> str:
+def _first_difference(ours, expected):
     for k, (one, other) in enumerate(zip(ours, expected, strict=True)):
         if told := one.differs(other):
             return f"call {k}: {told}"
@@ -241,7 +231,7 @@ def _first_difference(ours: Sequence[Answer], expected: Sequence[Answer]) -> str
 
 
 @contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
+def _undisturbed(module):
     """The body leaves torch and the user's module as they were, also where it raises an error."""
     before, parts = _torch_now(), _parts_of(module)
     try:
@@ -256,7 +246,7 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
             raise DifferentError(f"the module was changed: {sorted(changed)}")
 
 
-def _torch_now() -> dict[str, Any]:
+def _torch_now():
     stack = torch._C._functorch.peek_interpreter_stack()
     return {
         "functorch": None if stack is None else stack.level(),
@@ -268,7 +258,7 @@ def _torch_now() -> dict[str, Any]:
     }
 
 
-def _leave_transforms() -> None:
+def _leave_transforms():
     """What functorch was left in stays out of the programs that come next."""
     while torch._C._functorch.peek_interpreter_stack() is not None:
         torch._C._functorch.pop_dynamic_layer_stack()
@@ -276,9 +266,9 @@ def _leave_transforms() -> None:
         forward_ad.exit_dual_level()
 
 
-def _parts_of(module: nn.Module) -> dict[str, Any]:
+def _parts_of(module):
     """By name, what a module holds: its tensors and attributes, by identity and version."""
-    found: dict[str, Any] = {}
+    found = {}
     for name, part in module.named_modules():
         for key, value in part.__dict__.items():
             if isinstance(value, dict):
@@ -288,7 +278,7 @@ def _parts_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _told(value: Any) -> Any:
+def _told(value):
     if isinstance(value, Tensor):
         return id(value), value._version, value.requires_grad, value.data_ptr()
     return id(value)

@@ -4,13 +4,10 @@ A block is made of a `random.Random`, a width and a dtype. It takes `x` [batch, 
 and `ids` [batch, length] below `TOKENS`, and returns a tensor like `x`. What it draws stands in its `repr`.
 """
 
-from __future__ import annotations
-
-import random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 TOKENS = 24
@@ -20,35 +17,35 @@ HEADS = 4
 class Block(nn.Module):
     """The base of all kinds."""
 
-    def __init__(self, drawn: random.Random, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, drawn, width, dtype):
         super().__init__()
         self.width, self.dtype, self.drawn = width, dtype, dict[str, Any]()
         self.make(drawn)
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         """Make the weights."""
         raise NotImplementedError
 
-    def draw(self, drawn: random.Random, name: str, *choices: Any) -> Any:
+    def draw(self, drawn, name, *choices):
         """Draw a choice and note it."""
         self.drawn[name] = drawn.choice(choices)
         return self.drawn[name]
 
-    def weight(self, *shape: int, grad: bool = False) -> nn.Parameter:
+    def weight(self, *shape, grad=False):
         scale = max(1, shape[-1]) ** -0.5 if shape else 1.0
         return nn.Parameter((torch.randn(shape) * scale).to(self.dtype), requires_grad=grad)
 
-    def linear(self, inner: int, outer: int, *, bias: bool = True) -> nn.Linear:
+    def linear(self, inner, outer, *, bias=True):
         return nn.Linear(inner, outer, bias=bias, dtype=self.dtype)
 
-    def extra_repr(self) -> str:
+    def extra_repr(self):
         return ", ".join(f"{name}={value}" for name, value in self.drawn.items())
 
 
 class Linear(Block):
     """A product with a weight that lies in any order, with or without grad and bias."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         order = self.draw(drawn, "order", "dense", "transposed", "sliced", "expanded")
         weight = self.weight(self.width, self.width)
         if order == "transposed":
@@ -60,20 +57,20 @@ class Linear(Block):
         self.matrix = nn.Parameter(weight.detach(), requires_grad=self.draw(drawn, "grad", True, False))
         self.bias = self.weight(self.width) if self.draw(drawn, "bias", True, False) else None
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         return functional.linear(x, self.matrix, self.bias)
 
 
 class Gated(Block):
     """A gated product of two linears, the activation drawn."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.up = self.linear(self.width, 4 * self.width, bias=self.draw(drawn, "bias", True, False))
         self.down = self.linear(2 * self.width, self.width)
         self.activation = self.draw(drawn, "activation", "silu", "gelu", "relu", "hardswish", "mish", "elu")
         self.norm = nn.RMSNorm(self.width, dtype=self.dtype)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         gate, up = self.up(self.norm(x)).chunk(2, -1)
         return x + self.down(getattr(functional, self.activation)(gate) * up)
 
@@ -81,7 +78,7 @@ class Gated(Block):
 class Norms(Block):
     """A norm of any kind; those that keep statistics are in eval mode."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         kind = self.draw(drawn, "norm", "layer", "rms", "group", "batch", "instance", "plain", "normalize")
         made = {
             "layer": lambda: nn.LayerNorm(self.width, dtype=self.dtype),
@@ -99,7 +96,7 @@ class Norms(Block):
             if buffer.is_floating_point():
                 buffer.copy_(torch.rand(buffer.shape) + ("var" in name))
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         kind = self.drawn["norm"]
         if kind == "normalize":
             return functional.normalize(x, dim=-1)
@@ -111,7 +108,7 @@ class Norms(Block):
 class Attention(Block):
     """Attention whose queries, keys and values are views of one weight, with a mask of several kinds."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.qkv = self.linear(self.width, 3 * self.width, bias=self.draw(drawn, "bias", True, False))
         self.out = self.linear(self.width, self.width, bias=False)
         self.mask_kind = self.draw(drawn, "mask", "none", "causal", "buffer", "added")
@@ -121,7 +118,7 @@ class Attention(Block):
         elif self.mask_kind == "added":
             self.register_buffer("mask", mask.log().to(self.dtype), persistent=False)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         batch, length, width = x.shape
         q, k, v = (
             functional.linear(x, w, b).view(batch, length, HEADS, width // HEADS).transpose(1, 2)
@@ -142,9 +139,9 @@ class Library(Block):
     They are not called in ways that eager PyTorch runs by a kernel of its own, which no exported program has.
     """
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         kind = self.draw(drawn, "layer", "attention", "cross", "encoder", "decoder")
-        options: dict[str, Any] = {"dropout": 0.1, "dtype": self.dtype}
+        options = {"dropout": 0.1, "dtype": self.dtype}
         if kind in {"attention", "cross"}:
             options |= {"bias": self.draw(drawn, "bias", True, False), "add_zero_attn": kind == "attention"}
             options["batch_first"] = self.draw(drawn, "batch first", True, False)
@@ -155,7 +152,7 @@ class Library(Block):
             self.layer = made(self.width, HEADS, 2 * self.width, **options)
         self.layer.requires_grad_(self.draw(drawn, "grad", True, False))
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         kind, other = self.drawn["layer"], x.tanh()
         if kind == "encoder":
             return self.layer(x)
@@ -168,7 +165,7 @@ class Library(Block):
 class Recurrent(Block):
     """Recurrent layers: of several kinds, deep, in two directions, or cell by cell."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         kind = self.draw(drawn, "cell", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell")
         if kind.endswith("Cell"):
             self.cell = getattr(nn, kind)(self.width, self.width, dtype=self.dtype)
@@ -185,7 +182,7 @@ class Recurrent(Block):
             )
         self.cell.requires_grad_(self.draw(drawn, "grad", True, False))
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         if not self.drawn["cell"].endswith("Cell"):
             return self.cell(x)[0]
         state = None
@@ -197,9 +194,9 @@ class Recurrent(Block):
 class Convolution(Block):
     """Convolutions over the length, or over length and width as an image."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         kind = self.draw(drawn, "convolution", "plain", "depthwise", "transposed", "dilated", "image")
-        options: dict[str, Any] = {"dtype": self.dtype, "bias": self.draw(drawn, "bias", True, False)}
+        options = {"dtype": self.dtype, "bias": self.draw(drawn, "bias", True, False)}
         if kind == "image":
             self.layer = nn.Conv2d(1, 8, 3, padding=1, **options)
             self.back = nn.Conv2d(8, 1, 1, **options)
@@ -211,7 +208,7 @@ class Convolution(Block):
             options["padding_mode"] = self.draw(drawn, "padding", "zeros", "replicate")
             self.layer = nn.Conv1d(self.width, self.width, 3, **options)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         if self.drawn["convolution"] == "image":
             return x + self.back(self.layer(x[:, None]).relu())[:, 0]
         return x + self.layer(x.transpose(1, 2)).transpose(1, 2)
@@ -220,7 +217,7 @@ class Convolution(Block):
 class Rows(Block):
     """Rows of a table, read in any way; some tables are large enough for reads by rows."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.way = self.draw(
             drawn,
             "read",
@@ -238,7 +235,7 @@ class Rows(Block):
         self.table = nn.Embedding(rows, self.width, padding_idx=3, dtype=self.dtype)
         self.bag = nn.EmbeddingBag.from_pretrained(self.table.weight.detach(), mode="sum", freeze=True)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         table, way = self.table.weight, self.way
         if way in {"embedding", "padded"}:
             rows = functional.embedding(ids, table, 3 if way == "padded" else None)
@@ -262,7 +259,7 @@ class Rows(Block):
 class Experts(Block):
     """Experts that tokens are routed to: batched, grouped, or in a loop over all of them with masks."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.way = self.draw(drawn, "way", "gathered", "loop", "dense", "grouped", "separate")
         self.count = self.draw(drawn, "experts", 4, 6)
         self.router = self.linear(self.width, self.count, bias=False)
@@ -273,7 +270,7 @@ class Experts(Block):
             self.up = self.weight(self.count, self.width, hidden)
             self.down = self.weight(self.count, hidden, self.width)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         flat = x.reshape(-1, self.width)
         share, chosen = self.router(flat).softmax(-1).topk(2, -1)
         if self.way == "gathered":
@@ -303,13 +300,13 @@ class Experts(Block):
 class Products(Block):
     """Products of several kinds with weights."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.kind = self.draw(drawn, "product", "bilinear", "einsum", "baddbmm", "outer", "distance", "kron")
         self.left, self.right = self.weight(self.width, self.width), self.weight(self.width, self.width)
         self.small = self.weight(self.width // 4, 4)
         self.bilinear = nn.Bilinear(self.width, 4, self.width, dtype=self.dtype)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         if self.kind == "bilinear":
             return self.bilinear(x, x[..., :4].contiguous())
         if self.kind == "einsum":
@@ -327,14 +324,14 @@ class Products(Block):
 class Sorted(Block):
     """Values that decide an order, cumulative sums, and choices by mask."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.kind = self.draw(
             drawn, "by", "sort", "topk", "cumsum", "where", "masked", "flip", "roll", "unique"
         )
         self.matrix = self.weight(self.width, self.width, grad=True)
         self.register_buffer("order", torch.randperm(self.width))
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:  # noqa: PLR0911
+    def forward(self, x, ids):  # noqa: PLR0911
         y = x @ self.matrix
         if self.kind == "sort":
             return y.sort(dim=-1, stable=True).values
@@ -353,7 +350,7 @@ class Sorted(Block):
         return y + ids.flatten().bincount(minlength=TOKENS)[:TOKENS].sum().to(x.dtype)
 
 
-LAYERS: tuple[type[Block], ...] = (
+LAYERS = (
     Linear,
     Gated,
     Norms,

@@ -3,12 +3,8 @@
 They are made and called as those of `layer_kinds.py`.
 """
 
-from __future__ import annotations
-
-import random
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +17,7 @@ SLOTS = 8
 class State(Block):
     """A buffer that each call reads and writes, in one of many ways."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.way = self.draw(
             drawn, "write", "add_", "index", "slice", "copy_", "index_copy_", "index_put_", "mul_",
             "scatter_", "fill_", "alias", "int"
@@ -32,13 +28,13 @@ class State(Block):
         if self.way == "alias":
             self.register_buffer("part", self.state[2:4])
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         seen = (x @ self.matrix).mean((0, 1))
         y = x + self.state.sum(0) + self.calls
         self._write(seen, ids)
         return y + self.state[0]
 
-    def _write(self, seen: Tensor, ids: Tensor) -> None:  # noqa: C901
+    def _write(self, seen, ids):  # noqa: C901
         where = ids[0, :1] % SLOTS
         match self.way:
             case "add_":
@@ -69,14 +65,14 @@ class State(Block):
 class Cache(Block):
     """Keys and values of the calls before, written at positions that a counter gives."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.qkv = self.linear(self.width, 3 * self.width, bias=False)
         self.rolled = self.draw(drawn, "rolled", True, False)
         self.register_buffer("keys", torch.zeros(SLOTS, self.width, dtype=self.dtype), persistent=False)
         self.register_buffer("values", torch.zeros(SLOTS, self.width, dtype=self.dtype), persistent=False)
         self.register_buffer("at", torch.zeros(1, dtype=torch.int64))
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         q, k, v = self.qkv(x).chunk(3, -1)
         if self.rolled:
             self.keys.copy_(self.keys.roll(1, 0))
@@ -92,13 +88,13 @@ class Cache(Block):
 class Views(Block):
     """Weights that are views of one another, read through more views."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.both = self.weight(2 * self.width, self.width, grad=self.draw(drawn, "grad", True, False))
         self.lower = nn.Parameter(self.both.detach()[self.width :], requires_grad=False)
         self.register_buffer("turned", self.both.detach()[: self.width].t())
         self.way = self.draw(drawn, "read", "chunk", "unbind", "view", "strided", "flat", "diagonal", "dtype")
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:  # noqa: PLR0911
+    def forward(self, x, ids):  # noqa: PLR0911
         width, both = self.width, self.both
         if self.way == "chunk":
             left, right = both.chunk(2)
@@ -119,24 +115,24 @@ class Views(Block):
 class Branches(Block):
     """Control flow whose bodies read weights."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.kind = self.draw(drawn, "flow", "cond", "nested", "while", "switch", "map")
         self.a, self.b = self.linear(self.width, self.width), self.linear(self.width, self.width, bias=False)
         self.c = self.weight(self.width, self.width)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         x = x.contiguous()
         if self.kind == "cond":
             return torch.cond(ids.sum() % 2 == 0, self.a, self.b, (x,))
         if self.kind == "nested":
 
-            def inner(y: Tensor) -> Tensor:
+            def inner(y):
                 return torch.cond(ids[0, 0] > 5, self.a, lambda z: z @ self.c, (y,))
 
             return torch.cond(x.sum() > 0, inner, lambda y: self.b(y) * 2, (x,))
         if self.kind == "while":
 
-            def body(i: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            def body(i, y):
                 return i + 1, torch.tanh(y @ self.c)
 
             return torch._higher_order_ops.while_loop(lambda i, y: i < 3, body, (torch.tensor(0), x))[1]
@@ -151,11 +147,11 @@ class Branches(Block):
 class Functional(Block):
     """Transforms of functorch over weights, and higher-order operators."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.kind = self.draw(drawn, "transform", "vmap", "vmap in", "jvp", "scan", "prefix")
         self.stack = self.weight(3, self.width, self.width)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         if self.kind == "vmap":
             return torch.vmap(lambda w: x @ w)(self.stack).sum(0)
         if self.kind == "vmap in":
@@ -179,12 +175,12 @@ class Functional(Block):
 class Regions(Block):
     """Regions of a program: autocast, no grad, checkpoints, inference with dropout."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.kind = self.draw(drawn, "region", "autocast", "no grad", "grad", "checkpoint", "dropout")
         self.inner = self.linear(self.width, self.width)
         self.drop = nn.Dropout(0.5)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         if self.kind == "autocast":
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 y = self.inner(x)
@@ -201,13 +197,13 @@ class Regions(Block):
 class Noise(Block):
     """Random numbers that a call draws from torch's generator."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.kind = self.draw(
             drawn, "noise", "dropout", "normal", "uniform", "bernoulli", "rand", "multinomial"
         )
         self.scale = self.weight(self.width)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         if self.kind == "dropout":
             return functional.dropout(x, 0.25, training=True) * self.scale
         if self.kind == "normal":
@@ -225,7 +221,7 @@ class Noise(Block):
 class Odd(Block):
     """Weights of odd forms: empty, scalar, of other dtypes, constants, attributes, unused."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.form = self.draw(
             drawn, "form", "empty", "scalar", "wide", "narrow", "half", "complex", "int8", "bool", "literal",
             "attribute", "unused", "list", "dict", "named", "one"
@@ -243,7 +239,7 @@ class Odd(Block):
         self.parts = nn.ParameterList([self.weight(width) for _ in range(3)])
         self.named = nn.ParameterDict({"q-proj": self.weight(width, width), "0": self.weight(width)})
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:  # noqa: C901, PLR0911, PLR0912
+    def forward(self, x, ids):  # noqa: C901, PLR0911, PLR0912
         match self.form:
             case "empty":
                 return torch.cat([self.matrix, self.empty])[: self.width] @ x.transpose(1, 2)[0, :, 0] + x
@@ -279,7 +275,7 @@ class Odd(Block):
 class Computed(Block):
     """Weights that are computed of others in each call."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.way = self.draw(drawn, "computed", "weight norm", "orthogonal", "spectral", "low rank", "mean")
         self.inner = self.linear(self.width, self.width)
         with torch.no_grad():
@@ -291,7 +287,7 @@ class Computed(Block):
                 parametrizations.spectral_norm(self.inner)
         self.up, self.down = self.weight(self.width, 2), self.weight(2, self.width)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         if self.way == "low rank":
             return functional.linear(x, self.inner.weight + self.up @ self.down, self.inner.bias)
         if self.way == "mean":
@@ -303,12 +299,12 @@ class Computed(Block):
 class Plucked(Block):
     """Sizes that values decide, and checks of them."""
 
-    def make(self, drawn: random.Random) -> None:
+    def make(self, drawn):
         self.way = self.draw(drawn, "sizes", "nonzero", "masked", "item", "repeat", "check")
         self.matrix = self.weight(self.width, self.width)
         self.table = self.weight(TOKENS, self.width)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         if self.way == "nonzero":
             rows = (ids.flatten() > 3).nonzero()[:, 0]
             return x + (self.table[ids.flatten()[rows]] @ self.matrix).sum(0)
@@ -325,7 +321,7 @@ class Plucked(Block):
         return x @ self.matrix
 
 
-ODD: tuple[type[Block], ...] = (
+ODD = (
     State,
     Cache,
     Views,

@@ -1,7 +1,5 @@
 """Twenty random programs in which every kind appears, and how the generator judges what goes wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 `make test` runs this file. What is built lies in build/rig, under a name that tells the state.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -19,7 +17,7 @@ SOURCES = ("rig.cpp", "kernels.h", "locked.h", "memory.h", "streams.h")
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
 
 
-def build() -> Path:
+def build():
     """Returns the library, which is compiled unless it was before: in half a minute. Raises what g++ says."""
     state = hashlib.sha256(repr((torch.__version__, FLAGS)).encode())
     for name in SOURCES:
@@ -33,7 +31,7 @@ def build() -> Path:
     return library
 
 
-def _compile(library: Path) -> None:
+def _compile(library):
     print(f"Compiling the rig, a device for tests, for torch {torch.__version__}: half a minute.", flush=True)
     home = Path(torch.__file__).parent
     partial = library.with_suffix(f".{os.getpid()}")

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from penstock.runtime.machine import calibrate
@@ -9,21 +5,21 @@ from tests.rig import machine
 
 
 @pytest.fixture(autouse=True)
-def little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def little_is_measured(monkeypatch):
     """The rig's products and copies are the processor's, where those of a GPU's size take seconds."""
     monkeypatch.setattr(calibrate, "_DEVICE_MATRIX", 64)
     monkeypatch.setattr(calibrate, "_DEVICE_BUFFER", 1 << 20)
 
 
 @pytest.fixture(params=machine.ORDERS, ids=lambda order: f"{order[0]}{order[1] or ''}")
-def order(request: pytest.FixtureRequest) -> Iterator[str]:
+def order(request):
     """Every order in which the rig runs its streams."""
     with machine.ordered(*request.param):
         yield request.param[0]
 
 
 @pytest.fixture
-def late() -> Iterator[None]:
+def late():
     """The order in which nothing runs before somebody waits for it."""
     with machine.ordered("late"):
         yield

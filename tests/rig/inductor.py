@@ -6,11 +6,7 @@ shows is what penstock does around Inductor: probes, the order of reads in the e
 device.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -32,64 +28,64 @@ class Interface(DeviceInterface):
     """What Dynamo and Inductor ask of a device."""
 
     @staticmethod
-    def is_available() -> bool:
+    def is_available():
         return True
 
     @staticmethod
-    def device_count() -> int:
+    def device_count():
         return torch.accelerator.device_count()
 
     @staticmethod
-    def current_device() -> int:
+    def current_device():
         return torch.accelerator.current_device_index()
 
     @staticmethod
-    def current_stream(device: Any = None) -> torch.Stream:
+    def current_stream(device=None):
         return torch.accelerator.current_stream()
 
     @staticmethod
-    def synchronize(device: Any = None) -> None:
+    def synchronize(device=None):
         torch.accelerator.synchronize()
 
     @staticmethod
-    def is_bf16_supported(including_emulation: bool = False) -> bool:
+    def is_bf16_supported(including_emulation=False):
         return True
 
     class Worker:
         @staticmethod
-        def current_device() -> int:
+        def current_device():
             return torch.accelerator.current_device_index()
 
         @staticmethod
-        def get_device_properties(device: Any = None) -> dict[str, Any]:
+        def get_device_properties(device=None):
             return {}
 
 
 class Lines(common.DeviceOpOverrides):
     """The lines of a wrapper that name a device."""
 
-    def import_get_raw_stream_as(self, name: str) -> str:
+    def import_get_raw_stream_as(self, name):
         return f"def {name}(index): return 0"
 
-    def set_device(self, device_idx: int) -> str:
+    def set_device(self, device_idx):
         return f"torch.accelerator.set_device_index({device_idx})"
 
-    def synchronize(self) -> str:
+    def synchronize(self):
         return "torch.accelerator.synchronize()"
 
-    def device_guard(self, device_idx: int) -> str:
+    def device_guard(self, device_idx):
         return f"torch.accelerator.device_index({device_idx})"
 
 
 class Scheduling(CppScheduling):
     """A scheduling that is given calls only."""
 
-    def get_backend_features(self, device: torch.device) -> OrderedSet[common.BackendFeature]:
+    def get_backend_features(self, device):
         return OrderedSet()
 
 
 @contextmanager
-def registered(*, guarded: bool) -> Iterator[dict[str, Any]]:
+def registered(*, guarded):
     """Has Inductor compile for the rig, with the options that are yielded.
 
     `guarded` wrappers run within a guard of the device, as CUDA's do.

@@ -10,12 +10,9 @@ second device. Its kernels run on threads of streams, in one of `ORDERS`:
   and the host waits, so that nothing else is about to be enqueued.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -31,7 +28,7 @@ MEMORY = 1 << 30
 
 
 @cache
-def load() -> None:
+def load():
     """Make the rig this process's accelerator, and build it first where that was not done."""
     import torch._meta_registrations
 
@@ -58,7 +55,7 @@ def load() -> None:
 
 
 @contextmanager
-def ordered(order: str = "soon", seed: int = 0, *, memory: int = MEMORY) -> Iterator[None]:
+def ordered(order="soon", seed=0, *, memory=MEMORY):
     """Have streams run in an order, on devices with so many bytes. At the end all runs, and errors go."""
     load()
     torch.accelerator.empty_cache()
@@ -72,12 +69,12 @@ def ordered(order: str = "soon", seed: int = 0, *, memory: int = MEMORY) -> Iter
         torch.ops.rig.restart()
 
 
-def blocked() -> dict[str, int]:
+def blocked():
     """How often the host has waited for the device so far, by what for."""
     return dict(torch.ops.rig.blocked())
 
 
-def readable(address: int) -> bool:
+def readable(address):
     """Tells whether the host may read the byte at an address. The system is asked, so nothing faults."""
     reader, writer = os.pipe()
     try:

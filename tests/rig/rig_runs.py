@@ -7,26 +7,20 @@ too early, shows as wrong bytes. It is compared when all is closed, so that clos
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from typing import Any
 
 import torch
 
 from penstock.runtime.arena.reading import POISON
 from penstock.runtime.device.accelerator import AcceleratorDevice, DiskEvent, DiskStream
 from penstock.runtime.device.opening import open_accelerator
-from penstock.runtime.device.protocol import FileRead
 from penstock.runtime.device.streamer import DeviceStreamer, PassOrder
 from penstock.runtime.device.weights import DeviceWeights
-from penstock.runtime.files.source import Source
-from penstock.runtime.program import Program
-from penstock.runtime.stream.engine import Streamer
-from penstock.schedule.plan import Plan
 from tests.rig import machine
 from tests.runtime.device.device_runs import (
     POLICIES,
@@ -43,22 +37,22 @@ from tests.runtime.device.device_runs import (
 class LateDisk(DiskStream):
     """Reads what somebody waits for and no earlier, the newest first: reads have no order but by waits."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source):
         super().__init__(source)
-        self._late: list[tuple[Future[None], Callable[[], None]]] = []
+        self._late = []
         self._lock = threading.Lock()
 
-    def record(self) -> DiskEvent:
+    def record(self):
         return LateEvent(self, super().record().submitted)
 
-    def demand(self, reads: Sequence[Future[None]]) -> None:
+    def demand(self, reads):
         with self._lock:
             for read, work in reversed([one for one in self._late if one[0] in reads]):
                 self._guarded(work)
                 read.set_result(None)
             self._late = [one for one in self._late if not one[0].done()]
 
-    def _submit(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
+    def _submit(self, target, reads):
         with self._lock:
             new = [(Future[None](), self._reader(target, one)) for one in reads]
             self._late += new
@@ -68,8 +62,8 @@ class LateDisk(DiskStream):
 class LateEvent(DiskEvent):
     """An event of a late disk."""
 
-    def synchronize(self) -> None:
-        stream: Any = self.stream
+    def synchronize(self):
+        stream = self.stream
         stream.demand(self.submitted.result())
         super().synchronize()
 
@@ -77,7 +71,7 @@ class LateEvent(DiskEvent):
 class PromptDisk(DiskStream):
     """Reads as early as waits allow: what is enqueued is read before anything else is."""
 
-    def read(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
+    def read(self, target, reads):
         super().read(target, reads)
         wait(self.record().submitted.result())
 
@@ -89,17 +83,17 @@ DISKS_OF_ORDERS = {"late": (LateDisk, PromptDisk)}
 class DeviceWithDisk(AcceleratorDevice):
     """The rig with another disk behind it than the system's."""
 
-    def __init__(self, name: str, disk: type[DiskStream]) -> None:
+    def __init__(self, name, disk):
         super().__init__(name)
         self._disk = disk
 
-    def open_disk(self, source: Source) -> DiskStream:
+    def open_disk(self, source):
         self._disks.append(self._disk(source))
         return self._disks[-1]
 
 
 @cache
-def plan_of(program: Program, budget: int | str, **options: Any) -> Plan:
+def plan_of(program, budget, **options):
     """A plan for the rig as if it were as fast as an H200, made once for all orders."""
     return program.plan(budget, device="rig", hardware="h200", **options)
 
@@ -118,12 +112,12 @@ class RigRun:
     disk: type[DiskStream] | None = None
     blocked: Callable[[], object] = machine.blocked
 
-    def go(self) -> int:
+    def go(self):
         """Run all passes, and return the bytes moved. Raises WrongBytesError for what a step found."""
         one, parts = self.case, self.parts
         device = DeviceWithDisk(self.name, self.disk) if self.disk else open_accelerator(self.name)
         given = parts.device(device)
-        self.found: list[tuple[int, torch.Tensor, torch.Stream]] = []
+        self.found = []
         streams = [
             torch.accelerator.current_stream(),
             *(torch.Stream(self.name) for _ in range(1, one.streams)),
@@ -159,7 +153,7 @@ class RigRun:
             device.finish()
             device.close()
 
-    def _run(self, streamer: Streamer, graph: int, how: str) -> None:
+    def _run(self, streamer, graph, how):
         probed, count = streamer.probed(graph), len(self.case.plan.traces[graph].steps)
         steps = {
             "in order": list(range(count)),
@@ -182,7 +176,7 @@ class RigRun:
             raise BrokenError
         streamer.end(graph)
 
-    def _keep(self, storage: int) -> None:
+    def _keep(self, storage):
         """Have a kernel read a storage where the plan has it."""
         place = self.weights.ranges_of(storage)
         if self.case.storages[storage].nbytes:
@@ -191,24 +185,24 @@ class RigRun:
             kept = place[0][place[1] : place[2]].clone()
             self.found.append((storage, kept, torch.accelerator.current_stream()))
 
-    def _write(self, storage: int) -> None:
+    def _write(self, storage):
         """Have a kernel write what is produced where the plan has it."""
         memory, start, stop = self.weights.ranges_of(storage) or (None, 0, 0)
         if memory is None:
             raise WrongBytesError(f"{self.case.name}: storage {storage} is nowhere")
         memory[start:stop].fill_(storage + 1)
 
-    def _compare_host(self) -> None:
+    def _compare_host(self):
         """What the host keeps is there as soon as the weights are loaded."""
         host = self.weights.host
-        contents: Any = memoryview(self.case.source.contents)
+        contents = memoryview(self.case.source.contents)
         for one in host.fill_slab():
             there = host.slab[one.target : one.target + one.nbytes]
             if bytes(there.clone().numpy().data) != contents[one.offset : one.offset + one.nbytes]:
                 raise WrongBytesError(f"{self.case.name}: the host's weights are not what the file has")
 
-    def _compare(self) -> None:
-        contents: Any = memoryview(self.case.source.contents)
+    def _compare(self):
+        contents = memoryview(self.case.source.contents)
         for storage, kept, stream in self.found:
             one = self.case.storages[storage]
             expected = b"".join(contents[e.file_offset : e.file_offset + e.nbytes] for e in one.extents)
@@ -220,7 +214,7 @@ class RigRun:
                 raise WrongBytesError(f"{self.case.name}: storage {storage} is not what the file has")
 
 
-def run_everywhere(parts: Parts, some: Sequence[Case], orders: Any = machine.ORDERS) -> None:
+def run_everywhere(parts, some, orders=machine.ORDERS):
     """Each of some cases in some orders; raises what the first to fail raises.
 
     As many bytes are moved as on the simulated device, unless how many there are is up to a disk.

@@ -1,10 +1,5 @@
 """Models stream to the rig through `apply` and `load`, and give the bits that they give there in memory."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -22,9 +17,7 @@ IDS = torch.tensor([[5, 17, 99, 23, 42]])
 @pytest.mark.parametrize(
     ("make", "memory", "order"), [(models.sliding, "300KB", "late"), (models.t5, "200KB", "lagging")]
 )
-def test_what_is_generated_on_the_rig_is_what_its_library_generates_there(
-    make: Any, memory: str, order: str, tmp_path: Path
-) -> None:
+def test_what_is_generated_on_the_rig_is_what_its_library_generates_there(make, memory, order, tmp_path):
     machine.load()
     model = make().to("rig")
     reference = models.twin(model)
@@ -39,18 +32,16 @@ def test_what_is_generated_on_the_rig_is_what_its_library_generates_there(
         assert torch.equal(got, reference.generate(ids, max_new_tokens=4, do_sample=False))
 
 
-def test_numbers_that_a_caller_has_on_the_cpu_stay_there(tmp_path: Path) -> None:
+def test_numbers_that_a_caller_has_on_the_cpu_stay_there(tmp_path):
     """As torch takes them beside tensors of a device. A model moves them itself, as caches that slide do."""
     machine.load()
 
     class Scaled(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
-        def forward(
-            self, x: torch.Tensor, factor: torch.Tensor, rows: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def forward(self, x, factor, rows):
             for layer in self.layers:
                 x = layer(x) * factor
             return x[: rows.shape[0]], factor + 1, factor.to(x.device)
@@ -67,7 +58,7 @@ def test_numbers_that_a_caller_has_on_the_cpu_stay_there(tmp_path: Path) -> None
             model(x=x, factor=factor.expand(8), rows=rows)
 
 
-def test_a_pipeline_draws_on_the_rig_what_it_draws_there_without_streaming(tmp_path: Path) -> None:
+def test_a_pipeline_draws_on_the_rig_what_it_draws_there_without_streaming(tmp_path):
     machine.load()
     (tmp_path / "vocabulary").mkdir()
     made = models.pipeline(tmp_path / "vocabulary")
@@ -93,12 +84,12 @@ ROOMY = 10 << 20
 class Convolving(nn.Module):
     """Convolutions down and up, and what stays on the way down."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.down = nn.ModuleList(nn.Conv2d(8 << k, 16 << k, 3, padding=1, stride=2) for k in range(3))
         self.up = nn.ModuleList(nn.ConvTranspose2d(16 << k, 8 << k, 2, stride=2) for k in reversed(range(3)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         before = []
         for layer in self.down:
             before.append(x)
@@ -111,7 +102,7 @@ class Convolving(nn.Module):
 class Tied(nn.Module):
     """A recurrent part between a table and a head that is the table."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table, self.part = nn.Embedding(300, WIDTH), nn.RNN(WIDTH, WIDTH, 2, batch_first=True)
         self.register_buffer("scale", torch.full((40, WIDTH), 0.5))
@@ -119,11 +110,11 @@ class Tied(nn.Module):
         self.head.weight = self.table.weight
         self.spare = nn.Linear(WIDTH, 300)  # which no call reads
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return self.head(self.part(self.table(ids))[0] * self.scale[0])
 
 
-CASES: dict[str, tuple[Any, list[torch.Tensor]]] = {
+CASES = {
     "blocks": (Blocks, [inputs(n) for n in (1, 1, 2, 1)]),
     "convolving": (Convolving, [torch.ones(1, 8, 16, 16) * n for n in range(3)]),
     "tied": (Tied, [torch.arange(n).reshape(1, -1) for n in (5, 5, 9, 1)]),
@@ -133,22 +124,22 @@ CASES: dict[str, tuple[Any, list[torch.Tensor]]] = {
 }
 
 
-def _made(kind: Any) -> Any:
+def _made(kind):
     machine.load()
     torch.manual_seed(0)
     return models.frozen(kind())
 
 
-def _nbytes(model: nn.Module) -> int:
+def _nbytes(model):
     return sum(one.nbytes for one in model.parameters())
 
 
-def _equal(values: Any, others: Any) -> bool:
+def _equal(values, others):
     return all(torch.equal(*both) for both in zip(values, others, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_late_kernels_find_the_weights_that_they_read(name: str, order: str, tmp_path: Path) -> None:
+def test_late_kernels_find_the_weights_that_they_read(name, order, tmp_path):
     kind, calls = CASES[name]
     calls = [one.to("rig") for one in calls]
     model, reference = _made(kind), _made(kind).to("rig")
@@ -163,7 +154,7 @@ def test_late_kernels_find_the_weights_that_they_read(name: str, order: str, tmp
 
 
 @pytest.mark.parametrize("name", ["blocks", "tied"])
-def test_no_byte_of_the_device_is_taken_above_the_cap(name: str, late: None, tmp_path: Path) -> None:
+def test_no_byte_of_the_device_is_taken_above_the_cap(name, late, tmp_path):
     """At the least memory that errors name, in first calls and in planned ones; then all is given back."""
     kind, calls = CASES[name]
     with torch.no_grad():
@@ -175,7 +166,7 @@ def test_no_byte_of_the_device_is_taken_above_the_cap(name: str, late: None, tmp
     assert least == memory < _nbytes(kind())
 
 
-def _call_each(kind: Any, calls: list[torch.Tensor], memory: int, tmp_path: Path) -> int:
+def _call_each(kind, calls, memory, tmp_path):
     """Make calls within a cap, and return it, or the memory that a refusal names."""
     base, peak = torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated
     try:
@@ -190,7 +181,7 @@ def _call_each(kind: Any, calls: list[torch.Tensor], memory: int, tmp_path: Path
     return memory
 
 
-def test_the_host_waits_in_first_calls_alone(late: None, tmp_path: Path) -> None:
+def test_the_host_waits_in_first_calls_alone(late, tmp_path):
     model, x = _made(Blocks), inputs().to("rig")
     with torch.no_grad(), apply(model, _nbytes(model) // 2, device="rig", cache=tmp_path) as applied:
         for _ in range(3):
@@ -205,7 +196,7 @@ def test_the_host_waits_in_first_calls_alone(late: None, tmp_path: Path) -> None
     assert _equal(outputs, [outputs[0]] * 3)
 
 
-def test_a_model_that_lies_on_the_device_lies_there_again(late: None, tmp_path: Path) -> None:
+def test_a_model_that_lies_on_the_device_lies_there_again(late, tmp_path):
     model, reference = _made(Tied).to("rig:1"), _made(Tied).to("rig:1")
     model.head.weight = model.table.weight  # which `to` has untied
     ids = torch.arange(7).reshape(1, -1).to("rig:1")
@@ -221,7 +212,7 @@ def test_a_model_that_lies_on_the_device_lies_there_again(late: None, tmp_path: 
     assert model.head.weight is model.table.weight
 
 
-def test_calls_on_two_streams_in_turn_find_their_weights(order: str, tmp_path: Path) -> None:
+def test_calls_on_two_streams_in_turn_find_their_weights(order, tmp_path):
     model, reference = _made(Blocks), _made(Blocks).to("rig")
     calls = [inputs(n).to("rig") for n in (1, 1, 1, 2, 1, 1)]
     streams = [torch.accelerator.current_stream(), torch.Stream("rig")]
@@ -239,10 +230,10 @@ def test_calls_on_two_streams_in_turn_find_their_weights(order: str, tmp_path: P
             assert [torch.equal(*both) for both in zip(outputs, expected, strict=True)] == [True] * 6
 
 
-def test_an_error_in_a_step_spoils_no_later_call(order: str, tmp_path: Path) -> None:
+def test_an_error_in_a_step_spoils_no_later_call(order, tmp_path):
     model, reference, x = _made(Blocks), _made(Blocks).to("rig"), inputs().to("rig")
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise ValueError("in a step")
 
     with torch.no_grad():

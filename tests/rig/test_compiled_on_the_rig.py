@@ -1,13 +1,8 @@
 """Inductor on an accelerator: what torch compiles for the rig streams there; the rest is refused by name."""
 
-from __future__ import annotations
-
 import gc
 import re
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +21,7 @@ BUDGET = {"budget": "50%", "resident_below": None, **inductor.OPTIONS}
 class Branching(nn.Module):
     """Layers with a graph break between them, a tied weight, a buffer, and a parameter read by a view."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.again = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -34,7 +29,7 @@ class Branching(nn.Module):
         self.mix = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
         self.register_buffer("scale", torch.full((WIDTH,), 0.5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         torch._dynamo.graph_break()
@@ -44,16 +39,16 @@ class Branching(nn.Module):
 class Apart(nn.Module):
     """Computes with a tensor that it makes on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layer(x + torch.ones(WIDTH).to(x.device))
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def quiet():
     """Dynamo starts anew, and warns about itself."""
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch.no_grad():
@@ -62,18 +57,18 @@ def quiet() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def saved(module: nn.Module, folder: Path) -> Path:
+def saved(module, folder):
     path = folder / "model.safetensors"
     save_file({k: v for k, v in module.state_dict().items() if k != "again.weight"}, path)
     return path
 
 
-def compiled(module: nn.Module) -> Any:
+def compiled(module):
     return torch.compile(module, backend="penstock", options=dict(BUDGET))
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_a_compiled_module_streams_to_the_rig(order: str, tmp_path: Path, guarded: bool) -> None:
+def test_a_compiled_module_streams_to_the_rig(order, tmp_path, guarded):
     torch.manual_seed(0)
     module = Branching().requires_grad_(False)
     path, values = saved(module, tmp_path), [torch.randn(3, WIDTH).to("rig") for _ in range(3)]
@@ -101,7 +96,7 @@ def test_a_compiled_module_streams_to_the_rig(order: str, tmp_path: Path, guarde
         record.close()
 
 
-def test_a_guard_of_the_device_is_in_the_wrapper(late: None, tmp_path: Path) -> None:
+def test_a_guard_of_the_device_is_in_the_wrapper(late, tmp_path):
     module = Branching().requires_grad_(False).to("rig")
     with inductor.registered(guarded=True):
         options = {**inductor.OPTIONS, "fx_graph_cache": False}
@@ -110,7 +105,7 @@ def test_a_guard_of_the_device_is_in_the_wrapper(late: None, tmp_path: Path) -> 
     assert "\n        with torch.accelerator.device_index(0):\n            torch.accelerator.set" in found[0]
 
 
-def test_tensors_on_two_devices_are_named(late: None, tmp_path: Path) -> None:
+def test_tensors_on_two_devices_are_named(late, tmp_path):
     module = Apart().requires_grad_(False)
     with inductor.registered(guarded=False):
         penstock.offload(module, saved(module, tmp_path), device="rig")
@@ -119,22 +114,20 @@ def test_tensors_on_two_devices_are_named(late: None, tmp_path: Path) -> None:
         assert_caused_by_pass_error(raised.value)
 
 
-def words_of_mixed(what: str, second: str) -> str:
+def words_of_mixed(what, second):
     return (
         rf"{what} has tensors on two devices, .* on rig:0 and {second} on cpu, and Inductor compiles for "
         r"one: make all of them on rig:0, or penstock.compile it with lowering='eager'"
     )
 
 
-def assert_caused_by_pass_error(error: BaseException | None) -> None:
+def assert_caused_by_pass_error(error):
     while error is not None and not isinstance(error, penstock.PassError):
         error = error.__cause__ or getattr(error, "inner_exception", None)
     assert error is not None
 
 
-def test_a_device_that_inductor_has_no_code_for_is_refused_and_the_module_is_as_it_was(
-    late: None, tmp_path: Path
-) -> None:
+def test_a_device_that_inductor_has_no_code_for_is_refused_and_the_module_is_as_it_was(late, tmp_path):
     module = Branching().requires_grad_(False)
     path, before = saved(module, tmp_path), module.state_dict()
     no_code = "the module is for rig:0, for which Inductor has no code generator in torch "
@@ -159,18 +152,18 @@ def test_a_device_that_inductor_has_no_code_for_is_refused_and_the_module_is_as_
 class Recurrent(nn.Module):
     """A layer that streams between two tables that stay, in front of two recurrent layers that stay."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("first", torch.randn(WIDTH, WIDTH))
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("second", torch.randn(WIDTH, WIDTH))
         self.one, self.other = nn.GRU(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.other(self.one(self.layer(x @ self.first) @ self.second)[0])[0]
 
 
-def test_a_device_without_room_leaves_the_module_and_itself_as_they_were(tmp_path: Path) -> None:
+def test_a_device_without_room_leaves_the_module_and_itself_as_they_were(tmp_path):
     module = Recurrent()
     module.one.weight_hh_l0.grad = torch.ones(3 * WIDTH, WIDTH)
     path, values = saved(module, tmp_path), torch.randn(3, WIDTH)
@@ -205,15 +198,13 @@ def test_a_device_without_room_leaves_the_module_and_itself_as_they_were(tmp_pat
 class Flattened(nn.GRU):
     """Moves as on CUDA, where parameters stay the objects they are, and finds no memory to flatten them."""
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn, recurse=True):
         for value in self.parameters():
             value.data = fn(value).cpu()
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_recurrent_layers_that_do_not_fit_get_the_memory_back_that_they_had(
-    late: None, tmp_path: Path
-) -> None:
+def test_recurrent_layers_that_do_not_fit_get_the_memory_back_that_they_had(late, tmp_path):
     module = Recurrent()
     module.other = Flattened(WIDTH, WIDTH)
     path, before = saved(module, tmp_path), holdings(module)
@@ -229,9 +220,9 @@ def test_recurrent_layers_that_do_not_fit_get_the_memory_back_that_they_had(
     assert module.other._flat_weights[0] is module.other.weight_ih_l0
 
 
-def holdings(module: nn.Module) -> list[object]:
+def holdings(module):
     """What a module holds: its tensors, where their values and gradients lie, and what its parts list."""
-    held: list[object] = []
+    held = []
     for one in module.modules():
         for name, value in (*one._parameters.items(), *one._buffers.items()):
             grad = None if value.grad is None else (id(value.grad), value.grad.data_ptr())
@@ -241,10 +232,8 @@ def holdings(module: nn.Module) -> list[object]:
     return held
 
 
-def test_aotinductor_is_refused_by_name_before_a_byte_is_read(
-    late: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*_: object) -> None:
+def test_aotinductor_is_refused_by_name_before_a_byte_is_read(late, tmp_path, monkeypatch):
+    def read(*_):
         raise AssertionError("a byte was read")
 
     monkeypatch.setattr(Source, "read_into", read)

@@ -1,7 +1,5 @@
 """Faults between the parts of the runtime are found on the rig by wrong bytes; random plans run right."""
 
-from __future__ import annotations
-
 from itertools import zip_longest
 
 import pytest
@@ -12,10 +10,10 @@ from penstock.schedule.facts.errors import PenstockError
 from tests.hunt import scaled
 from tests.rig import machine
 from tests.rig.rig_runs import LateDisk, RigRun, run_everywhere
-from tests.runtime.device.device_runs import Case, CountError, Parts, WrongBytesError, cases, disk_cases
+from tests.runtime.device.device_runs import CountError, Parts, WrongBytesError, cases, disk_cases
 from tests.runtime.sim.faults import FAULTS, PLANS, PROBES, RECORDS, WAITS
 from tests.runtime.sim.test_sim import case_of
-from tests.schedule.traces import RandomProblem, problems
+from tests.schedule.traces import problems
 
 LATE_ORDERS = machine.ORDERS[1:2] + machine.ORDERS[3:]
 """Those in which what runs when is decided, so that a fault is found each time."""
@@ -24,18 +22,18 @@ ORDERINGS = [name for name, fault in {**WAITS, **RECORDS, **PLANS, **PROBES}.ite
 """What goes wrong with order. Copies of other bytes are found in any (test_device.py), errors in none."""
 
 
-def plainest_last() -> list[Case]:
+def plainest_last():
     """All cases, those that show most faults first, without a host between and with one in turn."""
     pairs = zip_longest(cases()[::-1], disk_cases()[::-1])
     return [one for pair in pairs for one in pair if one]
 
 
-def test_all_cases_run_right_in_all_orders() -> None:
+def test_all_cases_run_right_in_all_orders():
     run_everywhere(Parts(), (*cases(), *disk_cases()))
 
 
 @pytest.mark.parametrize("name", ORDERINGS)
-def test_faults_are_found_by_wrong_bytes(name: str) -> None:
+def test_faults_are_found_by_wrong_bytes(name):
     fault = FAULTS[name]
     fault.fired = 0
     with pytest.raises((WrongBytesError, CountError, PenstockError)):
@@ -47,9 +45,7 @@ def test_faults_are_found_by_wrong_bytes(name: str) -> None:
 @settings(max_examples=scaled(12), deadline=None)
 @seed(4)
 @given(problems("contiguous", methods=2), st.none() | st.floats(0, 0.6), st.integers(0, 99))
-def test_random_plans_run_on_the_rig_in_random_orders(
-    p: RandomProblem, share: float | None, number: int
-) -> None:
+def test_random_plans_run_on_the_rig_in_random_orders(p, share, number):
     one = case_of(p, share)
     if one.plan.arena_bytes:
         for order in (("random", number), ("late", 0), ("lagging", 0)):

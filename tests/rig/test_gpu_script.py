@@ -1,17 +1,12 @@
 """`make gpu` runs from its first step to its last on the rig, and what goes wrong is a line."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -55,19 +50,17 @@ sys.exit(main(sys.argv[1:]))
 class ForkedStep:
     """Stands for the process of a step. It is forked from one that has torch, and is over when it is made."""
 
-    def __init__(self, command: Sequence[str], *, env: dict[str, str], stderr: Any, **_: object) -> None:
+    def __init__(self, command, *, env, stderr, **_):
         assert command[:3] == [sys.executable, "-m", "benchmarks.gpu"]
         done = run_forked(STEP, *command[3:], folder=ROOT, warnings="default", **env)
         stderr.write(done.err)
         self.returncode, self.stdout = done.status, io.StringIO(done.out)
 
-    def wait(self) -> int:
+    def wait(self):
         return self.returncode
 
 
-def test_both_runs_on_a_gpu_are_tried_on_the_rig(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_runs_on_a_gpu_are_tried_on_the_rig(tmp_path, monkeypatch, capsys):
     """All steps, but for the time that each would need to import torch; those below have real processes."""
     build()  # outside of the steps' limits
     first, second = tmp_path / "build" / "first.jsonl", tmp_path / "second.jsonl"
@@ -85,7 +78,7 @@ def test_both_runs_on_a_gpu_are_tried_on_the_rig(
     assert outcomes == [*done[:7], done[0], *done[7:]], said  # a second run says that it has the same device
     table = said.rpartition("## machine: done, ")[2]  # the second run's is of all steps
     assert [part.partition(":")[0] for part in table.split("\n## ")[1:]] == [*STEPS][1:]
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    found = defaultdict(list)
     for line in lines:
         if "outcome" not in line:
             found[line.pop("step")].append(line)
@@ -109,9 +102,7 @@ def test_both_runs_on_a_gpu_are_tried_on_the_rig(
     }
 
 
-def test_both_runs_are_tried_on_a_simulated_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_runs_are_tried_on_a_simulated_device(tmp_path, monkeypatch, capsys):
     """The steps that are quick there, and those that cannot run there."""
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     monkeypatch.setattr(isolation, "subprocess", SimpleNamespace(Popen=ForkedStep, PIPE=subprocess.PIPE))
@@ -125,14 +116,14 @@ def test_both_runs_are_tried_on_a_simulated_device(
     done.insert(3, "machine")
     assert [line["step"] for line in lines if line.get("outcome") == "done"] == done, said
     assert lines[1]["product"] == "sim:h200"
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    found = defaultdict(list)
     for line in lines:
         found[line["step"]].append(line)
     assert {step for step in found if "skipped" in found[step][0]} == {*NEED_STREAMS}
     _check_host_and_disk({step: found[step][:-1] for step in ("host", "disk")})
 
 
-def _check_copies(lines: list[dict[str, Any]]) -> None:
+def _check_copies(lines):
     locking, *copies, small, huge = lines
     assert (small["huge"], huge["huge"]) == (False, True)
     assert all(line["equal"] and line["touch_s_a_gib"] > 0 for line in (small, huge))
@@ -148,7 +139,7 @@ def _check_copies(lines: list[dict[str, Any]]) -> None:
         assert line["products_s"] == line["products_under_copies_s"] == (copying.PRODUCTS + 1) / 1e3
 
 
-def _check_overlap(lines: list[dict[str, Any]]) -> None:
+def _check_overlap(lines):
     assert [line["share"] for line in lines] == list(overlap.SHARES)
     transfers = [line["transfers"] for line in lines]
     assert transfers == sorted(transfers, reverse=True)
@@ -161,7 +152,7 @@ def _check_overlap(lines: list[dict[str, Any]]) -> None:
         assert line["computing_ms"] < line["ms"]
 
 
-def _check_bits(lines: list[dict[str, Any]]) -> None:
+def _check_bits(lines):
     keys = [(line["bias"], line["tokens"], line.get("alignment")) for line in lines]
     assert sorted(keys[:12]) == [
         (bias, tokens, alignment)
@@ -173,7 +164,7 @@ def _check_bits(lines: list[dict[str, Any]]) -> None:
     assert all(line["equal"] is True for line in lines)
 
 
-def _check_passes(found: dict[str, list[dict[str, Any]]]) -> None:
+def _check_passes(found):
     assert [(line["share"], line["wrap"]) for line in found["streams"]] == [
         (share, wrap) for share in (0.0, 0.5) for wrap in ("overlap", "barrier")
     ]
@@ -184,7 +175,7 @@ def _check_passes(found: dict[str, list[dict[str, Any]]]) -> None:
     assert found["graphs"] == [{"share": s, **graphed, "equal_after_closing": None} for s in (0.0, 0.5)]
 
 
-def _check_llama(found: dict[str, list[dict[str, Any]]]) -> None:
+def _check_llama(found):
     assert [(line["tokens"], line["share"]) for line in found["llama"]] == [
         (tokens, share) for tokens in llama.TOKENS for share in llama.SHARES
     ]
@@ -217,7 +208,7 @@ def _check_llama(found: dict[str, list[dict[str, Any]]]) -> None:
             assert line["skipped"] == "diffusers copies on streams of cuda and xpu alone"
 
 
-def _check_host_and_disk(found: dict[str, list[dict[str, Any]]]) -> None:
+def _check_host_and_disk(found):
     assert [line["share"] for line in found["host"]] == list(hosting.SHARES)
     resident, *streamed = found["host"]
     assert resident["streamed_steps"] == 0
@@ -236,21 +227,19 @@ def _check_host_and_disk(found: dict[str, list[dict[str, Any]]]) -> None:
         assert line["staged_bytes_per_s"] == line["staged_bytes"] / line["seconds"] > 0
 
 
-def test_a_peer_that_fails_is_a_line_and_the_next_goes_on(
-    late: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def crowded(module: Any, where: torch.device) -> None:
+def test_a_peer_that_fails_is_a_line_and_the_next_goes_on(late, tmp_path, monkeypatch):
+    def crowded(module, where):
         raise torch.OutOfMemoryError("rig out of memory.\nTried to allocate 2.00 GiB")
 
-    def absent(module: Any, where: torch.device) -> None:
+    def absent(module, where):
         raise SkippedError("it is of another device")
 
-    def moved(module: Any, where: torch.device) -> None:
+    def moved(module, where):
         module.to(where)
 
     offloads = {"torch, crowded": crowded, "torch, absent": absent, "nowhere": moved, "torch": moved}
     monkeypatch.setattr(peers, "PEERS", offloads)
-    lines: list[dict[str, Any]] = []
+    lines = []
     with pytest.raises(
         WrongResultError, match=r"peers failed: torch, crowded for 1 tokens; torch, crowded for 512 tokens$"
     ):
@@ -266,11 +255,11 @@ def test_a_peer_that_fails_is_a_line_and_the_next_goes_on(
         assert 0 < within["driver_bytes"] <= whole["peak_driver_bytes"]
 
 
-def test_each_test_of_cuda_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_test_of_cuda_that_fails_is_a_line(tmp_path, monkeypatch):
     tests = tmp_path / "test_three.py"
     tests.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2\ndef test_three(gone): pass\n")
     monkeypatch.setattr(suite, "CUDA_TESTS", tests)
-    lines: list[dict[str, Any]] = []
+    lines = []
     assert suite.run_tests(lambda **line: lines.append(line)) == 2
     two, three, counts = lines
     assert (two["test"].partition("::")[2], two["reason"]) == ("test_two", "assert 1 == 2")
@@ -282,31 +271,31 @@ def test_each_test_of_cuda_that_fails_is_a_line(tmp_path: Path, monkeypatch: pyt
     assert lines[-1] == {"skipped": "pytest and hypothesis are not there to run test_three.py"}
 
 
-def test_two_streams_are_timed_before_the_host_waits_for_either() -> None:
-    done: list[str] = []
+def test_two_streams_are_timed_before_the_host_waits_for_either():
+    done = []
 
-    def timed(stream: Any, enqueue: Any) -> Any:
+    def timed(stream, enqueue):
         enqueue()
         done.append(f"the last event of {stream}")
         return lambda: done.append(f"a wait for {stream}") or len(done)
 
-    target: Any = SimpleNamespace(timed=timed)
+    target = SimpleNamespace(timed=timed)
     first, second = (("copies", lambda: done.append("copies")), ("kernels", lambda: done.append("products")))
-    seconds: Any = copying.beside(target, first, second)  # type: ignore[arg-type]
+    seconds = copying.beside(target, first, second)  # type: ignore[arg-type]
     order = ["products", "the last event of kernels", "copies", "the last event of copies"]
     assert done == [*order, "a wait for kernels", "a wait for copies"]
     assert seconds == (6, 5)
 
 
-def test_a_kernel_without_huge_pages_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_huge_pages_ends_no_step(monkeypatch):
     monkeypatch.setattr(slabs, "_ADVICE", {True: 9999})
     assert slabs.map_memory(8192, huge=True).fill_(1).sum() == 8192
 
 
-def test_wrong_bits_fail_a_step(late: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bits_fail_a_step(late, tmp_path, monkeypatch):
     """A mutant of the device gives other bytes, and the steps that compare outputs say so."""
 
-    def copy(self: Any, stream: Any, target: torch.Tensor, moves: Any, label: object) -> None:
+    def copy(self, stream, target, moves, label):
         inner(self, stream, target, moves, label)
         self.fill(stream, target, moves[-1].target, moves[-1].target + 2, 0)
 
@@ -314,13 +303,13 @@ def test_wrong_bits_fail_a_step(late: None, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(AcceleratorDevice, "copy", copy)
     target = Target("rig", 0.0005, tmp_path)
     for measure in (overlap.measure, bits.measure, passes.run_streams, passes.run_closing, passes.run_graphs):
-        lines: list[dict[str, Any]] = []
+        lines = []
         with torch.no_grad(), pytest.raises(WrongResultError):
             measure(target, lambda lines=lines, **figures: lines.append(figures))
         assert lines[-1]["equal"] is False
 
 
-def test_a_decoder_makes_its_angles_where_its_tokens_are(late: None) -> None:
+def test_a_decoder_makes_its_angles_where_its_tokens_are(late):
     decoder = make_meta_decoder(Shape(128, 1, 256)).to_empty(device="rig").requires_grad_(False)
     for weight in decoder.parameters():
         weight.fill_(0.01)

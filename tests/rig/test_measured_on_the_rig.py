@@ -1,10 +1,5 @@
 """Times of a device are those of its kernels, and not those of the calls that enqueue them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
 import torch
 from torch import nn
 from torch.export import export
@@ -13,11 +8,10 @@ import penstock
 from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
 from penstock.runtime.machine import calibrate
 from penstock.runtime.machine.figures import measurements
-from penstock.schedule.facts.model import Weight
 from tests.rig import machine
 
 
-def test_steps_are_timed_where_they_run(tmp_path: Path, order: str) -> None:
+def test_steps_are_timed_where_they_run(tmp_path, order):
     """An operation of the rig takes a millisecond: a kernel, the end of a tensor, the record of an event."""
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Sigmoid(), nn.Linear(8, 8, bias=False))
     values = torch.randn(2, 8)
@@ -36,7 +30,7 @@ def test_steps_are_timed_where_they_run(tmp_path: Path, order: str) -> None:
     assert (trace.tail_ns, trace.times) == (1_000_000, "measured")
 
 
-def test_a_clock_of_events_starts_nothing_early(late: None) -> None:
+def test_a_clock_of_events_starts_nothing_early(late):
     clock = EventClock(AcceleratorDevice("rig"))
     start = clock.now()
     there = torch.zeros(8, device="rig").add_(1)
@@ -47,11 +41,11 @@ def test_a_clock_of_events_starts_nothing_early(late: None) -> None:
     assert there.tolist() == [1] * 8
 
 
-def test_times_of_streams_can_be_compared(order: str) -> None:
+def test_times_of_streams_can_be_compared(order):
     """What waits for another stream begins when that has come there; else it runs beside it."""
     streams = [torch.Stream("rig") for _ in range(2)]
 
-    def now(stream: torch.Stream) -> torch.Event:
+    def now(stream):
         event = torch.Event("rig", enable_timing=True)
         event.record(stream)
         return event
@@ -72,9 +66,9 @@ def test_times_of_streams_can_be_compared(order: str) -> None:
     assert done.elapsed_time(behind) == 2  # the wait, and the record
 
 
-def test_a_device_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str) -> None:
+def test_a_device_is_measured_once(monkeypatch, tmp_path, order):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    weights: tuple[Weight, ...] = ()
+    weights = ()
     reserved = torch.accelerator.memory_reserved()
     first = calibrate.measure_accelerator("rig", weights, None)
     assert torch.accelerator.memory_reserved() == reserved  # its buffers are given back

@@ -6,10 +6,8 @@ import gc
 import mmap
 import runpy
 import threading
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -25,8 +23,6 @@ from penstock.runtime.device.protocol import FileRead, Move
 from penstock.runtime.device.weights import load_resident
 from penstock.runtime.files.source import FileRange
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.module import StreamedModule
-from penstock.runtime.program import Program
 from penstock.runtime.system.memory import HUGE_PAGE
 from tests.rig import machine
 from tests.rig.rig_runs import plan_of
@@ -39,16 +35,16 @@ VALUES = torch.randn(2, 100)
 class Uneven(nn.Module):
     """Weights whose sizes are no multiple of anything."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(100, 101 - k) for k in range(6))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+def program(tmp_path_factory):
     torch.manual_seed(2)
     path = tmp_path_factory.mktemp("uneven") / "uneven.penstock"
     return penstock.compile(export(Uneven().requires_grad_(False), (VALUES,)), path)
@@ -71,12 +67,12 @@ class Runtime:
     unknown: ClassVar[list[int]] = []  # what was unregistered and had not been registered
 
     @classmethod
-    def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 (the runtime's name)
+    def cudaHostRegister(cls, address, nbytes, flags):  # noqa: N802 (the runtime's name)
         cls.devices.append(torch.accelerator.current_device_index())
         return cls.refuses or (0 if torch.ops.rig.lock(address, nbytes) else 712)
 
     @classmethod
-    def cudaHostUnregister(cls, address: int) -> int:  # noqa: N802 (the runtime's name)
+    def cudaHostUnregister(cls, address):  # noqa: N802 (the runtime's name)
         if torch.ops.rig.unlock(address):
             return 0
         cls.unknown.append(address)
@@ -84,7 +80,7 @@ class Runtime:
 
 
 @pytest.fixture
-def registering(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Registering]]:
+def registering(monkeypatch):
     monkeypatch.setattr(cuda, "_runtime", lambda: Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.accelerator.device_index(device.index))
     monkeypatch.setattr(Runtime, "refuses", 0)
@@ -93,21 +89,19 @@ def registering(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Registering]]:
     assert Runtime.unknown == []
 
 
-def load(program: Program, share: str, device: AcceleratorDevice) -> StreamedModule:
+def load(program, share, device):
     return load_module(program, plan_of(program, share), LoadOptions(device="rig"), device=device)
 
 
 @pytest.mark.parametrize("share", ["50%", "100%"])
-def test_nothing_is_copied_from_memory_that_is_not_locked(program: Program, order: str, share: str) -> None:
+def test_nothing_is_copied_from_memory_that_is_not_locked(program, order, share):
     with torch.no_grad(), load(program, share, AcceleratorDevice("rig")) as streamed:
         streamed(VALUES.to("rig"))
         assert machine.blocked().get("a pageable copy to the device", 0) == 1  # that of the input
 
 
 @pytest.mark.parametrize("share", ["50%", "100%"])
-def test_memory_is_registered_to_the_page_and_none_is_left(
-    program: Program, order: str, registering: type[Registering], share: str
-) -> None:
+def test_memory_is_registered_to_the_page_and_none_is_left(program, order, registering, share):
     before = torch.ops.rig.locked_bytes()
     for closes in (True, False):
         with torch.no_grad():
@@ -124,9 +118,7 @@ def test_memory_is_registered_to_the_page_and_none_is_left(
         assert torch.ops.rig.locked_bytes() == before
 
 
-def test_a_device_that_is_dropped_leaves_nothing_registered(
-    late: None, registering: type[Registering]
-) -> None:
+def test_a_device_that_is_dropped_leaves_nothing_registered(late, registering):
     before = torch.ops.rig.locked_bytes()
     device = registering("rig")
     memory = [device.allocate_host(nbytes) for nbytes in (1, 5000, 2 * HUGE_PAGE)]
@@ -146,13 +138,11 @@ def test_a_device_that_is_dropped_leaves_nothing_registered(
 
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("call", ["cudaHostRegister", "cudaHostUnregister"])
-def test_an_interrupt_at_a_call_leaves_nothing_registered(
-    late: None, registering: type[Registering], monkeypatch: pytest.MonkeyPatch, call: str, behind: bool
-) -> None:
+def test_an_interrupt_at_a_call_leaves_nothing_registered(late, registering, monkeypatch, call, behind):
     before, device, whole = torch.ops.rig.locked_bytes(), registering("rig"), getattr(Runtime, call)
     kept = device.allocate_host(5000)
 
-    def interrupted(*args: Any) -> int:
+    def interrupted(*args):
         monkeypatch.setattr(Runtime, call, whole)
         if behind:  # what the call has returned is lost
             whole(*args)
@@ -168,9 +158,7 @@ def test_an_interrupt_at_a_call_leaves_nothing_registered(
     Runtime.unknown.clear()
 
 
-def test_memory_is_registered_on_the_device_it_is_for_by_pages_of_the_system(
-    late: None, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_registered_on_the_device_it_is_for_by_pages_of_the_system(late, registering, monkeypatch):
     for module in (accelerator, cuda):
         monkeypatch.setattr(module, "PAGE", 1 << 16)
     for name in ("rig:1", "rig:0", "rig"):
@@ -184,19 +172,17 @@ def test_memory_is_registered_on_the_device_it_is_for_by_pages_of_the_system(
     assert runpy.run_path(str(accelerator.__file__))["PAGE"] == 1 << 16
 
 
-def test_memory_of_a_load_that_fails_stays_until_its_copies_have_run(
-    order: str, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_a_load_that_fails_stays_until_its_copies_have_run(order, registering, monkeypatch):
     device, copies, second = registering("rig"), list[object](), threading.Event()
 
     class Breaking(Memory):
-        def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+        def read_into(self, file, offset, address, nbytes):
             if offset == 8192:
                 assert second.wait(20)
                 raise penstock.SourceError("the disk is broken")
             super().read_into(file, offset, address, nbytes)
 
-    def copy(*args: Any) -> None:
+    def copy(*args):
         AcceleratorDevice.copy(device, *args)
         copies.append(args)
         if len(copies) == 2:
@@ -204,7 +190,7 @@ def test_memory_of_a_load_that_fails_stays_until_its_copies_have_run(
 
     monkeypatch.setattr(device, "copy", copy)
     before = torch.ops.rig.locked_bytes()
-    source: Any = Breaking(bytes(12288))
+    source = Breaking(bytes(12288))
     disk, target = device.open_disk(source), device.allocate(12288, "a test")
     work = [(target, FileRange(at, at + 4096, 0, at, at)) for at in (0, 4096, 8192)]
     with pytest.raises(penstock.SourceError, match="the disk is broken"):
@@ -214,9 +200,7 @@ def test_memory_of_a_load_that_fails_stays_until_its_copies_have_run(
     assert (len(copies), torch.ops.rig.locked_bytes()) == (2, before)
 
 
-def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(
-    program: Program, order: str, registering: type[Registering], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(program, order, registering, monkeypatch):
     before = torch.ops.rig.locked_bytes()  # torch's allocator keeps the pages that it locked for others
     monkeypatch.setattr(Runtime, "refuses", 2)
     with pytest.raises(penstock.StreamError, match=r"page-locked \(CUDA error 2\): .* \(page_lock=False\)"):
@@ -232,10 +216,10 @@ def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(
                 assert machine.blocked()["a pageable copy to the device"] > 3
 
 
-def test_a_thread_copies_from_ordinary_memory_and_the_host_goes_on(program: Program, order: str) -> None:
+def test_a_thread_copies_from_ordinary_memory_and_the_host_goes_on(program, order):
     device = AcceleratorDevice("rig", page_lock=False)
     with torch.no_grad(), load(program, "50%", device) as streamed:
-        inner: Any = streamed._weights.streamer
+        inner = streamed._weights.streamer
         streamed(VALUES.to("rig"))
         device.finish()
         gate, opened, current = threading.Event(), list[bool](), list[torch.Stream]()
@@ -257,9 +241,7 @@ def test_a_thread_copies_from_ordinary_memory_and_the_host_goes_on(program: Prog
         assert machine.blocked()["a pageable copy to the device"] > blocked["a pageable copy to the device"]
 
 
-def test_finishing_waits_for_threads_first_whose_work_the_device_does_not_know(
-    late: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finishing_waits_for_threads_first_whose_work_the_device_does_not_know(late, monkeypatch):
     device, gate, order = AcceleratorDevice("rig", page_lock=False), threading.Event(), list[str]()
     copies = device.open_stream("copies")
     copies.run(lambda: order.append("the thread") if gate.wait(20) else None)
@@ -272,9 +254,7 @@ def test_finishing_waits_for_threads_first_whose_work_the_device_does_not_know(
     device.close()
 
 
-def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(
-    late: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(late, monkeypatch):
     device = AcceleratorDevice("rig", page_lock=False)
     copies, other = device.open_stream("copies"), device.open_stream("others")
     target, source = device.allocate(4, "a test"), device.allocate_host(8)
@@ -303,9 +283,7 @@ def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(
     assert seen == [True]
 
 
-def test_a_capture_gives_a_copying_thread_nothing_of_its_own(
-    program: Program, late: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_gives_a_copying_thread_nothing_of_its_own(program, late, monkeypatch):
     """An event of a capture that the thread waits for after it, or in it, would be an error for ever."""
     values, given = VALUES.to("rig"), list[object]()
     device = AcceleratorDevice("rig", page_lock=False)
@@ -321,11 +299,11 @@ def test_a_capture_gives_a_copying_thread_nothing_of_its_own(
         assert torch.equal(streamed(values), expected)
 
 
-def test_a_device_is_closed_whatever_its_thread_has_raised(late: None) -> None:
+def test_a_device_is_closed_whatever_its_thread_has_raised(late):
     before = threading.active_count()
     device = AcceleratorDevice("rig", page_lock=False)
 
-    def fail() -> None:
+    def fail():
         raise MemoryError
 
     device.open_stream("copies").run(fail)
@@ -333,7 +311,7 @@ def test_a_device_is_closed_whatever_its_thread_has_raised(late: None) -> None:
     assert threading.active_count() == before
 
 
-def test_a_forked_child_waits_for_no_thread(late: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_waits_for_no_thread(late, monkeypatch):
     device, waited = AcceleratorDevice("rig", page_lock=False), list[object]()
     device.open_stream("copies")
     with monkeypatch.context() as patched:
@@ -345,14 +323,12 @@ def test_a_forked_child_waits_for_no_thread(late: None, monkeypatch: pytest.Monk
     device.close()
 
 
-def test_closing_a_device_ends_its_copies_before_their_memory_and_its_threads(
-    late: None, registering: type[Registering]
-) -> None:
+def test_closing_a_device_ends_its_copies_before_their_memory_and_its_threads(late, registering):
     before = threading.active_count()
     for page_lock in (True, False):
         device = registering("rig", page_lock=page_lock)
         copies, target = device.open_stream("copies"), device.allocate(64, "a test")
-        source: Any = Memory(bytes(range(64)))
+        source = Memory(bytes(range(64)))
         disk, memory = device.open_disk(source), device.allocate_host(64)
         device.read(disk, memory, [FileRead(0, 0, 0, 64)], "a read")
         device.wait(copies, device.record(disk))
@@ -363,7 +339,7 @@ def test_closing_a_device_ends_its_copies_before_their_memory_and_its_threads(
         assert threading.active_count() == before
 
 
-def test_weights_lie_as_the_allocator_aligns_wherever_files_have_them(tmp_path: Path, late: None) -> None:
+def test_weights_lie_as_the_allocator_aligns_wherever_files_have_them(tmp_path, late):
     module = nn.Sequential(nn.Linear(150, 130), nn.Linear(130, 170), nn.Linear(170, 150)).requires_grad_(
         False
     )
@@ -378,7 +354,7 @@ def test_weights_lie_as_the_allocator_aligns_wherever_files_have_them(tmp_path: 
             assert torch.equal(streamed(values.to("rig")), expected)
 
 
-def test_memory_of_a_closed_module_is_the_devices_again(program: Program, order: str) -> None:
+def test_memory_of_a_closed_module_is_the_devices_again(program, order):
     torch.accelerator.empty_cache()
     reserved = torch.accelerator.memory_reserved()
     for _ in range(3):
@@ -387,7 +363,7 @@ def test_memory_of_a_closed_module_is_the_devices_again(program: Program, order:
         assert torch.accelerator.memory_reserved() == reserved
 
 
-def test_large_copies_are_cut_and_bring_the_same(program: Program, order: str, monkeypatch: Any) -> None:
+def test_large_copies_are_cut_and_bring_the_same(program, order, monkeypatch):
     host, there = torch.arange(250, dtype=torch.uint8), torch.zeros(300, dtype=torch.uint8, device="rig")
     torch.accelerator.synchronize()  # zeros are written on another stream than copies
     monkeypatch.setattr(accelerator, "PIECE", 64)
@@ -412,13 +388,11 @@ def test_large_copies_are_cut_and_bring_the_same(program: Program, order: str, m
     device.close()
 
 
-def test_a_transfer_is_put_into_words_only_for_messages(
-    program: Program, late: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transfer_is_put_into_words_only_for_messages(program, late, monkeypatch):
     monkeypatch.setattr(streamer._Label, "__str__", lambda label: pytest.fail("nobody asked"))
     with torch.no_grad(), load(program, "50%", AcceleratorDevice("rig")) as streamed:
-        inner: Any = streamed._weights.streamer
-        seen: list[list[Move]] = []
+        inner = streamed._weights.streamer
+        seen = []
         copy = inner._device.copy
         inner._device.copy = lambda stream, target, moves, label: (
             seen.append(moves),
@@ -440,12 +414,10 @@ def test_a_transfer_is_put_into_words_only_for_messages(
         RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
     ],
 )
-def test_running_out_of_memory_is_understood_in_all_words(
-    program: Program, late: None, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_running_out_of_memory_is_understood_in_all_words(program, late, monkeypatch, error):
     failures = iter((error, RuntimeError("an illegal memory access")))
 
-    def fail(*args: Any) -> Any:
+    def fail(*args):
         raise next(failures)
 
     monkeypatch.setattr(streamer.DeviceStreamer, "acquire", fail)
@@ -457,7 +429,7 @@ def test_running_out_of_memory_is_understood_in_all_words(
             streamed(values)
 
 
-def test_an_arena_that_does_not_fit_is_refused_by_its_size(program: Program, tmp_path: Path) -> None:
+def test_an_arena_that_does_not_fit_is_refused_by_its_size(program, tmp_path):
     with (
         machine.ordered("late", memory=8192),
         pytest.raises(

@@ -1,10 +1,5 @@
 """Whole programs stream to the rig, and give the bits of the module that is resident there."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -17,7 +12,7 @@ from tests.runtime.models import Stack, aligned
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def stack(tmp_path_factory):
     """A small stack of blocks whose head is tied to its embedding, as a program, and the module itself."""
     torch.manual_seed(0)
     module = Stack(64, 4, 90).eval().requires_grad_(False)
@@ -26,7 +21,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
-def test_a_stack_streams_to_the_rig(stack: Any, order: str, wrap: Any) -> None:
+def test_a_stack_streams_to_the_rig(stack, order, wrap):
     program, module = stack
     calls = [torch.randint(0, 90, (2, 5)).to("rig") for _ in range(3)]
     resident = aligned(module).to("rig")
@@ -45,13 +40,13 @@ def test_a_stack_streams_to_the_rig(stack: Any, order: str, wrap: Any) -> None:
 class Split(nn.Module):
     """Layers on a device; on the CPU a table, a count of calls, an empty tensor, and one made in the call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
         self.register_buffer("calls", torch.zeros(1))
         self.table, self.empty = torch.randn(2, 32), torch.empty(0, 32)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         self.calls.add_(1)
         for layer in self.layers:
             x = layer(x).tanh()
@@ -62,9 +57,7 @@ class Split(nn.Module):
 
 
 @pytest.mark.parametrize("share", ["50%", "100%"])
-def test_what_a_program_for_the_rig_has_on_the_cpu_stays_there(
-    late: None, tmp_path: Path, share: str
-) -> None:
+def test_what_a_program_for_the_rig_has_on_the_cpu_stays_there(late, tmp_path, share):
     module = Split().requires_grad_(False).to("rig")
     module.calls = module.calls.cpu()
     x = torch.randn(2, 32).to("rig")
@@ -85,9 +78,7 @@ def test_what_a_program_for_the_rig_has_on_the_cpu_stays_there(
 
 
 @pytest.mark.parametrize("share", ["60%", "100%"])
-def test_a_method_for_the_cpu_beside_one_for_the_rig_moves_whole(
-    late: None, tmp_path: Path, share: str
-) -> None:
+def test_a_method_for_the_cpu_beside_one_for_the_rig_moves_whole(late, tmp_path, share):
     layers = (nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False) for _ in range(2))
     first, second = (nn.ModuleDict({name: one}) for name, one in zip(("a", "b"), layers, strict=True))
     first.forward, second.forward = first["a"].forward, second["b"].forward
@@ -101,7 +92,7 @@ def test_a_method_for_the_cpu_beside_one_for_the_rig_moves_whole(
         assert torch.equal(streamed.second(x.to("rig")), second(x.to("rig")))
 
 
-def test_one_name_for_weights_on_two_devices_is_refused(late: None, tmp_path: Path) -> None:
+def test_one_name_for_weights_on_two_devices_is_refused(late, tmp_path):
     layer, x = nn.Linear(32, 32).requires_grad_(False), torch.randn(2, 32)
     methods = {"first": export(layer, (x,))}
     methods["second"] = export(nn.Linear(32, 32).requires_grad_(False).to("rig"), (x.to("rig"),))

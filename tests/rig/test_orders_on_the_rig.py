@@ -4,15 +4,11 @@ What shows one is wrong bytes, an error, or a time of the rig's clock, which cou
 a fault is found in each of the rig's orders, whatever runs when.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +17,8 @@ from torch.export import export
 
 import penstock
 from penstock.runtime.device import streamer as staging
-from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock, PageableStream
-from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.model import Drop, HostTier, Range, Schedule, Step, Storage, Trace, Transfer
 from penstock.schedule.verify.proof import verify_plan
@@ -48,7 +42,7 @@ OPERATIONS = 64
 """Kernels that keep a stream busy for longer than all else takes that a pass enqueues at once."""
 
 
-def keep_busy(scratch: torch.Tensor) -> None:
+def keep_busy(scratch):
     """Enqueue `OPERATIONS` kernels on the current stream."""
     for _ in range(OPERATIONS):
         scratch.fill_(1)
@@ -57,14 +51,14 @@ def keep_busy(scratch: torch.Tensor) -> None:
 class Timed(Parts):
     """Notes times on the rig's clock: in each of `pairs`, the second may not come before the first."""
 
-    def __init__(self) -> None:
-        self.pairs: list[tuple[torch.Event, torch.Event]] = []
+    def __init__(self):
+        self.pairs = []
 
-    def device(self, device: Any) -> Any:
+    def device(self, device):
         self.clock, self.scratch = EventClock(device), torch.empty(8, device="rig")
         return device
 
-    def check(self) -> None:
+    def check(self):
         if not self.pairs:
             raise CountError("nothing was timed")
         if any(self.clock.ns_between(*pair) < 0 for pair in self.pairs):
@@ -74,11 +68,11 @@ class Timed(Parts):
 class TimedMisses(Timed):
     """The kernels before each step on demand are many, and its copies end after them."""
 
-    def streamer(self, streamer: DeviceStreamer) -> Passing:
+    def streamer(self, streamer):
         timed = self
 
         class Probes(Passing):
-            def acquire(self, graph: int, step: int) -> None:
+            def acquire(self, graph, step):
                 misses = streamer.counters.misses
                 keep_busy(timed.scratch)
                 before = timed.clock.now()
@@ -93,11 +87,11 @@ class TimedMisses(Timed):
 class TimedOuts(Timed):
     """The copies before each one out are many, and the end of the step that waits for it comes after it."""
 
-    def device(self, device: Any) -> Any:
-        self._outs: dict[int, torch.Event] = {}
+    def device(self, device):
+        self._outs = {}
         copy_out = device.copy_out
 
-        def late(stream: Any, source: torch.Tensor, moves: Any, label: Any) -> None:
+        def late(stream, source, moves, label):
             with stream:
                 keep_busy(self.scratch)
             copy_out(stream, source, moves, label)
@@ -107,11 +101,11 @@ class TimedOuts(Timed):
         device.copy_out = late
         return super().device(device)
 
-    def streamer(self, streamer: DeviceStreamer) -> Passing:
+    def streamer(self, streamer):
         timed = self
 
         class Probes(Passing):
-            def release(self, graph: int, step: int) -> None:
+            def release(self, graph, step):
                 super().release(graph, step)
                 if step in timed._outs:
                     timed.pairs.append((timed._outs.pop(step), timed.clock.now()))
@@ -119,21 +113,21 @@ class TimedOuts(Timed):
         return Probes(streamer)
 
 
-def named(name: str, some: Sequence[Case]) -> Case:
+def named(name, some):
     return next(one for one in some if one.name == name)
 
 
-def run_timed(one: Case, timed: Timed) -> None:
+def run_timed(one, timed):
     RigRun(one, timed).go()
     timed.check()
 
 
-def load_late_kernels_before_misses(program: Program) -> None:
+def load_late_kernels_before_misses(program):
     run_timed(named("misses", cases()), TimedMisses())
 
 
 @cache
-def spilling() -> Case:
+def spilling():
     """A forward writes values, which leave the arena at once, and its backward reads them in reverse."""
     weights = case("spilling", [4, 3, 5, 2, 1], [[[k] for k in range(4)]], 0.3, []).storages[:-1]
     storages = (*weights, *(Storage(UNIT * n, "produced", ()) for n in (3, 5, 2, 4)))
@@ -144,17 +138,17 @@ def spilling() -> Case:
         Trace(f"method_{graph}", graph, "", steps, 40, 10, "modelled", follows=1 - graph)
         for graph, steps in enumerate((forward, backward))
     )
-    payload: Any = SimpleNamespace(storages=storages, traces=traces)
+    payload = SimpleNamespace(storages=storages, traces=traces)
     plan = spilling_plan(payload)
     return Case("spilling", storages, lambda: plan, ((0, "in order"), (1, "in order")) * 3)
 
 
-def copy_out_late(program: Program) -> None:
+def copy_out_late(program):
     run_timed(spilling(), TimedOuts())
 
 
 @cache
-def with_a_ring() -> Case:
+def with_a_ring():
     """Two methods that bring nothing for other calls, through a ring that reads ahead for one of them.
 
     Both begin with the storage that stays. The planner would bring the next one before the call begins.
@@ -187,11 +181,11 @@ def with_a_ring() -> Case:
     return replace(planned, planned=lambda: plan, passes=tuple((k, "in order") for k in (0, 1, 1, 0, 1)))
 
 
-def call_another_method_than_was_read_ahead(program: Program) -> None:
+def call_another_method_than_was_read_ahead(program):
     RigRun(with_a_ring()).go()
 
 
-def align_reads(program: Program) -> None:
+def align_reads(program):
     """Reads of 768 bytes are large here, and blocks have 1 KiB. The disk reads as soon as it may."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(staging, "_LARGE", 3 * UNIT)
@@ -199,7 +193,7 @@ def align_reads(program: Program) -> None:
         RigRun(named("two methods", disk_cases()), disk=PromptDisk).go()
 
 
-def close_while_replays_run(program: Program) -> None:
+def close_while_replays_run(program):
     """A pass is captured, and its caller replays it on a stream of his own as the module is closed."""
     stream, values, scratch = torch.Stream("rig"), torch.randn(2, 64).to("rig"), torch.empty(8, device="rig")
     device = AcceleratorDevice("rig")
@@ -210,7 +204,7 @@ def close_while_replays_run(program: Program) -> None:
             patched.setattr(AcceleratorDevice, "capturing", True)
             streamed(values)
         torch.accelerator.current_stream().synchronize()
-        inner: Any = streamed._weights.streamer
+        inner = streamed._weights.streamer
         arena = inner._weights.arena
         expected = arena.cpu()
         stream.wait_stream(torch.accelerator.current_stream())
@@ -228,19 +222,19 @@ def close_while_replays_run(program: Program) -> None:
     del taken
 
 
-def lose_the_last_copy_of_a_pass(program: Program) -> None:
+def lose_the_last_copy_of_a_pass(program):
     """The thread that copies from ordinary memory fails at the last copy of a pass, which must raise."""
     device, values, copies = AcceleratorDevice("rig", page_lock=False), torch.randn(2, 64).to("rig"), [0, 0]
     plan = plan_of(program, "50%", wrap="barrier")
 
-    def copy(stream: PageableStream, *args: Any) -> None:
+    def copy(stream, *args):
         copies[0] += 1
         if copies[0] == copies[1]:
             stream.run(fail)
         else:
             AcceleratorDevice.copy(device, stream, *args)
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("the link is down")
 
     with torch.no_grad(), load_module(program, plan, LoadOptions("rig"), device=device) as streamed:
@@ -259,16 +253,16 @@ def lose_the_last_copy_of_a_pass(program: Program) -> None:
         raise CountError(f"no error in a pass of {copies[0]} copies of which one failed")
 
 
-def take_all_streams(program: Program) -> None:
+def take_all_streams(program):
     """The stream of copies is none that the caller can get."""
     with program.load(plan=plan_of(program, "50%"), device="rig") as streamed:
-        inner: Any = streamed._weights.streamer
+        inner = streamed._weights.streamer
         streams = [torch.accelerator.current_stream(), *(torch.Stream("rig") for _ in range(100))]
         if inner._copies in streams:
             raise CountError("kernels of the caller's run on the stream of copies")
 
 
-SCENARIOS: dict[str, Callable[[Program], None]] = {
+SCENARIOS = {
     "copies on demand do not wait for earlier kernels": load_late_kernels_before_misses,
     "the end of a step waits for the copies out of another": copy_out_late,
     "closing does not wait for replays": close_while_replays_run,
@@ -281,7 +275,7 @@ SCENARIOS: dict[str, Callable[[Program], None]] = {
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+def program(tmp_path_factory):
     torch.manual_seed(1)
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
     path = tmp_path_factory.mktemp("orders") / "m.penstock"
@@ -289,14 +283,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scenarios_run_right_in_any_order(program: Program, order: str, name: str) -> None:
+def test_scenarios_run_right_in_any_order(program, order, name):
     SCENARIOS[name](program)
 
 
 @pytest.mark.parametrize("name", ORDER_FAULTS)
-def test_faults_of_order_are_found_in_any_order(
-    program: Program, order: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_of_order_are_found_in_any_order(program, order, name, monkeypatch):
     fault = ORDER_FAULTS[name]
     module = import_module("penstock." + fault.path.removesuffix(".py").replace("/", "."))
     function = attrgetter(fault.scope)(module)

@@ -1,7 +1,5 @@
 """The rig itself: what it runs late, what it refuses, and what it takes away."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from torch import nn
 from tests.rig import building, machine
 
 
-def test_the_host_cannot_touch_the_memory_of_the_device(late: None) -> None:
+def test_the_host_cannot_touch_the_memory_of_the_device(late):
     there, here = torch.zeros(64, device="rig"), torch.zeros(64)
     assert machine.readable(here.data_ptr())
     assert not machine.readable(there.data_ptr())
@@ -21,7 +19,7 @@ def test_the_host_cannot_touch_the_memory_of_the_device(late: None) -> None:
     assert not machine.readable(there.data_ptr())
 
 
-def test_kernels_run_when_they_are_waited_for(late: None) -> None:
+def test_kernels_run_when_they_are_waited_for(late):
     source = torch.ones(8).pin_memory()
     there = torch.empty(8, device="rig")
     there.copy_(source, non_blocking=True)
@@ -36,7 +34,7 @@ def test_kernels_run_when_they_are_waited_for(late: None) -> None:
     assert machine.blocked() == {"an event": 1, "a pageable copy to the host": 1}
 
 
-def test_what_streams_do_is_not_ordered_unless_the_program_says(late: None) -> None:
+def test_what_streams_do_is_not_ordered_unless_the_program_says(late):
     one, other = torch.Stream("rig"), torch.Stream("rig")
     found = {}
     for waits in (False, True):
@@ -54,14 +52,14 @@ def test_what_streams_do_is_not_ordered_unless_the_program_says(late: None) -> N
         assert found[True].tolist() == [5] * 8
 
 
-def test_a_wait_for_an_event_that_was_never_recorded_does_nothing(order: str) -> None:
+def test_a_wait_for_an_event_that_was_never_recorded_does_nothing(order):
     stream = torch.Stream("rig")
     stream.wait_event(torch.Event("rig"))
     with stream:
         assert torch.ones(2, device="rig").tolist() == [1, 1]
 
 
-def test_memory_that_is_freed_is_overwritten_on_its_stream_and_given_out_again(late: None) -> None:
+def test_memory_that_is_freed_is_overwritten_on_its_stream_and_given_out_again(late):
     stream = torch.Stream("rig")
     there = torch.ones(1000, device="rig")
     torch.accelerator.synchronize()
@@ -76,7 +74,7 @@ def test_memory_that_is_freed_is_overwritten_on_its_stream_and_given_out_again(l
         assert kept.isnan().all()
 
 
-def test_memory_that_another_stream_uses_is_kept_until_that_is_done(late: None) -> None:
+def test_memory_that_another_stream_uses_is_kept_until_that_is_done(late):
     stream = torch.Stream("rig")
     there = torch.ones(1000, device="rig")
     stream.wait_stream(torch.accelerator.current_stream())
@@ -92,7 +90,7 @@ def test_memory_that_another_stream_uses_is_kept_until_that_is_done(late: None) 
         assert kept.eq(1).all()
 
 
-def test_pageable_copies_block_the_host_behind_their_stream_and_page_locked_ones_do_not(late: None) -> None:
+def test_pageable_copies_block_the_host_behind_their_stream_and_page_locked_ones_do_not(late):
     pageable, locked = torch.ones(8), torch.ones(8).pin_memory()
     assert (pageable.is_pinned(), locked.is_pinned()) == (False, True)
     there = torch.empty(8, device="rig")
@@ -105,7 +103,7 @@ def test_pageable_copies_block_the_host_behind_their_stream_and_page_locked_ones
     assert machine.blocked() == {"a pageable copy to the device": 1, "a copy to the device": 1}
 
 
-def test_host_memory_that_is_unlocked_under_a_copy_is_an_error(late: None) -> None:
+def test_host_memory_that_is_unlocked_under_a_copy_is_an_error(late):
     memory, there = torch.ones(8), torch.empty(8, device="rig")
     before = torch.ops.rig.locked_bytes()
     assert torch.ops.rig.lock(memory.data_ptr(), memory.nbytes)
@@ -121,7 +119,7 @@ def test_host_memory_that_is_unlocked_under_a_copy_is_an_error(late: None) -> No
     assert there.fill_(1).tolist() == [1] * 8
 
 
-def test_tensors_of_the_host_are_refused_as_on_a_gpu(late: None) -> None:
+def test_tensors_of_the_host_are_refused_as_on_a_gpu(late):
     there = torch.ones(3, device="rig")
     assert (there + torch.tensor(1)).tolist() == [2] * 3
     for call in (lambda: there + torch.ones(3), lambda: torch.mm(there[:, None], torch.ones(1, 3))):
@@ -131,7 +129,7 @@ def test_tensors_of_the_host_are_refused_as_on_a_gpu(late: None) -> None:
             call()
 
 
-def test_memory_runs_out_and_what_is_cached_is_given_back_first(late: None) -> None:
+def test_memory_runs_out_and_what_is_cached_is_given_back_first(late):
     torch.ops.rig.set_memory(torch.accelerator.memory_reserved() + (1 << 20))
     torch.empty(600_000, dtype=torch.uint8, device="rig")
     kept = torch.empty(700_000, dtype=torch.uint8, device="rig")
@@ -144,7 +142,7 @@ def test_memory_runs_out_and_what_is_cached_is_given_back_first(late: None) -> N
     torch.empty(700_000, dtype=torch.uint8, device="rig")
 
 
-def test_devices_and_pooled_streams_are_told_apart(order: str) -> None:
+def test_devices_and_pooled_streams_are_told_apart(order):
     first, second = torch.arange(6.0, device="rig:0"), torch.arange(6.0, device="rig:1")
     assert (first.device.index, second.device.index) == (0, 1)
     assert torch.equal(first.to("rig:1"), second)
@@ -155,7 +153,7 @@ def test_devices_and_pooled_streams_are_told_apart(order: str) -> None:
     assert not set(pooled) & {torch.Stream("rig", priority=-1).stream_id for _ in range(32)}
 
 
-def test_a_model_computes_what_the_cpu_computes(order: str) -> None:
+def test_a_model_computes_what_the_cpu_computes(order):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Flatten(), nn.Linear(144, 5))
     values = torch.randn(2, 3, 8, 8)
@@ -166,7 +164,7 @@ def test_a_model_computes_what_the_cpu_computes(order: str) -> None:
     assert torch.equal(*drawn)
 
 
-def test_it_is_compiled_once_and_what_does_not_compile_is_an_error(tmp_path, monkeypatch) -> None:
+def test_it_is_compiled_once_and_what_does_not_compile_is_an_error(tmp_path, monkeypatch):
     library = building.build()
     built = library.stat()
     assert building.build() == library
@@ -179,7 +177,7 @@ def test_it_is_compiled_once_and_what_does_not_compile_is_an_error(tmp_path, mon
         building.build()
     assert not list(tmp_path.glob("*.so"))
 
-    def missing(*command: object, **options: object) -> None:
+    def missing(*command, **options):
         raise FileNotFoundError
 
     monkeypatch.setattr(subprocess, "run", missing)

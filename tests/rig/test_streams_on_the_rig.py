@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import penstock
 from penstock.runtime.device import streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Range
 from tests.rig import machine
 from tests.rig.rig_runs import plan_of
@@ -24,18 +22,18 @@ from tests.rig.rig_runs import plan_of
 class Wide(nn.Module):
     """Linears of one size, of which the first ones stay; each output shows all weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x).tanh()
         return x
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, nn.Module]:
+def wide(tmp_path_factory):
     torch.manual_seed(1)
     module = Wide().requires_grad_(False)
     path = tmp_path_factory.mktemp("wide") / "wide.penstock"
@@ -43,7 +41,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, nn.Module]:
 
 
 @pytest.mark.parametrize("share", ["50%", "80%", "100%"])
-def test_closing_waits_for_kernels_on_any_stream(wide: Any, order: str, share: str) -> None:
+def test_closing_waits_for_kernels_on_any_stream(wide, order, share):
     program, module = wide
     values = torch.randn(2, 64).to("rig")
     expected = module.to("rig")(values)
@@ -67,27 +65,25 @@ class Counting(AcceleratorDevice):
 
     waits: Counter[bool]
 
-    def _wait(self, stream: Any, event: Any) -> None:
+    def _wait(self, stream, event):
         self.waits[stream == self.current_stream()] += 1
         super()._wait(stream, event)
 
 
-def test_a_streamed_step_makes_no_event_and_records_and_waits_once(
-    wide: Any, late: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_streamed_step_makes_no_event_and_records_and_waits_once(wide, late, monkeypatch):
     """What it costs the host. A pass has one event of its own, for which the next one waits."""
     program, _ = wide
     calls, copy = Counter[str](), torch.Tensor.copy_
 
     class Event(torch.Event):
-        def __init__(self, *_: object, **__: object) -> None:
+        def __init__(self, *_, **__):
             calls["events"] += 1
 
-        def record(self, stream: torch.Stream | None = None) -> None:
+        def record(self, stream=None):
             calls["records"] += 1
             super().record(stream)
 
-    def copied(self: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+    def copied(self, *given, **options):
         calls["copies"] += options == {"non_blocking": True}  # others are those of kernels
         return copy(self, *given, **options)
 
@@ -98,7 +94,7 @@ def test_a_streamed_step_makes_no_event_and_records_and_waits_once(
     plan = plan_of(program, "50%")
     transfers = plan.schedules[0].transfers
     with torch.no_grad(), load_module(program, plan, LoadOptions("rig"), device=device) as streamed:
-        engine: Any = streamed._weights.streamer
+        engine = streamed._weights.streamer
         steps = len(engine.probed(0))
         pieces = sum(len(engine._weights.moves(Range(t.start, t.stop))) for t in transfers)
         for turn in range(5):
@@ -111,7 +107,7 @@ def test_a_streamed_step_makes_no_event_and_records_and_waits_once(
     assert len(transfers) > 1
 
 
-def test_starting_over_keeps_nothing_of_earlier_starts(wide: Any, late: None) -> None:
+def test_starting_over_keeps_nothing_of_earlier_starts(wide, late):
     program, _ = wide
     values, counts = torch.randn(2, 64).to("rig"), []
     with torch.no_grad(), program.load(plan=plan_of(program, "50%"), device="rig") as streamed:
@@ -126,14 +122,14 @@ def test_starting_over_keeps_nothing_of_earlier_starts(wide: Any, late: None) ->
 
 
 @pytest.fixture(scope="module")
-def embedding(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, nn.Module]:
+def embedding(tmp_path_factory):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64), nn.Linear(64, 50)).requires_grad_(False)
     path = tmp_path_factory.mktemp("embedding") / "m.penstock"
     return penstock.compile(export(module, (torch.arange(6),)), path), module
 
 
-def test_an_error_of_a_late_kernel_is_the_devices_and_closing_stays_clean(embedding: Any, order: str) -> None:
+def test_an_error_of_a_late_kernel_is_the_devices_and_closing_stays_clean(embedding, order):
     program, module = embedding
     tokens, plan = torch.arange(6), plan_of(program, "60%")
     expected = module.to("rig")(tokens.to("rig")).cpu()
@@ -152,9 +148,7 @@ def test_an_error_of_a_late_kernel_is_the_devices_and_closing_stays_clean(embedd
 
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
 @pytest.mark.parametrize("share", ["floor", "60%"])
-def test_passes_on_streams_in_turn_see_each_others_weights(
-    wide: Any, order: str, wrap: Any, share: str
-) -> None:
+def test_passes_on_streams_in_turn_see_each_others_weights(wide, order, wrap, share):
     program, module = wide
     calls = [torch.randn(2, 64).to("rig") for _ in range(6)]
     resident = module.to("rig")

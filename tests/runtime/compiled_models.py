@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import zipfile
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch._inductor import aot_compile
 from torch._inductor.package.package import load_package, package_aoti
-from torch.export import ExportedProgram
 from torch.nn import functional
 
 import penstock
@@ -29,7 +26,7 @@ WIDTH, VOCABULARY, POSITIONS = 32, 90, 12
 class Layer(nn.Module):
     """Attention over a cache that the call writes, and a gated product."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
@@ -40,7 +37,7 @@ class Layer(nn.Module):
         self.register_buffer("keys", torch.zeros(1, POSITIONS, WIDTH))
         self.register_buffer("values", torch.zeros(1, POSITIONS, WIDTH))
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, positions):
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         self.keys.index_copy_(1, positions, k)
         self.values.index_copy_(1, positions, v)
@@ -54,7 +51,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """An embedding tied to the output, layers with caches, and a scale of three values that is inlined."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
@@ -62,7 +59,7 @@ class Decoder(nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.tensor([1.0, 3.0, 2.0]))
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens, positions):
         x = self.embedding(tokens) * self.scale[1]
         for layer in self.layers:
             x = layer(x, positions)
@@ -72,7 +69,7 @@ class Decoder(nn.Module):
 class Odd(nn.Module):
     """Weights read through views, twice, by several kernels at once, and inside control flow."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.both = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
@@ -83,14 +80,14 @@ class Odd(nn.Module):
         self.table = nn.Parameter(torch.randn(100, WIDTH))
         self.drop = nn.Dropout()
 
-    def forward(self, x: torch.Tensor, image: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x, image, rows):
         x = x + self.table[rows]
         x = torch.cond(x.sum() > 0, self.a, self.b, (x,))
         left, right = self.both.chunk(2)
         x = self.drop(x) @ torch.cat([right, left]).t()[:, :WIDTH]
         x = x @ self.lower.t() + self.drop(self.table)[rows + 1]
 
-        def body(i: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def body(i, x):
             return i + 1, torch.tanh(x @ self.b.weight)
 
         _, x = torch._higher_order_ops.while_loop(lambda i, x: i < 3, body, (torch.tensor(0), x))
@@ -103,30 +100,30 @@ class Odd(nn.Module):
         return {"mixed": z + self.a.weight[0], "image": self.conv(image).relu()}
 
 
-def decoder(layers: int = 3) -> Decoder:
+def decoder(layers=3):
     torch.manual_seed(0)
     return Decoder(layers).eval()
 
 
-def odd() -> Odd:
+def odd():
     torch.manual_seed(1)
     return Odd().eval()
 
 
-def decoder_arguments(length: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def decoder_arguments(length, first=0):
     return torch.arange(length)[None] + 3, torch.arange(first, first + length)
 
 
-def odd_arguments() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def odd_arguments():
     torch.manual_seed(2)
     return torch.randn(5, WIDTH), torch.randn(1, 3, 8, 8), torch.tensor([3, 1, 4, 1, 5])
 
 
-def export(module: nn.Module, arguments: tuple[Any, ...], **options: Any) -> ExportedProgram:
+def export(module, arguments, **options):
     return torch.export.export(module, arguments, **options)
 
 
-def compile_plainly(exported: ExportedProgram, folder: Path, name: str) -> Callable[..., Any]:
+def compile_plainly(exported, folder, name):
     """What AOTInductor makes of the program by itself, over weights of 64-byte alignment."""
     args, kwargs = exported.example_inputs or ((), {})
     files = aot_compile(
@@ -145,13 +142,13 @@ def compile_plainly(exported: ExportedProgram, folder: Path, name: str) -> Calla
     return runner
 
 
-def aligned(value: torch.Tensor) -> torch.Tensor:
+def aligned(value):
     copied = value.clone(memory_format=torch.preserve_format)
     assert copied.data_ptr() % 64 == 0
     return copied
 
 
-def as_mapping(module: nn.Module, lengths: Mapping[str, int]) -> dict[str, ExportedProgram]:
+def as_mapping(module, lengths):
     return {name: export(module, decoder_arguments(length)) for name, length in lengths.items()}
 
 
@@ -164,11 +161,11 @@ class Artifact:
     wrappers: dict[str, tuple[str, str]]
 
 
-def compile_streaming(programs: dict[str, Any], path: Path) -> None:
+def compile_streaming(programs, path):
     penstock.compile(programs, path, lowering="inductor", resident_below="1KiB")
 
 
-def wrappers_of(path: Path) -> dict[str, tuple[str, str]]:
+def wrappers_of(path):
     """The emitted source of each method, and the operators that it calls."""
     with zipfile.ZipFile(path / inductor.PROGRAM) as outer, outer.open(inductor.PACKAGE) as inner:
         archive = zipfile.ZipFile(inner)
@@ -181,7 +178,7 @@ def wrappers_of(path: Path) -> dict[str, tuple[str, str]]:
         return found
 
 
-def compile_models(folder: Path) -> dict[str, Artifact]:
+def compile_models(folder):
     """Both models, streamed and plain, compiled by the first of all processes that ask in this folder."""
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as held:
@@ -197,7 +194,7 @@ def compile_models(folder: Path) -> dict[str, Artifact]:
     return found
 
 
-def _compile_both(folder: Path) -> dict[str, Any]:
+def _compile_both(folder):
     """Compile both models into a folder; returns what plain AOTInductor answers."""
     programs = as_mapping(decoder(), {"prefill": 5, "decode": 1})
     plain = {name: compile_plainly(one, folder, name) for name, one in programs.items()}

@@ -12,9 +12,8 @@ import torch
 from torch.export import Dim, ExportedProgram, export
 
 import penstock
-from penstock.runtime.program import Program
 from tests.engines import built
-from tests.runtime.compiled_models import Artifact, compile_models
+from tests.runtime.compiled_models import compile_models
 from tests.runtime.models import Stack
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -29,12 +28,12 @@ class Compiled:
     tokens: torch.Tensor
     expected: torch.Tensor
 
-    def open(self) -> Program:
+    def open(self):
         return penstock.open(self.path)
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+def stack(tmp_path_factory):
     """A packed artifact of a tied stack with a dynamic batch, about 28 MiB of weights."""
     torch.manual_seed(0)
     module = Stack().eval()
@@ -47,7 +46,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory, compiler: None) -> dict[str, Artifact]:
+def compiled(tmp_path_factory, compiler):
     """Two models that Inductor compiled, with all weights of more than a kilobyte streamed."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
@@ -57,16 +56,16 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, compiler: None) -> dict[s
 
 
 @pytest.fixture(scope="session")
-def runner() -> Path:
+def runner():
     """penstock-run."""
     return built("run/penstock-run", "build-run")
 
 
 @pytest.fixture
-def run(runner: Path, tmp_path: Path) -> Run:
+def run(runner, tmp_path):
     """Runs it in an empty folder, without any variable of Python's."""
 
-    def run(*arguments: object, trust: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(*arguments, trust=True):
         command = [str(runner), *(["--trust"] if trust else []), *map(str, arguments)]
         environment = {"PATH": os.defpath, "TMPDIR": str(tmp_path)}
         return subprocess.run(

@@ -1,11 +1,7 @@
 """How fast weights arrive: in which way they are read, what is measured of it, and what is remembered."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightFiles:
+def files(tmp_path, monkeypatch):
     """A file of weights, and nothing that is remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "weights.safetensors"
@@ -31,19 +27,19 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightFiles:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def taken(monkeypatch):
     """The measurements that were taken."""
-    done: list[str] = []
+    done = []
 
-    def read(source: Source, *, shift: int, cold: bool, **options: object) -> Trials:
+    def read(source, *, shift, cold, **options):
         done.append(f"{source.mode} reads{' off blocks' * bool(shift)}{' of cold blocks' * cold}")
         return Trials((2e9,))
 
-    def populate(source: Source, *, cold: bool, **options: object) -> Trials:
+    def populate(source, *, cold, **options):
         done.append(f"mapping{' of cold blocks' * cold}")
         return Trials((5e11,))
 
-    def answer(source: Source, beside: Callable[[], object], *, cold: bool) -> Trials:
+    def answer(source, beside, *, cold):
         beside()
         done.append(f"answers{' of cold blocks' * cold}")
         return Trials((80_000.0,))
@@ -54,17 +50,15 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def page_cache(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+def page_cache(monkeypatch, share):
     monkeypatch.setattr(Source, "cached_fraction", lambda self: share)
 
 
-def fits(block: int) -> bool:
+def fits(block):
     return True
 
 
-def test_what_the_page_cache_holds_is_mapped_and_the_rest_is_read_past_it(
-    files: WeightFiles, taken: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_page_cache_holds_is_mapped_and_the_rest_is_read_past_it(files, taken, monkeypatch):
     for share, mapped, title in (
         (1.0, True, "mapping from the page cache"),
         (0.9, True, "direct reads"),  # however fast the part is that could be mapped
@@ -80,9 +74,7 @@ def test_what_the_page_cache_holds_is_mapped_and_the_rest_is_read_past_it(
     assert taken == ["mapping", "direct reads", "answers", "buffered reads", "answers"]
 
 
-def test_without_direct_reads_cold_blocks_are_measured(
-    files: WeightFiles, taken: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_direct_reads_cold_blocks_are_measured(files, taken, monkeypatch):
     monkeypatch.delattr(os, "O_DIRECT")
     page_cache(monkeypatch, 0.5)
     mapping = files.arrival(mapped=True, fits=fits)
@@ -95,9 +87,7 @@ def test_without_direct_reads_cold_blocks_are_measured(
     assert taken == ["mapping of cold blocks", "answers of cold blocks", "buffered reads of cold blocks"]
 
 
-def test_reads_that_need_a_copy_have_a_figure_of_their_own(
-    files: WeightFiles, taken: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_that_need_a_copy_have_a_figure_of_their_own(files, taken, monkeypatch):
     page_cache(monkeypatch, 0.0)
     files.arrival(mapped=False, fits=fits)
     found = files.arrival(mapped=False, fits=lambda block: False)
@@ -105,16 +95,14 @@ def test_reads_that_need_a_copy_have_a_figure_of_their_own(
     assert taken == ["direct reads", "answers", "direct reads off blocks"]
 
 
-def test_the_disk_is_asked_once_and_files_are_opened_for_that_only(
-    files: WeightFiles, taken: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_is_asked_once_and_files_are_opened_for_that_only(files, taken, monkeypatch):
     first = files.disk()
     assert taken == ["direct reads"]
     monkeypatch.setattr(arrival, "Source", None)
     assert files.disk() == first
 
 
-def test_other_files_have_figures_of_their_own(files: WeightFiles, taken: list[str]) -> None:
+def test_other_files_have_figures_of_their_own(files, taken):
     other = files.folder / "other.safetensors"
     save_file({"w": torch.ones(MIB, dtype=torch.uint8)}, other)
     files.disk()
@@ -122,17 +110,15 @@ def test_other_files_have_figures_of_their_own(files: WeightFiles, taken: list[s
     assert len(taken) == 2
 
 
-def test_blocks_in_the_page_cache_tell_nothing_of_a_cold_disk(
-    files: WeightFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_in_the_page_cache_tell_nothing_of_a_cold_disk(files, monkeypatch):
     block = 4096
     monkeypatch.setattr(rates, "_BLOCK", block)
     monkeypatch.setattr(rates, "is_cached", lambda fd, offset, nbytes: offset < 5 * MIB)
-    read: list[int] = []
+    read = []
     with Source(files.files, files.folder, mode="buffered") as source:
         plain = source.read_into
 
-        def record(file: int, offset: int, address: int, nbytes: int) -> None:
+        def record(file, offset, address, nbytes):
             read.append(offset)
             plain(file, offset, address, nbytes)
 
@@ -145,18 +131,18 @@ def test_blocks_in_the_page_cache_tell_nothing_of_a_cold_disk(
         assert rates.measure_read(source, nbytes=8 * block, cold=True).median > 0
 
 
-def test_answers_are_timed_one_by_one_beside_other_work(files: WeightFiles) -> None:
+def test_answers_are_timed_one_by_one_beside_other_work(files):
     computed = 0
 
-    def compute() -> None:
+    def compute():
         nonlocal computed
         computed += 1
 
-    asked: list[tuple[int, int]] = []
+    asked = []
     with Source(files.files, files.folder, mode="buffered") as source:
         plain = source.read_into
 
-        def read(file: int, offset: int, address: int, nbytes: int) -> None:
+        def read(file, offset, address, nbytes):
             time.sleep(0.001)
             asked.append((offset, nbytes))
             plain(file, offset, address, nbytes)
@@ -173,14 +159,14 @@ def test_answers_are_timed_one_by_one_beside_other_work(files: WeightFiles) -> N
     assert all(nbytes == 4096 and offset + nbytes <= files.files[0].nbytes for offset, nbytes in asked)
 
 
-def test_the_answer_of_a_file_smaller_than_a_block(tmp_path: Path) -> None:
+def test_the_answer_of_a_file_smaller_than_a_block(tmp_path):
     path = tmp_path / "small.safetensors"
     save_file({"w": torch.zeros(3)}, path)
     with Source((stamp_file(path, recorded_path=path.name),), tmp_path, mode="buffered") as source:
         assert rates.measure_answer(source, lambda: None).median > 0
 
 
-def test_the_answer_of_a_file_that_ends_inside_of_a_block(tmp_path: Path) -> None:
+def test_the_answer_of_a_file_that_ends_inside_of_a_block(tmp_path):
     path = tmp_path / "odd.safetensors"
     save_file({"w": torch.zeros(2000)}, path)  # two blocks of 4 KiB, the second not whole
     stamp = stamp_file(path, recorded_path=path.name)
@@ -189,7 +175,7 @@ def test_the_answer_of_a_file_that_ends_inside_of_a_block(tmp_path: Path) -> Non
             assert rates.measure_answer(source, lambda: None).median > 0
 
 
-def test_one_long_pause_of_the_disk_changes_no_median() -> None:
+def test_one_long_pause_of_the_disk_changes_no_median():
     ended = [(0.01 * (k + 1) + (5.0 if k >= 40 else 0.0), 1000) for k in range(90)]
     found = Trials(tuple(rates._stretches(0.0, ended, threads=3)))
     assert found.median == pytest.approx(100_000)

@@ -1,9 +1,6 @@
 """Compiling: values from the program, from files that are copied, and from files used in place."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +13,13 @@ from tests.runtime.models import Counter, Stack, aligned
 
 
 @pytest.fixture(scope="module")
-def model() -> Stack:
+def model():
     torch.manual_seed(1)
     return Stack(width=128, blocks=2, tokens=50).eval()
 
 
 @pytest.fixture(scope="module")
-def tokens() -> torch.Tensor:
+def tokens():
     return torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
 
 
@@ -32,7 +29,7 @@ def exported(model, tokens):
 
 
 @pytest.fixture
-def checkpoint(model, tmp_path) -> Path:
+def checkpoint(model, tmp_path):
     """A checkpoint as the world writes them: tied names once, names of its own, aligned to 8 bytes."""
     values = {f"model.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
     values["aaa.unused"] = torch.zeros(3)  # what comes first shifts all others off 64 bytes
@@ -230,7 +227,7 @@ def test_a_model_without_weights(tmp_path):
 class Zoo(torch.nn.Module):
     """Weights of unusual kinds, each read for itself."""
 
-    def __init__(self, precision: torch.dtype = torch.complex64) -> None:
+    def __init__(self, precision=torch.complex64):
         super().__init__()
         filler = torch.arange(64 * 96, dtype=torch.float32).reshape(64, 96)
         self.transposed = torch.nn.Parameter((filler / 1000).t())

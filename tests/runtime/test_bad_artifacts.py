@@ -1,7 +1,5 @@
 """Artifacts that were harmed, reads that fail, and calls that cannot be right: each refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -15,16 +13,15 @@ import penstock
 from penstock.runtime.files import direct_file
 from penstock.runtime.files.artifact_files import digest_line
 from tests.engines import ENGINES
-from tests.runtime.conftest import Compiled
 
 
 @pytest.fixture
-def artifact(stack: Compiled, tmp_path: Path) -> Path:
+def artifact(stack, tmp_path):
     """A copy of the artifact, for tests that harm it."""
     return Path(shutil.copytree(stack.path, tmp_path / "copy.penstock"))
 
 
-def edit(artifact: Path, change) -> None:
+def edit(artifact, change):
     payload = json.loads((artifact / "payload.json").read_text())
     change(payload)
     data = json.dumps(payload).encode()
@@ -148,7 +145,7 @@ def test_verify_names_the_weight_that_cannot_be_verified(artifact):
         program.verify()
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(path, offset):
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]

@@ -1,7 +1,5 @@
 """The cache folder: what is listed, what is in use, and what goes by age, by size and with what it reads."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.cache import LIMIT, Cache, Entry, list_entries, prune
+from penstock.runtime.cache import LIMIT, Cache, list_entries, prune
 from penstock.runtime.system.atomic import remove_folder, write_artifact
 from penstock.schedule.facts.errors import BudgetError, SourceError
 
@@ -23,53 +21,53 @@ DAY = 86_400
 NOW = 1_700_000_000
 
 
-def name_of(number: int) -> str:
+def name_of(number):
     return f"{number:032x}"
 
 
-def write_folder(path: Path, nbytes: int) -> None:
-    def build(folder: Path) -> None:
+def write_folder(path, nbytes):
+    def build(folder):
         (folder / "data").write_bytes(bytes(nbytes))
 
     write_artifact(path, force=False, build=build)
 
 
-def add_weights(cache: Cache, number: int, nbytes: int = 1000, *, days: int = 0) -> Path:
+def add_weights(cache, number, nbytes=1000, *, days=0):
     """Weights that nobody uses, `days` old."""
     path = cache.weights / name_of(number)
     cache.keep(path, f"model {number}", lambda: write_folder(path, nbytes)).close()
     return aged(path, days)
 
 
-def add_program(cache: Cache, number: int, reads: Path, *, days: int = 0) -> Path:
+def add_program(cache, number, reads, *, days=0):
     path = cache.programs / f"{name_of(number)}.penstock"
 
-    def build(folder: Path) -> None:
+    def build(folder):
         files = [{"path": str(reads / "weights.safetensors")}]
         (folder / "payload.json").write_text(json.dumps({"files": files}))
 
-    def write() -> None:
+    def write():
         write_artifact(path, force=False, build=build)
 
     cache.keep(path, f"model {number}", write).close()
     return aged(path, days)
 
 
-def aged(path: Path, days: int) -> Path:
+def aged(path, days):
     os.utime(path / "entry.json", (NOW - days * DAY,) * 2)
     return path
 
 
-def paths(entries: tuple[Entry, ...]) -> set[Path]:
+def paths(entries):
     return {one.path for one in entries}
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
+def cache(tmp_path):
     return Cache(tmp_path)
 
 
-def test_entries_are_listed_with_kind_owner_size_and_age(cache: Cache) -> None:
+def test_entries_are_listed_with_kind_owner_size_and_age(cache):
     new, old = add_weights(cache, 1, 3000), add_weights(cache, 2, 500, days=9)
     program = add_program(cache, 3, reads=old, days=2)
     (cache.folder / "plans").mkdir()
@@ -87,7 +85,7 @@ def test_entries_are_listed_with_kind_owner_size_and_age(cache: Cache) -> None:
     assert not any(one.in_use for one in found)
 
 
-def test_what_penstock_did_not_name_is_neither_listed_nor_removed(cache: Cache) -> None:
+def test_what_penstock_did_not_name_is_neither_listed_nor_removed(cache):
     mine = cache.weights / "thesis"
     mine.mkdir(parents=True)
     (cache.folder / "notes.json").touch()
@@ -96,7 +94,7 @@ def test_what_penstock_did_not_name_is_neither_listed_nor_removed(cache: Cache) 
     assert (cache.folder / "notes.json").is_file()
 
 
-def test_what_is_in_use_stays_and_goes_when_it_is_let_go(cache: Cache) -> None:
+def test_what_is_in_use_stays_and_goes_when_it_is_let_go(cache):
     path = add_weights(cache, 1, days=1)
     held = [cache.keep(path, "model", lambda: None) for _ in range(2)]
     (entry,) = list_entries(cache.folder)
@@ -111,7 +109,7 @@ def test_what_is_in_use_stays_and_goes_when_it_is_let_go(cache: Cache) -> None:
     assert not list(cache.weights.iterdir())
 
 
-def test_what_nobody_has_any_more_is_not_in_use(cache: Cache) -> None:
+def test_what_nobody_has_any_more_is_not_in_use(cache):
     path = add_weights(cache, 1)
     held = cache.keep(path, "model", lambda: None)
     (entry,) = list_entries(cache.folder)
@@ -120,7 +118,7 @@ def test_what_nobody_has_any_more_is_not_in_use(cache: Cache) -> None:
     assert not entry.in_use
 
 
-def test_a_killed_process_uses_nothing(cache: Cache) -> None:
+def test_a_killed_process_uses_nothing(cache):
     path = add_weights(cache, 1)
     held = (
         "import sys; from pathlib import Path; from penstock.runtime.cache import Cache\n"
@@ -143,7 +141,7 @@ def test_a_killed_process_uses_nothing(cache: Cache) -> None:
     assert paths(prune(cache.folder, before=math.inf).removed) == {path}
 
 
-def test_programs_go_with_the_weights_that_they_read_and_keep_them_while_in_use(cache: Cache) -> None:
+def test_programs_go_with_the_weights_that_they_read_and_keep_them_while_in_use(cache):
     old, new = add_weights(cache, 1, days=9), add_weights(cache, 2, days=9)
     first, second = add_program(cache, 3, reads=old), add_program(cache, 4, reads=new)
     held = cache.keep(second, "model", lambda: None)
@@ -155,11 +153,11 @@ def test_programs_go_with_the_weights_that_they_read_and_keep_them_while_in_use(
     assert paths(prune(cache.folder, before=NOW - 8 * DAY).removed) == {new, second}
 
 
-def test_what_goes_after_all_is_not_said_to_be_in_use(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_after_all_is_not_said_to_be_in_use(cache, monkeypatch):
     program = add_program(cache, 2, weights := add_weights(cache, 1), days=2)
     lock, refused = fcntl.flock, []
 
-    def refuse_first(fd: int, operation: int) -> None:
+    def refuse_first(fd, operation):
         if not refused:
             refused.append(fd)
             raise OSError(5, "Input/output error")
@@ -171,11 +169,11 @@ def test_what_goes_after_all_is_not_said_to_be_in_use(cache: Cache, monkeypatch:
     assert done.in_use == ()
 
 
-def test_an_entry_is_let_go_whatever_the_system_says(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_is_let_go_whatever_the_system_says(cache, monkeypatch):
     path, close = add_weights(cache, 1), os.close
     held = cache.keep(path, "model", lambda: pytest.fail("it is there"))
 
-    def refuse(fd: int) -> None:
+    def refuse(fd):
         close(fd)
         raise OSError(5, "Input/output error")
 
@@ -185,7 +183,7 @@ def test_an_entry_is_let_go_whatever_the_system_says(cache: Cache, monkeypatch: 
     assert not list_entries(cache.folder)[0].in_use
 
 
-def test_by_size_what_was_not_used_for_the_longest_time_goes_first(cache: Cache) -> None:
+def test_by_size_what_was_not_used_for_the_longest_time_goes_first(cache):
     added = [add_weights(cache, number, 1000, days=number) for number in range(5)]
     (cache.folder / "hardware.json").write_text("{}")
     os.utime(cache.folder / "hardware.json", (NOW - 99 * DAY,) * 2)
@@ -196,7 +194,7 @@ def test_by_size_what_was_not_used_for_the_longest_time_goes_first(cache: Cache)
     assert (cache.folder / "hardware.json").is_file()  # of no size, and it takes time to measure
 
 
-def test_a_dry_run_says_the_same_and_changes_nothing(cache: Cache) -> None:
+def test_a_dry_run_says_the_same_and_changes_nothing(cache):
     path = add_weights(cache, 1)
     (path / "entry.json").unlink()
     leftover = cache.weights / f".{name_of(2)}.tmp-0a1b2c3d"
@@ -208,7 +206,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing(cache: Cache) -> None:
     assert not list(cache.weights.iterdir())
 
 
-def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache: Cache) -> None:
+def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache):
     leftover = cache.weights / f".{name_of(1)}.tmp-00000000"
     leftover.mkdir(parents=True)
     (leftover / "data").write_bytes(bytes(700))
@@ -218,7 +216,7 @@ def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache: Ca
     rates.write_bytes(bytes(70))
     found = []
 
-    def build(folder: Path) -> None:
+    def build(folder):
         (folder / "data").touch()
         found.extend([list_entries(cache.folder), prune(cache.folder).removed, folder.is_dir()])
 
@@ -229,19 +227,17 @@ def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache: Ca
     assert kept
 
 
-def test_a_folder_that_cannot_be_looked_at_is_neither_ones_own_nor_new(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_looked_at_is_neither_ones_own_nor_new(tmp_path):
     assert Cache(tmp_path / "new").own
     (tmp_path / "file").touch()
     with pytest.raises(SourceError, match="file/cache cannot be read"):
         _ = Cache(tmp_path / "file" / "cache").own
 
 
-def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(cache, monkeypatch):
     path = add_weights(cache, 1)
 
-    def refuse(folder: Path) -> None:
+    def refuse(folder):
         raise OSError(5, "Input/output error", str(folder))
 
     with monkeypatch.context() as patch:
@@ -253,15 +249,13 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
     assert list_entries(cache.folder / "none") == ()
 
 
-def test_the_limit_makes_room_before_writing_and_never_takes_what_is_in_use(
-    cache: Cache, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_limit_makes_room_before_writing_and_never_takes_what_is_in_use(cache, caplog):
     old, used, new = (add_weights(cache, number, 1000, days=9 - number) for number in range(3))
     limited = Cache(cache.folder, limit=3500)
     held = limited.keep(used, "model", lambda: None)
     path, seen = cache.weights / name_of(9), []
 
-    def write() -> None:
+    def write():
         seen.extend(one.path for one in list_entries(cache.folder))
         write_folder(path, 1200)
 
@@ -281,7 +275,7 @@ def test_the_limit_makes_room_before_writing_and_never_takes_what_is_in_use(
     more.close()
 
 
-def test_the_limit_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_that_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv(LIMIT, raising=False)
     assert Cache.at(tmp_path).limit is None
     monkeypatch.setenv(LIMIT, "20GB")
@@ -294,10 +288,10 @@ def test_the_limit_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytes
     assert Cache.at(None).folder == tmp_path / "penstock"
 
 
-def test_what_cannot_be_written_is_said(cache: Cache) -> None:
+def test_what_cannot_be_written_is_said(cache):
     path = cache.weights / name_of(1)
 
-    def fail() -> None:
+    def fail():
         raise SourceError("the disk is full")
 
     with pytest.raises(SourceError, match="the disk is full"):
@@ -307,7 +301,7 @@ def test_what_cannot_be_written_is_said(cache: Cache) -> None:
         Cache(cache.folder / "taken").keep(cache.folder / "taken" / "weights" / "a", "model", fail)
 
 
-def test_who_waits_for_a_removal_finds_the_entry_gone_and_writes_it_again(cache: Cache) -> None:
+def test_who_waits_for_a_removal_finds_the_entry_gone_and_writes_it_again(cache):
     path, found = add_weights(cache, 1), []
     with (path / "entry.json").open() as record:
         fcntl.flock(record, fcntl.LOCK_EX)  # as a pruner has it
@@ -324,11 +318,11 @@ def test_who_waits_for_a_removal_finds_the_entry_gone_and_writes_it_again(cache:
     assert (entry.made_for, entry.in_use) == ("again", True)
 
 
-def test_users_and_a_pruner_at_once(cache: Cache) -> None:
+def test_users_and_a_pruner_at_once(cache):
     """Whoever holds an entry finds it whole, however often others remove it."""
     path, enough, failed = cache.weights / name_of(1), threading.Event(), []
 
-    def use() -> None:
+    def use():
         while not enough.is_set() and not failed:
             try:
                 held = cache.keep(path, "model", lambda: write_folder(path, 10))

@@ -1,9 +1,6 @@
 """Rates of the machine: measured once, remembered, and doubted in the plan where they are noisy."""
 
-from __future__ import annotations
-
 import gc
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,30 +13,30 @@ from penstock.schedule.facts.model import Part, Weight
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def measured(monkeypatch):
     """What is measured, in order."""
-    done: list[str] = []
+    done = []
     monkeypatch.setattr(calibrate, "_products", lambda dtype: done.append(dtype) or Trials((2e11, 2.1e11)))
     monkeypatch.setattr(calibrate, "_memory", lambda: done.append("memory") or Trials((1.5e10,)))
     return done
 
 
-def arriving(rate: float, spread: float = 0.0, answers: float = 0.9) -> Arrival:
+def arriving(rate, spread=0.0, answers=0.9):
     reads = Measurement(Subject("reads", this_machine(), cache="past"), rate, spread, 0.0, 9, 0)
     answer = Measurement(Subject("answer", this_machine(), cache="past"), 50_000.0, answers, 0.0, 9, 0)
     return Arrival(reads, answer)
 
 
-def weight(dtype: str, *shape: int) -> Weight:
+def weight(dtype, *shape):
     return Weight("w", "parameter", "cpu", (Part("", dtype, shape, (1,) * len(shape), 0, 0),))
 
 
-def test_rates_are_measured_once_and_arrival_is_as_given(measured: list[str]) -> None:
+def test_rates_are_measured_once_and_arrival_is_as_given(measured):
     first = measure_cpu((), arriving(3e9), "so")
     second = measure_cpu((), arriving(4e9), "and so")
     assert measured == ["float32", "memory"]
@@ -53,7 +50,7 @@ def test_rates_are_measured_once_and_arrival_is_as_given(measured: list[str]) ->
     assert (without.link_bytes_per_s, without.link_in_flight_bytes) == (NO_FILES, 0)
 
 
-def test_products_are_measured_in_the_dtype_that_most_weights_have(measured: list[str]) -> None:
+def test_products_are_measured_in_the_dtype_that_most_weights_have(measured):
     weights = (weight("bfloat16", 64, 64), weight("float32", 64), weight("int8", 4096, 4096))
     assert common_dtype(weights) == "bfloat16"
     measure_cpu(weights, arriving(3e9), "")
@@ -61,7 +58,7 @@ def test_products_are_measured_in_the_dtype_that_most_weights_have(measured: lis
     assert measured == ["bfloat16", "memory", "float32"]
 
 
-def test_a_busy_machine_is_told_of_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_told_of_in_the_plan(monkeypatch):
     monkeypatch.setattr(calibrate, "_products", lambda dtype: Trials((6e9, 2e11, 2e11, 1e10)))
     monkeypatch.setattr(calibrate, "_memory", lambda: Trials((3e9, 3e9), waited=0.6))
     note = measure_cpu((), arriving(3e9, spread=0.5), "").note
@@ -75,7 +72,7 @@ def test_a_busy_machine_is_told_of_in_the_plan(monkeypatch: pytest.MonkeyPatch) 
     assert measure_cpu((), arriving(3e9, answers=3.1), "").uneven
 
 
-def test_this_machine_has_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_has_rates(monkeypatch):
     monkeypatch.setattr(calibrate, "_LEAST_MATRIX", 64)
     monkeypatch.setattr(calibrate, "_MATRIX", 64)
     monkeypatch.setattr(calibrate, "_BUFFER", 1 << 16)
@@ -89,13 +86,11 @@ def test_this_machine_has_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flops", "sizes"),
     [(1e11, [128, 256, 512, 1024]), (2.1e10, [128, 256, 512]), (3e9, [128, 256, 512]), (1e8, [128])],
 )
-def test_slow_products_are_measured_on_smaller_matrices(
-    flops: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_products_are_measured_on_smaller_matrices(flops, sizes, monkeypatch):
     """Three products of 1,024 rows, which are 2 * 1,024 ** 3 operations each, take 0.3 s at 21.5 GFLOP/s."""
-    seen: list[int] = []
+    seen = []
 
-    def trials(_: object, amount: float, **options: object) -> Trials:
+    def trials(_, amount, **options):
         seen.append(round((amount / 2) ** (1 / 3)))
         return Trials((flops / 9, flops, flops / len(seen)))
 
@@ -105,15 +100,13 @@ def test_slow_products_are_measured_on_smaller_matrices(
     assert rates.median == flops / len(sizes)
 
 
-def test_measuring_takes_less_memory_than_a_load_may_take_beside_its_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def alive() -> int:
+def test_measuring_takes_less_memory_than_a_load_may_take_beside_its_budget(monkeypatch):
+    def alive():
         return sum(one.nbytes for one in gc.get_objects() if type(one) is torch.Tensor)
 
-    seen: list[int] = []
+    seen = []
 
-    def looked_at(*_: object, **options: object) -> Trials:
+    def looked_at(*_, **options):
         seen.append(alive() - before)
         return Trials((1e12,) * LEAST)  # fast enough for the largest matrices
 

@@ -1,7 +1,5 @@
 """Programs that Inductor compiled: any budget, the same bits, and reads where the emitted code has them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -29,7 +27,7 @@ SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 pytestmark = pytest.mark.timeout(300)
 
 
-def budget(program: Program, share: float, arena: str | None = None) -> int:
+def budget(program, share, arena=None):
     lowest = program.floor(arena=arena)
     return lowest + int((program.weight_bytes - lowest) * share)
 

@@ -1,19 +1,15 @@
 """Programs that Inductor compiles for one device: stand-ins for weights on others, and refusals by name."""
 
-from __future__ import annotations
-
 import platform
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch._dynamo.device_interface import CudaInterface
-from torch.export import ExportedProgram, export
+from torch.export import export
 
 import penstock
 from penstock.passes.lowering import compiled as loaded_code
@@ -28,29 +24,27 @@ pytestmark = pytest.mark.timeout(300)
 class Equal(nn.Module):
     """Weights of one shape, one of them tied, a small one, and one that the program writes."""
 
-    def __init__(self, device: str = "cpu", other: str | None = None) -> None:
+    def __init__(self, device="cpu", other=None):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64, device=device) for _ in range(3))
         self.again = nn.Linear(64, 64, bias=False, device=device)
         self.again.weight = self.layers[0].weight
         self.register_buffer("seen", torch.zeros(64, 64, device=other or device))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.seen.add_(1)
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.again(x) + self.seen.to(x.device)[0]
 
 
-def test_stand_ins_that_share_memory_are_told_apart(
-    compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stand_ins_that_share_memory_are_told_apart(compiler, tmp_path, monkeypatch):
     """Other devices have no memory that costs nothing; here a CPU's stands for theirs."""
     torch.manual_seed(0)
     exported, values = export(Equal().requires_grad_(False), (torch.zeros(2, 64),)), torch.randn(2, 64)
-    given: list[tuple[int, int]] = []
+    given = []
 
-    def shared(weights: Weights, device: torch.device) -> torch.Tensor:
+    def shared(weights, device):
         sizes = [storage.nbytes for storage in weights.storages]
         memory = torch.empty(max(sizes) + hollow.STEP * len(sizes), dtype=torch.uint8)
         given.append((memory.numel(), sum(sizes)))
@@ -76,7 +70,7 @@ def test_stand_ins_that_share_memory_are_told_apart(
     assert not torch.equal(outputs[0][0], outputs[0][1])  # it writes a buffer
 
 
-def test_the_memory_of_stand_ins_is_that_of_the_largest_weight() -> None:
+def test_the_memory_of_stand_ins_is_that_of_the_largest_weight():
     payload = penstock.annotate(export(Equal(), (torch.zeros(2, 64),)))
     weights = Weights({weight.fqn: weight for weight in payload.tensors}, payload.storages)
     assert hollow.shared_memory(weights, torch.device("cpu")) is None
@@ -86,7 +80,7 @@ def test_the_memory_of_stand_ins_is_that_of_the_largest_weight() -> None:
     assert memory.numel() == 64 * 64 * 4 + hollow.STEP * len(payload.storages)
 
 
-def assert_refused(exported: ExportedProgram, folder: Path, words: str) -> None:
+def assert_refused(exported, folder, words):
     """Compiling for the program's device is refused with these words, and leaves nothing behind."""
     weights = {name: value for name, value in Equal().state_dict().items() if name != "again.weight"}
     save_file(weights, folder / "w.safetensors")
@@ -98,7 +92,7 @@ def assert_refused(exported: ExportedProgram, folder: Path, words: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_program_for_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
+def test_a_program_for_a_device_that_is_not_here_is_refused(tmp_path):
     exported = penstock.fake_export(lambda: Equal("cuda"), (torch.zeros(2, 64),))
     words = (
         "method 'forward' is for cuda:0, whose kernels Inductor compiles where that device is, and this "
@@ -108,7 +102,7 @@ def test_a_program_for_a_device_that_is_not_here_is_refused(tmp_path: Path) -> N
     assert_refused(exported, tmp_path, words)
 
 
-def test_a_program_on_two_devices_is_refused_with_a_tensor_on_each(tmp_path: Path) -> None:
+def test_a_program_on_two_devices_is_refused_with_a_tensor_on_each(tmp_path):
     exported = penstock.fake_export(lambda: Equal("cuda", "cpu"), (torch.zeros(2, 64),))
     words = (
         "method 'forward' has tensors on two devices, value 'p_layers_0_weight' on cuda:0 and value 'b_seen' "
@@ -118,8 +112,8 @@ def test_a_program_on_two_devices_is_refused_with_a_tensor_on_each(tmp_path: Pat
     assert_refused(exported, tmp_path, words)
 
 
-def test_code_for_another_kind_of_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int | None] = []
+def test_code_for_another_kind_of_gpu_is_refused(tmp_path, monkeypatch):
+    asked = []
     monkeypatch.setattr(
         CudaInterface, "get_compute_capability", lambda index: asked.append(index) or 80 + (index or 0)
     )
@@ -149,9 +143,9 @@ def test_code_for_another_kind_of_gpu_is_refused(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_code_for_another_device_is_refused_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, device: str, there: str
-) -> None:
-    def read(*_: object, **__: object) -> None:
+    tmp_path, monkeypatch, machine, device, there
+):
+    def read(*_, **__):
         raise AssertionError("something was read")
 
     program = penstock.compile(export(nn.Linear(8, 8), (torch.zeros(1, 8),)), tmp_path / "m.penstock")
@@ -166,7 +160,7 @@ def test_code_for_another_device_is_refused_before_anything_is_read(
         f"the program was compiled for {machine[:4].strip() or 'cpu'}, not for {device}: export and compile "
         f"it for {there}, or with lowering='eager', which runs on every device"
     )
-    hows: tuple[dict[str, Any], ...] = ({"budget": "50%"}, {"plan": plan})
+    hows = ({"budget": "50%"}, {"plan": plan})
     for how in hows:
         with pytest.raises(penstock.StreamError, match=f"^{re.escape(words)}$"):
             Program(program.path, payload, trust=True).load(**how, device=device)

@@ -1,7 +1,5 @@
 """Options that defeat streaming, and artifacts of another machine, are refused by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 import penstock
 from penstock.passes.lowering import compiled as compiled_code
 from penstock.runtime.program import Program
-from penstock.schedule.payload.codec import Payload
 from tests.runtime.compiled_models import export
 
 pytestmark = pytest.mark.timeout(300)
@@ -40,7 +37,7 @@ def test_options_that_defeat_streaming_are_refused(tmp_path, options, message):
     ],
 )
 def test_an_artifact_of_another_machine_is_refused_by_name(compiled, change, message):
-    payload: Payload = compiled["odd"].program.payload
+    payload = compiled["odd"].program.payload
     assert payload.program is not None
     if "machine" in change:
         payload = replace(payload, program=replace(payload.program, **change))
@@ -64,13 +61,13 @@ def test_code_that_reads_a_weight_that_no_step_brings(compiled):
 class Conjugated(torch.nn.Module):
     """Weights that an operator without a shim hands out again as a view."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(5)
         self.a, self.b = (torch.nn.Parameter(torch.randn(16, 16, dtype=torch.complex64)) for _ in range(2))
         self.register_buffer("scale", self.b.detach()[0, :3].real.contiguous())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         w = self.a.conj()
         return w @ (w @ x @ self.b) @ w
 
@@ -94,12 +91,12 @@ def test_a_view_from_an_operator_without_a_shim_is_followed(tmp_path):
 class SmallView(torch.nn.Module):
     """A vector that the compiler copies into the code, and that lies inside a large weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = torch.nn.Parameter(torch.randn(100, 64))
         self.register_buffer("scale", self.table.detach()[0, :3])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return (x @ self.table.t()) * self.scale[1]
 
 

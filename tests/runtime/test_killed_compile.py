@@ -1,7 +1,5 @@
 """A compile that is killed at any time leaves the old artifact, or the new one whole."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -37,16 +35,16 @@ for line in sys.stdin:
 WIDTH = 256
 
 
-def exported(value: float) -> torch.export.ExportedProgram:
+def exported(value):
     """A linear whose weights are all `value`: every output is `WIDTH * value` for an input of ones."""
     linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
     torch.nn.init.constant_(linear.weight, value)
     return export(linear.eval(), (torch.ones(1, WIDTH),))
 
 
-def test_a_compile_killed_at_any_time_leaves_a_whole_artifact(tmp_path: Path) -> None:
+def test_a_compile_killed_at_any_time_leaves_a_whole_artifact(tmp_path):
     output, times = tmp_path / "model.penstock", random.Random(3)
-    known: set[str] = {output.name}
+    known = {output.name}
     left_behind = 0
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     with subprocess.Popen(

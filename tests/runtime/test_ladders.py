@@ -1,7 +1,5 @@
 """Plans for programs without Python, in the payload: where they come from, and that each of them runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -17,14 +15,14 @@ from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 X = torch.ones(2, 64)
 
 
-def exported(layers: int) -> torch.export.ExportedProgram:
+def exported(layers):
     torch.manual_seed(0)
     linears = [torch.nn.Linear(64, 64, bias=False) for _ in range(layers)]
     return torch.export.export(torch.nn.Sequential(*linears), (X,))
 
 
 @pytest.fixture(scope="module")
-def laddered(tmp_path_factory: pytest.TempPathFactory) -> library.Program:
+def laddered(tmp_path_factory):
     without = library.compile(exported(36), tmp_path_factory.mktemp("ladder") / "a.penstock")
     assert without.payload.plans == ()
     return without.write_ladder()
@@ -45,12 +43,12 @@ def test_the_plans_of_a_ladder_run_on_the_native_engine_with_equal_outputs(ladde
             assert (module.stats.bytes_moved > 0) == (plan is not plans[-1])
 
 
-def test_an_artifact_with_a_ladder_is_whole(laddered, penstock: Command):
+def test_an_artifact_with_a_ladder_is_whole(laddered, penstock):
     assert library.open(laddered.path).payload.plans == laddered.payload.plans
     assert penstock("verify", laddered.path).status == 0
 
 
-def test_the_command_writes_a_ladder_and_says_for_which_budgets(tmp_path, penstock: Command):
+def test_the_command_writes_a_ladder_and_says_for_which_budgets(tmp_path, penstock):
     torch.export.save(exported(3), tmp_path / "model.pt2")
     artifact = tmp_path / "a.penstock"
     done = penstock("compile", "--trust", tmp_path / "model.pt2", artifact, "--ladder")

@@ -1,10 +1,7 @@
 """What is remembered of the machine: for how long, of what, and never trusted blindly."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,31 +27,31 @@ STEADY, WIDE = Trials((1.0, 1.01, 1.02)), Trials((1.0, 2.0, 4.0))
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1_800_000_000.0
 
-    def time(self) -> float:
+    def time(self):
         return self.now
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "penstock" / "hardware.json"
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     found = Clock()
     monkeypatch.setattr(figures, "time", SimpleNamespace(time=found.time))
     return found
 
 
-def memory() -> Subject:
+def memory():
     return Subject("memory", this_machine())
 
 
-def test_a_figure_is_taken_once_and_kept_with_all_that_is_known_of_it(cache: Path, clock: Clock) -> None:
+def test_a_figure_is_taken_once_and_kept_with_all_that_is_known_of_it(cache, clock):
     subject = Subject("reads", this_machine(), "/w.safetensors", "abc", "ext4 on /dev/vda", "past")
     first = measured(subject, lambda: Trials((1e9, 2e9, 1.5e9), waited=0.05))
     assert measured(subject, lambda: pytest.fail("it is known")) == first
@@ -65,9 +62,7 @@ def test_a_figure_is_taken_once_and_kept_with_all_that_is_known_of_it(cache: Pat
     assert entry["spread"] == first.spread > 0
 
 
-def test_the_file_is_read_when_it_has_changed_and_not_each_time(
-    cache: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_read_when_it_has_changed_and_not_each_time(cache, clock, monkeypatch):
     reads, real = list[str](), figures.decode
     monkeypatch.setattr(figures, "decode", lambda *given: reads.append(given[-1]) or real(*given))
     first = measured(memory(), lambda: STEADY)
@@ -80,9 +75,7 @@ def test_the_file_is_read_when_it_has_changed_and_not_each_time(
 
 
 @pytest.mark.parametrize(("trials", "seconds"), [(STEADY, WEEK), (WIDE, HOUR), (Trials((1.0,), 0.4), HOUR)])
-def test_a_figure_expires_and_a_doubtful_one_soon(
-    cache: Path, clock: Clock, trials: Trials, seconds: int
-) -> None:
+def test_a_figure_expires_and_a_doubtful_one_soon(cache, clock, trials, seconds):
     first = measured(memory(), lambda: trials)
     assert (noted("", (), [first, None]) == UNEVEN) == (seconds == HOUR)
     clock.now += seconds - 1
@@ -93,7 +86,7 @@ def test_a_figure_expires_and_a_doubtful_one_soon(
     assert recall(memory()) is None
 
 
-def test_another_machine_is_measured_for_itself(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_is_measured_for_itself(cache, monkeypatch):
     measured(memory(), lambda: STEADY)
     for field, value in (("processor", "another"), ("cores", 3), ("threads", 99), ("torch", "1.0")):
         machine = replace(this_machine(), **{field: value})
@@ -108,7 +101,7 @@ def test_another_machine_is_measured_for_itself(cache: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     "damage", ["", "[]", "{", "\udcff", '{"AMD EPYC, 2 threads": [1.0, 2.0]}', "[" * 99_999]
 )
-def test_a_file_that_makes_no_sense_is_measured_over(cache: Path, damage: str) -> None:
+def test_a_file_that_makes_no_sense_is_measured_over(cache, damage):
     measured(memory(), lambda: WIDE)
     cache.write_bytes(damage.encode(errors="surrogateescape"))
     assert recall(memory()) is None
@@ -128,7 +121,7 @@ def test_a_file_that_makes_no_sense_is_measured_over(cache: Path, damage: str) -
         ("extra", 1),
     ],
 )
-def test_a_figure_that_makes_no_sense_is_taken_again(cache: Path, field: str, value: object) -> None:
+def test_a_figure_that_makes_no_sense_is_taken_again(cache, field, value):
     measured(memory(), lambda: STEADY)
     known = json.loads(cache.read_text())
     known["measurements"][0][field] = value
@@ -136,15 +129,13 @@ def test_a_figure_that_makes_no_sense_is_taken_again(cache: Path, field: str, va
     assert recall(memory()) is None
 
 
-def test_a_later_version_of_the_file_counts_as_none(cache: Path) -> None:
+def test_a_later_version_of_the_file_counts_as_none(cache):
     measured(memory(), lambda: STEADY)
     cache.write_text(cache.read_text().replace('"version": 1', '"version": 2'))
     assert recall(memory()) is None
 
 
-def test_a_folder_that_cannot_be_written_is_not_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_is_not_missed(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
@@ -154,7 +145,7 @@ def test_a_folder_that_cannot_be_written_is_not_missed(
     assert blocked.read_text() == ""
 
 
-def test_what_is_forgotten_is_taken_again_and_the_rest_stays(cache: Path) -> None:
+def test_what_is_forgotten_is_taken_again_and_the_rest_stays(cache):
     products = Subject("products", this_machine(), "float32")
     measured(memory(), lambda: STEADY)
     measured(products, lambda: STEADY)
@@ -163,7 +154,7 @@ def test_what_is_forgotten_is_taken_again_and_the_rest_stays(cache: Path) -> Non
     assert recall(products)
 
 
-def test_what_has_expired_goes_when_something_else_is_remembered(cache: Path, clock: Clock) -> None:
+def test_what_has_expired_goes_when_something_else_is_remembered(cache, clock):
     measured(memory(), lambda: STEADY)
     clock.now += WEEK
     assert figures.measurements()
@@ -171,7 +162,7 @@ def test_what_has_expired_goes_when_something_else_is_remembered(cache: Path, cl
     assert [one.subject.quantity for one in figures.measurements()] == ["products"]
 
 
-def test_every_doubt_says_why(cache: Path) -> None:
+def test_every_doubt_says_why(cache):
     steady = Measurement(memory(), 1e9, 0.1, 0.05, 9, 0)
     assert list(steady.doubts()) == []
     assert list(replace(steady, spread=0.6).doubts()) == ["varied by 60% between 9 trials"]

@@ -1,7 +1,5 @@
 """What users do by mistake is refused by name, before anything is written."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 
@@ -17,7 +15,7 @@ import penstock
 WIDTH = 64
 
 
-def exported() -> torch.export.ExportedProgram:
+def exported():
     return torch.export.export(nn.Linear(WIDTH, WIDTH), (torch.randn(2, WIDTH),))
 
 
@@ -70,16 +68,16 @@ def test_uses_of_an_offloaded_module_are_refused_by_name(tmp_path, use):
 
 
 class Leaf(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return functional.linear(x, self.weight, self.bias)
 
 
 class Layers(nn.Module):
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         super().__init__()
         self.layers = nn.ModuleList(Leaf(WIDTH + k, WIDTH + k + 1) for k in range(count))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
             torch._dynamo.graph_break()

@@ -1,7 +1,5 @@
 """A streamed module at its edges: closing that is interrupted or late, methods, modes of the caller."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
@@ -14,30 +12,25 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
-from tests.runtime.conftest import Compiled
 from tests.runtime.models import Counter
 
 
-def left_behind() -> list[str]:
+def left_behind():
     """Readers and mappings of weights that this process still has."""
     readers = [t.name for t in threading.enumerate() if t.name.startswith("penstock")]
     maps = Path("/proc/self/maps").read_text().splitlines()
     return readers + [line for line in maps if "weights.safetensors" in line]
 
 
-def test_a_close_that_was_interrupted_can_be_finished(
-    stack: Compiled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_close_that_was_interrupted_can_be_finished(stack, monkeypatch):
     module = stack.open().load("50%", arena="mapped")
     module(stack.tokens)
     streamer = module._weights.resources.streamer
     assert streamer is not None
 
-    def interrupt() -> None:
+    def interrupt():
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -50,7 +43,7 @@ def test_a_close_that_was_interrupted_can_be_finished(
     assert not left_behind()
 
 
-def test_a_module_collected_on_one_of_its_readers_is_closed(stack: Compiled) -> None:
+def test_a_module_collected_on_one_of_its_readers_is_closed(stack):
     """The garbage collector runs on whatever thread allocates, Python's readers included."""
     module = stack.open().load("50%", arena="mapped", engine="python")
     module(stack.tokens)
@@ -58,7 +51,7 @@ def test_a_module_collected_on_one_of_its_readers_is_closed(stack: Compiled) -> 
     assert resources.streamer is not None
     finished = threading.Event()
 
-    def collect(*_: int) -> int:
+    def collect(*_):
         resources.close()
         finished.set()
         return 0
@@ -73,7 +66,7 @@ def test_a_module_collected_on_one_of_its_readers_is_closed(stack: Compiled) -> 
 
 
 @pytest.mark.parametrize("mode", ["inference", "device"])
-def test_the_mode_in_which_a_program_is_loaded_does_not_matter(tmp_path: Path, mode: str) -> None:
+def test_the_mode_in_which_a_program_is_loaded_does_not_matter(tmp_path, mode):
     model = Counter()
     x = torch.randn(2, 256)
     program = penstock.compile(export(model, (x,)), tmp_path / "counter.penstock")
@@ -86,7 +79,7 @@ def test_the_mode_in_which_a_program_is_loaded_does_not_matter(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("readers", [0, -1])
-def test_somebody_has_to_read(stack: Compiled, readers: int) -> None:
+def test_somebody_has_to_read(stack, readers):
     with pytest.raises(penstock.StreamError, match="one reader or more"):
         stack.open().load("50%", readers=readers)
 
@@ -97,41 +90,41 @@ def test_somebody_has_to_read(stack: Compiled, readers: int) -> None:
 class Cached(nn.Module):
     """Two entries, one state: prefill writes what decode goes on with."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*[nn.Linear(640, 640) for _ in range(6)])
         self.head = nn.Linear(640, 640)
         self.register_buffer("state", torch.zeros(1, 640))
 
-    def prefill(self, x: torch.Tensor) -> torch.Tensor:
+    def prefill(self, x):
         self.state.copy_(self.layers(x).sum(0, keepdim=True))
         return self.head(self.state)
 
-    def decode(self, x: torch.Tensor) -> torch.Tensor:
+    def decode(self, x):
         self.state.add_(self.layers[:3](x))
         return self.head(self.state)
 
 
 class Prefill(nn.Module):
-    def __init__(self, model: Cached) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.model.prefill(x)
 
 
 class Decode(nn.Module):
-    def __init__(self, model: Cached) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.model.decode(x)
 
 
 @pytest.fixture(scope="module")
-def methods(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, Cached]:
+def methods(tmp_path_factory):
     torch.manual_seed(0)
     model = Cached().eval()
     exported = {
@@ -145,7 +138,7 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, Cached]:
 
 @pytest.mark.parametrize("budget", ["floor", "80%"])
 @pytest.mark.parametrize("arena", ["mapped", "contiguous", "paged"])
-def test_methods_share_weights_and_state(methods: tuple[Program, Cached], arena: str, budget: str) -> None:
+def test_methods_share_weights_and_state(methods, arena, budget):
     program, model = methods
     size = program.floor(arena=arena) if budget == "floor" else budget
     with torch.no_grad(), program.load(size, arena=arena, poison=True) as module:
@@ -161,7 +154,7 @@ def test_methods_share_weights_and_state(methods: tuple[Program, Cached], arena:
                 unknown(*(["train"] if unknown == module.call else [[], "train"]))
 
 
-def test_a_plan_goes_through_json(methods: tuple[Program, Cached]) -> None:
+def test_a_plan_goes_through_json(methods):
     from penstock.schedule.payload.codec import plan_from_json
 
     program, model = methods
@@ -174,12 +167,12 @@ def test_a_plan_goes_through_json(methods: tuple[Program, Cached]) -> None:
         assert torch.equal(module.decode(x), model.decode(x))
 
 
-def test_a_plan_of_another_artifact_is_refused(methods: tuple[Program, Cached], stack: Compiled) -> None:
+def test_a_plan_of_another_artifact_is_refused(methods, stack):
     with pytest.raises(penstock.PlanError, match="another program"):
         stack.open().load(plan=methods[0].plan("50%"))
 
 
-def test_descriptors_and_threads_do_not_grow(stack: Compiled) -> None:
+def test_descriptors_and_threads_do_not_grow(stack):
     program = stack.open()
     gc.collect()  # what other tests left is not counted, nor given back meanwhile
     before = len(os.listdir("/proc/self/fd"))
@@ -193,7 +186,7 @@ def test_descriptors_and_threads_do_not_grow(stack: Compiled) -> None:
 
 
 @pytest.mark.parametrize("budget", ["50%", "100%", 1])
-def test_without_weights_any_budget_is_enough(tmp_path: Path, budget: int | str) -> None:
+def test_without_weights_any_budget_is_enough(tmp_path, budget):
     x = torch.randn(3)
     program = penstock.compile(export(nn.Tanh(), (x,)), tmp_path / "tanh.penstock")
     with program.load(budget) as module:
@@ -202,7 +195,7 @@ def test_without_weights_any_budget_is_enough(tmp_path: Path, budget: int | str)
         program.load("0%")
 
 
-def test_one_pattern_is_not_a_list(stack: Compiled) -> None:
+def test_one_pattern_is_not_a_list(stack):
     with pytest.raises(penstock.PlanError, match=r"takes a list of patterns, got 'blocks\.\*'"):
         stack.open().plan("50%", keep="blocks.*")
 
@@ -210,19 +203,19 @@ def test_one_pattern_is_not_a_list(stack: Compiled) -> None:
 class Outlives(nn.Module):
     """Hands out a weight, views of one, and a buffer that it writes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
         self.table = nn.Parameter(torch.randn(64, 64))
         self.register_buffer("state", torch.zeros(64))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x):
         self.state.add_(1)
         return self.layers(x), self.state, self.state[2:5], self.table, self.table[3:].t()
 
 
 @pytest.mark.parametrize("arena", ["mapped", "contiguous", "paged"])
-def test_what_a_program_hands_out_outlives_the_module(tmp_path: Path, arena: str) -> None:
+def test_what_a_program_hands_out_outlives_the_module(tmp_path, arena):
     model, x = Outlives().eval(), torch.randn(2, 256)
     program = penstock.compile(export(model, (x,)), tmp_path / "outlives.penstock")
     with torch.no_grad():
@@ -233,9 +226,7 @@ def test_what_a_program_hands_out_outlives_the_module(tmp_path: Path, arena: str
             assert torch.equal(got, expected)
 
 
-def test_a_system_without_populate_moves_and_direct_reads(
-    stack: Compiled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_without_populate_moves_and_direct_reads(stack, monkeypatch):
     from penstock.runtime import planning
     from penstock.runtime.arena import kinds
     from penstock.runtime.files import direct_file
@@ -256,7 +247,7 @@ def test_a_system_without_populate_moves_and_direct_reads(
 
 
 @pytest.fixture(scope="module")
-def planned(stack: Compiled) -> tuple[Program, Plan]:
+def planned(stack):
     program = stack.open()
     return program, program.plan("50%", arena="contiguous")
 
@@ -273,21 +264,15 @@ PHASES = ["begin", "acquire", "release", "end"]
         for where in (*PHASES, *(("_done",) if engine == "native" else ("_wait", "_drain", "_restart")))
     ],
 )
-def test_an_interrupt_in_any_phase_leaves_a_module_that_works(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    engine: str,
-    where: str,
-    when: int,
-) -> None:
-    stack: Compiled = request.getfixturevalue("stack")
+def test_an_interrupt_in_any_phase_leaves_a_module_that_works(request, monkeypatch, engine, where, when):
+    stack = request.getfixturevalue("stack")
     program, plan = request.getfixturevalue("planned")
     with program.load(plan=plan, poison=True, engine=engine) as module:
         streamer = module._weights.resources.streamer
         assert streamer is not None
         real, calls = getattr(streamer, where), []
 
-        def interrupted(*arguments: int) -> object:
+        def interrupted(*arguments):
             calls.append(arguments)
             if len(calls) == when + 1:
                 raise KeyboardInterrupt
@@ -309,8 +294,8 @@ def test_an_interrupt_in_any_phase_leaves_a_module_that_works(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack: Compiled, engine: str) -> None:
-    def parked(module: penstock.StreamedModule) -> bool:
+def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack, engine):
+    def parked(module):
         team = module._weights.team
         assert team is not None
         return team._thread is not None
@@ -330,15 +315,13 @@ def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack: Compi
         assert parked(module) == several
 
 
-def test_a_team_that_the_system_refuses_after_a_pass_costs_no_output(
-    stack: Compiled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_team_that_the_system_refuses_after_a_pass_costs_no_output(stack, monkeypatch):
     with stack.open().load("50%", arena="contiguous") as module:
         team = module._weights.team
         assert team is not None
         team.wake()
 
-        def refuse() -> None:
+        def refuse():
             raise StreamError("the system refused a thread")
 
         monkeypatch.setattr(team, "park", refuse)

@@ -1,10 +1,7 @@
 """Files in place whose tensors are off 64 bytes: the bits are those of a model that is mapped from them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from torch.export import export
 
 import penstock
 from penstock.runtime.arena.kinds import cpu_arenas
-from penstock.schedule.facts.model import Arena
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.verify.proof import verify_plan
@@ -26,9 +22,9 @@ PHASES = (8, 24, 40, 0, 9, 20)
 ROW = torch.randn(1, 96, generator=torch.Generator().manual_seed(1))
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write(path, tensors):
     """A safetensors file in which tensor k begins at PHASES[k] modulo 64."""
-    header: dict[str, object] = {}
+    header = {}
     data = b""
     for number, (name, value) in enumerate(tensors.items()):
         pad = (PHASES[number % len(PHASES)] - len(data)) % 64
@@ -65,14 +61,14 @@ def case(tmp_path_factory):
     return program, mapped, aligned(model)(ROW)
 
 
-def arena_of(case, kind: str) -> Arena:
+def arena_of(case, kind):
     """The arena that loads use, in smaller granules, so that a small model streams in them."""
     program = case[0]
     found = cpu_arenas(program.payload)[kind]
     return found if found.granule < 1 << 20 else replace(found, granule=4096)
 
 
-def planned(case, kind: str, share: float = 0.0):
+def planned(case, kind, share=0.0):
     payload = case[0].payload
     problem = Problem(payload.storages, payload.traces, arena_of(case, kind), hardware=machine(1e9))
     least = floor(problem).upper_bytes

@@ -1,7 +1,5 @@
 """An artifact from compile to close: outputs bit for bit, budgets kept, and every refusal by name."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -20,7 +18,7 @@ from penstock.schedule.facts.sizes import format_size
 ARENAS = ("mapped", "pooled", "contiguous", "paged")
 
 
-def mapped_lines() -> list[str]:
+def mapped_lines():
     return [
         line for line in Path("/proc/self/maps").read_text().splitlines() if "weights.safetensors" in line
     ]

@@ -1,20 +1,15 @@
 """Weights of several parts from export to outputs: packed, in place, streamed under every budget."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.export import ExportedProgram, export
+from torch.export import export
 
 import penstock
 from penstock.cli.inspect import artifact_tables
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import SourceError
 from tests.quantised_models import Hidden, Packed, Shown, linears, pack, quantise
 
@@ -23,21 +18,21 @@ KINDS = [Shown, Hidden]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.__name__)
-def module(request) -> nn.Sequential:
+def module(request):
     return quantise(linears(), request.param)
 
 
 @pytest.fixture(scope="module")
-def exported(module) -> ExportedProgram:
+def exported(module):
     return export(module, (x,))
 
 
 @pytest.fixture(scope="module")
-def program(exported, tmp_path_factory) -> Program:
+def program(exported, tmp_path_factory):
     return penstock.compile(exported, tmp_path_factory.mktemp("quantised") / "a.penstock")
 
 
-def parts_of(module: nn.Sequential) -> dict[str, torch.Tensor]:
+def parts_of(module):
     """Every tensor of the module by the name it has in penstock's files."""
     values = {}
     for name, value in module.state_dict().items():
@@ -48,12 +43,12 @@ def parts_of(module: nn.Sequential) -> dict[str, torch.Tensor]:
     return values
 
 
-def expected(module: nn.Module) -> torch.Tensor:
+def expected(module):
     with torch.no_grad():
         return module(x)
 
 
-def run(program: Program, budget: int | str, **options) -> torch.Tensor:
+def run(program, budget, **options):
     with program.load(budget, **options) as streamed:
         streamed(x)
         output = streamed(x)
@@ -186,18 +181,18 @@ def test_a_checkpoint_that_is_not_quantised_is_refused_by_name(exported, tmp_pat
 class Table(nn.Module):
     """A buffer of several parts: buffers may be missing in a checkpoint, but not by halves."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         dense = torch.linspace(-1, 1, 8 * 256).reshape(8, 256)
         self.register_buffer("table", pack(dense, Shown))
         self.bias = nn.Parameter(torch.zeros(8))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return nn.functional.linear(x, self.table, self.bias)
 
 
 @pytest.fixture
-def table(tmp_path) -> Iterator[tuple[ExportedProgram, dict[str, torch.Tensor], Path]]:
+def table(tmp_path):
     model = Table()
     values = {"bias": model.bias.detach(), "table.data_": model.table.data_, "table.scale": model.table.scale}
     return export(model, (x,)), values, tmp_path / "table.safetensors"

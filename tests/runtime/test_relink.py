@@ -1,7 +1,5 @@
 """An identical copy of weight files in place is accepted by its bytes, and nothing else is."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +10,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import penstock as library
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import SourceError
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
@@ -20,13 +17,13 @@ X = torch.ones(2, 256)
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
 
 
 @pytest.fixture
-def artifact(tmp_path: Path, model: nn.Module) -> Path:
+def artifact(tmp_path, model):
     """One that refers to two files in the folder `first`."""
     (tmp_path / "first").mkdir()
     for layer in ("0", "1"):
@@ -37,18 +34,16 @@ def artifact(tmp_path: Path, model: nn.Module) -> Path:
     return library.compile(exported, tmp_path / "a.penstock", weights=files, pack=False).path
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def runs(program: Program, model: nn.Module) -> bool:
+def runs(program, model):
     with program.load("100%") as module, torch.no_grad():
         return torch.equal(module(X), model(X))
 
 
-def test_a_file_that_was_copied_over_itself_is_accepted(
-    artifact: Path, model: nn.Module, penstock: Command
-) -> None:
+def test_a_file_that_was_copied_over_itself_is_accepted(artifact, model, penstock):
     file = artifact.parent / "first" / "0.safetensors"
     shutil.copyfile(file, file.with_suffix(".new"))
     os.replace(file.with_suffix(".new"), file)
@@ -62,9 +57,7 @@ def test_a_file_that_was_copied_over_itself_is_accepted(
 
 
 @pytest.mark.parametrize("given", [["second"], ["second/1.safetensors", "second/0.safetensors"]])
-def test_files_that_were_moved_are_accepted(
-    artifact: Path, model: nn.Module, penstock: Command, given: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_were_moved_are_accepted(artifact, model, penstock, given, monkeypatch):
     (artifact.parent / "first").rename(artifact.parent / "second")
     with pytest.raises(SourceError, match=r"is missing: .*`penstock relink"):
         library.open(artifact)
@@ -76,9 +69,7 @@ def test_files_that_were_moved_are_accepted(
     assert sorted(path.name for path in artifact.parent.iterdir()) == ["a.penstock", "second"]
 
 
-def test_a_byte_that_no_sample_sees_is_refused_and_the_artifact_is_untouched(
-    artifact: Path, penstock: Command
-) -> None:
+def test_a_byte_that_no_sample_sees_is_refused_and_the_artifact_is_untouched(artifact, penstock):
     file = artifact.parent / "first" / "1.safetensors"
     before = contents(artifact)
     data = bytearray(file.read_bytes())
@@ -99,7 +90,7 @@ def test_a_byte_that_no_sample_sees_is_refused_and_the_artifact_is_untouched(
         ("elsewhere/1.safetensors", "there is no file or folder"),
     ],
 )
-def test_what_is_no_copy_is_refused(artifact: Path, penstock: Command, given: str, words: str) -> None:
+def test_what_is_no_copy_is_refused(artifact, penstock, given, words):
     (artifact.parent / "elsewhere").mkdir()
     for name in ("0", "other"):
         save_file({"0.weight": torch.zeros(3)}, artifact.parent / "elsewhere" / f"{name}.safetensors")
@@ -110,7 +101,7 @@ def test_what_is_no_copy_is_refused(artifact: Path, penstock: Command, given: st
     assert contents(artifact) == before
 
 
-def test_packed_weights_are_not_relinked(tmp_path: Path, model: nn.Module, penstock: Command) -> None:
+def test_packed_weights_are_not_relinked(tmp_path, model, penstock):
     packed = library.compile(torch.export.export(model, (X,)), tmp_path / "packed.penstock").path
     done = penstock("relink", packed)
     assert (done.status, "there is nothing to relink" in done.err) == (2, True)

@@ -1,10 +1,7 @@
 """A plan that a load made is used by the next, if it is still one for that artifact."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +37,7 @@ def load(stack, budget="50%", **options):
         return module.plan
 
 
-def stored(folder: Path) -> list[Path]:
+def stored(folder):
     return sorted((folder / "penstock" / "plans").glob("*.json"))
 
 

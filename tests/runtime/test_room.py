@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -80,7 +79,7 @@ class Big:
     bare: int
 
 
-def in_group(limit: int, folder: Path, budget: int | str, **options: Any) -> str:
+def in_group(limit, folder, budget, **options):
     """What a process in a group of `limit` bytes prints; `killed` where the kernel ended it."""
     with make_group(limit) as group:
         if group is None:
@@ -92,7 +91,7 @@ def in_group(limit: int, folder: Path, budget: int | str, **options: Any) -> str
         return done.out
 
 
-def make_big(folder: Path, lowering: str) -> Big:
+def make_big(folder, lowering):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     model, x = torch.nn.Sequential(*layers), torch.ones(8, WIDTH)
@@ -104,7 +103,7 @@ def make_big(folder: Path, lowering: str) -> Big:
 
 
 @pytest.fixture(scope="module", params=sampled(("eager", "inductor"), 2))
-def big(request, tmp_path_factory) -> Big:
+def big(request, tmp_path_factory):
     return make_big(tmp_path_factory.mktemp("big"), request.param)
 
 
@@ -149,7 +148,7 @@ def test_in_less_a_load_is_refused_or_its_files_are_only_mapped(big, way, slack)
 def small(monkeypatch, stack):
     """The stack's program, and a function that sets what is left of memory and of address space."""
 
-    def leave(memory: int, address: int | None = None) -> None:
+    def leave(memory, address=None):
         limits = {"memory_limit": Limit(memory, "the box"), "address_limit": None}
         if address is not None:
             limits["address_limit"] = Limit(address, "the fence", "address space")
@@ -159,7 +158,7 @@ def small(monkeypatch, stack):
     return stack.open(), leave
 
 
-def refused(program, plan, device="cpu", engine="auto") -> str:
+def refused(program, plan, device="cpu", engine="auto"):
     with pytest.raises(penstock.BudgetError) as caught:
         program.load(plan=plan, device=device, engine=engine)
     assert caught.value.floor_bytes == program.floor(device)

@@ -1,7 +1,5 @@
 """What a load sees corrects what is remembered; on a clock that the tests hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

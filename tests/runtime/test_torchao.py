@@ -1,10 +1,6 @@
 """torchao's quantised modules: the outputs are the library's own, under every budget."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ from tests.forked import run_forked
 from tests.quantised_models import linears
 
 # Without set_inductor_config=False each would change options of Inductor for the whole process.
-CONFIGS: dict[str, Callable[[], object]] = {
+CONFIGS = {
     "int8": lambda: Int8WeightOnlyConfig(set_inductor_config=False),
     "int8 activations": lambda: Int8DynamicActivationInt8WeightConfig(set_inductor_config=False),
     "float8": lambda: Float8WeightOnlyConfig(set_inductor_config=False),
@@ -47,13 +43,13 @@ PARTS = {
 }
 
 
-def quantised(name: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+def quantised(name, dtype, seed=0):
     module = linears(seed=seed).to(dtype)
     quantize_(module, CONFIGS[name]())
     return module
 
 
-def inputs(dtype: torch.dtype) -> torch.Tensor:
+def inputs(dtype):
     return torch.linspace(-1, 1, 3 * 256).reshape(3, 256).to(dtype)
 
 
@@ -87,11 +83,11 @@ def test_a_zero_point_that_no_kernel_reads_is_kept_in_the_file_and_costs_nothing
 
 
 class Logits(nn.Module):
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
@@ -153,7 +149,7 @@ def test_operators_of_a_library_that_is_not_imported_are_said(tmp_path):
     assert load_elsewhere(tmp_path / "f.penstock", first="import torchao") == "loaded"
 
 
-def load_elsewhere(path: Path, first: str = "") -> str:
+def load_elsewhere(path, first=""):
     """What a process of its own says when it loads an artifact."""
     script = f"""
 {first}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +14,7 @@ from torch import nn
 import penstock
 from penstock.runtime.files.artifact_files import PAYLOAD, digest_line, replace_payload
 from penstock.runtime.program import Program
-from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
-from tests.runtime.conftest import Run
 from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Tables, routes, seeded
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -31,12 +26,12 @@ PASSES = 3
 class Mixture(nn.Module):
     """Words that are looked up, and layers of experts."""
 
-    def __init__(self, dtype: torch.dtype, layers: int) -> None:
+    def __init__(self, dtype, layers):
         super().__init__()
         self.words = nn.Embedding(8192, 128, dtype=dtype)
         self.experts = Experts(dtype, layers=layers)
 
-    def forward(self, ids: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, routes):
         return self.experts(self.words(ids), routes)
 
 
@@ -47,16 +42,16 @@ class Case:
     program: Program
     inputs: dict[str, torch.Tensor]
 
-    def plan(self, k: int) -> Plan:
+    def plan(self, k):
         return self.program.payload.plans[k]
 
 
-def mixture(dtype: torch.dtype, layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def mixture(dtype, layers):
     ids = torch.randint(8192, (9,), generator=seeded(1))
     return Mixture(dtype, layers), {"ids": ids, "routes": routes(9, 2, layers=layers)}
 
 
-def tables() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def tables():
     ids, index = (
         torch.randint(4096, (2, 40), generator=seeded(1)),
         torch.randint(1200, (90,), generator=seeded(2)),
@@ -64,7 +59,7 @@ def tables() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Tables(), {"ids": ids, "index": index}
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]] = {
+MODELS = {
     "experts": lambda: mixture(torch.bfloat16, 2),
     "experts of transformers": lambda: mixture(torch.float32, 1),
     "tables": tables,
@@ -72,7 +67,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]] = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request, tmp_path_factory):
     torch.manual_seed(0)
     model, inputs = MODELS[request.param]()
     path = tmp_path_factory.mktemp("units") / "model.penstock"
@@ -86,9 +81,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(penstock.open(path, trust=True), inputs)
 
 
-def run_once(
-    run: Run, case: Case, budget: int, folder: Path
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def run_once(run, case, budget, folder):
     save_file(case.inputs, folder / "in.safetensors")
     files = ["--input", "in.safetensors", "--output", "out.safetensors", "--force"]
     done = run(case.program.path, "--budget", budget, *files, "--passes", PASSES, "--json")
@@ -97,7 +90,7 @@ def run_once(
 
 
 @pytest.mark.parametrize("rung", range(4))
-def test_bits_and_bytes_are_those_of_python(run: Run, case: Case, tmp_path: Path, rung: int) -> None:
+def test_bits_and_bytes_are_those_of_python(run, case, tmp_path, rung):
     plan = case.plan(rung)
     facts, found = run_once(run, case, plan.budget, tmp_path)
     assert facts["plan_budget"] == plan.budget
@@ -117,7 +110,7 @@ def test_bits_and_bytes_are_those_of_python(run: Run, case: Case, tmp_path: Path
 
 
 @pytest.mark.parametrize("case", ["experts"], indirect=True)
-def test_units_alone_are_moved_and_rounds_are_run(case: Case) -> None:
+def test_units_alone_are_moved_and_rounds_are_run(case):
     """Or the tests above would show nothing: units do not fit at the floor, and are found with most."""
     assert case.plan(0).streamed_bytes == case.plan(1).streamed_bytes == 0
     moved = []
@@ -131,9 +124,7 @@ def test_units_alone_are_moved_and_rounds_are_run(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ["tables"], indirect=True)
-def test_an_index_out_of_range_is_refused_as_the_kernel_refuses_it(
-    run: Run, case: Case, tmp_path: Path
-) -> None:
+def test_an_index_out_of_range_is_refused_as_the_kernel_refuses_it(run, case, tmp_path):
     for rung in (0, 2):
         wrong = {**case.inputs, "ids": case.inputs["ids"].clone()}
         wrong["ids"][0, 3] = 4096
@@ -143,7 +134,7 @@ def test_an_index_out_of_range_is_refused_as_the_kernel_refuses_it(
         assert "index out of range" in done.stderr
 
 
-def forged(case: Case, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+def forged(case, folder, change):
     """A copy of the artifact whose payload was changed by somebody who also changed its hash."""
     copied = shutil.copytree(case.program.path, folder / "forged")
     payload = json.loads((copied / PAYLOAD).read_bytes())
@@ -154,7 +145,7 @@ def forged(case: Case, folder: Path, change: Callable[[dict[str, Any]], None]) -
     return copied
 
 
-def reads_of(payload: dict[str, Any]) -> list[dict[str, Any]]:
+def reads_of(payload):
     return [
         one
         for plan in payload["plans"]
@@ -164,30 +155,30 @@ def reads_of(payload: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _no_numbers(payload: dict[str, Any]) -> None:
+def _no_numbers(payload):
     payload["probes"][0]["units"] = [-1] * len(payload["probes"][0]["units"])
 
 
-def _exchanged_numbers(payload: dict[str, Any]) -> None:
+def _exchanged_numbers(payload):
     payload["probes"][0]["units"].reverse()
 
 
-def _other_shape(payload: dict[str, Any]) -> None:
+def _other_shape(payload):
     for one in reads_of(payload):
         one["view"]["shape"][0] -= 1
 
 
-def _small_pool(payload: dict[str, Any]) -> None:
+def _small_pool(payload):
     for plan in payload["plans"][:-1]:
         plan["pool"]["nbytes"] = 4095
 
 
-def _other_place(payload: dict[str, Any]) -> None:
+def _other_place(payload):
     for plan in payload["plans"][:-1]:
         plan["pool"]["layout"] = [one + 8 if one >= 0 else one for one in plan["pool"]["layout"]]
 
 
-def _tiles(payload: dict[str, Any]) -> None:
+def _tiles(payload):
     for plan in payload["plans"][:-1]:
         plan["pool"]["tiles"] = True
     for one in reads_of(payload):
@@ -206,9 +197,7 @@ def _tiles(payload: dict[str, Any]) -> None:
         (_tiles, 2, "by tiles, whose bits only Python compares with those of the whole"),
     ],
 )
-def test_plans_that_are_not_the_programs_are_refused(
-    run: Run, case: Case, tmp_path: Path, refused: tuple[Any, int, str]
-) -> None:
+def test_plans_that_are_not_the_programs_are_refused(run, case, tmp_path, refused):
     change, status, words = refused
     folder = forged(case, tmp_path, change)
     save_file(case.inputs, tmp_path / "in.safetensors")
@@ -220,7 +209,7 @@ def test_plans_that_are_not_the_programs_are_refused(
 
 
 @pytest.mark.parametrize("case", ["experts"], indirect=True)
-def test_a_ladder_begins_at_the_floor_of_units(run: Run, case: Case, tmp_path: Path) -> None:
+def test_a_ladder_begins_at_the_floor_of_units(run, case, tmp_path):
     copied = penstock.open(
         shutil.copytree(case.program.path, tmp_path / "laddered"), trust=True
     ).write_ladder()
@@ -232,7 +221,7 @@ def test_a_ladder_begins_at_the_floor_of_units(run: Run, case: Case, tmp_path: P
         assert torch.equal(*found.values(), module(*case.inputs.values()))
 
 
-def test_a_ladder_has_no_tiles(tmp_path: Path) -> None:
+def test_a_ladder_has_no_tiles(tmp_path):
     """Of a program that test_compiled_units.py compiles as well, so that g++ compiles it once."""
     model, given = Head(torch.bfloat16, tied=True), (torch.arange(3)[None],)
     with torch.no_grad():

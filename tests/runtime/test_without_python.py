@@ -1,7 +1,5 @@
 """penstock-run, which runs without Python: the same bits at every rung of the ladder, and what it refuses."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -9,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +14,11 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock.runtime.files.artifact_files import PAYLOAD, digest_line
-from penstock.runtime.program import Program
 from tests.runtime.compiled_models import WIDTH, decoder_arguments, odd_arguments
 
 
 @pytest.fixture(scope="session")
-def laddered(compiled, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Program]:
+def laddered(compiled, tmp_path_factory):
     """Copies of the compiled artifacts, with ladders."""
     folder = tmp_path_factory.mktemp("laddered")
     copies = {name: shutil.copytree(one.program.path, folder / name) for name, one in compiled.items()}
@@ -31,7 +26,7 @@ def laddered(compiled, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pr
 
 
 @pytest.fixture
-def inputs(tmp_path: Path) -> Path:
+def inputs(tmp_path):
     path = tmp_path / "inputs.safetensors"
     save_file(dict(zip(("x", "image", "rows"), odd_arguments(), strict=True)), path)
     return path
@@ -141,7 +136,7 @@ def test_wrong_options_and_inputs_are_one_sentence(run, laddered, inputs, tmp_pa
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def _make_sparse(payload: dict[str, Any]) -> None:
+def _make_sparse(payload):
     """Says of what the first step of every trace reads that units of it may do."""
     parts = [part for weight in payload["weights"] for part in weight["parts"]]
     for trace in (*payload["traces"], *(trace for plan in payload["plans"] for trace in plan["traces"])):
@@ -150,7 +145,7 @@ def _make_sparse(payload: dict[str, Any]) -> None:
         step["sparse"] = [{"view": part, "operator": "aten.embedding.default", "route": 0, "asked": 1}]
 
 
-def damaged(folder: Path, change: str) -> None:
+def damaged(folder, change):
     """Changes one file of an artifact; `payload` and `plan` have a right hash afterwards."""
     path, program, weights = folder / PAYLOAD, folder / "program.zip", folder / "weights.safetensors"
     payload = json.loads(path.read_bytes())

@@ -1,12 +1,8 @@
 """Files that take their place whole, where the system takes little at once or refuses."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +11,10 @@ from penstock.schedule.atomic_file import is_unfinished, remove_stale, replace_f
 from penstock.schedule.facts.errors import SourceError
 
 
-def refusing(real: Callable[..., object], number: int, when: Callable[..., bool]) -> Callable[..., object]:
+def refusing(real, number, when):
     """A call of the system that fails with an errno where `when` is true of its arguments."""
 
-    def call(*given: object) -> object:
+    def call(*given):
         if when(*given):
             raise OSError(number, os.strerror(number))
         return real(*given)
@@ -26,17 +22,15 @@ def refusing(real: Callable[..., object], number: int, when: Callable[..., bool]
     return call
 
 
-def write(path: Path, data: bytes, *, force: bool = True) -> None:
+def write(path, data, *, force=True):
     with replace_file(path, force=force) as fd:
         write_all(fd, data)
 
 
-def test_all_is_written_where_the_system_takes_little_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_is_written_where_the_system_takes_little_at_once(tmp_path, monkeypatch):
     real, calls = os.write, []
 
-    def few(fd: int, data: memoryview) -> int:
+    def few(fd, data):
         calls.append(len(data))
         return real(fd, data[:3])
 
@@ -47,14 +41,12 @@ def test_all_is_written_where_the_system_takes_little_at_once(
 
 
 @pytest.mark.parametrize("one_way", [False, True])
-def test_a_name_that_is_taken_meanwhile_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_way: bool
-) -> None:
+def test_a_name_that_is_taken_meanwhile_is_kept(tmp_path, monkeypatch, one_way):
     if one_way:
         monkeypatch.setattr(atomic_file, "rename_by_rule", lambda *_: False)
     path, real = tmp_path / "file", os.fsync
 
-    def meanwhile(fd: int) -> None:
+    def meanwhile(fd):
         path.write_bytes(b"somebody else's")
         real(fd)
 
@@ -68,9 +60,7 @@ def test_a_name_that_is_taken_meanwhile_is_kept(
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", b"mine")]
 
 
-def test_a_name_that_the_disk_may_not_have_is_told_from_a_file_that_was_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_the_disk_may_not_have_is_told_from_a_file_that_was_not_written(tmp_path, monkeypatch):
     path, real = tmp_path / "file", os.fsync
     path.write_bytes(b"old")
     folder = (lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"), b"new", "is written, and the system does not")
@@ -83,9 +73,7 @@ def test_a_name_that_the_disk_may_not_have_is_told_from_a_file_that_was_not_writ
 
 
 @pytest.mark.parametrize(("number", "written"), [(errno.ENOLCK, True), (errno.EIO, False)])
-def test_without_a_lock_a_file_is_written_only_where_there_are_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, written: bool
-) -> None:
+def test_without_a_lock_a_file_is_written_only_where_there_are_none(tmp_path, monkeypatch, number, written):
     monkeypatch.setattr(fcntl, "flock", refusing(fcntl.flock, number, lambda *_: True))
     opened = len(os.listdir("/proc/self/fd"))
     if written:
@@ -97,9 +85,7 @@ def test_without_a_lock_a_file_is_written_only_where_there_are_none(
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_a_file_that_cannot_be_removed_hides_no_error_and_goes_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_removed_hides_no_error_and_goes_next_time(tmp_path, monkeypatch):
     opened = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refusing(os.unlink, errno.EIO, lambda *_: True))
@@ -113,7 +99,7 @@ def test_a_file_that_cannot_be_removed_hides_no_error_and_goes_next_time(
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_only_looks_like_a_temporary_is_left(tmp_path: Path) -> None:
+def test_what_only_looks_like_a_temporary_is_left(tmp_path):
     own = {name: tmp_path / f".file.tmp-{name}" for name in ("notes", "123", "0123456789", "0000000g")}
     for path in own.values():
         path.write_bytes(b"a user's")
@@ -129,7 +115,7 @@ def test_what_only_looks_like_a_temporary_is_left(tmp_path: Path) -> None:
     assert [is_unfinished(path) for path in (stale, *own.values())] == [True] + [False] * len(own)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / ".file.tmp-00000000")
     write(tmp_path / "file", b"new")
     assert sorted(os.listdir(tmp_path)) == [".file.tmp-00000000", "file"]

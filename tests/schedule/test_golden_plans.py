@@ -6,17 +6,12 @@ commit of that change, whose message says why. A change that is not about plans,
 only, changes none of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
 
-from penstock.schedule.facts.model import Trace
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import make_plan
 from tests.schedule.report.report_plans import corpus_plan, equal_plan, plan_behind_a_disk
 from tests.schedule.traces import equal_problem
@@ -25,7 +20,7 @@ FACTS = ("hardware", "traces")
 """What a plan repeats of its problem."""
 
 
-def digest(plan: Plan) -> str:
+def digest(plan):
     """The hash of all that a plan decides, and of the predicted times; bounds are a solver's floats.
 
     None of these plans has a pool, which came later.
@@ -37,16 +32,16 @@ def digest(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def in_turn() -> Plan:
+def in_turn():
     """A forward, and a backward that reads the same in reverse."""
     problem = equal_problem(12, 0.7)
     (trace,) = problem.traces
     forward = replace(trace, follows=1)
-    backward: Trace = replace(trace, method="backward", graph=1, steps=trace.steps[::-1], follows=0)
+    backward = replace(trace, method="backward", graph=1, steps=trace.steps[::-1], follows=0)
     return make_plan(replace(problem, traces=(forward, backward)), 5 * 4096)
 
 
-PLANS: dict[str, tuple[Callable[[], Plan], str]] = {
+PLANS = {
     "decoder, paged": (
         lambda: corpus_plan("llama-3.1-8b, decode", "rtx4090", "paged", 0.3),
         "cf22c09ac355dab02daa0dd7",
@@ -74,6 +69,6 @@ PLANS: dict[str, tuple[Callable[[], Plan], str]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plans_are_the_same_to_the_byte(name: str) -> None:
+def test_plans_are_the_same_to_the_byte(name):
     make, expected = PLANS[name]
     assert digest(make()) == expected

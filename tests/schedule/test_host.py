@@ -1,7 +1,5 @@
 """A host between disk and device: what it holds, the ring that the rest passes, and the time it takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import ceil
 
@@ -14,12 +12,11 @@ from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Hardware, HostTier, Range, Schedule, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.host import staged_bytes
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
 from tests.schedule.clock.test_event_graph import heaviest
-from tests.schedule.traces import RandomProblem, problems
+from tests.schedule.traces import problems
 
 MACHINE = Hardware("test", 1e12, 1e12, 1e9, 0, disk_bytes_per_s=0.5e9)
 """A byte takes 1 ns on the link and 2 ns from the disk."""
@@ -28,13 +25,13 @@ _FEW = 24
 """Edges of an event graph."""
 
 
-def scan(count: int, *, nbytes: int = 64, compute: int = 0) -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:
+def scan(count, *, nbytes=64, compute=0):
     storages = tuple(Storage(nbytes, "streamable") for _ in range(count))
     steps = tuple(Step(f"s{k}", (k,), 0, compute) for k in range(count))
     return storages, (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
 
 
-def plan_of(count: int, budget: int, host: int | None, **options: int) -> Plan:
+def plan_of(count, budget, host, **options):
     storages, traces = scan(count, **options)
     arena = packed_arena(storages, traces, kind="paged", granule=16, alignment=64)
     plan = make_plan(Problem(storages, traces, arena, hardware=MACHINE, host=host), budget)
@@ -42,14 +39,14 @@ def plan_of(count: int, budget: int, host: int | None, **options: int) -> Plan:
     return plan
 
 
-def test_a_host_that_holds_all_that_streams_costs_nothing() -> None:
+def test_a_host_that_holds_all_that_streams_costs_nothing():
     plain, held = plan_of(20, 128, None), plan_of(20, 128, 20 * 64)
     assert held.host is not None
     assert held.predicted_seconds == plain.predicted_seconds
     assert not any(schedule.staged for schedule in held.schedules)
 
 
-def test_a_host_of_half_the_model_rereads_the_other_half() -> None:
+def test_a_host_of_half_the_model_rereads_the_other_half():
     plan = plan_of(40, 128, 20 * 64)
     staged = sum(plan.schedules[0].staged)
     assert 0.4 * 40 * 64 <= staged <= 0.6 * 40 * 64
@@ -60,12 +57,12 @@ def test_a_host_of_half_the_model_rereads_the_other_half() -> None:
     assert plan.ratio < 1.1
 
 
-def test_more_host_memory_is_never_slower() -> None:
+def test_more_host_memory_is_never_slower():
     times = [plan_of(30, 192, host).predicted_seconds for host in (16, 64, 256, 512, 1024, 1600, 1920)]
     assert times == sorted(times, reverse=True)
 
 
-def test_what_is_read_twice_is_held_first() -> None:
+def test_what_is_read_twice_is_held_first():
     storages = tuple(Storage(64, "streamable") for _ in range(8))
     order = (*range(8), 0, 1)
     steps = tuple(Step(f"s{k}", (s,), 0, 0) for k, s in enumerate(order))
@@ -76,7 +73,7 @@ def test_what_is_read_twice_is_held_first() -> None:
     assert Range(0, 128) in plan.host.resident
 
 
-def test_memory_below_a_granule_and_a_disk_nobody_knows_are_refused() -> None:
+def test_memory_below_a_granule_and_a_disk_nobody_knows_are_refused():
     with pytest.raises(BudgetError, match="host memory of 15 B is below the floor of 16 B: weights"):
         plan_of(4, 64, 15)
     storages, traces = scan(4)
@@ -86,11 +83,11 @@ def test_memory_below_a_granule_and_a_disk_nobody_knows_are_refused() -> None:
         make_plan(Problem(storages, traces, arena, hardware=hardware, host=64), 64)
 
 
-def spoiled(plan: Plan, **changes: object) -> Plan:
+def spoiled(plan, **changes):
     return replace(plan, schedules=(replace(plan.schedules[0], **changes),))  # type: ignore[arg-type]
 
 
-def test_the_verifier_finds_what_the_host_cannot_do() -> None:
+def test_the_verifier_finds_what_the_host_cannot_do():
     storages, traces = scan(20)
     plan = plan_of(20, 128, 10 * 64)
     schedule = plan.schedules[0]
@@ -114,7 +111,7 @@ def test_the_verifier_finds_what_the_host_cannot_do() -> None:
             verify_plan(storages, traces, spoilt)
 
 
-def test_staged_bytes_are_those_the_host_lacks() -> None:
+def test_staged_bytes_are_those_the_host_lacks():
     held = (Range(10, 20), Range(30, 40))
     assert staged_bytes(Transfer(0, 50, 0, 0), held) == 30
     assert staged_bytes(Transfer(12, 18, 0, 0), held) == 0
@@ -122,7 +119,7 @@ def test_staged_bytes_are_those_the_host_lacks() -> None:
     assert staged_bytes(Transfer(35, 60, 0, 0), held) == 20
 
 
-def test_a_ring_of_one_piece_reads_and_copies_in_turn() -> None:
+def test_a_ring_of_one_piece_reads_and_copies_in_turn():
     _, (trace,) = scan(2)
     transfers = (Transfer(0, 64, 0, -2), Transfer(64, 128, 1, -1))
     turns = Schedule(0, transfers, (), 0, staged=(64, 64), staging_bytes=64)
@@ -133,7 +130,7 @@ def test_a_ring_of_one_piece_reads_and_copies_in_turn() -> None:
 
 @settings(max_examples=60)
 @given(problems("paged"), st.integers(1, 6), st.integers(1, 5))
-def test_the_event_graph_with_a_disk_agrees_with_the_oracle(p: RandomProblem, share: int, parts: int) -> None:
+def test_the_event_graph_with_a_disk_agrees_with_the_oracle(p, share, parts):
     hardware = replace(p.hardware, disk_bytes_per_s=p.hardware.link_bytes_per_s / 2, disk_latency_ns=3)
     lowest = floor(p).upper_bytes
     total = sum(s.nbytes for s in p.storages)

@@ -1,7 +1,5 @@
 """A ladder of plans: which budgets it has, and what a budget between two of them loses."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 

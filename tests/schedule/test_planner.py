@@ -1,7 +1,5 @@
 """Whole plans: periods known by hand, floors, budgets, and the verifier over random problems."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
@@ -13,9 +11,8 @@ from hypothesis import strategies as st
 from penstock.schedule.clock.event_graph import launched_steps, steady_period_ns
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Arena, ArenaKind, Hardware, Range, Step, Storage, Trace
+from penstock.schedule.facts.model import Arena, Hardware, Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand, Problem, first_uses
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import RUNGS, floor, make_plan, with_figures
 from penstock.schedule.space import spans
 from penstock.schedule.space.layout import packed_arena
@@ -41,23 +38,21 @@ UNIT = 4096
         (80, 0.1, 72, 8.4),
     ],
 )
-def test_equal_weights_stream_at_nearly_the_fluid_rate(
-    n: int, compute: float, weights: float, period: float
-) -> None:
+def test_equal_weights_stream_at_nearly_the_fluid_rate(n, compute, weights, period):
     """Period in copy times of one weight. With a share of (B - 1 - c) / (n - 1) resident in each
     the link never idles; these are within 2 % of that, or what one slot and compute allow."""
     plan = make_plan(equal_problem(n, compute), int(weights * UNIT))
     assert plan.schedules[0].predicted_ns / 1000 <= period
 
 
-def test_everything_that_fits_lies_outside_the_arena() -> None:
+def test_everything_that_fits_lies_outside_the_arena():
     problem = equal_problem(4, 1)
     plan = make_plan(problem, 4 * UNIT)
     assert (plan.arena_bytes, plan.outside, plan.schedules[0].transfers) == (0, (0, 1, 2, 3), ())
     assert plan.schedules[0].predicted_ns == 4000
 
 
-def test_a_program_without_weights_needs_no_budget() -> None:
+def test_a_program_without_weights_needs_no_budget():
     trace = Trace("forward", 0, "", (), 5, 6, "modelled")
     for storages in ((), (Storage(0, "streamable"),), (Storage(8, "mutable"),)):
         arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
@@ -66,7 +61,7 @@ def test_a_program_without_weights_needs_no_budget() -> None:
         assert plan.schedules[0].predicted_ns == 11
 
 
-def test_a_refusal_names_floor_step_and_weights() -> None:
+def test_a_refusal_names_floor_step_and_weights():
     storages = (Storage(64, "streamable"), Storage(128, "streamable"), Storage(10, "mutable"))
     steps = (Step("embed", (0,), 0, 1), Step("head", (0, 1), 0, 1), Step("other", (0,), 0, 1))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
@@ -76,7 +71,7 @@ def test_a_refusal_names_floor_step_and_weights() -> None:
     assert (caught.value.floor_bytes, caught.value.step, caught.value.weights) == (202, "head", ("a", "b"))
 
 
-def test_a_refusal_says_so_where_no_step_sets_the_floor() -> None:
+def test_a_refusal_says_so_where_no_step_sets_the_floor():
     storages = (Storage(8, "mutable"),)
     traces = (Trace("forward", 0, "", (), 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
@@ -88,9 +83,7 @@ def test_a_refusal_says_so_where_no_step_sets_the_floor() -> None:
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_a_floor_is_found_without_cutting_storages_into_spans(
-    kind: ArenaKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_floor_is_found_without_cutting_storages_into_spans(kind, monkeypatch):
     """Which are up to 30,000, and each plan for a machine asks for many floors."""
     monkeypatch.setattr(spans, "span_groups", lambda *given: pytest.fail("cut"))
     p = equal_problem(4, 1)
@@ -98,7 +91,7 @@ def test_a_floor_is_found_without_cutting_storages_into_spans(
     assert floor(Demand(p.storages, p.traces, arena)).upper_bytes == UNIT
 
 
-def test_a_refusal_of_a_byte_less_says_how_many_bytes() -> None:
+def test_a_refusal_of_a_byte_less_says_how_many_bytes():
     problem = equal_problem(4, 1)
     lowest = floor(Demand(problem.storages, problem.traces, problem.arena)).upper_bytes
     with pytest.raises(
@@ -107,7 +100,7 @@ def test_a_refusal_of_a_byte_less_says_how_many_bytes() -> None:
         make_plan(problem, lowest - 1)
 
 
-def test_a_refusal_says_what_is_kept() -> None:
+def test_a_refusal_says_what_is_kept():
     p = equal_problem(4, 1)
     with pytest.raises(BudgetError, match=r"w3 in memory takes 4\.00 KiB"):
         make_plan(replace(p, keep=frozenset({3})), UNIT, names=("w0", "w1", "w2", "w3"))
@@ -115,14 +108,14 @@ def test_a_refusal_says_what_is_kept() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["flops_per_s", "memory_bytes_per_s", "link_bytes_per_s"])
-def test_a_rate_that_no_machine_has_is_refused(name: str, rate: float) -> None:
+def test_a_rate_that_no_machine_has_is_refused(name, rate):
     p = equal_problem(4, 1)
     hardware = replace(p.hardware, **{name: rate})
     with pytest.raises(PlanError, match=rf"'toy': {name}: expected a rate above 0 and finite, got {rate}; "):
         make_plan(replace(p, hardware=hardware), 2 * UNIT)
 
 
-def test_a_negative_latency_is_refused() -> None:
+def test_a_negative_latency_is_refused():
     p = equal_problem(4, 1)
     with pytest.raises(PlanError, match="link_latency_ns: expected 0 or more, got -1"):
         make_plan(replace(p, hardware=machine(1e9, latency_ns=-1)), 2 * UNIT)
@@ -138,13 +131,13 @@ def test_a_negative_latency_is_refused() -> None:
         (True, "expected a whole number, got True"),
     ],
 )
-def test_a_launch_takes_whole_nanoseconds(launch: object, fault: str) -> None:
+def test_a_launch_takes_whole_nanoseconds(launch, fault):
     p = equal_problem(4, 1)
     with pytest.raises(PlanError, match=rf"'toy': host_step_ns: {fault}; give its figures"):
         make_plan(replace(p, hardware=replace(p.hardware, **{"host_step_ns": launch})), 2 * UNIT)
 
 
-def test_kept_storages_are_resident() -> None:
+def test_kept_storages_are_resident():
     p = equal_problem(6, 1)
     for kind in ("paged", "contiguous"):
         arena = packed_arena(p.storages, p.traces, kind=kind, granule=64, alignment=64)
@@ -153,7 +146,7 @@ def test_kept_storages_are_resident() -> None:
         assert any(r.start <= start and start + UNIT <= r.stop for r in plan.resident)
 
 
-def test_tied_weights_are_kept_over_the_end_of_the_pass() -> None:
+def test_tied_weights_are_kept_over_the_end_of_the_pass():
     """Read last and then first: one copy a pass for both reads."""
     storages = (Storage(UNIT, "streamable"),) * 5
     steps = tuple(Step(f"s{k}", (s,), 0, 1000) for k, s in enumerate((0, 1, 2, 3, 4, 0)))
@@ -164,7 +157,7 @@ def test_tied_weights_are_kept_over_the_end_of_the_pass() -> None:
     verify_plan(storages, traces, plan)
 
 
-def test_a_method_without_weights_beside_one_with() -> None:
+def test_a_method_without_weights_beside_one_with():
     p = equal_problem(6, 1)
     traces = (*p.traces, Trace("empty", 1, "", (), 7, 0, "modelled"))
     for kind in ("paged", "contiguous"):
@@ -175,7 +168,7 @@ def test_a_method_without_weights_beside_one_with() -> None:
         assert plan.schedules[1].predicted_ns == 7
 
 
-def check(p: RandomProblem) -> None:
+def check(p):
     lowest = floor(p)
     assert lowest.lower_bytes <= lowest.upper_bytes
     for budget in (lowest.upper_bytes, p.budget(lowest.upper_bytes)):
@@ -194,25 +187,25 @@ def check(p: RandomProblem) -> None:
 @pytest.mark.random
 @given(problems())
 @settings(max_examples=scaled(50))
-def test_plans_are_safe_and_floors_exact(problem: RandomProblem) -> None:
+def test_plans_are_safe_and_floors_exact(problem):
     check(problem)
 
 
 @pytest.mark.random
 @given(problems(methods=2))
 @settings(max_examples=scaled(40))
-def test_plans_of_several_methods_are_safe(problem: RandomProblem) -> None:
+def test_plans_of_several_methods_are_safe(problem):
     check(problem)
 
 
-def decisions(plan: Plan) -> Plan:
+def decisions(plan):
     """A plan without its times."""
     schedules = tuple(replace(one, predicted_ns=0, lower_bound_ns=None) for one in plan.schedules)
     return replace(plan, schedules=schedules, traces=(), hardware=machine(1.0))
 
 
 @pytest.mark.parametrize("faster", [0.9, 1.1])
-def test_decisions_are_kept_under_figures_for_which_they_are_as_good(faster: float) -> None:
+def test_decisions_are_kept_under_figures_for_which_they_are_as_good(faster):
     problem = equal_problem(20, 0.1)
     plan = make_plan(problem, 5 * UNIT)
     other = replace(problem, hardware=machine(UNIT * 1e6 * faster))
@@ -228,13 +221,13 @@ def test_decisions_are_kept_under_figures_for_which_they_are_as_good(faster: flo
 
 
 @pytest.mark.parametrize(("compute", "faster"), [(0.1, 2), (0.1, 100), (2, 0.1)])
-def test_decisions_that_other_figures_make_poor_are_not_kept(compute: float, faster: float) -> None:
+def test_decisions_that_other_figures_make_poor_are_not_kept(compute, faster):
     problem = equal_problem(20, compute)
     plan = make_plan(problem, 5 * UNIT)
     assert with_figures(plan, replace(problem, hardware=machine(UNIT * 1e6 * faster)), 1.02) is None
 
 
-def periods_on_the_ladder(p: RandomProblem, *rungs: int) -> list[int]:
+def periods_on_the_ladder(p, *rungs):
     lowest = floor(p).upper_bytes
     read = first_uses(p.storages, p.traces)
     outside = sum(s.nbytes for s in p.storages if s.kind != "streamable")
@@ -246,12 +239,12 @@ def periods_on_the_ladder(p: RandomProblem, *rungs: int) -> list[int]:
 @pytest.mark.random
 @given(st.one_of(problems(), problems(methods=2)))
 @settings(max_examples=scaled(15))
-def test_a_larger_budget_is_not_predicted_slower(problem: RandomProblem) -> None:
+def test_a_larger_budget_is_not_predicted_slower(problem):
     periods = periods_on_the_ladder(problem, *range(0, RUNGS + 1, 2))
     assert periods == sorted(periods, reverse=True)
 
 
-def test_a_larger_budget_keeps_the_plan_of_a_smaller_one() -> None:
+def test_a_larger_budget_keeps_the_plan_of_a_smaller_one():
     """With room for more the planner moves copies, and here that takes 16.3 us instead of 15.3."""
     storages = tuple(Storage(nbytes, "streamable") for nbytes in (256, 256, 256, 64, 256))
     reads = (((2,), 2), ((3,), 3), ((4,), 0), ((3,), 1), ((0,), 3), ((2, 3), 0), ((1,), 2), ((1,), 2))
@@ -273,7 +266,7 @@ def test_a_larger_budget_keeps_the_plan_of_a_smaller_one() -> None:
         (Step("a", (0,), 0, 1), -1, r"storages\[0\].nbytes: expected 0 or more, got -1"),
     ],
 )
-def test_facts_that_cannot_be_are_refused(step: Step, nbytes: int, message: str) -> None:
+def test_facts_that_cannot_be_are_refused(step, nbytes, message):
     storages = (Storage(nbytes, "streamable"), Storage(64, "streamable"))
     arena = Arena("paged", "anonymous", 64, (0, 64), (Range(0, 128),))
     trace = Trace("forward", 0, "", (step, Step("b", (1,), 0, 1)), 0, 0, "modelled")
@@ -282,7 +275,7 @@ def test_facts_that_cannot_be_are_refused(step: Step, nbytes: int, message: str)
 
 
 @pytest.mark.parametrize("latency_ns", [0, 100])
-def test_a_segment_may_begin_inside_a_granule(latency_ns: int) -> None:
+def test_a_segment_may_begin_inside_a_granule(latency_ns):
     """As a weight file's does, whose header comes first."""
     sizes = (16384, *(2048, 2048, 2048, 2048, 5504, 5504, 5504) * 6)  # a decoder in kilobytes
     storages = tuple(Storage(size, "streamable") for size in sizes)
@@ -299,16 +292,16 @@ def test_a_segment_may_begin_inside_a_granule(latency_ns: int) -> None:
 
 @pytest.mark.random
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind: ArenaKind) -> None:
+def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind):
     """With fewer it would wait for the link to fill, with more on their way it would copy more."""
     p = equal_problem(40, 0.1)
     arena = packed_arena(p.storages, p.traces, kind=kind, granule=64, alignment=64)
     prompt = replace(p, arena=arena)
 
-    def on(share: float) -> RandomProblem:
+    def on(share):
         return replace(prompt, hardware=replace(p.hardware, link_in_flight_bytes=int(UNIT * share)))
 
-    def period(plan: Plan, share: float) -> int:
+    def period(plan, share):
         return steady_period_ns(p.traces[0], plan.schedules[0], on(share).hardware, p.wrap)
 
     cases, gains = sampled([*itertools.product((3, 10, 20, 30), (0.1, 0.5, 2.0))], 2), 0
@@ -331,9 +324,7 @@ def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind: ArenaKind) -
         (40, 0.9, 1.0, 6, (38_900, 59_000)),  # it would cost 2.8 %, for 40.0 and 41.9 us
     ],
 )
-def test_a_plan_takes_care_of_a_slow_link_for_a_hundredth_of_its_period(
-    n: int, compute: float, share: float, weights: int, periods: tuple[int, int]
-) -> None:
+def test_a_plan_takes_care_of_a_slow_link_for_a_hundredth_of_its_period(n, compute, share, weights, periods):
     """Nanoseconds on its link, and on a slow one, where it takes four times as long until bytes flow."""
     p = equal_problem(n, compute)
     arena = packed_arena(p.storages, p.traces, kind="contiguous", granule=64, alignment=64)
@@ -345,7 +336,7 @@ def test_a_plan_takes_care_of_a_slow_link_for_a_hundredth_of_its_period(
     assert (plan.predicted_ns, steady_period_ns(trace, schedule, slow, p.wrap)) == periods
 
 
-def test_a_plan_as_long_as_its_bound_copies_seldom() -> None:
+def test_a_plan_as_long_as_its_bound_copies_seldom():
     """Where compute hides all copies, few large ones are less work for the machine."""
     p = equal_problem(64, 3.0)
     prompt = replace(p, hardware=replace(p.hardware, link_latency_ns=100))
@@ -356,7 +347,7 @@ def test_a_plan_as_long_as_its_bound_copies_seldom() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 64])
-def test_a_copy_that_is_put_off_is_not_on_its_way_when_a_round_begins(budget: int) -> None:
+def test_a_copy_that_is_put_off_is_not_on_its_way_when_a_round_begins(budget):
     """The backward reads one storage, and the forward others: its copy waits for the forward's first step."""
     storages = tuple(Storage(64, "streamable") for _ in range(3))
     choices = ((0,), (1,), (2,), (0, 1), (1, 2))

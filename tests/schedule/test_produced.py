@@ -1,8 +1,5 @@
 """Produced storages: plans for random rounds of forward and backward, and plans that are wrong."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -35,7 +32,7 @@ GRANULE = 64
 TIMES = (0, 1, 10, 300, 5_000)
 
 
-def random_problem(dice: Random) -> Problem:
+def random_problem(dice):
     """A forward that writes, and a backward that reads what it wrote, as two methods or as one."""
     sizes = [GRANULE, 4 * GRANULE, 8 * GRANULE, 100, 333]
     weights = [Storage(dice.choice(sizes), "streamable") for _ in range(dice.randint(1, 5))]
@@ -72,11 +69,11 @@ def random_problem(dice: Random) -> Problem:
     return Problem(storages, traces, arena, hardware=hardware, wrap=wrap)
 
 
-def _step(dice: Random, reads: tuple[int, ...], writes: tuple[int, ...] = ()) -> Step:
+def _step(dice, reads, writes=()):
     return Step("step", reads, dice.choice(TIMES), dice.choice(TIMES), writes=writes)
 
 
-def _methods(dice: Random, forward: list[Step], backward: list[Step]) -> tuple[Trace, ...]:
+def _methods(dice, forward, backward):
     if dice.random() < 0.3:
         return (Trace("both", 0, "", (*forward, *backward), 5, 6, "modelled"),)
     return (
@@ -85,9 +82,7 @@ def _methods(dice: Random, forward: list[Step], backward: list[Step]) -> tuple[T
     )
 
 
-def _placed(
-    dice: Random, weights: tuple[Storage, ...], made: tuple[Storage, ...], traces: tuple[Trace, ...]
-) -> tuple[tuple[Storage, ...], Arena]:
+def _placed(dice, weights, made, traces):
     kind, granule = dice.choice(["paged", "mapped", "contiguous"]), dice.choice([GRANULE, 4 * GRANULE])
     if kind == "mapped":
         placed, files = in_files(weights)
@@ -100,12 +95,12 @@ def _placed(
     return storages, packed_arena(storages, traces, kind="contiguous", granule=GRANULE, alignment=GRANULE)
 
 
-def outs_of(plan: Plan) -> list[Transfer]:
+def outs_of(plan):
     return [t for schedule in plan.schedules for t in schedule.transfers if t.direction == "out"]
 
 
 @pytest.mark.parametrize("seeds", range(6))
-def test_plans_of_random_rounds_are_safe_and_within_their_bounds(seeds: int) -> None:
+def test_plans_of_random_rounds_are_safe_and_within_their_bounds(seeds):
     spilled = 0
     for seed in range(8 * seeds, 8 * seeds + 8):
         dice = Random(seed)
@@ -124,7 +119,7 @@ def test_plans_of_random_rounds_are_safe_and_within_their_bounds(seeds: int) -> 
     assert spilled  # or nothing was tried
 
 
-def layers(count: int, nbytes: int, *, compute: int, hardware: Hardware) -> Problem:
+def layers(count, nbytes, *, compute, hardware):
     """Each of `count` layers keeps one value for the backward, which runs them in reverse."""
     storages = (Storage(GRANULE, "streamable"), *(Storage(nbytes, "produced") for _ in range(count)))
     forward = tuple(Step(f"keep.{k}", (), compute, 0, writes=(k + 1,)) for k in range(count))
@@ -137,7 +132,7 @@ def layers(count: int, nbytes: int, *, compute: int, hardware: Hardware) -> Prob
     return Problem(storages, traces, arena, hardware=hardware)
 
 
-def test_what_does_not_fit_is_copied_out_and_in_once() -> None:
+def test_what_does_not_fit_is_copied_out_and_in_once():
     nbytes, count = 64 * GRANULE, 20
     problem = layers(count, nbytes, compute=10, hardware=machine(1e9))
     plan = make_plan(problem, 12 * nbytes)
@@ -153,7 +148,7 @@ def test_what_does_not_fit_is_copied_out_and_in_once() -> None:
     assert make_plan(replace(problem, hardware=slow), 12 * nbytes).predicted_ns > 1.5 * plan.predicted_ns
 
 
-def test_enough_compute_hides_what_is_copied() -> None:
+def test_enough_compute_hides_what_is_copied():
     nbytes = 64 * GRANULE
     problem = layers(20, nbytes, compute=3 * nbytes, hardware=machine(1e9))
     plan = make_plan(problem, 6 * nbytes)
@@ -161,7 +156,7 @@ def test_enough_compute_hides_what_is_copied() -> None:
     assert plan.predicted_ns <= 1.02 * plan.compute_ns
 
 
-def test_no_copy_may_cross_a_barrier_so_what_does_is_held_whole() -> None:
+def test_no_copy_may_cross_a_barrier_so_what_does_is_held_whole():
     problem = replace(layers(4, 256, compute=1, hardware=machine(1e9)), wrap="barrier")
     plan = make_plan(problem, floor(problem).upper_bytes)
     assert set(plan.outside) >= {1, 2, 3, 4}
@@ -182,7 +177,7 @@ DROPS = (Drop(0, 64, 2), Drop(0, 64, 4))
 STORAGES = (Storage(64, "produced"), Storage(64, "streamable"))
 
 
-def small_plan() -> Plan:
+def small_plan():
     trace = Trace("both", 0, "", STEPS, 0, 0, "modelled")
     weight = Range(64, 128)
     return Plan(
@@ -200,17 +195,17 @@ def small_plan() -> Plan:
     )
 
 
-def test_the_small_plan_is_safe() -> None:
+def test_the_small_plan_is_safe():
     plan = small_plan()
     verify_plan(STORAGES, plan.traces, plan)
     oracle.check_plan(STORAGES, plan.traces, plan)
 
 
-def changed(**values: object) -> Callable[[Plan], Plan]:
+def changed(**values):
     return lambda plan: replace(plan, schedules=(replace(plan.schedules[0], **values),))  # type: ignore[arg-type]
 
 
-def with_steps(*steps: Step) -> Callable[[Plan], Plan]:
+def with_steps(*steps):
     return lambda plan: replace(plan, traces=(replace(plan.traces[0], steps=steps),))
 
 
@@ -238,7 +233,7 @@ TIGHT = (Drop(0, 64, 3), Drop(0, 64, 4))
         (lambda plan: replace(plan, resident=(Range(0, 64), *plan.resident)), "resident"),
     ],
 )
-def test_wrong_plans_are_refused_by_verifier_and_oracle(spoil: Callable[[Plan], Plan], sentence: str) -> None:
+def test_wrong_plans_are_refused_by_verifier_and_oracle(spoil, sentence):
     plan = spoil(small_plan())
     with pytest.raises(PlanError, match=sentence):
         verify_plan(STORAGES, plan.traces, plan)
@@ -247,13 +242,13 @@ def test_wrong_plans_are_refused_by_verifier_and_oracle(spoil: Callable[[Plan], 
 
 
 @pytest.mark.parametrize("storage", [-1, 1, 2])
-def test_a_step_writes_a_storage_that_is_produced_and_there(storage: int) -> None:
+def test_a_step_writes_a_storage_that_is_produced_and_there(storage):
     plan = with_steps(replace(STEPS[0], writes=(storage,)), *STEPS[1:])(small_plan())
     with pytest.raises(PlanError, match=f"writes storage {storage}, expected a produced one of 2"):
         verify_plan(STORAGES, plan.traces, plan)
 
 
-def test_room_is_taken_when_the_step_that_writes_begins() -> None:
+def test_room_is_taken_when_the_step_that_writes_begins():
     plan = small_plan()
     late = Transfer(64, 128, 1, 0)  # the weight may come while the first step writes: no room for both
     moved = replace(plan.schedules[0], transfers=(OUT, late, BACK), drops=(Drop(64, 128, 3), *DROPS))
@@ -267,7 +262,7 @@ def test_room_is_taken_when_the_step_that_writes_begins() -> None:
         oracle.check_plan(STORAGES, tight.traces, tight)
 
 
-def test_a_produced_storage_has_a_segment_of_its_own() -> None:
+def test_a_produced_storage_has_a_segment_of_its_own():
     plan = small_plan()
     shared = replace(plan, arena=replace(plan.arena, segments=(Range(0, 128),)))
     with pytest.raises(PlanError, match="expected one of its own"):
@@ -276,7 +271,7 @@ def test_a_produced_storage_has_a_segment_of_its_own() -> None:
         oracle.check_plan(STORAGES, shared.traces, shared)
 
 
-def test_a_host_holds_what_is_copied_out_beside_its_ring() -> None:
+def test_a_host_holds_what_is_copied_out_beside_its_ring():
     hardware = replace(machine(1e9), disk_bytes_per_s=5e8)
     problem = replace(layers(8, 1024, compute=10, hardware=hardware), host=8 * 1024)
     plan = make_plan(problem, 4 * 1024)
@@ -290,7 +285,7 @@ def test_a_host_holds_what_is_copied_out_beside_its_ring() -> None:
         make_plan(replace(problem, host=1024), 4 * 1024)
 
 
-def test_a_plan_with_copies_out_can_be_read() -> None:
+def test_a_plan_with_copies_out_can_be_read():
     plan = make_plan(layers(8, 1024, compute=10, hardware=machine(1e9)), 4 * 1024)
     assert plan.event_graph().number_of_nodes() > 16
     assert plan_from_json(plan.to_json()) == plan

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hypothesis import strategies as st
 
-from penstock.schedule.facts.model import Arena, Extent, Hardware, Step, Storage, Trace, WeightFile, Wrap
+from penstock.schedule.facts.model import Arena, Extent, Hardware, Step, Storage, Trace, WeightFile
 from penstock.schedule.facts.problem import Problem, first_uses
 from penstock.schedule.space.layout import mapped_arena, packed_arena
 
@@ -20,13 +19,13 @@ class RandomProblem(Problem):
 
     share: float = 0.0
 
-    def budget(self, floor_bytes: int) -> int:
+    def budget(self, floor_bytes):
         """A budget between the floor and all bytes that there are."""
         total = sum(s.nbytes for s in self.storages)
         return floor_bytes + int(self.share * max(0, total - floor_bytes))
 
 
-def equal_problem(n: int, compute: float, *, unit: int = 64 * 64) -> RandomProblem:
+def equal_problem(n, compute, *, unit=64 * 64):
     """n equal weights, each read once a pass; copying one takes 1 us, computing `compute` us."""
     storages = tuple(Storage(unit, "streamable") for _ in range(n))
     steps = tuple(Step(f"block.{k}", (k,), 0, round(compute * 1000)) for k in range(n))
@@ -35,11 +34,11 @@ def equal_problem(n: int, compute: float, *, unit: int = 64 * 64) -> RandomProbl
     return RandomProblem(storages, traces, arena, hardware=machine(unit * 1e6))
 
 
-def machine(link_bytes_per_s: float, *, latency_ns: int = 0, in_flight: int = 0) -> Hardware:
+def machine(link_bytes_per_s, *, latency_ns=0, in_flight=0):
     return Hardware("toy", 1e12, 1e11, link_bytes_per_s, latency_ns, in_flight)
 
 
-def hardwares() -> st.SearchStrategy[Hardware]:
+def hardwares():
     return st.builds(
         lambda rate, latency, in_flight, launch: replace(
             machine(rate, latency_ns=latency, in_flight=in_flight), host_step_ns=launch
@@ -51,7 +50,7 @@ def hardwares() -> st.SearchStrategy[Hardware]:
     )
 
 
-def storage_lists(max_size: int = 12) -> st.SearchStrategy[list[Storage]]:
+def storage_lists(max_size=12):
     """Sizes from nothing to some granules, some of them off 64 bytes, seldom one that may not be streamed."""
     sizes = st.one_of(
         st.integers(0, 3), st.integers(1, 4 * GRANULE), st.sampled_from([GRANULE, 8 * GRANULE, 40 * GRANULE])
@@ -62,7 +61,7 @@ def storage_lists(max_size: int = 12) -> st.SearchStrategy[list[Storage]]:
 
 
 @st.composite
-def trace_of(draw: Any, storages: tuple[Storage, ...], graph: int = 0, max_steps: int = 14) -> Trace:
+def trace_of(draw, storages, graph=0, max_steps=14):
     """Steps that read one to a few of the storages; without any to read there are no steps."""
     readable = [s for s, storage in enumerate(storages) if storage.kind == "streamable" and storage.nbytes]
     times = st.sampled_from([0, 0, 1, 10, 300, 5_000])
@@ -75,7 +74,7 @@ def trace_of(draw: Any, storages: tuple[Storage, ...], graph: int = 0, max_steps
 
 
 @st.composite
-def storages_and_traces(draw: Any, methods: int = 1) -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:
+def storages_and_traces(draw, methods=1):
     """Storages, and as many traces; in half of the draws calls of several methods come in turn."""
     storages = tuple(draw(storage_lists()))
     traces = tuple(draw(trace_of(storages, graph)) for graph in range(methods))
@@ -84,9 +83,7 @@ def storages_and_traces(draw: Any, methods: int = 1) -> tuple[tuple[Storage, ...
     return storages, traces
 
 
-def in_files(
-    storages: tuple[Storage, ...], gap: int = 0
-) -> tuple[tuple[Storage, ...], tuple[WeightFile, ...]]:
+def in_files(storages, gap=0):
     """The storages laid out in two files, every one from its phase on."""
     ends = [128, 64]
     placed = []
@@ -101,7 +98,7 @@ def in_files(
 
 
 @st.composite
-def problems(draw: Any, kind: str = "any", methods: int = 1) -> RandomProblem:
+def problems(draw, kind="any", methods=1):
     """`kind` is "paged", "contiguous", or "any" of both; a paged arena may be mapped."""
     storages, traces = draw(storages_and_traces(methods))
     if kind == "any":
@@ -120,7 +117,7 @@ def problems(draw: Any, kind: str = "any", methods: int = 1) -> RandomProblem:
     keep = (
         draw(st.sets(st.sampled_from(read), max_size=2)) if read and draw(st.integers(0, 3)) == 0 else set()
     )
-    wrap: Wrap = draw(st.sampled_from(["overlap", "overlap", "barrier"]))
+    wrap = draw(st.sampled_from(["overlap", "overlap", "barrier"]))
     share = draw(st.floats(0, 1, allow_nan=False))
     return RandomProblem(
         storages, traces, arena, frozenset(keep), hardware=draw(hardwares()), wrap=wrap, share=share

@@ -1,7 +1,5 @@
 """The scripts that build programs say what is missing, in one sentence."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -11,7 +9,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.mark.parametrize("name", ["build-delegate", "build-run"])
-def test_a_python_that_is_missing(name: str, tmp_path: Path) -> None:
+def test_a_python_that_is_missing(name, tmp_path):
     python = tmp_path / "bin/python"
     done = subprocess.run([SCRIPTS / name, python], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -1,7 +1,5 @@
 """`make mutants` itself: which changes it makes, that it takes them back, and how it runs them."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os
@@ -16,7 +14,7 @@ from tests.mutants.run import EQUIVALENT, ROOMS, Compiled, Instrumented, forked,
 
 
 @pytest.fixture(autouse=True)
-def root(monkeypatch: pytest.MonkeyPatch) -> None:
+def root(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
 
 
@@ -51,7 +49,7 @@ EXPECTED = {
 }
 
 
-def test_every_change_is_made_once_and_taken_back() -> None:
+def test_every_change_is_made_once_and_taken_back():
     tree = ast.parse(SOURCE)
     before = ast.unparse(tree)
     found = list(mutants_of("box.py", tree))
@@ -68,19 +66,19 @@ def test_every_change_is_made_once_and_taken_back() -> None:
     assert len(changed) == len(EXPECTED)
 
 
-def test_changes_that_look_the_same_have_numbers() -> None:
+def test_changes_that_look_the_same_have_numbers():
     found = mutants_of("twice.py", ast.parse("def twice(a):\n    return a\n    a.go()\n    a.go()\n"))
     assert [one.after for one in found] == ["pass", "pass (2)"]
 
 
-def test_a_module_is_imported_as_it_was_changed_and_says_what_it_ran() -> None:
+def test_a_module_is_imported_as_it_was_changed_and_says_what_it_ran():
     path = "schedule/facts/sizes.py"
     tree = Instrumented(path).visit(ast.parse(Path(path).read_text()))
 
-    def run() -> object:
+    def run():
         sys.modules.pop("penstock.schedule.facts.sizes", None)
         sys.meta_path.insert(0, Compiled({path: tree}))
-        reached: set[str] = set()
+        reached = set()
         sys.modules["builtins"].__reached__ = reached.add  # type: ignore[attr-defined]
         sizes = importlib.import_module("penstock.schedule.facts.sizes")
         return sizes.format_size(2048), sorted(reached)
@@ -90,13 +88,13 @@ def test_a_module_is_imported_as_it_was_changed_and_says_what_it_ran() -> None:
     assert said.startswith('["2.00 KiB", ["schedule/facts/sizes.py:'), said
 
 
-def test_a_child_that_dies_or_does_not_end_is_told_apart() -> None:
+def test_a_child_that_dies_or_does_not_end_is_told_apart():
     assert forked(lambda: os.kill(os.getpid(), signal.SIGKILL), 60) == ""
     assert forked(signal.pause, 0.1) is None
     assert forked(lambda: 1, 60) == "1"
 
 
-def test_what_is_equivalent_is_a_mutant_of_today() -> None:
+def test_what_is_equivalent_is_a_mutant_of_today():
     listed = [match.groups() for match in EQUIVALENT.finditer(Path("docs/testing.md").read_text())]
     every = set()
     for room in ROOMS:

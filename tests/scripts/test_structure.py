@@ -1,7 +1,5 @@
 """The check of imports finds circles, wrong directions and crowds, and nothing where there are none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "structure.py"
 
 
-def check(package: Path) -> tuple[int, str]:
+def check(package):
     """Exit status and output of the check of one package."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(package)], capture_output=True, text=True, check=False
@@ -21,7 +19,7 @@ def check(package: Path) -> tuple[int, str]:
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(tmp_path):
     """A package in order: `runtime` uses `schedule`, and a circle exists for type checkers only."""
     write(tmp_path, "__init__", '"""All of it."""')
     for room in ("schedule", "runtime", "passes"):
@@ -36,13 +34,13 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "penstock"
 
 
-def write(root: Path, module: str, text: str) -> None:
+def write(root, module, text):
     path = root / "penstock" / f"{module}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 
-def test_nothing_is_found_in_a_package_in_order(package: Path) -> None:
+def test_nothing_is_found_in_a_package_in_order(package):
     assert check(package) == (0, "structure: 7 modules, 0 findings\n")
 
 
@@ -57,7 +55,7 @@ def test_nothing_is_found_in_a_package_in_order(package: Path) -> None:
         "if TYPE_CHECKING:\n    pass\nelse:\n    import penstock.schedule.typed\n",
     ],
 )
-def test_a_circle_is_found_wherever_its_imports_stand(package: Path, back: str) -> None:
+def test_a_circle_is_found_wherever_its_imports_stand(package, back):
     write(package.parent, "schedule/typed", "from penstock.schedule.plan import X\n")
     write(package.parent, "schedule/plan", back)
     status, output = check(package)
@@ -65,7 +63,7 @@ def test_a_circle_is_found_wherever_its_imports_stand(package: Path, back: str) 
     assert "2 modules import one another in a circle" in output
 
 
-def test_an_import_against_the_flow_is_found(package: Path) -> None:
+def test_an_import_against_the_flow_is_found(package):
     write(package.parent, "passes/trace", "def f():\n    from penstock.runtime.run import X\n")
     status, output = check(package)
     assert status == 1
@@ -73,7 +71,7 @@ def test_an_import_against_the_flow_is_found(package: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["from .. import planner", "from ..planner import floor", "from . import x"])
-def test_a_relative_import_is_found(package: Path, line: str) -> None:
+def test_a_relative_import_is_found(package, line):
     write(package.parent, "schedule/plan", f"def late():\n    {line}\n")
     status, output = check(package)
     assert status == 1
@@ -81,7 +79,7 @@ def test_a_relative_import_is_found(package: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["import torch", "from torch import fx", "import torch.nn"])
-def test_torch_is_found_where_it_may_not_be(package: Path, line: str) -> None:
+def test_torch_is_found_where_it_may_not_be(package, line):
     write(package.parent, "runtime/run", f"{line}\n")
     assert check(package)[0] == 0
     write(package.parent, "schedule/plan", f"{line}\n")
@@ -90,7 +88,7 @@ def test_torch_is_found_where_it_may_not_be(package: Path, line: str) -> None:
     assert "plan.py:1: schedule may not import torch" in output
 
 
-def test_a_crowd_and_a_folder_without_a_purpose_are_found(package: Path) -> None:
+def test_a_crowd_and_a_folder_without_a_purpose_are_found(package):
     for number in range(15):
         write(package.parent, f"runtime/arena/kind{number}", "")
     status, output = check(package)

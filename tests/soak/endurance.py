@@ -19,14 +19,13 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dis import opmap
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +34,6 @@ from torch.fx.graph_module import _loader
 import penstock
 from penstock.runtime.program import Program
 from penstock.runtime.system.memory import anonymous_bytes, give_back_unused
-from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 from tests.rig import machine
 from tests.runtime.models import aligned
@@ -54,13 +52,13 @@ WIDTH, LAYERS, TOKENS = 256, 4, 2048
 class Model(nn.Module):
     """A table that is read by rows, and layers: 6 MiB."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(TOKENS, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(LAYERS))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.table(tokens)
+    def forward(self, tokens):
+        x = self.table(tokens)
         for layer in self.layers:
             x = x + layer(x).relu()[..., :WIDTH]
         return x
@@ -79,7 +77,7 @@ class Held:
     nbytes: int
 
     @classmethod
-    def now(cls) -> Held:
+    def now(cls):
         give_back_unused()
         tasks = len(os.listdir("/proc/self/task"))
         return cls(len(os.listdir("/proc/self/fd")), tasks, anonymous_bytes())
@@ -99,7 +97,7 @@ class Interrupt:
     where: str = ""
 
     @contextmanager
-    def coming(self) -> Iterator[None]:
+    def coming(self):
         """Within the body, an interrupt comes, and ends it."""
         before = sys.gettrace()
         sys.settrace(self._called)
@@ -110,11 +108,11 @@ class Interrupt:
         finally:
             sys.settrace(before)
 
-    def _called(self, frame: Any, event: str, _: object) -> Any:
+    def _called(self, frame, event, _):
         name = frame.f_code.co_filename
         return self._line if "/penstock/" in name and frame.f_code.co_name not in _UNRAISABLE else None
 
-    def _line(self, frame: Any, event: str, _: object) -> Any:
+    def _line(self, frame, event, _):
         if event == "line":
             self.lines -= 1
             if self.lines <= 0 and not self.where and not _leaves_with(frame):
@@ -123,7 +121,7 @@ class Interrupt:
         return self._line
 
 
-def _leaves_with(frame: Any) -> bool:
+def _leaves_with(frame):
     """Whether a `with` ends without an exception: its exit is called with three constants, all None."""
     begins = frame.f_lasti
     return bool(frame.f_code.co_code[begins : begins + 6 : 2] == _THREE_CONSTANTS)
@@ -132,7 +130,7 @@ def _leaves_with(frame: Any) -> bool:
 _THREE_CONSTANTS = bytes([opmap["LOAD_CONST"]] * 3)
 
 
-def _where(frame: Any) -> str:
+def _where(frame):
     """The lines of penstock's that run, from the outermost on."""
     lines = []
     while frame is not None:
@@ -158,7 +156,7 @@ class Endurance:
     done: Counter[str] = field(default_factory=Counter)
     _last: str = "no line"
 
-    def run(self, loads: int, passes: int) -> None:
+    def run(self, loads, passes):
         """Load so often, and make so many passes in all. Raises an error for wrong bits, and for growth."""
         chosen = random.Random(f"{self.device} {self.seed}")
         self._load(chosen, 1)
@@ -178,7 +176,7 @@ class Endurance:
             raise NoMoreThanBeforeError(f"after each fifth of the loads the process had {fifths} bytes")
         self.done["bytes more"], self.done["bytes more once"] = sum(steady), once
 
-    def _held(self) -> Held:
+    def _held(self):
         if self.device == "rig":
             torch.ops.rig.restart()  # what is late has run
             torch.accelerator.empty_cache()
@@ -187,7 +185,7 @@ class Endurance:
         gc.collect()
         return Held.now()
 
-    def _settled(self, before: Held) -> Held:
+    def _settled(self, before):
         """What the process has when threads that are ending have ended."""
         for _ in range(1000):
             if len(os.listdir("/proc/self/task")) <= before.threads:
@@ -196,7 +194,7 @@ class Endurance:
         return self._held()
 
     @cached_property
-    def plans(self) -> list[Plan]:
+    def plans(self):
         """Plans for small, middling and large budgets in each arena of the device."""
         found = []
         for arena in self.program.arenas() if self.device == "cpu" else (None,):
@@ -206,9 +204,9 @@ class Endurance:
                 found.append(self.program.plan(budget, device=self.device, arena=arena, hardware="laptop"))
         return found
 
-    def _load(self, chosen: random.Random, passes: int) -> None:
+    def _load(self, chosen, passes):
         plan = chosen.choice(self.plans)
-        options: dict[str, Any] = {"plan": plan, "device": self.device}
+        options = {"plan": plan, "device": self.device}
         if self.device == "cpu":
             options |= {"engine": chosen.choice(ENGINES), "readers": chosen.randint(1, 3)}
         if chosen.random() < 0.05:
@@ -229,7 +227,7 @@ class Endurance:
                 self.done["interrupted closes"] += one.happened
             module.close()
 
-    def _pass(self, chosen: random.Random, module: penstock.StreamedModule) -> None:
+    def _pass(self, chosen, module):
         if self.device == "rig" and torch.accelerator.current_stream().stream_id:
             raise AssertionError(f"after an interrupt at {self._last} another stream is current")
         method = chosen.choice(sorted(self.calls))
@@ -242,14 +240,14 @@ class Endurance:
             )
         self.done["passes"] += 1
 
-    def _interrupted_pass(self, chosen: random.Random, module: penstock.StreamedModule) -> str:
+    def _interrupted_pass(self, chosen, module):
         with (one := Interrupt(chosen.randint(1, 2000))).coming():
             self._pass(chosen, module)
         self.done["interrupted passes"] += one.happened
         self._last = one.where or self._last
         return one.where
 
-    def _interrupted_load(self, chosen: random.Random, options: dict[str, Any]) -> None:
+    def _interrupted_load(self, chosen, options):
         module = None
         with (one := Interrupt(chosen.randint(1, 20_000))).coming():
             module = self.program.load(**options)
@@ -258,7 +256,7 @@ class Endurance:
         self.done["interrupted loads"] += one.happened
 
 
-def _start_streams() -> None:
+def _start_streams():
     """Use every stream that the rig hands out: from its first kernel on, each has a thread that stays."""
     for priority in (0, -1):
         for _ in range(32):
@@ -266,7 +264,7 @@ def _start_streams() -> None:
                 torch.zeros(1, device="rig")
 
 
-def make(folder: Path, device: str, seed: int) -> Endurance:
+def make(folder, device, seed):
     """A small program of two methods, and what they return."""
     torch.manual_seed(0)
     model = Model().eval().requires_grad_(False)
@@ -287,7 +285,7 @@ def make(folder: Path, device: str, seed: int) -> Endurance:
     return Endurance(program, calls, device, seed)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("devices", nargs="*", choices=[*DEVICES, []])
     parser.add_argument("--loads", type=int, default=1000)

@@ -1,10 +1,7 @@
 """A short run of `make soak`, and what it would say of a leak."""
 
-from __future__ import annotations
-
 import os
 import threading
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from tests.soak.endurance import DEVICES, Endurance, Interrupt, NoMoreThanBefore
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Endurance:
+def one(tmp_path_factory):
     return make(tmp_path_factory.mktemp("endurance"), "cpu", seed=1)
 
 
@@ -70,7 +67,7 @@ def test_an_interrupt_comes_at_its_line():
 def test_no_interrupt_comes_between_the_end_of_a_with_and_its_exit(tmp_path):
     """As with the system's, which the interpreter sees at calls, where functions begin, and at loops."""
     lines = ["def hold(lock):", "    with lock:", "        lock.locked()", "    return lock"]
-    places: dict[str, Any] = {}
+    places = {}
     exec(compile("\n".join(lines), str(tmp_path / "penstock/held.py"), "exec"), places)
     seen = []
     for number in range(1, 5):

@@ -24,7 +24,6 @@ from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import IO
 
 from tests.trust.fuzz_targets import NAMES, make_target
 
@@ -35,7 +34,7 @@ MEMORY = 16 << 30
 KEPT = Path("build/fuzz")
 
 
-def outcome(use: object, data: bytes) -> str:
+def outcome(use, data):
     """What became of a file: fine, refused, or the error that is a fault."""
     from penstock.schedule.facts.errors import PenstockError
 
@@ -63,21 +62,21 @@ class _Case:
     clock: Synchronized[float]
     processor: Synchronized[float]
 
-    def begin(self) -> None:
+    def begin(self):
         self.clock.value, self.processor.value = time.monotonic(), time.process_time()
 
-    def is_hanging(self, process: int) -> bool:
+    def is_hanging(self, process):
         """Tells whether the child of that number is at the case for too long."""
         used = _processor_seconds(process) - self.processor.value
         return used > LONGEST or time.monotonic() - self.clock.value > STUCK
 
 
-def _processor_seconds(process: int) -> float:
+def _processor_seconds(process):
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _work(name: str, seed: int, case: _Case, said: object, lines: IO[str]) -> None:
+def _work(name, seed, case, said, lines):
     faulthandler.enable(lines)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -97,17 +96,17 @@ def _work(name: str, seed: int, case: _Case, said: object, lines: IO[str]) -> No
 class Run:
     """A target that is being fuzzed, in one child after another."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name, seed):
         self.name, self.seed = name, seed
-        self.counts: Counter[str] = Counter()
-        self.faults: dict[str, int] = {}
+        self.counts = Counter()
+        self.faults = {}
         context = multiprocessing.get_context("fork")
         self._context, self._said = context, context.SimpleQueue()
         self._case = _Case(context.Value("q", 0), context.Value("d", 0.0), context.Value("d", 0.0))
         KEPT.mkdir(parents=True, exist_ok=True)
         self._lines = (KEPT / f"{name}-{seed}.lines").open("w+")
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds):
         """Fuzz for so long."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -132,24 +131,24 @@ class Run:
         if not self._lines.seek(0, os.SEEK_END):
             Path(self._lines.name).unlink(missing_ok=True)
 
-    def _listen(self) -> None:
+    def _listen(self):
         while not self._said.empty():
             number, found = self._said.get()
             self.counts[found.partition(":")[0]] += 1
             if found.startswith("fault"):
                 self._note(found, number)
 
-    def _fault(self, what: str) -> None:
+    def _fault(self, what):
         self.counts[what.partition(":")[0]] += 1
         self._note(what, self._case.number.value)
 
-    def _note(self, what: str, number: int) -> None:
+    def _note(self, what, number):
         if what not in self.faults:
             self.faults[what] = number
             print(f"{self.name} {number}: {what}", flush=True)
 
 
-def keep(run: Run) -> None:
+def keep(run):
     """Write the files of faults to build/fuzz."""
     with tempfile.TemporaryDirectory() as folder:
         target = make_target(run.name, Path(folder))
@@ -157,7 +156,7 @@ def keep(run: Run) -> None:
             (KEPT / f"{run.name}-{run.seed}-{number}").write_bytes(target.case(run.seed, number))
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", choices=[*NAMES, []])
     parser.add_argument("--seconds", type=float, default=60, help="for each target")

@@ -11,14 +11,12 @@ import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from penstock.backends.executorch.files import PAYLOAD, Delegate, read_pte
+from penstock.backends.executorch.files import PAYLOAD, read_pte
 from penstock.passes.calls.expressions import parse
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading
@@ -45,7 +43,7 @@ class Target:
     mutate: tuple[Mutate, ...]
     use: Callable[[bytes], object]
 
-    def case(self, seed: int, number: int) -> bytes:
+    def case(self, seed, number):
         """The changed file of a number."""
         chosen = random.Random(f"{seed} {number}")
         data, mutate = chosen.choice(self.seeds), chosen.choice(self.mutate)
@@ -56,13 +54,13 @@ class Target:
         return data
 
 
-def make_target(name: str, folder: Path) -> Target:
+def make_target(name, folder):
     """One target, whose files are made in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return _TARGETS[name](folder)
 
 
-def _payload(folder: Path) -> Target:
+def _payload(folder):
     return Target(
         (BYTES,),
         (mutate_json, mutate_json, mutate_bytes),
@@ -70,29 +68,29 @@ def _payload(folder: Path) -> Target:
     )
 
 
-def _artifact(_: Path) -> Target:
+def _artifact(_):
     return Target(wholes().documents, (change_facts,), wholes().use)
 
 
-def _graph(_: Path) -> Target:
+def _graph(_):
     return Target(wholes().documents, (change_graph,), wholes().use)
 
 
-def _expressions(folder: Path) -> Target:
+def _expressions(folder):
     seeds = (
         b"32*s17 + 32*s17*((-1) + s77)",
         b"leaves[1].size()[0]*leaves[0].size()[0] <= 100 and not (leaves[0].stride()[0] == 1)",
         b"max(1, s0 // 2) if s0 % 2 == 0 else math.floor(torch.sym_float(s0) / 3) ** 2 - round(s0, 1)",
     )
 
-    def use(data: bytes) -> None:
+    def use(data):
         with suppress(ArithmeticError, LookupError, TypeError, ValueError):
             parse(data.decode("latin-1"))({"s0": 3, "s17": 5, "s77": 7}, (X, X, 3))
 
     return Target(seeds, (mutate_bytes, _mutate_text), use)
 
 
-def _mutate_text(chosen: random.Random, data: bytes) -> bytes:
+def _mutate_text(chosen, data):
     words = (
         b"(",
         b")",
@@ -110,7 +108,7 @@ def _mutate_text(chosen: random.Random, data: bytes) -> bytes:
     return data[:at] + chosen.choice(words) * chosen.choice((1, 1, 2, 99)) + data[at + chosen.randrange(3) :]
 
 
-def _read_all(paths: Any) -> None:
+def _read_all(paths):
     """Opens a checkpoint, and reads the first and last bytes of each tensor."""
     opened = open_checkpoint(paths)
     for tensor in opened.tensors.values():
@@ -118,15 +116,15 @@ def _read_all(paths: Any) -> None:
             assert len(chunk)
 
 
-def _file(path: Path, open_it: Callable[[Path], object] = _read_all) -> Callable[[bytes], object]:
-    def use(data: bytes) -> object:
+def _file(path, open_it=_read_all):
+    def use(data):
         path.write_bytes(data)
         return open_it(path)
 
     return use
 
 
-def _state() -> dict[str, torch.Tensor]:
+def _state():
     return {
         "a": torch.arange(12.0).reshape(3, 4),
         "b.c": torch.ones(2, dtype=torch.bfloat16),
@@ -134,26 +132,26 @@ def _state() -> dict[str, torch.Tensor]:
     }
 
 
-def _safetensors(folder: Path) -> Target:
+def _safetensors(folder):
     path = folder / "model.safetensors"
     save_file(_state(), path, metadata={"format": "pt"})
     return Target((path.read_bytes(),), (mutate_bytes, _mutate_header), _file(path))
 
 
-def _mutate_header(chosen: random.Random, data: bytes) -> bytes:
+def _mutate_header(chosen, data):
     """Changes the JSON of a safetensors header, whose length stays right."""
     (length,) = struct.unpack("<Q", data[:8])
     header = mutate_json(chosen, data[8 : 8 + length])
     return struct.pack("<Q", len(header)) + header + data[8 + length :]
 
 
-def _torch_zip(folder: Path) -> Target:
+def _torch_zip(folder):
     path = folder / "model.pt"
     torch.save({"state_dict": _state(), "step": 3}, path)
     return Target((path.read_bytes(),), (mutate_bytes, _mutate_pickle), _file(path))
 
 
-def _mutate_pickle(chosen: random.Random, data: bytes) -> bytes:
+def _mutate_pickle(chosen, data):
     """Changes the pickle in a zip, whose checksums are right again."""
     import io
 
@@ -166,7 +164,7 @@ def _mutate_pickle(chosen: random.Random, data: bytes) -> bytes:
     return written.getvalue()
 
 
-def _distributed(folder: Path) -> Target:
+def _distributed(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(_state(), storage_writer=dcp.FileSystemWriter(folder / "saved"))
@@ -176,7 +174,7 @@ def _distributed(folder: Path) -> Target:
     )
 
 
-def _chunks(folder: Path) -> Target:
+def _chunks(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(_state(), storage_writer=dcp.FileSystemWriter(folder / "saved"))
@@ -184,7 +182,7 @@ def _chunks(folder: Path) -> Target:
     return Target((chunk.read_bytes(),), (mutate_bytes,), _file(chunk, lambda _: _read_all(folder / "saved")))
 
 
-def _index(folder: Path) -> Target:
+def _index(folder):
     shards = {"model-1.safetensors": ["a"], "model-2.safetensors": ["b.c", "d"]}
     for name, tensors in shards.items():
         save_file({one: _state()[one] for one in tensors}, folder / name)
@@ -196,16 +194,16 @@ def _index(folder: Path) -> Target:
     return Target((json.dumps(index).encode(),), (mutate_json, mutate_bytes), _file(path))
 
 
-def _plan(folder: Path) -> Target:
+def _plan(folder):
     return Target((PLAN.to_json().encode(),), (mutate_json, mutate_bytes), plan_from_json)
 
 
-def _routes(folder: Path) -> Target:
+def _routes(folder):
     read = RoutedRead("forward", 0, 3, "embedding", "embed.weight", 100, 64)
     calls = ((Ask(0, (1, 5, 99)),), (Ask(0, ()),))
     seed = routes_to_bytes(Routes((read,), calls))
 
-    def mutate_line(chosen: random.Random, data: bytes) -> bytes:
+    def mutate_line(chosen, data):
         rows = data.splitlines()
         k = chosen.randrange(len(rows))
         rows[k] = mutate_json(chosen, rows[k])
@@ -214,7 +212,7 @@ def _routes(folder: Path) -> Target:
     return Target((seed,), (mutate_line, mutate_bytes), _file(folder / "routes.jsonl", read_routes))
 
 
-def _configuration(folder: Path) -> Target:
+def _configuration(folder):
     """The configuration of a model of transformers, which is opened and built without memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -223,17 +221,17 @@ def _configuration(folder: Path) -> Target:
     config = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=16
     )
-    model: Any = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
     model.save_pretrained(folder / "model")
     path = folder / "model" / "config.json"
 
-    def use(_: Path) -> None:
+    def use(_):
         open_model(folder / "model")
 
     return Target((path.read_bytes(),), (mutate_json, mutate_bytes), _file(path, use))
 
 
-def _pipeline(folder: Path) -> Target:
+def _pipeline(folder):
     """The list of a pipeline's parts, none of which is loaded."""
     from penstock.integrations.folders import open_pipeline
 
@@ -253,7 +251,7 @@ def _pipeline(folder: Path) -> Target:
     )
 
 
-def _export(folder: Path) -> Path:
+def _export(folder):
     """A `.pte` with a region for each of two linears, beside its `.ptd`."""
     from tests.backends.executorch.conftest import lower_to
     from tests.backends.executorch.et_models import Mlp
@@ -263,7 +261,7 @@ def _export(folder: Path) -> Path:
     return lower_to(folder, exported, budget="70%").path
 
 
-def _use_pte(path: Path) -> None:
+def _use_pte(path):
     """Reads a `.pte` and all that `penstock inspect` shows of it."""
     from penstock.backends.executorch import read
     from penstock.cli.inspect import _facts, _totals, artifact_tables, delegate_tables
@@ -276,14 +274,14 @@ def _use_pte(path: Path) -> None:
         to_json(exported.plan("90%").event_graph(method.name))
 
 
-def _pte(folder: Path) -> Target:
+def _pte(folder):
     path = _export(folder)
     parts = read_pte(path.read_bytes())
     seed = write_pte(parts.named, parts.delegates)
     return Target((seed,), (_mutate_parts, _mutate_parts, mutate_bytes), _file(path, _use_pte))
 
 
-def _mutate_parts(chosen: random.Random, data: bytes) -> bytes:
+def _mutate_parts(chosen, data):
     """Changes the payload or a region of a `.pte`, or which parts there are, and makes all hashes right."""
     parts = read_pte(data)
     named, delegates = dict(parts.named), list(parts.delegates)
@@ -310,11 +308,11 @@ def _mutate_parts(chosen: random.Random, data: bytes) -> bytes:
     return write_pte(named, delegates)
 
 
-def _region(one: Delegate, text: bytes) -> Delegate:
+def _region(one, text):
     return replace(one, processed=hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
-def _ptd(folder: Path) -> Target:
+def _ptd(folder):
     """The list of a `.ptd`, in front of its weights."""
     path = _export(folder)
     data = path.with_name("weights.ptd")
@@ -322,14 +320,14 @@ def _ptd(folder: Path) -> Target:
     head = data.read_bytes()[: 48 + size]
     weights = data.read_bytes()[len(head) :]
 
-    def use(changed: bytes) -> None:
+    def use(changed):
         data.write_bytes(changed + weights)
         _use_pte(path)
 
     return Target((head,), (mutate_bytes,), use)
 
 
-_TARGETS: dict[str, Callable[[Path], Target]] = {
+_TARGETS = {
     "payload": _payload,
     "artifact": _artifact,
     "graph": _graph,

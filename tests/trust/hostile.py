@@ -1,13 +1,8 @@
 """Artifacts that somebody has changed, and whose hashes are right again, as a stranger would send them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,17 +16,17 @@ X = torch.ones(4, 8)
 class Model(nn.Module):
     """A program with a guard on its sizes, a dynamic intermediate value, and a result with keys."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(8, 96), nn.Linear(96, 96), nn.Linear(96, 8)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x, y):
         if x.shape[0] * y.shape[0] > 100:
             return {"out": x}
         return {"out": self.third(self.second(self.first(x).relu())) + y.sum()}
 
 
-def make_artifact(path: Path) -> Path:
+def make_artifact(path):
     """A small artifact of `Model`."""
     torch.manual_seed(0)
     auto = torch.export.Dim.AUTO
@@ -40,7 +35,7 @@ def make_artifact(path: Path) -> Path:
     return path
 
 
-def change_code(artifact: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def change_code(artifact, change):
     """Change the stored code of the method, and make all hashes right again."""
     program = artifact / "program.zip"
     with zipfile.ZipFile(program) as archive:
@@ -51,7 +46,7 @@ def change_code(artifact: Path, change: Callable[[dict[str, Any]], object]) -> N
     write_program(artifact, members)
 
 
-def write_program(artifact: Path, members: dict[str, bytes]) -> None:
+def write_program(artifact, members):
     """Write the zip with the lowered program anew, and make all hashes right again."""
     program = artifact / "program.zip"
     with zipfile.ZipFile(program, "w", zipfile.ZIP_STORED) as archive:
@@ -61,7 +56,7 @@ def write_program(artifact: Path, members: dict[str, bytes]) -> None:
     change_payload(artifact, lambda payload: payload["program"].update(sha256=digest))
 
 
-def change_payload(artifact: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def change_payload(artifact, change):
     """Change the payload, and make its hash right again."""
     payload = json.loads((artifact / "payload.json").read_bytes())
     change(payload)
@@ -70,7 +65,7 @@ def change_payload(artifact: Path, change: Callable[[dict[str, Any]], object]) -
     (artifact / "payload.json.sha256").write_bytes(digest_line(data))
 
 
-def use(artifact: Path) -> Any:
+def use(artifact):
     """Open, load and call an artifact in all the ways in which its stored strings are used."""
     program = penstock.open(artifact)
     program.split_memory("1GiB")

@@ -1,10 +1,6 @@
 """Mutations of files: of their bytes, and of the values in JSON. Equal seeds give equal mutations."""
 
-from __future__ import annotations
-
 import json
-import random
-from typing import Any
 
 NUMBERS = (0, 1, -1, 2, 3, 63, 64, 127, 255, 4096, 2**31 - 1, 2**32, 2**40, 2**50, 2**63 - 1, 2**64, 10**30)
 TEXTS = ("", "x", "float32", "qint8", "../x", "/etc/passwd", "a.b", "__class__", "\x00", "\u00e9", "9" * 50)
@@ -27,7 +23,7 @@ VALUES = (
 """Values of JSON, as text: each use is a value of its own."""
 
 
-def mutate_bytes(chosen: random.Random, data: bytes) -> bytes:
+def mutate_bytes(chosen, data):
     """Changes one place or a few: bits, numbers, ends, copies of other places."""
     changed = bytearray(data)
     for _ in range(chosen.choice((1, 1, 1, 2, 5))):
@@ -53,14 +49,14 @@ def mutate_bytes(chosen: random.Random, data: bytes) -> bytes:
     return bytes(changed)
 
 
-def mutate_json(chosen: random.Random, data: bytes) -> bytes:
+def mutate_json(chosen, data):
     """Changes one value or a few of JSON, which stays JSON: other numbers, texts, types, places, copies."""
     tree = json.loads(data)
     mutate_tree(chosen, tree)
     return json.dumps(tree).encode()
 
 
-def mutate_tree(chosen: random.Random, tree: Any) -> None:
+def mutate_tree(chosen, tree):
     """Does what `mutate_json` does to the value of a document, in place."""
     for _ in range(chosen.choice((1, 1, 1, 2, 3))):
         places = list(_places(tree))
@@ -83,12 +79,12 @@ def mutate_tree(chosen: random.Random, tree: Any) -> None:
             holder[chosen.choice((*TEXTS, *holder))] = json.loads(json.dumps(holder[key]))
 
 
-def exchange(chosen: random.Random, tree: Any) -> None:
+def exchange(chosen, tree):
     """Gives a value of a document the place of another one of the same key and type, or of both each other's.
 
     Unlike most values, such values are often valid where they come to stand.
     """
-    alike: dict[tuple[object, ...], list[tuple[Any, Any]]] = {}
+    alike = {}
     for holder, key in _places(tree):
         name = key if isinstance(holder, dict) else (id(holder) if chosen.random() < 0.5 else "item")
         alike.setdefault((name, type(holder[key])), []).append((holder, key))
@@ -102,18 +98,18 @@ def exchange(chosen: random.Random, tree: Any) -> None:
         other[there] = first
 
 
-def _places(tree: Any) -> Any:
+def _places(tree):
     keys = tree.keys() if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
     for key in list(keys):
         yield tree, key
         yield from _places(tree[key])
 
 
-def _is_in(holder: Any, key: Any) -> bool:
+def _is_in(holder, key):
     return key in holder if isinstance(holder, dict) else key < len(holder)
 
 
-def _near(chosen: random.Random, value: Any) -> Any:
+def _near(chosen, value):
     """A value of the same type, near or far."""
     if isinstance(value, bool):
         return not value

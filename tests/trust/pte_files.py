@@ -1,12 +1,7 @@
 """Writes the parts of a `.pte` that penstock reads, from any parts, without ExecuTorch."""
 
-from __future__ import annotations
-
 import struct
-from collections.abc import Mapping, Sequence
 from typing import Any
-
-from penstock.backends.executorch.files import Delegate
 
 Fields = dict[int, Any]
 """A table: by position, a number, bytes, a table, or a list of tables."""
@@ -18,12 +13,12 @@ class _Flatbuffer:
     What is the same object is written once, and all that refer to it share it.
     """
 
-    def __init__(self, root: Fields, room: int) -> None:
+    def __init__(self, root, room):
         self.data = bytearray(room)
-        self._places: dict[int, int] = {}
+        self._places = {}
         struct.pack_into("<I", self.data, 0, self._put(root))
 
-    def _put(self, value: Fields | bytes | Sequence[Fields]) -> int:
+    def _put(self, value):
         if id(value) in self._places:
             return self._places[id(value)]
         if isinstance(value, bytes):
@@ -40,7 +35,7 @@ class _Flatbuffer:
         self._places[id(value)] = at
         return at
 
-    def _put_table(self, fields: Fields) -> int:
+    def _put_table(self, fields):
         """Eight bytes for each field up to the last, those that are left out included, behind their table."""
         count = max(fields, default=-1) + 1
         places = [4 + 8 * field if field in fields else 0 for field in range(count)]
@@ -54,14 +49,14 @@ class _Flatbuffer:
                 self._refer(at + 4 + 8 * field, value)
         return at
 
-    def _refer(self, place: int, value: Any) -> None:
+    def _refer(self, place, value):
         """Offsets lead forwards, so what several refer to is written again where it lies behind."""
         if self._places.get(id(value), place) < place:
             del self._places[id(value)]
         struct.pack_into("<I", self.data, place, self._put(value) - place)
 
 
-def pte_of(program: Fields, segments: bytes = b"") -> bytes:
+def pte_of(program, segments=b""):
     """A `.pte` with this program, whose segments lie behind it."""
     data = _Flatbuffer(program, 32).data
     data[4:12] = b"ET12eh00"
@@ -69,19 +64,19 @@ def pte_of(program: Fields, segments: bytes = b"") -> bytes:
     return bytes(data) + segments
 
 
-def delegate_of(backend: str, index: int, *, inline: bool = False) -> Fields:
+def delegate_of(backend, index, *, inline=False):
     """A delegate, whose bytes are in a segment of the file, or in the program."""
     return {0: backend.encode(), 1: {0: int(not inline), 1: index}}
 
 
-def write_pte(named: Mapping[str, bytes], delegates: Sequence[Delegate]) -> bytes:
+def write_pte(named, delegates):
     """A `.pte` with these parts, each in a segment of its own."""
     pieces = [*named.values(), *(one.processed for one in delegates)]
     segments, end = [], 0
     for piece in pieces:
         segments.append({0: end, 1: len(piece)})
         end += len(piece)
-    methods: dict[str, list[Fields]] = {}
+    methods = {}
     for k, one in enumerate(delegates):
         methods.setdefault(one.method, []).append(delegate_of(one.backend, len(named) + k))
     plans = [{0: name.encode(), 7: some} for name, some in methods.items()]

@@ -1,11 +1,8 @@
 """An artifact of a stranger is data: nothing that is stored in its graph runs, or imports, what it names."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +17,25 @@ MODULE = "module_of_a_stranger"
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     return make_artifact(tmp_path_factory.mktemp("hostile") / "model.penstock")
 
 
 @pytest.fixture
-def copy(artifact: Path, tmp_path: Path) -> Path:
+def copy(artifact, tmp_path):
     return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
 
 
-def call(target: str, *args: Any, name: str = "evil", kwargs: Any = None) -> list[Any]:
+def call(target, *args, name="evil", kwargs=None):
     return ["call_function", name, target, list(args), kwargs or {}]
 
 
-def insert(stored: Stored, *nodes: list[Any]) -> None:
+def insert(stored, *nodes):
     behind = sum(node[0] == "placeholder" for node in stored["graph"]["nodes"])
     stored["graph"]["nodes"][behind:behind] = nodes
 
 
-def tree(stored: Stored, kind: str, context: Any) -> None:
+def tree(stored, kind, context):
     """Replace the structure of the results, which is a dictionary of one value."""
     leaf = {"type": None, "context": None, "children_spec": []}
     stored["signature"]["out_spec"] = {
@@ -46,28 +43,28 @@ def tree(stored: Stored, kind: str, context: Any) -> None:
     }
 
 
-def guard(stored: Stored, run: str) -> None:
+def guard(stored, run):
     stored["signature"]["guards"] = {"tuple": [{"tuple": ["x.shape[0] > 0", run]}]}
 
 
-def size(stored: Stored, run: str) -> None:
+def size(stored, run):
     stored["activations"][0]["tuple"][0]["Dimension"][-2:] = [{"tuple": []}, run]
 
 
-def size_of_an_input(stored: Stored, run: str) -> None:
+def size_of_an_input(stored, run):
     stored["signature"]["leaves"]["tuple"][1]["TensorLeaf"][3]["tuple"][0]["Dimension"][-3:] = [
         *(None, {"tuple": ["s77"]}, run)
     ]
 
 
-def body(stored: Stored, run: str) -> None:
+def body(stored, run):
     name = 'training"), exec("' + run.replace(".", r"\x2e") + '"), ("'
     inner = {"nodes": [["output", "output", "output", [None], {}]], "bodies": {}}
     stored["graph"]["bodies"][name] = inner
     insert(stored, ["get_attr", "evil", name, [], {}])
 
 
-ATTACKS: dict[str, Callable[[Stored, str], object]] = {
+ATTACKS = {
     "a guard": guard,
     "a guard behind one that holds": lambda s, run: guard(s, f"leaves[0].size()[0] > 0 and not {run}"),
     "a guard through an attribute": lambda s, run: guard(

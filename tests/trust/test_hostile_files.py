@@ -1,7 +1,5 @@
 """Files of strangers, byte by byte: each is refused in a sentence, at once, and before anything is read."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -10,7 +8,6 @@ import shutil
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +24,12 @@ from tests.trust.hostile import change_code, change_payload, make_artifact, use
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     return make_artifact(tmp_path_factory.mktemp("files") / "model.penstock")
 
 
 @pytest.fixture
-def copy(artifact: Path, tmp_path: Path) -> Path:
+def copy(artifact, tmp_path):
     return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
 
 
@@ -57,19 +54,19 @@ def test_a_pipe_or_a_device_is_not_read(copy, name, kind):
 # Payloads.
 
 
-def part(payload: dict[str, Any], fqn: str) -> dict[str, Any]:
+def part(payload, fqn):
     return next(weight for weight in payload["weights"] if weight["fqn"] == fqn)["parts"][0]
 
 
-def huge(payload: dict[str, Any]) -> None:
+def huge(payload):
     payload["storages"][0]["nbytes"] = 1 << 40
 
 
-def no_extents(payload: dict[str, Any]) -> None:
+def no_extents(payload):
     payload["storages"][1]["extents"] = []
 
 
-def short_extents(payload: dict[str, Any]) -> None:
+def short_extents(payload):
     """The last bytes are in no file, and no part has them."""
     storage = payload["storages"][0]
     storage["nbytes"] += 64
@@ -115,7 +112,7 @@ def test_a_weight_that_the_graph_was_not_made_for(copy, change, monkeypatch):
 def test_a_weight_that_no_step_reads(copy, monkeypatch):
     """It would be memory that nothing fills, as the plan need not hold it."""
 
-    def change(payload: dict[str, Any]) -> None:
+    def change(payload):
         s = part(payload, "second.weight")["storage"]
         for step in payload["traces"][0]["steps"]:
             step["reads"] = [one for one in step["reads"] if one != s]
@@ -130,13 +127,13 @@ def test_a_weight_that_no_step_reads(copy, monkeypatch):
 
 
 def test_a_weight_whose_sizes_alone_are_used_needs_no_step(copy):
-    def change(payload: dict[str, Any]) -> None:
+    def change(payload):
         s = part(payload, "second.weight")["storage"]
         payload["traces"][0]["steps"] = [
             one for one in payload["traces"][0]["steps"] if s not in one["reads"]
         ]
 
-    def code(stored: dict[str, Any]) -> None:
+    def code(stored):
         nodes = stored["graph"]["nodes"]
         k = next(k for k, node in enumerate(nodes) if {"node": "p_second_weight"} in node[3])
         nodes[k][2:] = ["aten.relu.default", [{"node": "relu"}], {}]
@@ -150,7 +147,7 @@ def test_a_weight_whose_sizes_alone_are_used_needs_no_step(copy):
 
 
 def test_a_weight_that_is_written_and_may_not_be(copy):
-    def code(stored: dict[str, Any]) -> None:
+    def code(stored):
         stored["graph"]["nodes"][-1][3][0]["tuple"].insert(0, {"node": "p_first_weight"})
         stored["signature"]["to_weight"] = {"dict": [[0, "first.weight"]]}
 
@@ -217,7 +214,7 @@ def test_code_that_is_compressed_or_there_twice(copy):
         use(copy)
 
 
-def _right(copy: Path) -> None:
+def _right(copy):
     import hashlib
 
     digest = hashlib.sha256((copy / "program.zip").read_bytes()).hexdigest()
@@ -227,7 +224,7 @@ def _right(copy: Path) -> None:
 # Pickles.
 
 
-def doubled(levels: int, make: bytes = pickle.TUPLE2) -> bytes:
+def doubled(levels, make=pickle.TUPLE2):
     """A pickle of a pair of the same pair of the same pair, and so on, as a key of a dictionary."""
     data = pickle.PROTO + b"\x02" + pickle.EMPTY_DICT + pickle.NONE
     for level in range(levels):
@@ -235,7 +232,7 @@ def doubled(levels: int, make: bytes = pickle.TUPLE2) -> bytes:
     return data + pickle.NONE + pickle.SETITEM + pickle.STOP
 
 
-def lists(levels: int) -> bytes:
+def lists(levels):
     """Lists in lists, each twice, as the name of a tensor's place."""
     data = pickle.PROTO + b"\x02" + pickle.EMPTY_LIST
     for level in range(levels):
@@ -282,13 +279,13 @@ def test_a_pickle_that_would_take_for_ever(tmp_path, data):
 
 
 def test_a_tensor_in_thousands_of_overlapping_chunks(tmp_path):
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "saved"))
-    metadata: Metadata = pickle.loads((tmp_path / "saved" / ".metadata").read_bytes())
-    held: Any = metadata.state_dict_metadata["a"]
+    metadata = pickle.loads((tmp_path / "saved" / ".metadata").read_bytes())
+    held = metadata.state_dict_metadata["a"]
     size = torch.Size([2, 5000])
     chunks = [ChunkStorageMetadata(torch.Size([0, k]), torch.Size([2, 1])) for k in range(5000)]
     metadata.state_dict_metadata["a"] = TensorStorageMetadata(held.properties, size, chunks)
@@ -297,13 +294,13 @@ def test_a_tensor_in_thousands_of_overlapping_chunks(tmp_path):
         open_checkpoint(tmp_path / "saved")
 
 
-def _saved() -> bytes:
+def _saved():
     data = io.BytesIO()
     torch.save({"a": torch.ones(3)}, data)
     return data.getvalue()
 
 
-def _renamed(data: bytes) -> bytes:
+def _renamed(data):
     """The name of a member is no text any more."""
     at = data.rindex(b"version")
     flags = data.rindex(b"PK\x01\x02", 0, at) + 8
@@ -312,7 +309,7 @@ def _renamed(data: bytes) -> bytes:
     return bytes(changed)
 
 
-def _on_disks(data: bytes) -> bytes:
+def _on_disks(data):
     """The zip says that it spans two disks."""
     at = data.rindex(b"PK\x06\x07") + 16
     return data[:at] + b"\x02" + data[at + 1 :]
@@ -395,7 +392,7 @@ def test_changed_files_are_fine_or_refused(name, tmp_path):
 
 
 def test_a_fault_would_be_seen():
-    def broken(data: bytes) -> None:
+    def broken(data):
         raise KeyError(data)
 
     assert outcome(broken, b"x").startswith("fault: KeyError at test_hostile_files.py")

@@ -1,11 +1,7 @@
 """Stored graphs that use weights in other ways than their payload says: refused before a byte is read."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,41 +15,41 @@ WEIGHT = {"node": "p_second_weight"}
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     return make_artifact(tmp_path_factory.mktemp("uses") / "model.penstock")
 
 
 @pytest.fixture
-def copy(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def copy(artifact, tmp_path, monkeypatch):
     return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
 
 
-def call(name: str, target: str, *args: Any, **kwargs: Any) -> list[Any]:
+def call(name, target, *args, **kwargs):
     return ["call_function", name, target, list(args), kwargs]
 
 
-def node(name: str) -> dict[str, str]:
+def node(name):
     return {"node": name}
 
 
-def before_the_result(*nodes: list[Any]) -> Callable[[dict[str, Any]], None]:
-    def change(stored: dict[str, Any]) -> None:
+def before_the_result(*nodes):
+    def change(stored):
         stored["graph"]["nodes"][-1:-1] = nodes
 
     return change
 
 
-def as_result(*nodes: list[Any]) -> Callable[[dict[str, Any]], None]:
+def as_result(*nodes):
     """The last of the nodes is the result."""
 
-    def change(stored: dict[str, Any]) -> None:
+    def change(stored):
         before_the_result(*nodes)(stored)
         stored["graph"]["nodes"][-1][3] = [{"tuple": [node(nodes[-1][1])]}]
 
     return change
 
 
-def refused(copy: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def refused(copy, words, monkeypatch):
     monkeypatch.setattr(loading, "load_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(penstock.PayloadError, match=words):
         use(copy)
@@ -104,7 +100,7 @@ NORM = (node("batch"), None, None, node("row"), node("row"))
 
 
 def test_a_step_of_another_node(copy, monkeypatch):
-    def change(payload: dict[str, Any]) -> None:
+    def change(payload):
         steps = payload["traces"][0]["steps"]
         names = [step["name"] for step in steps]
         steps[names.index("linear_1")]["name"] = "relu"
@@ -133,7 +129,7 @@ def test_a_step_of_another_node(copy, monkeypatch):
     ids=["in place", "view", "out=", "statistics", "flag that is a number", "computed flag"],
 )
 def test_a_write_to_a_weight_that_may_be_mapped(copy, nodes, monkeypatch):
-    def with_step(payload: dict[str, Any]) -> None:
+    def with_step(payload):
         """A step of the name of the node, so that the read is all right."""
         steps = payload["traces"][0]["steps"]
         (step,) = (one for one in steps if one["name"] == "linear_1")
@@ -203,7 +199,7 @@ def test_a_list_of_a_few_parts_of_a_large_tensor(copy):
     assert list(use(copy)) == ["out"]
 
 
-def produced(steps: list[dict[str, Any]], storages: list[dict[str, Any]], writer: str) -> None:
+def produced(steps, storages, writer):
     """Say that the weight is a value that `writer` makes, and that the next layer reads: it is in no file."""
     storages[2] |= {"kind": "produced", "extents": [], "sha256": None}
     layer = [step["name"] for step in steps].index("linear_1")
@@ -240,11 +236,11 @@ def test_a_weight_that_is_said_to_be_written(copy, writer, slot, words, monkeypa
 
 
 class Rows(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.ones(1024, 1024))
 
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
+    def forward(self, index):
         return torch.index_select(self.table, 0, index) * 2
 
 
@@ -255,7 +251,7 @@ def test_a_read_by_units_that_needs_all_of_a_weight(tmp_path, change, monkeypatc
     with penstock.open(path).load("100%"):
         pass
 
-    def otherwise(stored: dict[str, Any]) -> None:
+    def otherwise(stored):
         (row,) = (row for row in stored["graph"]["nodes"] if row[2] == "aten.index_select.default")
         row[2:4] = {
             "dimension": [row[2], [row[3][0], 1, row[3][2]]],
@@ -273,12 +269,12 @@ def test_what_is_trusted_is_not_followed(copy):
 
 
 class Branching(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.cond(x.sum() > 0, self.one, self.other, (x,))
+    def forward(self, x):
+        y = torch.cond(x.sum() > 0, self.one, self.other, (x,))
         return y
 
 
@@ -286,7 +282,7 @@ def test_a_body_that_stores(tmp_path, monkeypatch):
     path = tmp_path / "model.penstock"
     penstock.compile(torch.export.export(Branching(), (X,)), path)
 
-    def storing(stored: dict[str, Any]) -> None:
+    def storing(stored):
         made = call("made", "aten.zeros.default", [3])
         body = stored["graph"]["bodies"]["false_graph_0"]["nodes"]
         body[-1:-1] = [made, call("late", "penstock.store.default", node("made"), node("made"), 0, 0)]
@@ -301,7 +297,7 @@ def test_a_body_of_control_flow(tmp_path, monkeypatch):
     with penstock.open(path).load("100%") as module:
         assert torch.equal(module(X), module(X))
 
-    def in_place(stored: dict[str, Any]) -> None:
+    def in_place(stored):
         body = stored["graph"]["bodies"]["false_graph_0"]["nodes"]
         names = [row[1] for row in body if row[0] == "placeholder"]
         body[-1:-1] = [call(f"written_{name}", "aten.mul_.Tensor", node(name), 2) for name in names]
@@ -316,7 +312,7 @@ def test_bodies_that_call_bodies_for_ever(tmp_path):
     path = tmp_path / "model.penstock"
     penstock.compile(torch.export.export(Branching(), (X,)), path)
 
-    def nested(stored: dict[str, Any]) -> None:
+    def nested(stored):
         graph = stored["graph"]
         (cond,) = (row for row in graph["nodes"] if row[2] == "higher_order.cond")
         inner = graph["bodies"]["true_graph_0"]

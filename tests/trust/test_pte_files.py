@@ -1,11 +1,8 @@
 """A `.pte` of a stranger: it is read in a time that grows with its bytes, whatever its lists refer to."""
 
-from __future__ import annotations
-
 import io
 import struct
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ import penstock
 from penstock.backends.executorch import files, read
 from penstock.backends.executorch.files import PAYLOAD, Delegate, Pte, read_ptd, read_pte
 from tests.schedule.payload.payload_example import BYTES
-from tests.trust.pte_files import Fields, delegate_of, pte_of, write_pte
+from tests.trust.pte_files import delegate_of, pte_of, write_pte
 
 PARTS = Pte(
     {"first": b"some bytes", "second": b"", "third": b"\x00" * 99},
@@ -25,12 +22,12 @@ PARTS = Pte(
 )
 
 
-def test_what_is_written_is_read() -> None:
+def test_what_is_written_is_read():
     assert read_pte(write_pte(PARTS.named, PARTS.delegates)) == PARTS
 
 
-def test_bytes_in_the_program_and_in_segments() -> None:
-    plan: Fields = {0: b"forward", 7: [delegate_of("One", 1, inline=True), delegate_of("Two", 0)]}
+def test_bytes_in_the_program_and_in_segments():
+    plan = {0: b"forward", 7: [delegate_of("One", 1, inline=True), delegate_of("Two", 0)]}
     data = pte_of({1: [plan], 3: [{}, {0: b"inline"}], 4: [{0: 2, 1: 3}]}, b"segment")
     assert read_pte(data).delegates == (
         Delegate("forward", "One", b"inline"),
@@ -38,9 +35,9 @@ def test_bytes_in_the_program_and_in_segments() -> None:
     )
 
 
-def test_several_may_have_the_same_segment() -> None:
+def test_several_may_have_the_same_segment():
     """ExecuTorch writes equal bytes once."""
-    named: list[Fields] = [{0: b"first", 1: 0}, {0: b"second", 1: 0}]
+    named = [{0: b"first", 1: 0}, {0: b"second", 1: 0}]
     found = read_pte(pte_of({4: [{0: 0, 1: 7}], 7: named}, b"segment")).named
     assert found == {"first": b"segment", "second": b"segment"}
     assert found["first"] is found["second"]
@@ -49,12 +46,12 @@ def test_several_may_have_the_same_segment() -> None:
 LONG = b"x" * 10_000
 
 
-def methods(count: int) -> Fields:
-    plan: Fields = {0: b"", 7: [delegate_of("", 0)] * count}
+def methods(count):
+    plan = {0: b"", 7: [delegate_of("", 0)] * count}
     return {1: [plan] * count, 4: [{0: 0, 1: 1}]}
 
 
-FILES: dict[str, tuple[Fields, str]] = {
+FILES = {
     "delegates": (methods(300), "its lists and texts have more bytes than the file"),
     "texts": ({4: [{}], 7: [{0: LONG}] * 50}, "its lists and texts have more bytes than the file"),
     "bytes in the program": (
@@ -69,7 +66,7 @@ FILES: dict[str, tuple[Fields, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_lists_of_what_is_the_same_are_refused(name: str, tmp_path: Path) -> None:
+def test_lists_of_what_is_the_same_are_refused(name, tmp_path):
     """A megabyte of them would otherwise stand for hundreds of gigabytes."""
     program, message = FILES[name]
     data = pte_of(program, bytes(1000))
@@ -80,7 +77,7 @@ def test_lists_of_what_is_the_same_are_refused(name: str, tmp_path: Path) -> Non
         read(tmp_path / "model.pte")
 
 
-def test_a_region_that_is_there_twice_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_region_that_is_there_twice_is_refused_before_it_is_read(tmp_path):
     named = {PAYLOAD + sha256(BYTES).hexdigest(): BYTES}
     one = Delegate("forward", "PenstockBackend", b"the same")
     for delegates, message in (
@@ -92,11 +89,11 @@ def test_a_region_that_is_there_twice_is_refused_before_it_is_read(tmp_path: Pat
             read(tmp_path / "model.pte")
 
 
-def test_no_more_of_a_data_file_is_read_than_a_list_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_of_a_data_file_is_read_than_a_list_takes(monkeypatch):
     class Watched(io.BytesIO):
         largest = 0
 
-        def read(self, size: int | None = -1) -> bytes:
+        def read(self, size=-1):
             found = super().read(size)
             self.largest = max(self.largest, len(found))
             return found

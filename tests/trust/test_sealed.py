@@ -1,7 +1,5 @@
 """The digest of an artifact is that of all of it, and a strict check finds each byte that was changed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
@@ -17,12 +15,12 @@ from tests.trust.hostile import X, change_code, change_payload, make_artifact
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     return make_artifact(tmp_path_factory.mktemp("sealed") / "model.penstock")
 
 
 @pytest.fixture
-def copy(artifact: Path, tmp_path: Path) -> Path:
+def copy(artifact, tmp_path):
     return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
 
 
@@ -81,7 +79,7 @@ def test_what_is_no_digest_of_it(copy, digest):
         penstock.open(copy).verify(digest=digest)
 
 
-def between(copy: Path) -> int:
+def between(copy):
     """A byte of the weights' file that no storage has."""
     payload = json.loads((copy / "payload.json").read_bytes())
     data = (copy / "weights.safetensors").read_bytes()
@@ -144,7 +142,7 @@ def test_strict_reads_the_code(copy):
         program.verify(strict=True)
 
 
-def test_the_commands(penstock: Command, copy, tmp_path):
+def test_the_commands(penstock, copy, tmp_path):
     digest = hashlib.sha256((copy / "payload.json").read_bytes()).hexdigest()
     found = json.loads(penstock("verify", copy, "--strict", "--json").out)
     assert (found["digest"], found["verified_bytes"]) == (

@@ -1,10 +1,6 @@
 """The judge of `make fuzz` over whole artifacts: what it lets pass, and what it would find."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from tests.trust import whole_artifacts
 from tests.trust.whole_artifacts import WrongBitsError, wholes
 
 
-def changed(change: Callable[[dict[str, Any]], None]) -> bytes:
+def changed(change):
     """A case of the plain artifact with plans."""
     document = json.loads(wholes().documents[1])
     change(document)
@@ -27,7 +23,7 @@ def test_what_is_not_changed_has_the_bits_of_its_program():
 
 
 def test_another_program_has_its_own_bits():
-    def other(document: dict[str, Any]) -> None:
+    def other(document):
         (row,) = (one for one in document["code"]["graph"]["nodes"] if one[2] == "aten.relu.default")
         row[2] = "aten.neg.default"
 
@@ -41,7 +37,7 @@ def test_memory_that_nobody_has_filled_would_be_found(monkeypatch):
     """
     later = {"linear_1": "linear_2", "linear_2": "add"}
 
-    def late(document: dict[str, Any]) -> None:
+    def late(document):
         payload = document["payload"]
         for traces in (payload["traces"], *(plan["traces"] for plan in payload["plans"])):
             for trace in traces:

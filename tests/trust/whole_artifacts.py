@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,8 +27,6 @@ from torch import nn
 import penstock
 from penstock.passes.lowering import eager
 from penstock.passes.weights.lifted import tensor_in
-from penstock.schedule.facts.model import Storage
-from penstock.schedule.payload.codec import Payload
 from tests.passes.pass_runs import same_bits
 from tests.trust.hostile import Model, X, change_payload
 from tests.trust.mutations import exchange, mutate_bytes, mutate_tree
@@ -64,7 +61,7 @@ class Kinds(nn.Module):
 
     cache: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(4096, 64)
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
@@ -72,7 +69,7 @@ class Kinds(nn.Module):
         self.halves = nn.Parameter(torch.randn(128, 64))
         self.register_buffer("cache", torch.zeros(4, 64))
 
-    def forward(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, numbers):
         x = self.first(self.table(numbers))
         self.cache[1] = x[0]
         upper, lower = self.halves.chunk(2)
@@ -92,7 +89,7 @@ class Whole:
     arguments: tuple[torch.Tensor, ...]
     documents: tuple[bytes, ...]
 
-    def use(self, document: dict[str, Any], chosen: random.Random) -> None:
+    def use(self, document, chosen):
         """Write, open, plan, load and call. Raises what of penstock refuses it, or WrongBitsError."""
         code = document["code"]
         data = code.encode("latin-1") if isinstance(code, str) else json.dumps(code).encode()
@@ -113,7 +110,7 @@ class Whole:
             for _ in range(2):
                 _compare(_result(module, self.arguments), _result(reference, self.arguments))
 
-    def _write(self, payload: dict[str, Any], code: bytes) -> None:
+    def _write(self, payload, code):
         program = self.path / "program.zip"
         with zipfile.ZipFile(program, "w", zipfile.ZIP_STORED) as archive:
             for name, member in (self.members | {"forward.json": code}).items():
@@ -124,15 +121,15 @@ class Whole:
         change_payload(self.path, lambda before: (before.clear(), before.update(payload)))
 
 
-def in_memory(program: Any) -> Any:
+def in_memory(program):
     """The program of an artifact on tensors that hold what the files have, each for itself."""
-    payload: Payload = program.payload
+    payload = program.payload
     storages = [_bytes_of(storage, payload, program.path) for storage in payload.storages]
     tensors = {w.fqn: tensor_in(storages[w.parts[0].storage], w.parts[0]) for w in payload.tensors}
     return eager.instantiate(program.lowered, tensors, payload.methods[0], ())
 
 
-def _bytes_of(storage: Storage, payload: Payload, folder: Path) -> torch.Tensor:
+def _bytes_of(storage, payload, folder):
     """All bytes of a storage, at an address of its phase."""
     whole = torch.empty(storage.nbytes + 128, dtype=torch.uint8)
     start = (storage.phase - whole.data_ptr()) % 64
@@ -147,7 +144,7 @@ def _bytes_of(storage: Storage, payload: Payload, folder: Path) -> torch.Tensor:
     return held
 
 
-def _result(call: Any, arguments: tuple[torch.Tensor, ...]) -> Any:
+def _result(call, arguments):
     """What a call returns, or the type of what an operator raises."""
     try:
         with torch.no_grad():
@@ -158,7 +155,7 @@ def _result(call: Any, arguments: tuple[torch.Tensor, ...]) -> Any:
         return type(error)
 
 
-def _compare(got: Any, expected: Any) -> None:
+def _compare(got, expected):
     if isinstance(got, type) or isinstance(expected, type):
         if got is not expected:
             raise WrongBitsError(f"it ended in {got!r:.60}, and in memory in {expected!r:.60}")
@@ -169,7 +166,7 @@ def _compare(got: Any, expected: Any) -> None:
 class Wholes:
     """The artifacts that are changed, in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         torch.manual_seed(0)
         auto = torch.export.Dim.AUTO
         self._by_name = {
@@ -178,23 +175,21 @@ class Wholes:
         }
         self.documents = tuple(one for whole in self._by_name.values() for one in whole.documents)
 
-    def use(self, data: bytes) -> None:
+    def use(self, data):
         """Do what `Whole.use` does with the case of a document."""
         document = json.loads(data)
         self._by_name[document["artifact"]].use(document, random.Random(data))
 
 
 @cache
-def wholes() -> Wholes:
+def wholes():
     """The artifacts of this process, which are made once."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Wholes(Path(folder))
 
 
-def _made(
-    folder: Path, name: str, model: nn.Module, arguments: tuple[torch.Tensor, ...], sizes: Any = None
-) -> Whole:
+def _made(folder, name, model, arguments, sizes=None):
     path = folder / f"{name}.penstock"
     exported = torch.export.export(model.eval().requires_grad_(False), arguments, dynamic_shapes=sizes)
     program = penstock.compile(exported, path)
@@ -214,11 +209,11 @@ def _made(
     return Whole(path, members, arguments, tuple(json.dumps(one).encode() for one in documents))
 
 
-def _plan(program: Any, arena: str, budget: int) -> Any:
+def _plan(program, arena, budget):
     return program.plan(max(budget, program.floor(arena=arena)), hardware="laptop", arena=arena)
 
 
-def change_facts(chosen: random.Random, data: bytes) -> bytes:
+def change_facts(chosen, data):
     """Changes the payload of a case."""
     document = json.loads(data)
     payload = document["payload"]
@@ -227,7 +222,7 @@ def change_facts(chosen: random.Random, data: bytes) -> bytes:
     return json.dumps(document).encode()
 
 
-def change_graph(chosen: random.Random, data: bytes) -> bytes:
+def change_graph(chosen, data):
     """Changes the stored graph of a case: an operator, values of it, or bytes."""
     document = json.loads(data)
     code = document["code"]
@@ -247,7 +242,7 @@ def change_graph(chosen: random.Random, data: bytes) -> bytes:
     return json.dumps(document).encode()
 
 
-def _nodes(code: Any) -> list[Any]:
+def _nodes(code):
     """The nodes of a stored method, if it still has a graph."""
     graph = code.get("graph") if isinstance(code, dict) else None
     nodes = graph.get("nodes") if isinstance(graph, dict) else None

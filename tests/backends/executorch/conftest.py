@@ -41,9 +41,7 @@ Programs = ExportedProgram | dict[str, ExportedProgram]
 Lower = Callable[..., Lowered]
 
 
-def lower_to(
-    folder: Path, programs: Programs, partitioner: PenstockPartitioner | None = None, **options: Any
-) -> Lowered:
+def lower_to(folder, programs, partitioner=None, **options):
     """Lowers programs for penstock with what users call, and writes the files."""
     from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
 
@@ -57,13 +55,13 @@ def lower_to(
 
 
 @pytest.fixture
-def lower(tmp_path: Path) -> Lower:
+def lower(tmp_path):
     """Lowers programs to files of the test's own."""
     return lambda *given, **options: lower_to(tmp_path, *given, **options)
 
 
 @pytest.fixture(scope="session")
-def executorch_python() -> None:
+def executorch_python():
     """For what runs in ExecuTorch's Python, whose module is compiled for one version of torch.
 
     Beside another one it may refuse the tensors of any program, without penstock in it.
@@ -86,23 +84,23 @@ def executorch_python() -> None:
 
 
 @pytest.fixture(scope="session")
-def mlp() -> Mlp:
+def mlp():
     torch.manual_seed(0)
     return Mlp().eval()
 
 
 @pytest.fixture(scope="session")
-def lowered_mlp(mlp: Mlp, tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+def lowered_mlp(mlp, tmp_path_factory):
     program = torch.export.export(mlp, (torch.randn(2, 128),))
     return lower_to(tmp_path_factory.mktemp("mlp"), program, budget="70%")
 
 
 @pytest.fixture(scope="session")
-def decoder() -> Decoder:
+def decoder():
     torch.manual_seed(0)
     return Decoder().eval()
 
 
 @pytest.fixture(scope="session")
-def lowered_decoder(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+def lowered_decoder(decoder, tmp_path_factory):
     return lower_to(tmp_path_factory.mktemp("decoder"), methods_of(decoder), keep=("up.*",))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from executorch.exir.delegate import executorch_call_delegate
@@ -12,7 +11,7 @@ from executorch.extension.pybindings.portable_lib import _load_for_executorch_fr
 from torch import fx
 
 from penstock.backends.executorch import Exported
-from penstock.backends.executorch.files import Appended, RegionCode
+from penstock.backends.executorch.files import RegionCode
 
 
 @dataclass
@@ -23,7 +22,7 @@ class Delegates:
     states: dict[int, torch.Tensor] = field(default_factory=dict)
     seen: list[tuple[int, int]] = field(default_factory=list)
 
-    def storage(self, index: int) -> torch.Tensor:
+    def storage(self, index):
         storage = self.exported.payload.storages[index]
         if index in self.states:
             return self.states[index]
@@ -38,7 +37,7 @@ class Delegates:
             self.states[index] = raw
         return raw
 
-    def tensor(self, one: Appended) -> torch.Tensor:
+    def tensor(self, one):
         dtype = getattr(torch, one.dtype)
         stride, dense = [0] * len(one.shape), 1
         for d in reversed(one.dim_order):
@@ -47,7 +46,7 @@ class Delegates:
         raw = self.storage(one.storage).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(raw, one.offset // dtype.itemsize, one.shape, stride)
 
-    def run(self, region: RegionCode, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    def run(self, region, inputs):
         assert len(inputs) == region.inputs
         self.seen.append((region.graph, region.region))
         module = _load_for_executorch_from_buffer(self.exported.programs[region.program])
@@ -61,12 +60,12 @@ class Delegates:
 class Outer(fx.Interpreter):
     """Runs a lowered program: what is outside of the delegates with ATen, and delegates as `Delegates` do."""
 
-    def __init__(self, lowered: Any, delegates: Delegates, method: str = "forward") -> None:
+    def __init__(self, lowered, delegates, method="forward"):
         self.program = lowered.exported_program(method)
         super().__init__(self.program.graph_module)
         self.delegates = delegates
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:
+    def __call__(self, *inputs):
         given = iter(inputs)
         values = {**self.program.state_dict, **self.program.constants}
         specs = self.program.graph_signature.input_specs
@@ -75,7 +74,7 @@ class Outer(fx.Interpreter):
             results = self.run(*leaves)
         return results[0] if len(results) == 1 else results
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(self, target, args, kwargs):
         if target is executorch_call_delegate:
             return self.delegates.run(RegionCode.from_bytes(args[0].processed_bytes), args[1:])
         if target is operator.getitem:

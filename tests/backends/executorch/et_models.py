@@ -1,7 +1,5 @@
 """Small models with what is hard to export: ties, caches that two methods share, constants of one name."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -9,18 +7,18 @@ from torch import nn
 class Mlp(nn.Module):
     """Two linears worth a region, and a norm that is not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(128, 256), nn.Linear(256, 128), nn.LayerNorm(128)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.norm(self.down(torch.relu(self.up(x))))
 
 
 class Decoder(nn.Module):
     """One layer of attention over caches, and a head that is tied to the embedding."""
 
-    def __init__(self, vocabulary: int = 512, width: int = 64, length: int = 32) -> None:
+    def __init__(self, vocabulary=512, width=64, length=32):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
@@ -31,7 +29,7 @@ class Decoder(nn.Module):
         self.register_buffer("values", torch.full((length, width), 0.5))
         self.register_buffer("mask", torch.full((length, length), -1e9).triu(1), persistent=False)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens, positions):
         x = self.embed(tokens)
         self.keys.index_copy_(0, positions, self.k(x))
         self.values.index_copy_(0, positions, self.v(x))
@@ -41,7 +39,7 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-def methods_of(decoder: Decoder) -> dict[str, torch.export.ExportedProgram]:
+def methods_of(decoder):
     """A method for eight tokens and one for a single token."""
     prefill = (torch.arange(8), torch.arange(8))
     decode = (torch.tensor([3]), torch.tensor([8]))

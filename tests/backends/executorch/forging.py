@@ -1,11 +1,8 @@
 """Writes `.pte` files with other contents under right hashes, as only an author does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
@@ -15,14 +12,14 @@ from penstock.backends.executorch.files import PAYLOAD
 Change = Callable[[str], str]
 
 
-def _same(text: str) -> str:
+def _same(text):
     return text
 
 
-def fields(change: Callable[[dict[str, Any]], None]) -> Change:
+def fields(change):
     """A change of text that is a change of the JSON in it."""
 
-    def changed(text: str) -> str:
+    def changed(text):
         tree = json.loads(text)
         change(tree)
         return json.dumps(tree)
@@ -30,7 +27,7 @@ def fields(change: Callable[[dict[str, Any]], None]) -> Change:
     return changed
 
 
-def forge(path: Path, *, region: Change = _same, payload: Change = _same, lost: str = "") -> None:
+def forge(path, *, region=_same, payload=_same, lost=""):
     """Changes the first region that has weights, the payload that all regions name, or drops named data.
 
     `lost` is how the keys begin that are dropped.
@@ -57,7 +54,7 @@ def forge(path: Path, *, region: Change = _same, payload: Change = _same, lost: 
     path.write_bytes(bytes(binary))
 
 
-def deep(text: str) -> str:
+def deep(text):
     """A million lists, each in the one before, in a field that no reader knows."""
     return '{"more": ' + "[" * 10**6 + "]" * 10**6 + ", " + text.lstrip()[1:]
 
@@ -65,24 +62,24 @@ def deep(text: str) -> str:
 Tree = dict[str, Any]
 
 
-def _first(**values: Any) -> Callable[[Tree], None]:
+def _first(**values):
     return lambda one: one["appended"][0].update(values)
 
 
-def _shape(dimension: int, size: int, **values: Any) -> Callable[[Tree], None]:
-    def change(one: Tree) -> None:
+def _shape(dimension, size, **values):
+    def change(one):
         one["appended"][0]["shape"][dimension] = size
         one["appended"][0].update(values)
 
     return change
 
 
-def _name(one: Tree) -> None:
+def _name(one):
     one["appended"][0]["name"] = one["appended"][1]["name"]
 
 
 _INPUT = {"name": "x", "dtype": "float32", "shape": [1], "device": "cpu", "value": None}
-FORGERIES: dict[str, tuple[Callable[[Tree], None], str]] = {
+FORGERIES = {
     "inputs that its code checks": (lambda one: one.update(takes=[_INPUT]), "takes"),
     "another graph": (lambda one: one.update(graph=7), "graph"),
     "steps behind the last": (lambda one: one.update(steps=[50, 51]), "steps"),

@@ -1,7 +1,5 @@
 """Exports copy no weight, and need no memory for weights without values: each in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -59,7 +57,7 @@ print(read(path).weight_bytes, peak() - before)
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+def lines(tmp_path_factory):
     """What the script prints of two exports: the bytes of weights, and those by which the peak grew."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path_factory.mktemp("memory"))]
@@ -69,7 +67,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 
 @pytest.mark.timeout(300)
-def test_no_weight_is_copied_while_a_model_is_exported(lines: list[list[int]]) -> None:
+def test_no_weight_is_copied_while_a_model_is_exported(lines):
     nbytes, grown, stored = lines[0]
     assert nbytes > 192 << 20
     assert grown < nbytes // 8, f"the peak grew by {grown >> 20} MiB"
@@ -77,7 +75,7 @@ def test_no_weight_is_copied_while_a_model_is_exported(lines: list[list[int]]) -
 
 
 @pytest.mark.timeout(300)
-def test_weights_without_values_take_no_memory(lines: list[list[int]]) -> None:
+def test_weights_without_values_take_no_memory(lines):
     nbytes, grown = lines[1]
     assert nbytes > 128 << 30
     assert grown < 256 << 20, f"the peak grew by {grown >> 20} MiB"

@@ -1,7 +1,5 @@
 """What a `.pte` and a `.ptd` hold: delegates that do as the page says compute what the model does."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from dataclasses import replace
@@ -13,25 +11,25 @@ from torch import nn
 import penstock
 from penstock.backends.executorch import PenstockPartitioner
 from penstock.schedule.payload.codec import verify_payload
-from tests.backends.executorch.conftest import LEAST, Lower, Lowered
+from tests.backends.executorch.conftest import LEAST
 from tests.backends.executorch.delegating import Delegates, Outer
 from tests.backends.executorch.et_models import Decoder, Mlp
-from tests.quantised_models import Hidden, Packed, Shown, linears, quantise
+from tests.quantised_models import Hidden, Shown, linears, quantise
 
 
-def storage_of(lowered: Lowered, fqn: str) -> int:
+def storage_of(lowered, fqn):
     (weight,) = (w for w in lowered.exported.payload.weights if w.fqn == fqn)
     return weight.parts[0].storage
 
 
 @pytest.mark.usefixtures("executorch_python")
-def test_an_mlp_computes_from_its_files(lowered_mlp: Lowered, mlp: Mlp) -> None:
+def test_an_mlp_computes_from_its_files(lowered_mlp, mlp):
     x, delegates = torch.randn(2, 128), Delegates(lowered_mlp.exported)
     torch.testing.assert_close(Outer(lowered_mlp.edge, delegates)(x), mlp(x), rtol=1e-5, atol=1e-5)
     assert delegates.seen == [(0, 0), (0, 1)]
 
 
-def test_weights_lie_in_the_data_file_aligned_and_once(lowered_mlp: Lowered, mlp: Mlp) -> None:
+def test_weights_lie_in_the_data_file_aligned_and_once(lowered_mlp, mlp):
     exported = lowered_mlp.exported
     assert [w.fqn for w in exported.payload.weights] == ["up.weight", "up.bias", "down.weight", "down.bias"]
     for weight in exported.payload.weights:
@@ -46,7 +44,7 @@ def test_weights_lie_in_the_data_file_aligned_and_once(lowered_mlp: Lowered, mlp
     assert (lowered_mlp.path.parent / "weights.ptd").stat().st_size < total + 5 * 4096
 
 
-def test_hashes_are_those_of_the_bytes(lowered_mlp: Lowered) -> None:
+def test_hashes_are_those_of_the_bytes(lowered_mlp):
     payload = lowered_mlp.exported.payload
     for storage in payload.storages:
         file = payload.files[storage.extents[0].file]
@@ -57,7 +55,7 @@ def test_hashes_are_those_of_the_bytes(lowered_mlp: Lowered) -> None:
 
 
 @pytest.mark.usefixtures("executorch_python")
-def test_a_cache_is_one_state_for_all_methods(lowered_decoder: Lowered, decoder: Decoder) -> None:
+def test_a_cache_is_one_state_for_all_methods(lowered_decoder, decoder):
     delegates, alone = Delegates(lowered_decoder.exported), copy.deepcopy(decoder)
     calls = [("prefill", torch.arange(8) * 7, torch.arange(8))]
     calls += [("decode", torch.tensor([3 * k]), torch.tensor([k])) for k in (8, 9)]
@@ -68,14 +66,14 @@ def test_a_cache_is_one_state_for_all_methods(lowered_decoder: Lowered, decoder:
     assert delegates.seen == [(graph, region) for graph in (0, 1, 1) for region in range(10)]
 
 
-def test_a_state_that_begins_as_zeros_is_not_stored(lowered_decoder: Lowered) -> None:
+def test_a_state_that_begins_as_zeros_is_not_stored(lowered_decoder):
     storages = lowered_decoder.exported.payload.storages
     keys, values = (storages[storage_of(lowered_decoder, name)] for name in ("keys", "values"))
     assert (keys.kind, keys.extents) == ("mutable", ())
     assert (values.kind, len(values.extents)) == ("mutable", 1)
 
 
-def test_a_tied_weight_is_stored_once_under_all_names(lowered_decoder: Lowered) -> None:
+def test_a_tied_weight_is_stored_once_under_all_names(lowered_decoder):
     assert storage_of(lowered_decoder, "embed.weight") == storage_of(lowered_decoder, "head.weight")
     payload = lowered_decoder.exported.payload
     total = sum(storage.nbytes for storage in payload.storages)
@@ -88,14 +86,14 @@ def test_a_tied_weight_is_stored_once_under_all_names(lowered_decoder: Lowered) 
         assert len(readers) == 2
 
 
-def test_exporting_leaves_no_copy_of_a_tied_weight(lowered_decoder: Lowered) -> None:
+def test_exporting_leaves_no_copy_of_a_tied_weight(lowered_decoder):
     for method in ("prefill", "decode"):
         program = lowered_decoder.edge.exported_program(method)
         held = [*program.state_dict.values(), *program.constants.values()]
         assert all(value.numel() < 64 for value in held), [tuple(value.shape) for value in held]
 
 
-def test_regions_say_what_delegates_need(lowered_decoder: Lowered) -> None:
+def test_regions_say_what_delegates_need(lowered_decoder):
     exported = lowered_decoder.exported
     for trace in exported.payload.traces:
         regions = [one for one in exported.regions if one.graph == trace.graph]
@@ -111,7 +109,7 @@ def test_regions_say_what_delegates_need(lowered_decoder: Lowered) -> None:
     assert len(exported.programs) == 16
 
 
-def test_a_ladder_of_verified_plans_is_carried(lowered_decoder: Lowered) -> None:
+def test_a_ladder_of_verified_plans_is_carried(lowered_decoder):
     payload = lowered_decoder.exported.payload
     verify_payload(payload)
     budgets = [plan.budget for plan in payload.plans]
@@ -126,7 +124,7 @@ def test_a_ladder_of_verified_plans_is_carried(lowered_decoder: Lowered) -> None
     assert all(one.budget is None for one in lowered_decoder.exported.regions)
 
 
-def test_the_budget_that_is_asked_for_has_a_plan(lowered_mlp: Lowered) -> None:
+def test_the_budget_that_is_asked_for_has_a_plan(lowered_mlp):
     exported = lowered_mlp.exported
     budget = exported.weight_bytes * 7 // 10
     assert [one.budget for one in exported.regions] == [budget, budget]
@@ -138,7 +136,7 @@ def test_the_budget_that_is_asked_for_has_a_plan(lowered_mlp: Lowered) -> None:
 
 @pytest.mark.usefixtures("executorch_python")
 @pytest.mark.parametrize("kind", [Shown, Hidden])
-def test_quantised_weights_are_read_by_parts(lower: Lower, kind: type[Packed]) -> None:
+def test_quantised_weights_are_read_by_parts(lower, kind):
     model, x = quantise(linears(64, 2), kind), torch.randn(2, 64)
     lowered = lower(torch.export.export(model, (x,)))
     parts = {w.fqn: [p.name for p in w.parts] for w in lowered.exported.payload.weights if len(w.parts) > 1}
@@ -151,29 +149,29 @@ def test_quantised_weights_are_read_by_parts(lower: Lower, kind: type[Packed]) -
 class Counter(nn.Module):
     """One method writes a small buffer, another only reads it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
         self.register_buffer("seen", torch.zeros(64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.seen.add_(x.sum(0))
         return self.linear(x)
 
 
 class Reader(nn.Module):
-    def __init__(self, counter: Counter) -> None:
+    def __init__(self, counter):
         super().__init__()
         self.linear = counter.linear
         self.register_buffer("seen", counter.seen)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.linear(x) + self.seen
 
 
 @pytest.mark.usefixtures("executorch_python")
 @pytest.mark.parametrize("order", [("read", "write"), ("write", "read")])
-def test_a_method_reads_what_another_writes(lower: Lower, order: tuple[str, str]) -> None:
+def test_a_method_reads_what_another_writes(lower, order):
     counter, x = Counter().eval(), torch.randn(2, 64)
     models = {"write": counter, "read": Reader(counter)}
     lowered = lower({name: torch.export.export(models[name], (x,)) for name in order})
@@ -187,17 +185,17 @@ def test_a_method_reads_what_another_writes(lower: Lower, order: tuple[str, str]
 class Constants(nn.Module):
     """Holds a tensor that export calls by a number of its own."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value):
         super().__init__()
         self.linear = nn.Linear(64, 64)
         self.value = torch.full((64, 64), value)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.linear(x) @ self.value
 
 
 @pytest.mark.usefixtures("executorch_python")
-def test_constants_of_one_name_do_not_collide(lower: Lower) -> None:
+def test_constants_of_one_name_do_not_collide(lower):
     one, other = Constants(0.5), Constants(2.0)
     other.linear = one.linear
     x = torch.randn(2, 64)
@@ -210,7 +208,7 @@ def test_constants_of_one_name_do_not_collide(lower: Lower) -> None:
 
 
 @pytest.mark.usefixtures("executorch_python")
-def test_sizes_may_be_dynamic(lower: Lower) -> None:
+def test_sizes_may_be_dynamic(lower):
     model, batch = Mlp().eval(), torch.export.Dim("batch", min=1, max=16)
     lowered = lower(torch.export.export(model, (torch.randn(4, 128),), dynamic_shapes=({0: batch},)))
     (method,) = lowered.exported.payload.methods
@@ -221,7 +219,7 @@ def test_sizes_may_be_dynamic(lower: Lower) -> None:
         torch.testing.assert_close(found, model(x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_program_without_values_is_planned(lower: Lower) -> None:
+def test_a_program_without_values_is_planned(lower):
     program = penstock.fake_export(Mlp, (torch.randn(2, 128),))
     lowered = lower(program, least=1 << 20)
     payload = lowered.exported.payload
@@ -232,16 +230,16 @@ def test_a_program_without_values_is_planned(lower: Lower) -> None:
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.other = nn.Linear(128, 256, bias=False), nn.Linear(128, 256, bias=False)
         self.other.weight = self.up.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.up(x) + self.other(x)
 
 
-def test_a_partitioner_forgets_the_program_before(lower: Lower, mlp: Mlp) -> None:
+def test_a_partitioner_forgets_the_program_before(lower, mlp):
     """Of which names, and that it had no values, would show in the next."""
     used, x = PenstockPartitioner(least=LEAST), torch.randn(2, 128)
     lower(penstock.fake_export(Tied, (x,)), used)

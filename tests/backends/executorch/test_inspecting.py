@@ -1,22 +1,18 @@
 """`penstock inspect model.pte`: what it shows, without ExecuTorch and without torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from penstock.backends.executorch.facts import floors
 from penstock.schedule.payload.codec import VERSION
-from tests.backends.executorch.conftest import Lowered
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 
-def test_facts_as_json(penstock: Command, lowered_decoder: Lowered) -> None:
+def test_facts_as_json(penstock, lowered_decoder):
     shown = json.loads(penstock("inspect", lowered_decoder.path, "--json").out)
     exported = lowered_decoder.exported
     assert (shown["version"], shown["lowering"]) == (VERSION, "executorch")
@@ -29,14 +25,14 @@ def test_facts_as_json(penstock: Command, lowered_decoder: Lowered) -> None:
     assert set(shown["floors"]) == {"pooled", "contiguous"}
 
 
-def test_floors_are_those_with_what_the_export_keeps(lowered_decoder: Lowered) -> None:
+def test_floors_are_those_with_what_the_export_keeps(lowered_decoder):
     exported = lowered_decoder.exported
     lowest = min(plan.budget for plan in exported.payload.plans)
     assert min(exported.floor(arena=arena) for arena in exported.arenas()) == lowest
     assert min(floor.upper_bytes for floor in floors(exported.payload).values()) < lowest
 
 
-def test_tables(penstock: Command, lowered_decoder: Lowered) -> None:
+def test_tables(penstock, lowered_decoder):
     shown = penstock("inspect", lowered_decoder.path).out
     for word in (
         "embed.weight",
@@ -54,7 +50,7 @@ def test_tables(penstock: Command, lowered_decoder: Lowered) -> None:
     assert str(place[1]) in shown
 
 
-def test_graphs(penstock: Command, lowered_decoder: Lowered) -> None:
+def test_graphs(penstock, lowered_decoder):
     assert "embed.weight" in penstock("inspect", lowered_decoder.path, "--graph", "dot").out
     events = penstock(
         "inspect", lowered_decoder.path, "--graph", "json", "--budget", "90%", "--method", "decode"
@@ -65,14 +61,14 @@ def test_graphs(penstock: Command, lowered_decoder: Lowered) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.pte", "other.pte"])
-def test_what_is_no_export_is_refused(penstock: Command, tmp_path: Path, name: str) -> None:
+def test_what_is_no_export_is_refused(penstock, tmp_path, name):
     (tmp_path / "other.pte").write_bytes(b"something else")
     done = penstock("inspect", tmp_path / name)
     assert done.status != 0
     assert done.err.startswith("penstock: ")
 
 
-def test_neither_torch_nor_executorch_is_needed(lowered_mlp: Lowered) -> None:
+def test_neither_torch_nor_executorch_is_needed(lowered_mlp):
     code = (
         "import sys; from penstock.backends.executorch import read; read(sys.argv[1]);"
         "assert not {'torch', 'executorch'} & set(sys.modules)"

@@ -1,17 +1,14 @@
 """Methods for AOTInductor: what they are compiled from, without values too, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from executorch.exir import to_edge
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
 from penstock.backends.executorch import PenstockPartitioner
 from penstock.backends.executorch.facts import as_torch_exports, operators_of
 from penstock.passes.graph.nodes import with_aten_operators
-from tests.backends.executorch.conftest import Lower
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]  # ExecuTorch's own
 
@@ -19,17 +16,17 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]  #
 class Formats(nn.Module):
     """Views, copies that keep an order of dimensions or make another, and another dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.linear(x).view(4, 16, 2, 2).permute(0, 3, 1, 2)
         wide = y.contiguous().to(memory_format=torch.channels_last).to(torch.float64)
         return y.clone() + wide + self.linear.weight[:2, :16].unsqueeze(0).expand(4, 2, 16).select(1, 0)[0, 0]
 
 
-def test_views_and_memory_formats_are_those_of_the_model() -> None:
+def test_views_and_memory_formats_are_those_of_the_model():
     x = torch.randn(4, 64)
     program = torch.export.export(Formats().eval(), (x,))
     expected = program.module()(x)
@@ -46,7 +43,7 @@ def test_views_and_memory_formats_are_those_of_the_model() -> None:
     assert {(torch.channels_last, (64, 1, 4, 2)), (torch.preserve_format, (64, 1, 4, 2))} <= formats
 
 
-def test_a_program_without_values_is_compiled_and_planned(lower: Lower) -> None:
+def test_a_program_without_values_is_compiled_and_planned(lower):
     program = penstock.fake_export(lambda: nn.Linear(128, 128), (torch.randn(2, 128),))
     exported = lower(program, kernels="aotinductor").exported
     (region,) = exported.regions
@@ -60,11 +57,11 @@ def test_a_program_without_values_is_compiled_and_planned(lower: Lower) -> None:
 class Heads(nn.Module):
     """Attention with two heads, whose outputs are joined by a view of a copy."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         batch, length, _ = x.shape
         q, k, v = (one(x).view(batch, length, 2, 32).transpose(1, 2) for one in (self.q, self.k, self.v))
         found = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
@@ -72,7 +69,7 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_view_of_a_contiguous_copy_of_a_transposed_value(lower: Lower, dynamic: bool) -> None:
+def test_a_view_of_a_contiguous_copy_of_a_transposed_value(lower, dynamic):
     x, sizes = torch.randn(2, 4, 64), torch.export.Dim("length", min=2, max=8)
     program = torch.export.export(Heads().eval(), (x,), dynamic_shapes=({1: sizes},) if dynamic else None)
     restored = as_torch_exports(with_aten_operators(to_edge(program).exported_program()))
@@ -90,12 +87,12 @@ def test_a_view_of_a_contiguous_copy_of_a_transposed_value(lower: Lower, dynamic
 class Returning(nn.Module):
     """Returns a buffer that it writes, or a number."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what):
         super().__init__()
         self.linear, self.what = nn.Linear(64, 64), what
         self.register_buffer("sum", torch.zeros(64))
 
-    def forward(self, x: Tensor) -> object:
+    def forward(self, x):
         y = self.linear(x)
         if self.what == "number":
             return y, x.shape[0]
@@ -113,7 +110,7 @@ class Returning(nn.Module):
         ),
     ],
 )
-def test_results_that_a_compiled_method_cannot_have(what: str, sentence: str) -> None:
+def test_results_that_a_compiled_method_cannot_have(what, sentence):
     rows = torch.export.Dim("rows", min=2, max=8)
     program = torch.export.export(Returning(what), (torch.randn(4, 64),), dynamic_shapes=({0: rows},))
     edge = to_edge(program).exported_program()
@@ -121,13 +118,13 @@ def test_results_that_a_compiled_method_cannot_have(what: str, sentence: str) ->
         PenstockPartitioner(kernels="aotinductor").partition(edge)
 
 
-def test_a_number_among_the_inputs_is_refused(lower: Lower) -> None:
+def test_a_number_among_the_inputs_is_refused(lower):
     class Times(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.linear = nn.Linear(64, 64)
 
-        def forward(self, x: Tensor, times: int) -> Tensor:
+        def forward(self, x, times):
             return self.linear(x) * times
 
     shapes = {"x": None, "times": torch.export.Dim.DYNAMIC}

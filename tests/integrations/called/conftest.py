@@ -1,13 +1,7 @@
 """Fixtures of called models: one calls a model within a budget, the other turns gradients off."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
 
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
@@ -15,16 +9,15 @@ from penstock.integrations.emptied.hollow import Hollow
 from penstock.integrations.own_files import keep_weights
 from penstock.integrations.weight_files import stored_tensors
 from penstock.runtime.cache import Cache
-from penstock.runtime.loading import LoadOptions
-from tests.integrations.called.within import CHECKED, Called, Room
+from tests.integrations.called.within import CHECKED, Room
 
 
 @pytest.fixture
-def called(tmp_path: Path) -> Iterator[Called]:
+def called(tmp_path):
     """Returns a function that has a model called within a share of its weights, or so many bytes."""
-    made: list[CalledModule] = []
+    made = []
 
-    def within(model: nn.Module, budget: float, options: LoadOptions = CHECKED) -> CalledModule:
+    def within(model, budget, options=CHECKED):
         kept = keep_weights(model, stored_tensors(model), Cache.at(tmp_path / str(len(made))), "model")
         facts = make_facts(model, kept)
         Hollow(model, "call the model itself", torch.device("cpu"))
@@ -40,6 +33,6 @@ def called(tmp_path: Path) -> Iterator[Called]:
 
 
 @pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
+def without_gradients():
     with torch.no_grad():
         yield

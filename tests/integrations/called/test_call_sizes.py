@@ -1,7 +1,5 @@
 """Which calls run one module at a time: those that may take more memory than a plan leaves for them."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

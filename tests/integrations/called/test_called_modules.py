@@ -1,7 +1,5 @@
 """Modules whose own Python runs while their weights stream: bits, state and refusals."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random

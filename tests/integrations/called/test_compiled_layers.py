@@ -1,7 +1,5 @@
 """Layers that the user has compiled: each is one step, with the bits of the compiled layer in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The largest context that fits is said before, and what helps is said where one does not fit."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -27,25 +25,25 @@ SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hi
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
 
 
-def make_llama(**sizes: int) -> LlamaForCausalLM:
+def make_llama(**sizes):
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES | HEADS | sizes, max_position_embeddings=50000)
     return LlamaForCausalLM(config).eval()
 
 
-def make_gpt2() -> GPT2LMHeadModel:
+def make_gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, pad_token_id=0)).eval()
 
 
-def make_gemma() -> Gemma2ForCausalLM:
+def make_gemma():
     return Gemma2ForCausalLM(Gemma2Config(**SIZES, **HEADS, head_dim=32, sliding_window=8)).eval()
 
 
-def prompt(length: int) -> torch.Tensor:
+def prompt(length):
     return torch.arange(length)[None] % 100 + 3
 
 
-def long_cache(model) -> DynamicCache:
+def long_cache(model):
     """Return a cache of 160 MB, more than what a process may take beside its memory."""
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     cache, shape = DynamicCache(), (1, heads, 20_000_000 // (16 * layers * heads), 16)
@@ -54,7 +52,7 @@ def long_cache(model) -> DynamicCache:
     return cache
 
 
-def cache_bytes(model, length: int) -> int:
+def cache_bytes(model, length):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(prompt(length), past_key_values=cache, use_cache=True)

@@ -1,7 +1,5 @@
 """Modules stream to simulated devices through `apply` and `load`: bits, memory, restored values, refusals."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Torch asks whether a weight requires grad, and folds the inputs of its matrix products otherwise."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,7 +1,5 @@
 """Masks that hide something, wherever they come from."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.integrations import apply

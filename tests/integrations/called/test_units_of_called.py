@@ -1,9 +1,5 @@
 """Weights that are read by units where the model's own Python runs: the bits of the model, and few bytes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +10,6 @@ from penstock.runtime.loading import LoadOptions
 from tests.integrations.called.within import (
     CHECKED,
     POISONED,
-    Called,
     agrees,
     pair,
     tokens,
@@ -24,7 +19,7 @@ from tests.integrations.called.within import (
 class Table(nn.Module):
     """Rows of a table, a dense part, and a head, which may be the table."""
 
-    def __init__(self, rows: int = 8192, width: int = 64, *, tied: bool = False, **options: Any) -> None:
+    def __init__(self, rows=8192, width=64, *, tied=False, **options):
         super().__init__()
         torch.manual_seed(0)
         self.table = nn.Embedding(rows, width, **options)
@@ -33,7 +28,7 @@ class Table(nn.Module):
         if tied:
             self.head.weight = self.table.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.table(ids)
         for part in self.parts:
             x = torch.tanh(part(x))
@@ -43,7 +38,7 @@ class Table(nn.Module):
 class Experts(nn.Module):
     """A mixture whose stacks are read in one of several ways."""
 
-    def __init__(self, way: str, count: int = 16, width: int = 128) -> None:
+    def __init__(self, way, count=16, width=128):
         super().__init__()
         torch.manual_seed(0)
         self.way = way
@@ -51,19 +46,19 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.randn(count, width, width) / width**0.5)
         self.down = nn.Parameter(torch.randn(count, width, width) / width**0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         flat = x.reshape(-1, x.shape[-1])
         shares, chosen = self.gate(flat).softmax(-1).topk(2, -1)
         out = getattr(self, self.way)(flat, chosen)
         return (out * shares[..., None]).sum(1).reshape(x.shape)
 
-    def gathered(self, flat: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def gathered(self, flat, chosen):
         x = flat.repeat_interleave(2, 0)[..., None]
         ids = chosen.reshape(-1)
         hidden = torch.bmm(self.up[ids], x).relu()
         return torch.bmm(self.down[ids], hidden).reshape(-1, 2, flat.shape[-1])
 
-    def grouped(self, flat: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def grouped(self, flat, chosen):
         ids, order = chosen.reshape(-1).sort()
         ends = torch.histc(ids.float(), len(self.up), 0, len(self.up) - 1).cumsum(0).int()
         x = flat[order // 2]
@@ -71,7 +66,7 @@ class Experts(nn.Module):
         made = functional.grouped_mm(hidden, self.down, offs=ends)
         return made[order.argsort()].reshape(-1, 2, flat.shape[-1])
 
-    def looped(self, flat: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def looped(self, flat, chosen):
         out = flat.new_zeros(*chosen.shape, flat.shape[-1])
         for e in chosen.unique():
             rows, column = torch.where(chosen == e)
@@ -80,20 +75,20 @@ class Experts(nn.Module):
             )
         return out
 
-    def whole(self, flat: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def whole(self, flat, chosen):
         every = torch.einsum("th,ehk->tek", flat, self.up).relu()
         made = torch.einsum("tek,ekh->teh", every, self.down)
         return made.gather(1, chosen[..., None].expand(-1, -1, flat.shape[-1]))
 
 
 class Mixture(nn.Module):
-    def __init__(self, way: str, layers: int = 3) -> None:
+    def __init__(self, way, layers=3):
         super().__init__()
         self.table = nn.Embedding(4096, 128)
         self.layers = nn.ModuleList(Experts(way) for _ in range(layers))
         self.head = nn.Linear(128, 64)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.table(ids)
         for one in self.layers:
             x = x + one(x)
@@ -104,7 +99,7 @@ class TestRows:
     @pytest.mark.parametrize(
         "options", [POISONED, CHECKED, LoadOptions()], ids=["poisoned", "checked", "native"]
     )
-    def test_a_table_is_read_by_rows_below_its_size(self, called: Called, options: LoadOptions) -> None:
+    def test_a_table_is_read_by_rows_below_its_size(self, called, options):
         model, reference = pair(Table())
         streamed = called(model, 200 << 10, options)
 
@@ -115,7 +110,7 @@ class TestRows:
         assert streamed.stats.misses == 0
         assert streamed.stats.peak_bytes <= 200 << 10
 
-    def test_a_tied_table_is_read_by_rows_and_whole(self, called: Called) -> None:
+    def test_a_tied_table_is_read_by_rows_and_whole(self, called):
         model, reference = pair(Table(4096, tied=True))
         streamed = called(model, 0.99, LoadOptions())
 
@@ -124,7 +119,7 @@ class TestRows:
         assert streamed.stats.misses == 0
 
     @pytest.mark.parametrize("options", [{"padding_idx": 3}, {"padding_idx": -1}, {"max_norm": 1.0}], ids=str)
-    def test_an_embedding_has_its_options(self, called: Called, options: dict[str, Any]) -> None:
+    def test_an_embedding_has_its_options(self, called, options):
         model, reference = pair(Table(**options))
         called(model, 0.99 if "max_norm" in options else 200 << 10)
 
@@ -132,7 +127,7 @@ class TestRows:
             model, reference, tokens(1, 5), tokens(1, 1), torch.tensor([[3, 8191, 3]]), tokens(1, 5)
         )
 
-    def test_an_index_out_of_range_is_refused_as_in_pytorch(self, called: Called) -> None:
+    def test_an_index_out_of_range_is_refused_as_in_pytorch(self, called):
         model, reference = pair(Table())
         called(model, 200 << 10)
         assert agrees(model, reference, tokens(1, 5), tokens(1, 5))
@@ -145,7 +140,7 @@ class TestRows:
 class TestExperts:
     @pytest.mark.parametrize("way", ["grouped", "gathered", "looped"])
     @pytest.mark.parametrize("share", [0.04, 0.4])
-    def test_only_what_a_call_asks_for_is_read(self, called: Called, way: str, share: float) -> None:
+    def test_only_what_a_call_asks_for_is_read(self, called, way, share):
         model, reference = pair(Mixture(way))
         streamed = called(model, share)
 
@@ -161,7 +156,7 @@ class TestExperts:
         )
         assert (after.bytes_moved - before.bytes_moved) / 20 < stacks / 4
 
-    def test_stacks_that_every_call_multiplies_are_read_whole(self, called: Called) -> None:
+    def test_stacks_that_every_call_multiplies_are_read_whole(self, called):
         model, reference = pair(Mixture("whole"))
         streamed = called(model, 0.6)
 
@@ -169,7 +164,7 @@ class TestExperts:
         assert streamed.stats is not None
         assert streamed.stats.misses == 0
 
-    def test_another_way_is_right_whenever_it_comes(self, called: Called) -> None:
+    def test_another_way_is_right_whenever_it_comes(self, called):
         model, reference = pair(Mixture("grouped"))
         called(model, 0.6)
 
@@ -181,19 +176,17 @@ class TestExperts:
 
 class TestTiles:
     @pytest.mark.parametrize("tied", [False, True])
-    def test_a_large_head_is_read_by_tiles_below_its_size(
-        self, called: Called, tied: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_large_head_is_read_by_tiles_below_its_size(self, called, tied, monkeypatch):
         monkeypatch.setattr("penstock.integrations.called.by_units.units.TILED", 4 << 20)
 
         class Net(nn.Module):
-            def __init__(self) -> None:
+            def __init__(self):
                 super().__init__()
                 self.table, self.head = nn.Embedding(8192, 256), nn.Linear(256, 8192, bias=False)
                 if tied:
                     self.head.weight = self.table.weight
 
-            def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            def forward(self, ids):
                 return self.head(self.table(ids).tanh())
 
         model, reference = pair(Net())
@@ -204,9 +197,7 @@ class TestTiles:
         assert streamed.stats.misses == 0
         assert streamed.stats.peak_bytes <= 2 << 20
 
-    def test_slices_of_a_large_stack_are_no_tiles(
-        self, called: Called, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_slices_of_a_large_stack_are_no_tiles(self, called, monkeypatch):
         monkeypatch.setattr("penstock.integrations.called.by_units.units.TILED", 512 << 10)
         model, reference = pair(Mixture("looped"))
         called(model, 0.4)
@@ -215,26 +206,26 @@ class TestTiles:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width=128):
         super().__init__()
         self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Chosen(nn.Module):
     """Experts that are modules, of which values choose, or whoever calls it."""
 
-    def __init__(self, count: int = 16) -> None:
+    def __init__(self, count=16):
         super().__init__()
         torch.manual_seed(0)
         self.gate = nn.Linear(128, count)
         self.experts = nn.ModuleList(Block() for _ in range(count))
-        self.order: list[int] | None = None
+        self.order = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         order = self.order
         if order is None:
             order = self.gate(x).softmax(-1).topk(2, -1).indices.unique().tolist()
@@ -244,7 +235,7 @@ class Chosen(nn.Module):
 
 
 class TestModules:
-    def test_experts_that_are_modules_are_units_of_a_stack(self, called: Called) -> None:
+    def test_experts_that_are_modules_are_units_of_a_stack(self, called):
         model, reference = pair(nn.Sequential(Chosen(), Chosen()))
         streamed = called(model, 0.3)
 
@@ -260,7 +251,7 @@ class TestModules:
         assert after.peak_bytes <= 0.3 * streamed.facts.nbytes
         assert agrees(model, reference, x[:, 0])
 
-    def test_any_order_of_modules_is_right_without_a_miss(self, called: Called) -> None:
+    def test_any_order_of_modules_is_right_without_a_miss(self, called):
         model, reference = pair(Chosen(8))
         streamed = called(model, 0.4)
         x = torch.randn(2, 128)
@@ -271,7 +262,7 @@ class TestModules:
         assert streamed.stats is not None
         assert streamed.stats.misses == 0
 
-    def test_layers_that_run_in_their_order_are_steps(self, called: Called) -> None:
+    def test_layers_that_run_in_their_order_are_steps(self, called):
         model, reference = pair(Chosen(8))
         streamed = called(model, 0.4)
 
@@ -284,51 +275,49 @@ class TestModules:
 class ReadsParts(nn.Module):
     """It reads the weights of its parts itself, beside calling them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.parts = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for part in self.parts:
             x = torch.tanh(functional.linear(x, part.weight * 2.0, part.bias) + part(x))
         return x + self.parts[0].weight.t()[:1].contiguous()
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(20, 128, 128) / 11)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.tanh(x @ self.weight[0])
 
 
 class ReadsTwo(nn.Module):
     """An operator of its own reads the weights of two parts whole."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.third = Stack(), Stack(), Stack()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x @ (self.first.weight @ self.second.weight).sum(0)
         x = x + x @ (self.third.weight @ self.first.weight).sum(0)
         return self.first(x) + self.second(x) + self.third(x)
 
 
 class TestOperators:
-    def test_two_weights_that_one_operator_reads_whole_are_there_together(self, called: Called) -> None:
+    def test_two_weights_that_one_operator_reads_whole_are_there_together(self, called):
         model, reference = pair(ReadsTwo())
         called(model, 0.4, POISONED)
 
         x = torch.randn(2, 128)
         assert agrees(model, reference, x, x, x, x)
 
-    def test_each_weight_that_a_parent_reads_is_a_step_of_its_own(
-        self, called: Called, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_each_weight_that_a_parent_reads_is_a_step_of_its_own(self, called, monkeypatch):
         model, reference = pair(ReadsParts())
         streamed = called(model, 0.2)  # less than two of eight
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.cap import Cap
@@ -27,20 +25,20 @@ class Room(Cap):
     module: CalledModule
 
     @property
-    def room(self) -> int:
+    def room(self):
         sizes = self.module._sizes
         return self.budget + (sizes.room(self.nbytes) if sizes else 1 << 39)
 
 
-def agrees(model: nn.Module, reference: nn.Module, *calls: Any) -> bool:
+def agrees(model, reference, *calls):
     """Tell whether all calls have the same bits."""
     return all(torch.equal(model(one), reference(one)) for one in calls)
 
 
-def tokens(*shape: int, most: int = 4096, seed: int = 0) -> torch.Tensor:
+def tokens(*shape, most=4096, seed=0):
     return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+def pair(model):
     model = frozen(model)
     return model, copy.deepcopy(model)

@@ -166,7 +166,7 @@ def test_a_damaged_folder_is_refused_by_the_name_of_its_file(tmp_path, file, con
 
 
 def test_an_apply_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise MemoryError("no memory")
 
     model = nn.Linear(8, 8).requires_grad_(False)

@@ -1,7 +1,5 @@
 """Memory that is given back, and what comes back: the same objects, ties and buffers, after errors too."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace
@@ -25,12 +23,12 @@ X = torch.linspace(-1, 1, 64).reshape(2, 32)
 META = torch.device("meta")
 
 
-def layers() -> nn.Sequential:
+def layers():
     torch.manual_seed(0)
     return models.frozen(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
 
 
-def quantised() -> nn.Sequential:
+def quantised():
     """Its second layer has the weight of the first one."""
     model = layers()
     quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))

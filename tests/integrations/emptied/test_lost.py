@@ -1,7 +1,5 @@
 """Weights that are deleted from the cache while a model runs on them."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """What a model was before apply, it is again after restore."""
 
-from __future__ import annotations
-
 import signal
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Tiny models with adapters that are trained, in memory and streamed, and what steps do to them."""
 
-from __future__ import annotations
-
 import torch
 from peft import LoraConfig, get_peft_model
 

@@ -1,7 +1,5 @@
 """What tests of training share: a cache of weights, and plans that have half of the weights in memory."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,9 +1,5 @@
 """Tiny models of families other than Llama, with adapters, and a batch for each."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import transformers
 from peft import LoraConfig
@@ -21,7 +17,7 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vo
 CLASSIFIED = {"num_labels": 3, "problem_type": "single_label_classification"}
 
 QV = ["q_proj", "v_proj"]
-FAMILIES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+FAMILIES = {
     "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", DECODER, QV),
     "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", DECODER, QV),
     "Mistral": ("MistralConfig", "MistralForCausalLM", DECODER | {"sliding_window": 8}, QV),
@@ -39,21 +35,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
 }
 
 
-def family(name: str) -> Any:
+def family(name):
     """A tiny model of a family, with values, in memory."""
     config, kind, sizes, _ = FAMILIES[name]
     torch.manual_seed(0)
     return getattr(transformers, kind)(getattr(transformers, config)(**sizes))
 
 
-def lora(name: str) -> LoraConfig:
+def lora(name):
     conv1d = {"fan_in_fan_out": True} if name == "GPT-2" else {}
     return LoraConfig(
         r=4, target_modules=FAMILIES[name][3], init_lora_weights=False, lora_dropout=0.1, **conv1d
     )
 
 
-def rows(name: str, length: int, seed: int) -> dict[str, torch.Tensor]:
+def rows(name, length, seed):
     """Rows of which one is padded at its end, as tokenizers of classifiers pad."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 128, (2, length), generator=generator)

@@ -1,7 +1,5 @@
 """Gradients and adapters are bit-equal to those of the model in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig

@@ -1,7 +1,5 @@
 """Families of models besides Llama: gradients, adapters and losses of steps are those in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Hooks on gradients are called; hooks on what autograd saves get what is no weight."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks

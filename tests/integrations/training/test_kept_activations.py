@@ -1,7 +1,5 @@
 """What forwards keep for their backwards leaves memory for a file where it has no room."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import logging

@@ -1,7 +1,5 @@
 """What peft can train beside LoRA learns the same values as in memory."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

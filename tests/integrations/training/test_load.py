@@ -1,7 +1,5 @@
 """Adapters on models that were never in memory: peft draws them, and steps give the bits of plain ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model

@@ -1,7 +1,5 @@
 """What training loops do with a model beside forward, backward and a step, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

@@ -1,7 +1,5 @@
 """Adapters of quantised models, whose packed weights stream."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training

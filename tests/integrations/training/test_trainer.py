@@ -1,7 +1,5 @@
 """Trainers of transformers and TRL as they are, on a model that streams."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

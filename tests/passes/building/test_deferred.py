@@ -1,7 +1,5 @@
 """Deferred initialisation: the values that a constructor would have given, for as much as is asked for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -11,13 +9,12 @@ from torch.utils._pytree import tree_leaves
 
 import penstock
 from penstock.passes.building import deferred as recording
-from penstock.passes.building.deferred import Deferred
 
 
 class Odd(nn.Module):
     """Ties, views, buffers of all kinds, draws of several kinds, and a decision on a value."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(50, 24)
         self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
@@ -40,17 +37,17 @@ class Odd(nn.Module):
         self.low = nn.Linear(24, 8).to(torch.bfloat16)
 
 
-def eager(seed: int = 3) -> nn.Module:
+def eager(seed=3):
     torch.manual_seed(seed)
     return Odd()
 
 
-def deferred(seed: int = 3) -> Deferred:
+def deferred(seed=3):
     torch.manual_seed(seed)
     return penstock.deferred_init(Odd)
 
 
-def test_no_memory_is_taken_and_the_generator_stays_as_it_is() -> None:
+def test_no_memory_is_taken_and_the_generator_stays_as_it_is():
     torch.manual_seed(3)
     before = torch.get_rng_state()
     found = penstock.deferred_init(Odd)
@@ -61,7 +58,7 @@ def test_no_memory_is_taken_and_the_generator_stays_as_it_is() -> None:
     assert big.module.weight.shape == (1 << 20, 1 << 20)
 
 
-def test_the_whole_model_is_what_the_constructor_gives() -> None:
+def test_the_whole_model_is_what_the_constructor_gives():
     found, expected = deferred().materialize(), eager()
     state = expected.state_dict()
     assert list(found.state_dict()) == list(state)
@@ -76,7 +73,7 @@ def test_the_whole_model_is_what_the_constructor_gives() -> None:
 
 
 @pytest.mark.parametrize("name", ["blocks.2", "blocks", "head", "low", "norm"])
-def test_one_submodule_is_what_the_constructor_gives_it(name: str) -> None:
+def test_one_submodule_is_what_the_constructor_gives_it(name):
     found, expected = deferred(), eager().get_submodule(name)
     part = found.materialize(name)
     for key, value in part.state_dict().items():
@@ -84,7 +81,7 @@ def test_one_submodule_is_what_the_constructor_gives_it(name: str) -> None:
     assert found.module.blocks[0].weight.is_meta == (name != "blocks")
 
 
-def test_parts_may_be_asked_for_in_any_order_and_again() -> None:
+def test_parts_may_be_asked_for_in_any_order_and_again():
     found, expected = deferred(), eager()
     last = found.materialize("blocks.2").weight
     found.materialize("blocks.0")
@@ -96,7 +93,7 @@ def test_parts_may_be_asked_for_in_any_order_and_again() -> None:
     )
 
 
-def test_some_rows_of_one_parameter() -> None:
+def test_some_rows_of_one_parameter():
     found, expected = deferred(), eager()
     rows = found.materialize_slice("blocks.2.weight", slice(5, 9))
     assert torch.equal(rows, expected.blocks[2].weight[5:9])
@@ -116,7 +113,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def scaled() -> nn.Module:
+def scaled():
     """Two parameters of 900 rows and 8 columns: drawn in float32, scaled, and converted."""
     module = nn.Module()
     module.first = nn.Parameter(nn.init.normal_(torch.empty(900, 8), std=0.02))
@@ -127,7 +124,7 @@ def scaled() -> nn.Module:
 
 @pytest.mark.parametrize("name", ["first", "second", "third"])
 @pytest.mark.parametrize("rows", [slice(5, 9), slice(0, 30), slice(-7, None), slice(20, 60, 3), slice(9, 5)])
-def test_rows_are_made_without_the_rest_of_their_parameter(monkeypatch, name, rows) -> None:
+def test_rows_are_made_without_the_rest_of_their_parameter(monkeypatch, name, rows):
     monkeypatch.setattr(recording, "_CHUNK", 256)
     torch.manual_seed(1)
     found = penstock.deferred_init(scaled)
@@ -141,12 +138,12 @@ def test_rows_are_made_without_the_rest_of_their_parameter(monkeypatch, name, ro
 @pytest.mark.parametrize(
     "name", ["embed.weight", "blocks.0.weight", "blocks.1.weight", "order", "low.weight"]
 )
-def test_rows_are_what_the_constructor_gives_however_it_makes_them(name) -> None:
+def test_rows_are_what_the_constructor_gives_however_it_makes_them(name):
     found, expected = deferred(), eager().state_dict()[name]
     assert torch.equal(found.materialize_slice(name, slice(3, 7)), expected[3:7])
 
 
-def in_bfloat16() -> nn.Module:
+def in_bfloat16():
     """A model built as transformers builds one: what is given no dtype gets torch's default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -162,7 +159,7 @@ def in_bfloat16() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["linear.weight", "norm.weight", "filled", "counted", "drawn"])
-def test_values_are_those_of_the_default_dtype_of_the_constructor(name) -> None:
+def test_values_are_those_of_the_default_dtype_of_the_constructor(name):
     torch.manual_seed(2)
     found = penstock.deferred_init(in_bfloat16)
     torch.manual_seed(2)
@@ -177,10 +174,10 @@ def test_values_are_those_of_the_default_dtype_of_the_constructor(name) -> None:
 @pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.uniform_])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1024, 1039, 3 * 256 + 5])
-def test_what_is_drawn_only_for_the_state_is_drawn_in_pieces(monkeypatch, draw, dtype, size) -> None:
+def test_what_is_drawn_only_for_the_state_is_drawn_in_pieces(monkeypatch, draw, dtype, size):
     monkeypatch.setattr(recording, "_CHUNK", 256)
 
-    def build() -> nn.Module:
+    def build():
         module = nn.Module()
         module.first = nn.Parameter(draw(torch.empty(size, dtype=dtype)))
         module.second = nn.Parameter(draw(torch.empty(40, dtype=dtype)))
@@ -193,8 +190,8 @@ def test_what_is_drawn_only_for_the_state_is_drawn_in_pieces(monkeypatch, draw, 
     assert torch.equal(values, build().second)
 
 
-def test_seeding_in_the_constructor_counts() -> None:
-    def build() -> nn.Module:
+def test_seeding_in_the_constructor_counts():
+    def build():
         first = nn.Linear(4, 4)
         torch.manual_seed(11)
         return nn.Sequential(first, nn.Linear(4, 4))
@@ -206,10 +203,10 @@ def test_seeding_in_the_constructor_counts() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
 
-def test_a_legacy_constructor_converts_numbers_of_numpy() -> None:
+def test_a_legacy_constructor_converts_numbers_of_numpy():
     table = np.arange(6.0).reshape(2, 3)  # float64
 
-    def build() -> nn.Module:
+    def build():
         module = nn.Embedding(2, 3)
         with torch.no_grad():
             module.weight[:] = torch.FloatTensor(table)
@@ -239,12 +236,12 @@ def test_a_legacy_constructor_converts_numbers_of_numpy() -> None:
         (lambda: nn.Linear(2, 2).cuda(), "asks for cuda:0 at "),
     ],
 )
-def test_what_cannot_be_deferred_is_refused(build, message) -> None:
+def test_what_cannot_be_deferred_is_refused(build, message):
     with pytest.raises(penstock.PassError, match=message):
         penstock.deferred_init(build)
 
 
-def test_names_that_there_are_not_are_refused() -> None:
+def test_names_that_there_are_not_are_refused():
     found = deferred()
     with pytest.raises(penstock.PassError, match=r"there is no submodule 'blocks\.7'"):
         found.materialize("blocks.7")

@@ -1,13 +1,7 @@
 """Models of transformers and diffusers, exported for a GPU on a torch that may have none."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 import penstock
 
@@ -23,22 +17,22 @@ TINY = {
 IDS = torch.zeros(1, 8, dtype=torch.int64)
 
 
-def decoder(name: str, **options: Any) -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+def decoder(name, **options):
     import transformers
 
     config, model = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     return lambda: model(config(**TINY, **options)), {"input_ids": IDS, "use_cache": False}
 
 
-def qwen3_moe() -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+def qwen3_moe():
     return decoder("Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
-def gpt_oss() -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+def gpt_oss():
     return decoder("GptOss", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
 
 
-def t5() -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96)
@@ -46,7 +40,7 @@ def t5() -> tuple[Callable[[], nn.Module], dict[str, Any]]:
     return lambda: T5ForConditionalGeneration(config), inputs
 
 
-def vit() -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+def vit():
     from transformers import ViTConfig, ViTModel
 
     sizes = {name: TINY[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
@@ -54,7 +48,7 @@ def vit() -> tuple[Callable[[], nn.Module], dict[str, Any]]:
     return lambda: ViTModel(config), {"pixel_values": torch.zeros(1, 3, 32, 32)}
 
 
-def flux() -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+def flux():
     from diffusers import FluxTransformer2DModel
 
     sizes = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32, "in_channels": 8}
@@ -80,7 +74,7 @@ def flux() -> tuple[Callable[[], nn.Module], dict[str, Any]]:
 
 @pytest.mark.parametrize("make", [qwen3_moe, gpt_oss, t5, vit, flux])
 @pytest.mark.filterwarnings("ignore")
-def test_models_of_libraries_are_exported_for_a_gpu(make: Callable[[], Any]) -> None:
+def test_models_of_libraries_are_exported_for_a_gpu(make):
     build, inputs = make()
     exported = penstock.fake_export(build, inputs, "cuda")
     values = [node.meta.get("val") for node in exported.graph.nodes]

@@ -1,7 +1,5 @@
 """An export that spares what nobody asks for is the same export."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 

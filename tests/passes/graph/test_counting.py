@@ -1,7 +1,5 @@
 """What an operator computes is counted once for each kind of its arguments."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

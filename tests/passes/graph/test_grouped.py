@@ -1,7 +1,5 @@
 """Products of groups of rows are traced in every dtype in which a CPU computes them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

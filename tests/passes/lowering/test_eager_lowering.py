@@ -61,7 +61,7 @@ class Answering(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(8, 8)
 
-    def forward(self, question: Answer):
+    def forward(self, question):
         y = self.linear(question.value)
         return Answer(y, y * 2)
 

@@ -1,13 +1,10 @@
 """Buffers that compiled methods write: results that are what a buffer held before, and tiny buffers."""
 
-from __future__ import annotations
-
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import penstock
@@ -16,14 +13,14 @@ import penstock
 class Writing(nn.Module):
     """Writes a buffer, and counts in buffers of few elements; another method peeks at both."""
 
-    def __init__(self, counts: list[Tensor]) -> None:
+    def __init__(self, counts):
         super().__init__()
         self.linear, self.peeks = nn.Linear(64, 64), False
         self.register_buffer("held", torch.randn(8, 64))
         for number, count in enumerate(counts):
             self.register_buffer(f"count{number}", count)
 
-    def forward(self, x: Tensor) -> object:
+    def forward(self, x):
         held, counts = self.held, list(self.buffers())[1:]
         y = self.linear(x) + torch.stack([count.sum() for count in counts]).sum()
         if self.peeks:
@@ -45,7 +42,7 @@ class Writing(nn.Module):
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("compiler")
-def test_results_are_of_the_time_when_they_were_computed(tmp_path: Path) -> None:
+def test_results_are_of_the_time_when_they_were_computed(tmp_path):
     model = Writing([torch.zeros(()), torch.tensor(3), torch.ones(1), torch.arange(4.0)]).eval()
     peeking = deepcopy(model)
     peeking.load_state_dict(model.state_dict(), assign=True)
@@ -63,13 +60,13 @@ def test_results_are_of_the_time_when_they_were_computed(tmp_path: Path) -> None
 class Counting(nn.Module):
     """Counts at places that are written down, here and in a part, and computes with both."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.part = nn.Linear(64, 64)
         self.part.factor = torch.tensor([0.5, 2.0])  # no parameter and no buffer
         self.register_buffer("count", torch.zeros(4, dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.count.index_put_((torch.tensor([0, 2]),), torch.tensor([2, 3]), accumulate=True)
         y = self.part(x)[:, torch.tensor([3, 1])] * self.part.factor
         return y + torch.tensor([0.25]) + self.count.sum()
@@ -77,7 +74,7 @@ class Counting(nn.Module):
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("compiler")
-def test_tensors_that_a_forward_writes_down_may_stand_beside_a_counter(tmp_path: Path) -> None:
+def test_tensors_that_a_forward_writes_down_may_stand_beside_a_counter(tmp_path):
     model, x = Counting().eval(), torch.randn(4, 64)
     exported = torch.export.export(model, (x,))
     program = penstock.compile(exported, tmp_path / "model.penstock", lowering="inductor")

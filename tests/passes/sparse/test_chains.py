@@ -1,13 +1,11 @@
 """Which experts are computed one at a time from quantised ones, with the bits of all at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.export import ExportedProgram, export
+from torch.export import export
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.calls.stored_graph import decode_graph, encode_graph
@@ -21,15 +19,15 @@ ENDS = torch.tensor([0, 3, 3, 7, 10, 10], dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setattr(pool, "LEAST", 1)
 
 
-def integers(*shape: int, low: int = -128, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+def integers(*shape, low=-128, dtype=torch.int8):
     return torch.randint(low, 128, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def numbers(*shape, dtype=torch.float32):
     made = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     return (made / 64).to(dtype)
 
@@ -56,32 +54,32 @@ TENSORS = {
 Stack = Callable[[Any], torch.Tensor]
 
 
-def product(stack: Stack, *, dtype: torch.dtype = torch.bfloat16) -> Calls:
-    def call(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def product(stack, *, dtype=torch.bfloat16):
+    def call(m, rows, ends):
         return torch._grouped_mm(rows, stack(m).to(dtype), ends)
 
     return Calls(call, **TENSORS)
 
 
-def exported(model: Any) -> ExportedProgram:
+def exported(model):
     with torch.no_grad():
         return export(model, (numbers(ROWS, WIDTH, dtype=torch.bfloat16), ENDS))
 
 
-def made(model: Any, trusts: bool = True) -> ExportedProgram:
+def made(model, trusts=True):
     return by_expert(exported(model), lambda _: trusts)
 
 
-def bodies(program: ExportedProgram) -> list[Any]:
+def bodies(program):
     return [node for node in program.graph.nodes if node.target is BY_EXPERT]
 
 
-def _unpacked(m: Any) -> torch.Tensor:
+def _unpacked(m):
     low, high = (m.packed & 15).to(torch.bfloat16), (m.packed >> 4).to(torch.bfloat16)
     return torch.stack((low, high), 3).flatten(2)
 
 
-CHAINS: dict[str, Stack] = {
+CHAINS = {
     "a scale for each row": lambda m: (m.w.to(torch.float32) * m.scale).transpose(1, 2),
     "as torchao has it": lambda m: m.f.transpose(-2, -1).to(torch.float32) * m.scale.transpose(-2, -1),
     "a zero point": lambda m: ((m.w.to(torch.float32) - m.zero) * m.scale).mT,
@@ -115,7 +113,7 @@ CHAINS: dict[str, Stack] = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_chains_are_computed_one_expert_at_a_time(name: str) -> None:
+def test_chains_are_computed_one_expert_at_a_time(name):
     model = product(CHAINS[name])
     program = made(model)
     (node,) = bodies(program)
@@ -138,43 +136,43 @@ def test_chains_are_computed_one_expert_at_a_time(name: str) -> None:
     assert torch.equal(got, want)
 
 
-def _read_elsewhere(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+def _read_elsewhere(m, rows, ends):
     middle = m.w.to(torch.float32) * m.scale
     made = torch._grouped_mm(rows, middle.transpose(1, 2).to(torch.bfloat16), ends)
     return made, middle.sum()
 
 
-def _used_twice(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+def _used_twice(m, rows, ends):
     stack = (m.w.to(torch.float32) * m.scale).transpose(1, 2).to(torch.bfloat16)
     return torch._grouped_mm(rows, stack, ends) + torch._grouped_mm(-rows, stack, ends)
 
 
-def _written_between(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+def _written_between(m, rows, ends):
     stack = (m.w.to(torch.float32) * m.scale).transpose(1, 2).to(torch.bfloat16)
     m.scale.mul_(2)
     return torch._grouped_mm(rows, stack, ends)
 
 
-def _written_inside(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+def _written_inside(m, rows, ends):
     stack = (m.w.to(torch.float32) * m.scale).transpose(1, 2).to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         m.scale.mul_(2)
     return torch._grouped_mm(rows, stack, ends)
 
 
-def _rows_of_it(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+def _rows_of_it(m, rows, ends):
     first = m.w[:, 0].to(torch.bfloat16)
     return torch._grouped_mm(
         first, (m.w.to(torch.bfloat16) * first[:, None]).transpose(1, 2), ends.clamp(max=6)
     )
 
 
-def _ends_of_it(m: Any, rows: torch.Tensor, ends: torch.Tensor) -> Any:
+def _ends_of_it(m, rows, ends):
     last = m.w[:, 0, 0].to(torch.int32)
     return torch._grouped_mm(rows, (m.w * last[:, None, None]).transpose(1, 2).to(rows.dtype), last)
 
 
-WHOLE: dict[str, Any] = {
+WHOLE = {
     "something is written in a body": Calls(_written_inside, **TENSORS),
     "rows out of the middle": Calls(_rows_of_it, **TENSORS),
     "ends out of the middle": Calls(_ends_of_it, **TENSORS),
@@ -197,12 +195,12 @@ WHOLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_others_are_computed_as_they_are(name: str) -> None:
+def test_others_are_computed_as_they_are(name):
     program = exported(WHOLE[name])
     assert by_expert(program, lambda _: True) is program
 
 
-def test_dimension_0_has_to_stay_outermost() -> None:
+def test_dimension_0_has_to_stay_outermost():
     square = {"w": integers(COUNT, COUNT, WIDTH)}
     model = Calls(lambda m, x, e: torch._grouped_mm(x, m.w.transpose(0, 1).to(x.dtype).mT, e), **square)
     assert bodies(made(model)) == []
@@ -212,7 +210,7 @@ def test_dimension_0_has_to_stay_outermost() -> None:
     assert len(bodies(made(model))) == 1
 
 
-def test_small_stacks_and_products_that_are_not_trusted_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_stacks_and_products_that_are_not_trusted_stay(monkeypatch):
     model = product(CHAINS["a scale for each row"])
     assert bodies(made(model, trusts=False)) == []
     monkeypatch.setattr(pool, "LEAST", COUNT * OUT * WIDTH)

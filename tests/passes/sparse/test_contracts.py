@@ -1,7 +1,5 @@
 """Which nodes read by units, which units, and how calls that name many of them run in parts."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,7 +11,6 @@ from penstock.passes.annotate import annotate
 from penstock.passes.sparse import contracts
 from penstock.passes.sparse.calls import Rounds, run_in_rounds
 from penstock.passes.sparse.contracts import CONTRACTS
-from penstock.schedule.facts.model import SparseRead
 
 IDS = torch.tensor([3, 1, 3])
 EMBEDDING = "aten.embedding.default"
@@ -43,12 +40,12 @@ def payload_of(call, *args, dynamic=None, **tensors):
     return annotate(torch.export.export(Calls(call, **tensors), args or (IDS,), dynamic_shapes=dynamic))
 
 
-def found(call, *args, **tensors) -> list[SparseRead]:
+def found(call, *args, **tensors):
     payload = payload_of(call, *args, **tensors)
     return [one for step in payload.traces[0].steps for one in step.sparse]
 
 
-def geometry(read: SparseRead):
+def geometry(read):
     return read.operator, read.view.shape, read.view.stride, read.view.offset
 
 

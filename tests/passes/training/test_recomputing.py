@@ -1,18 +1,16 @@
 """What the backward computes again: the same bits, no random value, and products only where layers are."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
-from torch.export import Dim, ExportedProgram, export
+from torch.export import Dim, export
 
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import annotate
 from penstock.passes.training.facts import RUNGS
-from penstock.passes.training.halves import Halves, divide
+from penstock.passes.training.halves import divide
 from tests.passes.training.test_halves import call, products, trained
 from tests.training_models import DECODER, WIDTH, Decoder
 
@@ -20,7 +18,7 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(scope="module")
-def decoder() -> tuple[nn.Module, Halves]:
+def decoder():
     """The decoder for batches of any length, which are as large as those of its weights."""
     length = Dim("length", min=2, max=512)
     module = DECODER.model()
@@ -29,33 +27,31 @@ def decoder() -> tuple[nn.Module, Halves]:
     return module, divide(exported, trained(exported), rungs=RUNGS)
 
 
-def backward_of(halves: Halves, name: str) -> ExportedProgram:
+def backward_of(halves, name):
     rung = halves.training.rung(name)
     assert rung is not None
     return halves.programs[rung.backwards[0].method]
 
 
-def held(halves: Halves, name: str) -> Activations:
+def held(halves, name):
     rung = halves.training.rung(name)
     assert rung is not None
     return Activations.of(halves.programs[rung.backwards[0].method], held=rung.made(rung.backwards[0].method))
 
 
-def test_each_rung_keeps_fewer_bytes_and_takes_less_memory(decoder: tuple[nn.Module, Halves]) -> None:
+def test_each_rung_keeps_fewer_bytes_and_takes_less_memory(decoder):
     found = [held(decoder[1], name) for name in RUNGS]
     assert found[0].held_bytes() > 2 * found[1].held_bytes()
     assert found[0].peak() > found[1].peak()
 
 
-def test_layers_keep_what_goes_from_one_to_the_next_and_what_is_random(
-    decoder: tuple[nn.Module, Halves],
-) -> None:
+def test_layers_keep_what_goes_from_one_to_the_next_and_what_is_random(decoder):
     value = 2 * 100 * WIDTH * 4
     masks, between = 3 * 2, 3 * 2 - 1  # one value goes between any two of three attentions and three others
     assert held(decoder[1], "layers").held_bytes() == (masks + between) * value
 
 
-def test_bytes_are_counted_at_any_size(decoder: tuple[nn.Module, Halves]) -> None:
+def test_bytes_are_counted_at_any_size(decoder):
     for name in RUNGS:
         one = held(decoder[1], name)
         (symbol,) = {symbol for size in one.sizes for symbol in size.symbols}
@@ -63,7 +59,7 @@ def test_bytes_are_counted_at_any_size(decoder: tuple[nn.Module, Halves]) -> Non
         assert one.held_bytes({symbol: 300}) - fixed == 3 * (exported - fixed)
 
 
-def test_random_values_are_drawn_once(decoder: tuple[nn.Module, Halves]) -> None:
+def test_random_values_are_drawn_once(decoder):
     for name in RUNGS:
         drawn = [
             node for node in backward_of(decoder[1], name).graph.nodes if node.target is aten.bernoulli.p
@@ -71,18 +67,14 @@ def test_random_values_are_drawn_once(decoder: tuple[nn.Module, Halves]) -> None
         assert not drawn
 
 
-def test_layers_compute_products_twice_where_a_gradient_needs_them(
-    decoder: tuple[nn.Module, Halves],
-) -> None:
+def test_layers_compute_products_twice_where_a_gradient_needs_them(decoder):
     counts = [len(list(products(backward_of(decoder[1], name)))) for name in RUNGS]
     # In each block three views of one weight, the gate with its adapter, and what the other adapter's second
     # product is of; behind the last value that is kept, the last product of the block, and the head.
     assert counts[1] == counts[0] + 3 * (3 + 3 + 1) + 2
 
 
-def test_weights_are_read_once_more_where_layers_are_computed_again(
-    decoder: tuple[nn.Module, Halves],
-) -> None:
+def test_weights_are_read_once_more_where_layers_are_computed_again(decoder):
     payload = annotate(dict(decoder[1].programs))
     names = payload.storage_names()
     reads = {
@@ -98,7 +90,7 @@ def test_weights_are_read_once_more_where_layers_are_computed_again(
     assert reads["backward_layers"]["embed.weight"] == once["embed.weight"] + 2  # as table, and as head
 
 
-def test_gradients_are_equal_on_every_rung(decoder: tuple[nn.Module, Halves]) -> None:
+def test_gradients_are_equal_on_every_rung(decoder):
     module, halves = decoder
     tokens = torch.randint(0, 96, (2, 37))
     for parameter in module.parameters():
@@ -113,13 +105,13 @@ def test_gradients_are_equal_on_every_rung(decoder: tuple[nn.Module, Halves]) ->
             assert torch.equal(gradient, module.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
 
 
-def test_a_rung_that_saves_nothing_is_left_out() -> None:
+def test_a_rung_that_saves_nothing_is_left_out():
     class One(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.up = nn.Linear(8, 8)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.up(x).sum()
 
     exported = export(One(), (torch.ones(2, 8),), strict=False)
@@ -127,7 +119,7 @@ def test_a_rung_that_saves_nothing_is_left_out() -> None:
     assert [rung.name for rung in halves.training.rungs] == ["keep"]
 
 
-def test_no_weight_needs_a_value() -> None:
+def test_no_weight_needs_a_value():
     import penstock
 
     exported = penstock.fake_export(Decoder, DECODER.inputs())

@@ -1,10 +1,6 @@
 """Programs that torch.export.save emptied are told from those whose zeros are meant."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,28 +13,28 @@ from penstock.passes.weights import lifted
 
 
 @pytest.fixture(autouse=True)
-def quiet_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet_torch(monkeypatch):
     """Of fake inputs torch logs a warning that it cannot format."""
     monkeypatch.setattr(serialize.log, "disabled", True)
 
 
-def saved_and_loaded(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+def saved_and_loaded(exported):
     stored = io.BytesIO()
     torch.export.save(exported, stored)
     stored.seek(0)
     return torch.export.load(stored)
 
 
-def two() -> nn.Module:
+def two():
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
 
 
-def square() -> nn.Module:
+def square():
     return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(8, 8, bias=False)
         nn.init.zeros_(self.first.weight)
@@ -47,14 +43,12 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.zeros(4, 8))
         self.register_buffer("newest", self.cache[0])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.second(self.first(x)) + self.newest + self.cache.sum(0)
 
 
 @pytest.mark.parametrize("build", [two, square, lambda: nn.Linear(8, 8, bias=False)])
-def test_a_fake_program_that_was_saved_is_refused_wherever_it_is_given(
-    build: Callable[[], nn.Module], tmp_path: Path
-) -> None:
+def test_a_fake_program_that_was_saved_is_refused_wherever_it_is_given(build, tmp_path):
     loaded = saved_and_loaded(penstock.fake_export(build, (torch.zeros(1, 8),)))
     save_file(build().state_dict(), tmp_path / "model.safetensors")
     target, weights = tmp_path / "model.penstock", tmp_path / "model.safetensors"
@@ -69,9 +63,9 @@ def test_a_fake_program_that_was_saved_is_refused_wherever_it_is_given(
     assert not target.exists()
 
 
-def test_one_fake_input_among_others_tells_a_fake_program() -> None:
+def test_one_fake_input_among_others_tells_a_fake_program():
     class Scaled(nn.Linear):
-        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:  # type: ignore[override]
+        def forward(self, x, times):  # type: ignore[override]
             return super().forward(x) * times
 
     exported = penstock.fake_export(lambda: Scaled(8, 8, bias=False), (torch.zeros(1, 8), 3))
@@ -79,14 +73,14 @@ def test_one_fake_input_among_others_tells_a_fake_program() -> None:
         penstock.annotate(saved_and_loaded(exported))
 
 
-def test_zeros_that_are_meant_are_weights() -> None:
+def test_zeros_that_are_meant_are_weights():
     exported = torch.export.export(Tied(), (torch.zeros(1, 8),))
     assert len(penstock.annotate(exported).storages) == 2
     assert len(penstock.annotate(saved_and_loaded(exported)).storages) == 2
 
 
 @pytest.mark.parametrize("place", [0, 31, 32, 99])
-def test_one_byte_of_any_piece_is_a_value(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+def test_one_byte_of_any_piece_is_a_value(monkeypatch, place):
     monkeypatch.setattr(lifted, "_PIECE", 32)
     value = torch.zeros(100, dtype=torch.uint8)
     assert lifted._is_zero(value)
@@ -94,7 +88,7 @@ def test_one_byte_of_any_piece_is_a_value(monkeypatch: pytest.MonkeyPatch, place
     assert not lifted._is_zero(value)
 
 
-def test_a_bound_program_may_be_saved(tmp_path: Path) -> None:
+def test_a_bound_program_may_be_saved(tmp_path):
     save_file(two().state_dict(), tmp_path / "model.safetensors")
     exported = penstock.fake_export(two, (torch.zeros(1, 8),))
     bound = penstock.bind(exported, tmp_path / "model.safetensors")

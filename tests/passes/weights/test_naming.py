@@ -1,7 +1,5 @@
 """Inputs of a graph are the weights that its own method reads, whatever the others read."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest
@@ -11,10 +9,9 @@ from torch import nn
 import penstock
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.weights.lifted import weights_among
-from penstock.schedule.payload.codec import Payload
 
 
-def two_methods() -> tuple[Payload, torch.fx.GraphModule]:
+def two_methods():
     """Methods that read a weight each, and the graph of the first one."""
     x = torch.ones(2, 8)
     models = {name: nn.Sequential(OrderedDict({name: nn.Linear(8, 8, bias=False)})) for name in "ab"}
@@ -22,13 +19,13 @@ def two_methods() -> tuple[Payload, torch.fx.GraphModule]:
     return penstock.annotate(exported), exported["a"].graph_module
 
 
-def test_a_graph_has_the_weights_of_its_own_method() -> None:
+def test_a_graph_has_the_weights_of_its_own_method():
     payload, graph_module = two_methods()
     assert [len(trace.steps) for trace in payload.traces] == [1, 1]
     assert [weight.fqn for weight in weights_among(graph_module, payload, "a").values()] == ["a.weight"]
 
 
-def test_a_graph_that_has_lost_one_is_refused() -> None:
+def test_a_graph_that_has_lost_one_is_refused():
     payload, graph_module = two_methods()
     renamed = copy_graph_module(graph_module)
     for number, node in enumerate(placeholders_of(renamed.graph)):

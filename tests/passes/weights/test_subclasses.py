@@ -14,7 +14,7 @@ from tests.quantised_models import Hidden, Opaque, Packed, Shown, linears, pack,
 x = torch.linspace(-1, 1, 3 * 256).reshape(3, 256)
 
 
-def export(module: nn.Module, *, strict: bool = False, **options):
+def export(module, *, strict=False, **options):
     return torch.export.export(module, (x,), strict=strict, **options)
 
 
@@ -116,11 +116,11 @@ def test_inputs_keep_their_names_and_sizes_their_guards():
 @pytest.mark.parametrize("kind", [Shown, Hidden])
 def test_buffers_may_be_of_several_parts_too(kind):
     class Buffered(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.register_buffer("table", pack(torch.randn(8, 256), kind))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return nn.functional.linear(x, self.table)
 
     (weight,) = penstock.annotate(export(Buffered())).weights

@@ -1,15 +1,10 @@
 """Two weight files, storages in them, and plans for each kind of arena."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.model import Arena, Extent, Hardware, Part, Range, Storage, WeightFile
@@ -27,7 +22,7 @@ over_engines = pytest.mark.parametrize("weights", ENGINES, indirect=True)
 
 
 @cache
-def _random(nbytes: int) -> bytes:
+def _random(nbytes):
     return random.Random(nbytes).randbytes(nbytes)
 
 
@@ -38,7 +33,7 @@ class Weights:
     file: 3. The layout has the small file behind the large one.
     """
 
-    def __init__(self, folder: Path, engine: str = "python") -> None:
+    def __init__(self, folder, engine="python"):
         self.engine = engine
         self.paths = (folder / "large", folder / "small")
         self.content = (_random(LARGE), _random(SMALL))
@@ -60,7 +55,7 @@ class Weights:
             check=False,
         )
 
-    def plan(self, kind: str, *, granule: int = HUGE_PAGE, addresses: Sequence[int] | None = None) -> Plan:
+    def plan(self, kind, *, granule=HUGE_PAGE, addresses=None):
         contiguous = kind == "contiguous"
         arena = Arena(
             "contiguous" if contiguous else "paged",
@@ -74,27 +69,27 @@ class Weights:
         hardware = Hardware("test", 1.0, 1.0, 1.0, 0)
         return Plan(0, arena, max(room, default=0), (), places, (), (), "overlap", (), (), hardware)
 
-    def open(self, kind: str, **options: bool) -> WeightArena:
+    def open(self, kind, **options):
         return self.open_plan(self.plan(kind), **options)
 
-    def open_plan(self, plan: Plan, **options: bool) -> WeightArena:
+    def open_plan(self, plan, **options):
         return open_with(self.engine, plan, self.storages, self.source, **options)
 
-    def bytes_of(self, storage: int) -> bytes:
+    def bytes_of(self, storage):
         extent = self.storages[storage].extents[0]
         return self.content[extent.file][extent.file_offset :][: extent.nbytes]
 
 
-def _one_after_the_other(storages: Sequence[Storage]) -> Iterator[int]:
+def _one_after_the_other(storages):
     end = 0
     for storage in storages:
         yield end
         end += storage.nbytes + -storage.nbytes % 64
 
 
-def whole(storage: int, nbytes: int) -> Part:
+def whole(storage, nbytes):
     return Part("", "uint8", (nbytes,), (1,), storage, 0)
 
 
-def content(arena: WeightArena, weights: Weights, storage: int) -> bytes:
+def content(arena, weights, storage):
     return arena.view(whole(storage, weights.storages[storage].nbytes)).numpy().tobytes()

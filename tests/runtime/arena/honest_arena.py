@@ -1,7 +1,5 @@
 """An arena for tests of the streamer, which knows what it holds and complains about every illegal access."""
 
-from __future__ import annotations
-
 import threading
 
 from penstock.schedule.facts.errors import SourceError
@@ -10,23 +8,23 @@ from penstock.schedule.facts.errors import SourceError
 class HonestArena:
     """A paged arena of units; refuses to fill what is there and counts what it holds."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity):
         self.capacity = capacity
         self.checks = 0
         self.changed = False
-        self.held: set[int] = set()
+        self.held = set()
         self.peak = 0
-        self.fills: list[tuple[int, int]] = []
-        self.fail_at: set[int] = set()
-        self.gate: threading.Event | None = None
+        self.fills = []
+        self.fail_at = set()
+        self.gate = None
         self._lock = threading.Lock()
 
-    def check(self) -> None:
+    def check(self):
         self.checks += 1
         if self.changed:
             raise SourceError("a file has changed")
 
-    def fill(self, start: int, stop: int) -> int:
+    def fill(self, start, stop):
         if self.gate is not None:
             self.gate.wait(10)
         if start in self.fail_at:
@@ -41,13 +39,13 @@ class HonestArena:
             assert len(self.held) <= self.capacity, "over budget"
         return stop - start
 
-    def fill_ready(self, start: int, stop: int) -> int | None:
+    def fill_ready(self, start, stop):
         return None
 
-    def drop(self, start: int, stop: int) -> None:
+    def drop(self, start, stop):
         with self._lock:
             self.held -= set(range(start, stop))
 
-    def require(self, start: int, stop: int) -> None:
+    def require(self, start, stop):
         with self._lock:
             assert set(range(start, stop)) <= self.held, f"read of {start}:{stop} without its bytes"

@@ -1,7 +1,5 @@
 """The adaptive arena: mapped what the page cache keeps, read past it what the cache does not."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap
@@ -10,11 +8,9 @@ import random
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,7 +21,6 @@ from penstock.runtime.arena.mapping import PATIENCE, MappedArena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE, is_cached
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Range
-from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 from tests.runtime.arena.arena_weights import LARGE, SMALL, Weights, content
 from tests.runtime.arena.native_arena import address_of
@@ -37,39 +32,35 @@ python_only = pytest.mark.parametrize("weights", ["python"], indirect=True)
 """A test that replaces functions of Python."""
 
 
-def plan_for(weights: Weights) -> Plan:
+def plan_for(weights):
     return replace(weights.plan("mapped"), arena_bytes=GRANULES * HUGE_PAGE)
 
 
 @pytest.fixture(params=ENGINES)
-def weights(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Weights]:
+def weights(tmp_path, request):
     made = Weights(tmp_path, request.param)
     yield made
     made.source.close()
 
 
 @pytest.fixture
-def arena(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def arena(weights, monkeypatch):
     yield from opened(weights, monkeypatch)
 
 
 @pytest.fixture
-def crowded(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def crowded(weights, monkeypatch):
     """An arena on a machine whose memory cannot cache the files."""
     yield from opened(weights, monkeypatch, LARGE)
 
 
 @pytest.fixture(params=[1 << 40])
-def paged_cache(
-    weights: Weights, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Any]:
+def paged_cache(weights, monkeypatch, request):
     """An arena on a machine with so much memory, whose page cache seems to hold everything page by page."""
     yield from opened(weights, monkeypatch, request.param, small=10**18)
 
 
-def opened(
-    weights: Weights, monkeypatch: pytest.MonkeyPatch, room: int = 1 << 40, small: int = 0
-) -> Iterator[Any]:
+def opened(weights, monkeypatch, room=1 << 40, small=0):
     """An arena on a machine with so much memory, and maps below `small` bytes a second taken for slow."""
     monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: room)
     monkeypatch.setattr(arena_adaptive, "_SMALL", small or arena_adaptive._SMALL)
@@ -80,28 +71,28 @@ def opened(
     arena.close()
 
 
-def cool(weights: Weights) -> None:
+def cool(weights):
     """Take the files out of the page cache, which keeps what is dirty or mapped."""
     for file in weights.source.files:
         os.fsync(file.fd)
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def warm(weights: Weights) -> None:
+def warm(weights):
     for path in weights.paths:
         path.read_bytes()
 
 
-def bytes_at(arena: Any, start: int, nbytes: int) -> bytes:
+def bytes_at(arena, start, nbytes):
     return ctypes.string_at(address_of(arena) + start, nbytes)
 
 
-def cached(weights: Weights, granule: int) -> bool:
+def cached(weights, granule):
     """Whether the page cache holds a granule of the large file, by its first page."""
     return is_cached(weights.source.fd(0), granule * HUGE_PAGE, PAGE)
 
 
-def is_private(arena: Any, granule: int) -> bool:
+def is_private(arena, granule):
     """Whether no file is mapped where a granule lies."""
     address = address_of(arena) + granule * HUGE_PAGE
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -111,7 +102,7 @@ def is_private(arena: Any, granule: int) -> bool:
     raise AssertionError("nothing is mapped there")
 
 
-def is_right(arena: Any, weights: Weights, granule: int) -> bool:
+def is_right(arena, weights, granule):
     """Whether a granule holds every byte that belongs to a storage."""
     start, stop = granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE
     for place, storage in zip(weights.layout[:3], weights.storages[:3], strict=True):
@@ -121,7 +112,7 @@ def is_right(arena: Any, weights: Weights, granule: int) -> bool:
     return True
 
 
-def faults() -> int:
+def faults():
     """How often the system had to give this thread memory."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
@@ -161,7 +152,7 @@ def test_granules_change_between_private_and_mapped(crowded, weights):
     Granules are filled (+) and dropped (-) in orders in which spare ones leave their places for slots, return
     from there, and are given back there, more often than there are slots.
     """
-    held: dict[int, bool] = {}
+    held = {}
     spare = 0
     for mapped in ("+0-0+1-1", "+0+1+2-0-1-2") * 4:
         for state, steps in ((cool, "+0+1+2-0-1-2"), (warm, mapped)):
@@ -283,7 +274,7 @@ def test_whole_granules_of_every_file_go_past_a_cache_without_room(weights, monk
 
 @python_only
 def test_a_failed_read_gives_its_memory_back(crowded, weights, monkeypatch):
-    def fail(*args: object) -> None:
+    def fail(*args):
         raise SourceError("disk error")
 
     with monkeypatch.context() as broken:
@@ -299,7 +290,7 @@ def test_a_failed_read_gives_its_memory_back(crowded, weights, monkeypatch):
 
 @python_only
 def test_a_move_that_the_system_refuses_is_an_error_and_loses_nothing(crowded, weights, monkeypatch):
-    def refuse(*args: object) -> None:
+    def refuse(*args):
         raise OSError(12, "Cannot allocate memory")
 
     crowded.fill(2 * HUGE_PAGE, 3 * HUGE_PAGE)
@@ -330,9 +321,9 @@ def test_where_nobody_tells_what_is_cached_only_room_counts(weights, monkeypatch
 
 
 def test_threads_while_the_cache_comes_and_goes(arena, weights):
-    wrong: list[int] = []
+    wrong = []
 
-    def work(granule: int) -> None:
+    def work(granule):
         start = granule * HUGE_PAGE
         for _ in range(40):
             arena.fill(start, start + HUGE_PAGE)
@@ -380,7 +371,7 @@ def test_a_system_that_cannot_move_pages_maps_everything(weights, monkeypatch):
     arena.close()
 
 
-def read_by_pages(weights: Weights) -> None:
+def read_by_pages(weights):
     """Have the page cache hold the large file page by page, as many small reads leave it."""
     cool(weights)
     fd = weights.source.fd(0)
@@ -390,16 +381,16 @@ def read_by_pages(weights: Weights) -> None:
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
 
 
-def disk_bytes() -> int:
+def disk_bytes():
     """What the disk has delivered to this process."""
     facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(facts["read_bytes"])
 
 
-def take(monkeypatch: pytest.MonkeyPatch, *, mapping: float, reading: float) -> None:
+def take(monkeypatch, *, mapping, reading):
     """Have mapping a range, and reading one again, take so many seconds."""
 
-    def clock(step: float) -> Callable[[], float]:
+    def clock(step):
         times = itertools.count()
         return lambda: next(times) * step
 
@@ -408,7 +399,7 @@ def take(monkeypatch: pytest.MonkeyPatch, *, mapping: float, reading: float) -> 
     )
 
 
-def passes_over(arena: Any, weights: Weights, granules: range, count: int) -> list[int]:
+def passes_over(arena, weights, granules, count):
     """Fills and drops granules `count` times; returns those cached ones that were left to a reader, in order.
 
     The system may take pages of the file out of its cache at any moment: those are nobody's decision.
@@ -430,7 +421,7 @@ def passes_over(arena: Any, weights: Weights, granules: range, count: int) -> li
 def test_what_is_cached_page_by_page_is_read_again_once(paged_cache, weights):
     read_by_pages(weights)
     before = disk_bytes()
-    left: list[int] = []
+    left = []
     for _ in range(100):  # a slow disk is paid for by many mappings
         left += passes_over(paged_cache, weights, range(2, 5), 40)
         if len(left) >= 3:
@@ -463,7 +454,7 @@ def test_what_others_map_stays_and_is_given_up(paged_cache, weights):
     before = disk_bytes()
     with weights.paths[0].open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as other:
         pages = [other[at] for at in range(3 * HUGE_PAGE, 4 * HUGE_PAGE, PAGE)]
-        left: list[int] = []
+        left = []
         while len(left) < arena_adaptive._TRIES:
             left += passes_over(paged_cache, weights, range(3, 4), 40)
         assert passes_over(paged_cache, weights, range(3, 4), 40) == []

@@ -1,7 +1,5 @@
 """The arenas that weight files allow: where weights may lie, and in which units."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,7 @@ LARGE = 64 << 10
 """Weights of at least so many bytes are packed at pages of the file."""
 
 
-def payload_of(*places: tuple[int, int]) -> Payload:
+def payload_of(*places):
     """A payload of weights in one file, each given by its offset there and its bytes."""
     storages = tuple(Storage(n, "streamable", (Extent(0, at, 0, n),), phase=at % 64) for at, n in places)
     steps = (Step("all", tuple(range(len(places))), 1, 1),)
@@ -41,15 +39,13 @@ def payload_of(*places: tuple[int, int]) -> Payload:
         ([(64, LARGE), (32 * PAGE, LARGE)], 64),
     ],
 )
-def test_a_contiguous_arena_is_of_pages_where_all_large_weights_begin_at_pages(
-    places: list[tuple[int, int]], granule: int
-) -> None:
+def test_a_contiguous_arena_is_of_pages_where_all_large_weights_begin_at_pages(places, granule):
     arena = cpu_arenas(payload_of(*places))["contiguous"]
     assert arena.granule == granule
     assert all(start % granule == 0 for start in arena.layout)
 
 
-def test_an_arena_that_is_not_there_is_refused_for_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_that_is_not_there_is_refused_for_its_own_reason(monkeypatch):
     plain = payload_of((PAGE, LARGE))
     writing = replace(plain, storages=(*plain.storages, Storage(PAGE, "produced", ())))
     assert list(allowed_arenas(plain, "cpu", "pooled")) == ["pooled"]

@@ -1,10 +1,7 @@
 """Arenas: the bytes they hold, and the memory they take by the kernel's page tables."""
 
-from __future__ import annotations
-
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,6 @@ from tests.runtime.arena.arena_weights import (
     LARGE,
     MIB,
     SMALL,
-    Weights,
     content,
     over_engines,
     whole,
@@ -34,7 +30,7 @@ from tests.runtime.system.page_tables import mapped_pages
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("debug", [False, True])
 @over_engines
-def test_every_storage_reads_back_after_a_fill_in_pieces(weights: Weights, kind: str, debug: bool) -> None:
+def test_every_storage_reads_back_after_a_fill_in_pieces(weights, kind, debug):
     also = {"debug": debug} if weights.engine == "python" else {}
     arena = weights.open(kind, poison=debug, **also)
     for segment in weights.segments:
@@ -51,7 +47,7 @@ def test_every_storage_reads_back_after_a_fill_in_pieces(weights: Weights, kind:
 
 @over_engines
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fill_across_segments_brings_both(weights: Weights, kind: str) -> None:
+def test_a_fill_across_segments_brings_both(weights, kind):
     arena = weights.open(kind)
     brought = arena.fill(0, weights.segments[1].stop)
     assert sum(s.nbytes for s in weights.storages) <= brought <= LARGE + SMALL
@@ -61,12 +57,12 @@ def test_a_fill_across_segments_brings_both(weights: Weights, kind: str) -> None
 
 @over_engines
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_fill_disjoint_ranges(weights: Weights, kind: str) -> None:
+def test_threads_fill_disjoint_ranges(weights, kind):
     arena = weights.open(kind)
     ranges = [(i * 64 * 1024, min((i + 1) * 64 * 1024, LARGE)) for i in range(-(-LARGE // (64 * 1024)))]
     random.Random(1).shuffle(ranges)
 
-    def fill(own: list[tuple[int, int]]) -> None:
+    def fill(own):
         for start, stop in own:
             arena.fill(start, stop)
 
@@ -82,10 +78,10 @@ def test_threads_fill_disjoint_ranges(weights: Weights, kind: str) -> None:
 
 @over_engines
 @pytest.mark.parametrize("kind", ["mapped", "anonymous"])
-def test_exactly_the_filled_huge_granules_are_mapped(weights: Weights, kind: str) -> None:
+def test_exactly_the_filled_huge_granules_are_mapped(weights, kind):
     arena = weights.open(kind)
     address = arena.view(whole(0, 1)).data_ptr() - 128
-    held: set[int] = set()
+    held = set()
     for granule, keep in [
         (1, True),
         (3, True),
@@ -109,9 +105,7 @@ def test_exactly_the_filled_huge_granules_are_mapped(weights: Weights, kind: str
 
 @pytest.mark.parametrize(("granule", "pages"), [(HUGE_PAGE, "hg"), (64 << 10, "nh")])
 @pytest.mark.parametrize("kind", ["mapped", "anonymous"])
-def test_pages_are_of_the_granules_size_and_none_is_read_before_it_is_filled(
-    weights: Weights, kind: str, granule: int, pages: str
-) -> None:
+def test_pages_are_of_the_granules_size_and_none_is_read_before_it_is_filled(weights, kind, granule, pages):
     arena = weights.open_plan(weights.plan(kind, granule=granule), debug=True)
     start = f"{address_of(arena):x}-"
     mappings = iter(Path("/proc/self/smaps").read_text().splitlines())
@@ -123,7 +117,7 @@ def test_pages_are_of_the_granules_size_and_none_is_read_before_it_is_filled(
 
 
 @over_engines
-def test_small_granules_are_mapped_and_dropped_exactly(weights: Weights) -> None:
+def test_small_granules_are_mapped_and_dropped_exactly(weights):
     granule = 64 * 1024
     arena = weights.open_plan(weights.plan("mapped", granule=granule))
     address = arena.view(whole(0, 1)).data_ptr() - 128
@@ -137,7 +131,7 @@ def test_small_granules_are_mapped_and_dropped_exactly(weights: Weights) -> None
 
 
 @over_engines
-def test_a_contiguous_arena_has_its_memory_from_the_start(weights: Weights) -> None:
+def test_a_contiguous_arena_has_its_memory_from_the_start(weights):
     arena = weights.open("contiguous")
     plan = weights.plan("contiguous")
     assert plan.arena_bytes <= arena.mapped_bytes() < plan.arena_bytes + PAGE
@@ -147,7 +141,7 @@ def test_a_contiguous_arena_has_its_memory_from_the_start(weights: Weights) -> N
 
 
 @over_engines
-def test_accounting_counts_what_is_held_and_the_most_ever(weights: Weights) -> None:
+def test_accounting_counts_what_is_held_and_the_most_ever(weights):
     arena = weights.open("mapped")
     arena.fill(0, 2 * HUGE_PAGE)
     arena.fill(HUGE_PAGE, 3 * HUGE_PAGE)
@@ -159,7 +153,7 @@ def test_accounting_counts_what_is_held_and_the_most_ever(weights: Weights) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("debug", [False, True])
-def test_nothing_stays_mapped_after_close(weights: Weights, kind: str, debug: bool) -> None:
+def test_nothing_stays_mapped_after_close(weights, kind, debug):
     arena = weights.open(kind, debug=debug)
     address = arena.view(whole(0, 1)).data_ptr()
     arena.fill(0, 2 * HUGE_PAGE)
@@ -169,7 +163,7 @@ def test_nothing_stays_mapped_after_close(weights: Weights, kind: str, debug: bo
     ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     assert not any(low <= address < high for low, high in ranges)
     assert not any(str(path) in line for line in lines for path in weights.paths)
-    uses: list[Callable[[], object]] = [
+    uses = [
         lambda: arena.fill(0, PAGE),
         lambda: arena.drop(0, PAGE),
         lambda: arena.view(whole(0, 1)),
@@ -180,7 +174,7 @@ def test_nothing_stays_mapped_after_close(weights: Weights, kind: str, debug: bo
 
 
 @over_engines
-def test_poison_covers_what_no_storage_holds_and_nothing_else(weights: Weights) -> None:
+def test_poison_covers_what_no_storage_holds_and_nothing_else(weights):
     # Storage 1 shares its bytes with the first of storage 0, so the two are never held at once.
     addresses = (0, 0, 3 * MIB, 10 * MIB)
     plan = weights.plan("contiguous", addresses=addresses)
@@ -198,9 +192,7 @@ def test_poison_covers_what_no_storage_holds_and_nothing_else(weights: Weights) 
     arena.close()
 
 
-def test_a_mapped_plan_runs_where_populate_is_missing(
-    weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mapped_plan_runs_where_populate_is_missing(weights, monkeypatch):
     with_it = weights.open("mapped")
     monkeypatch.setattr(kinds, "supports_populate", lambda: False)
     without = weights.open("mapped")
@@ -216,7 +208,7 @@ def test_a_mapped_plan_runs_where_populate_is_missing(
 
 @over_engines
 @pytest.mark.parametrize("kind", ["mapped", "anonymous"])
-def test_addresses_agree_with_file_offsets_for_direct_reads(weights: Weights, kind: str) -> None:
+def test_addresses_agree_with_file_offsets_for_direct_reads(weights, kind):
     arena = weights.open(kind)
     for index, storage in enumerate(weights.storages):
         extent = storage.extents[0]
@@ -224,7 +216,7 @@ def test_addresses_agree_with_file_offsets_for_direct_reads(weights: Weights, ki
     arena.close()
 
 
-def test_storages_outside_a_contiguous_arena_are_left_alone(weights: Weights) -> None:
+def test_storages_outside_a_contiguous_arena_are_left_alone(weights):
     plan = weights.plan("contiguous", addresses=(0, -1, -1, -1))
     arena = open_arena(plan, weights.storages, weights.source)
     assert arena.fill(0, weights.segments[1].stop) == weights.storages[0].nbytes
@@ -235,7 +227,7 @@ def test_storages_outside_a_contiguous_arena_are_left_alone(weights: Weights) ->
 
 @over_engines
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_arena_of_nothing_opens_and_closes(weights: Weights, kind: str) -> None:
+def test_an_arena_of_nothing_opens_and_closes(weights, kind):
     weights.storages, weights.layout, weights.segments = (), (), ()
     arena = weights.open(kind)
     arena.drop(0, PAGE)

@@ -1,7 +1,5 @@
 """How arenas fail: shrinking files, plans that do not fit, reads of what was dropped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,7 +14,7 @@ from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 from penstock.schedule.facts.model import Range
 from tests.engines import ENGINES
-from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, Weights, content, over_engines
+from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, content, over_engines
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -25,9 +23,7 @@ from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, Weights, cont
     [("python", False), *((engine, True) for engine in ENGINES)],
     indirect=["weights"],
 )
-def test_a_file_that_shrinks_raises_and_holds_nothing(
-    weights: Weights, kind: str, checked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_shrinks_raises_and_holds_nothing(weights, kind, checked, monkeypatch):
     arena = weights.open(kind)
     before = weights.paths[0].stat()
     os.truncate(weights.paths[0], HUGE_PAGE + 5)
@@ -46,7 +42,7 @@ def test_a_file_that_shrinks_raises_and_holds_nothing(
 
 
 @over_engines
-def test_a_file_that_loses_part_of_a_page_is_noticed(weights: Weights) -> None:
+def test_a_file_that_loses_part_of_a_page_is_noticed(weights):
     # The kernel maps the last page all the same, with zeros for the bytes that are gone.
     arena = weights.open("mapped")
     os.truncate(weights.paths[1], SMALL - 10)
@@ -57,7 +53,7 @@ def test_a_file_that_loses_part_of_a_page_is_noticed(weights: Weights) -> None:
 
 
 @over_engines
-def test_a_file_that_shrank_is_named_as_shrunk_when_it_is_populated(weights: Weights) -> None:
+def test_a_file_that_shrank_is_named_as_shrunk_when_it_is_populated(weights):
     arena = weights.open("mapped")
     os.truncate(weights.paths[0], PAGE)
     with pytest.raises(SourceError, match="truncated while in use"):
@@ -82,7 +78,7 @@ for granule in 3, 2:
 
 
 @pytest.mark.parametrize(("kind", "debug"), [("mapped", True), ("anonymous", True), ("mapped", False)])
-def test_a_read_of_a_dropped_granule_faults_when_debugging(tmp_path: Path, kind: str, debug: bool) -> None:
+def test_a_read_of_a_dropped_granule_faults_when_debugging(tmp_path, kind, debug):
     command = [sys.executable, "-c", CHILD, str(tmp_path), kind, "debug" if debug else "plain"]
     path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path}
@@ -92,7 +88,7 @@ def test_a_read_of_a_dropped_granule_faults_when_debugging(tmp_path: Path, kind:
     assert done.returncode == (-signal.SIGSEGV if debug else 0), done.stderr
 
 
-def test_plans_that_do_not_fit_the_files_are_refused(weights: Weights) -> None:
+def test_plans_that_do_not_fit_the_files_are_refused(weights):
     weights.layout = (160, *weights.layout[1:])
     with pytest.raises(PlanError, match=r"storage 0 lies at byte 160 .* expected 0 modulo 64"):
         weights.open("anonymous")
@@ -104,7 +100,7 @@ def test_plans_that_do_not_fit_the_files_are_refused(weights: Weights) -> None:
             weights.open(kind)
 
 
-def test_a_storage_at_the_beginning_has_its_phase_too(weights: Weights) -> None:
+def test_a_storage_at_the_beginning_has_its_phase_too(weights):
     weights.layout = (0, *weights.layout[1:])
     weights.storages = (replace(weights.storages[0], phase=32), *weights.storages[1:])
     with pytest.raises(PlanError, match=r"storage 0 lies at byte 0 .* expected 32 modulo 64"):
@@ -112,7 +108,7 @@ def test_a_storage_at_the_beginning_has_its_phase_too(weights: Weights) -> None:
 
 
 @over_engines
-def test_a_segment_that_begins_before_its_file_is_refused(weights: Weights) -> None:
+def test_a_segment_that_begins_before_its_file_is_refused(weights):
     small = weights.segments[1]
     weights.layout = (*weights.layout[:-1], weights.layout[-1] + PAGE)
     weights.segments = (weights.segments[0], Range(small.start, small.stop + PAGE))
@@ -123,14 +119,14 @@ def test_a_segment_that_begins_before_its_file_is_refused(weights: Weights) -> N
 
 
 @over_engines
-def test_ranges_inside_a_page_are_refused(weights: Weights) -> None:
+def test_ranges_inside_a_page_are_refused(weights):
     arena = weights.open("mapped")
     with pytest.raises(PlanError, match="begins or ends inside a page"):
         arena.fill(0, PAGE + 1)
     arena.close()
 
 
-def test_memory_that_is_not_there_is_a_stream_error(weights: Weights) -> None:
+def test_memory_that_is_not_there_is_a_stream_error(weights):
     plan = weights.plan("contiguous", addresses=(0, -1, -1, 1 << 60))
     with pytest.raises(StreamError, match=r"bytes of address space.*lower the budget"):
         open_arena(plan, weights.storages, weights.source)

@@ -1,7 +1,5 @@
 """Views into arenas, and the bookkeeping of ranges and pieces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +10,7 @@ from penstock.runtime.files.source import FileRange, FileRanges
 from penstock.runtime.system.memory import HUGE_PAGE
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Part
-from tests.runtime.arena.arena_weights import KINDS, Weights
+from tests.runtime.arena.arena_weights import KINDS
 
 DTYPES = sorted(
     name
@@ -22,7 +20,7 @@ DTYPES = sorted(
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_views_of_every_dtype(weights: Weights, name: str) -> None:
+def test_views_of_every_dtype(weights, name):
     arena = weights.open("mapped")  # whose pages are read-only, which not all ways to a tensor bear
     arena.fill(0, HUGE_PAGE)
     dtype = getattr(torch, name)
@@ -42,7 +40,7 @@ def test_views_of_every_dtype(weights: Weights, name: str) -> None:
     arena.close()
 
 
-def _raw(tensor: torch.Tensor) -> list[bytes]:
+def _raw(tensor):
     size = tensor.element_size()
     flat = tensor.untyped_storage()
     data = bytes(flat.tolist())
@@ -54,7 +52,7 @@ def _raw(tensor: torch.Tensor) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_views_that_cannot_be(weights: Weights, kind: str) -> None:
+def test_views_that_cannot_be(weights, kind):
     arena = weights.open(kind)
     with pytest.raises(PlanError, match="a view of 1001 bytes was asked of storage 1, which has 1000"):
         arena.view(Part("", "uint8", (501,), (2,), 1, 0))
@@ -67,7 +65,7 @@ EDGES = st.integers(0, 40)
 
 
 @given(st.lists(st.tuples(st.booleans(), EDGES, EDGES)))
-def test_held_ranges_are_a_set_of_bytes(changes: list[tuple[bool, int, int]]) -> None:
+def test_held_ranges_are_a_set_of_bytes(changes):
     held, model, peak = HeldRanges(), set[int](), 0
     for add, start, stop in changes:
         (held.add if add else held.remove)(start, stop)
@@ -83,9 +81,7 @@ def test_held_ranges_are_a_set_of_bytes(changes: list[tuple[bool, int, int]]) ->
     st.tuples(EDGES, EDGES),
     st.integers(0, 2),
 )
-def test_pieces_cover_the_storages_and_at_most_the_gaps(
-    spots: list[tuple[int, int, int]], wanted: tuple[int, int], gap: int
-) -> None:
+def test_pieces_cover_the_storages_and_at_most_the_gaps(spots, wanted, gap):
     pieces, position = [], 0
     for file, skip, nbytes in spots:
         position += skip

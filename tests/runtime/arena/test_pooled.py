@@ -1,7 +1,5 @@
 """The pooled arena: granules that move, are counted exactly, and are never allocated again."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -16,18 +14,17 @@ from penstock.runtime.arena.kinds import open_arena
 from penstock.runtime.arena.reading import AnonymousArena, PooledArena
 from penstock.runtime.files.source import Source
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
-from tests.runtime.conftest import Compiled
 
 GRANULE = 2 << 20
 
 
 @pytest.fixture
-def plan(stack: Compiled):
+def plan(stack):
     return stack.open().plan("50%", arena="pooled")
 
 
 @pytest.fixture
-def source(stack: Compiled):
+def source(stack):
     program = stack.open()
     with Source(program.payload.files, program.path) as source:
         yield source
@@ -176,9 +173,9 @@ def test_a_move_that_the_system_refuses_loses_nothing(arena, monkeypatch):
 
 def test_granules_move_under_several_threads(stack, arena, plan):
     values = stack.exported.state_dict
-    wrong: list[str] = []
+    wrong = []
 
-    def work(start: int) -> None:
+    def work(start):
         for _ in range(30):
             arena.fill(start, start + GRANULE)
             for weight, part in weights[start]:

@@ -1,7 +1,5 @@
 """A weight file that shrinks while a kernel reads its mapping: an error, and not the end of the process."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path
@@ -54,7 +52,7 @@ with penstock.open(os.path.dirname(path)).load("70%", arena="mapped", engine=eng
 
 
 @pytest.fixture
-def weights(stack, tmp_path: Path) -> Path:
+def weights(stack, tmp_path):
     return Path(shutil.copytree(stack.path, tmp_path / "copy.penstock")) / "weights.safetensors"
 
 

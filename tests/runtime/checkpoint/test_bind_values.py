@@ -1,10 +1,7 @@
 """Binding: a program that was never built runs with a checkpoint's own bytes."""
 
-from __future__ import annotations
-
 import json
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ WIDTH = 64
 class Model(nn.Module):
     """Tied ends, a buffer that is computed and one that is stored."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(96, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
@@ -28,7 +25,7 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.arange(WIDTH).float().add(1).rsqrt(), persistent=False)
         self.register_buffer("shift", torch.full((WIDTH,), 0.25))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens) * self.steps + self.shift
         for layer in self.layers:
             x = layer(x).relu()
@@ -39,13 +36,13 @@ TOKENS = torch.arange(8).reshape(1, 8)
 
 
 @pytest.fixture(scope="module")
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return Model().eval()
 
 
 @pytest.fixture(scope="module")
-def checkpoint(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(model, tmp_path_factory):
     """Two shards and an index, as libraries write them: the tied weight once."""
     folder = tmp_path_factory.mktemp("checkpoint")
     state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
@@ -57,7 +54,7 @@ def checkpoint(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def fake(device: str = "cpu") -> torch.export.ExportedProgram:
+def fake(device="cpu"):
     return penstock.fake_export(Model, (TOKENS,), device)
 
 
@@ -65,7 +62,7 @@ def fake(device: str = "cpu") -> torch.export.ExportedProgram:
 @pytest.mark.parametrize("form", ["index", "torch.save", "state_dict in a mapping"])
 def test_a_program_for_any_device_runs_with_the_values_of_a_checkpoint(
     model, checkpoint, tmp_path, device, form
-) -> None:
+):
     files = checkpoint
     if form != "index":
         files = tmp_path / "model.pt"
@@ -78,7 +75,7 @@ def test_a_program_for_any_device_runs_with_the_values_of_a_checkpoint(
         assert module.stats.bytes_moved > 0
 
 
-def test_bound_values_are_the_files_own_and_writing_to_them_does_not_reach_it(model, checkpoint) -> None:
+def test_bound_values_are_the_files_own_and_writing_to_them_does_not_reach_it(model, checkpoint):
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     bound = penstock.bind(fake(), checkpoint)
     with torch.no_grad():
@@ -90,7 +87,7 @@ def test_bound_values_are_the_files_own_and_writing_to_them_does_not_reach_it(mo
     assert torch.equal(fresh.state_dict["layers.0.weight"], model.layers[0].weight)
 
 
-def test_a_fake_program_refers_to_a_checkpoint_in_place(model, checkpoint, tmp_path) -> None:
+def test_a_fake_program_refers_to_a_checkpoint_in_place(model, checkpoint, tmp_path):
     program = penstock.compile(fake("cuda"), tmp_path / "model.penstock", weights=checkpoint, pack=False)
     size = sum(path.stat().st_size for path in (tmp_path / "model.penstock").glob("*.safetensors"))
     assert size <= 8192  # the computed buffer, in a block of its own
@@ -99,7 +96,7 @@ def test_a_fake_program_refers_to_a_checkpoint_in_place(model, checkpoint, tmp_p
             assert torch.equal(module(TOKENS), model(TOKENS))
 
 
-def test_names_may_differ_by_a_table_or_a_function(model, tmp_path) -> None:
+def test_names_may_differ_by_a_table_or_a_function(model, tmp_path):
     state = {f"base.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
     save_file(state, tmp_path / "model.safetensors")
     bound = penstock.bind(fake(), tmp_path / "model.safetensors", rename=lambda fqn: f"base.{fqn}")
@@ -116,13 +113,13 @@ def test_names_may_differ_by_a_table_or_a_function(model, tmp_path) -> None:
         ({"ignore": ["zzz*"]}, r"ignore= has 'zzz\*', which matches no tensor"),
     ],
 )
-def test_names_and_patterns_that_match_nothing_are_refused(checkpoint, options, message) -> None:
+def test_names_and_patterns_that_match_nothing_are_refused(checkpoint, options, message):
     with pytest.raises(penstock.SourceError, match=message):
         penstock.bind(fake(), checkpoint, **options)
 
 
 class Code:
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return (print, ("this must not run",))
 
 
@@ -144,7 +141,7 @@ class Code:
         ),
     ],
 )
-def test_what_does_not_belong_to_the_program_is_refused_by_name(model, tmp_path, change, message) -> None:
+def test_what_does_not_belong_to_the_program_is_refused_by_name(model, tmp_path, change, message):
     state = {name: value.clone() for name, value in model.state_dict().items() if name != "head.weight"}
     change(state)
     save_file(state, tmp_path / "model.safetensors")
@@ -163,14 +160,14 @@ def test_what_does_not_belong_to_the_program_is_refused_by_name(model, tmp_path,
         ({"a": torch.zeros(4, 4).t()}, "is not dense, or of the dtype torch.float32"),
     ],
 )
-def test_files_of_torch_save_that_are_no_state_dicts_are_refused(tmp_path, capfd, content, message) -> None:
+def test_files_of_torch_save_that_are_no_state_dicts_are_refused(tmp_path, capfd, content, message):
     torch.save(content, tmp_path / "model.pt")
     with pytest.raises(penstock.SourceError, match=message):
         penstock.bind(fake(), tmp_path / "model.pt")
     assert "this must not run" not in capfd.readouterr().out
 
 
-def test_a_file_that_is_cut_short_is_refused(tmp_path, model) -> None:
+def test_a_file_that_is_cut_short_is_refused(tmp_path, model):
     path = tmp_path / "model.pt"
     torch.save(model.state_dict(), path)
     path.write_bytes(path.read_bytes()[:-5000])
@@ -178,7 +175,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, model) -> None:
         penstock.bind(fake(), path)
 
 
-def pack_again(path: Path, method: int = zipfile.ZIP_STORED, order: str = "little") -> None:
+def pack_again(path, method=zipfile.ZIP_STORED, order="little"):
     """Write the zip as another program than torch lays it out."""
     with zipfile.ZipFile(path) as old:
         records = {name: old.read(name) for name in old.namelist()}
@@ -188,7 +185,7 @@ def pack_again(path: Path, method: int = zipfile.ZIP_STORED, order: str = "littl
             new.writestr(name, own, compress_type=method if "/data/" in name else zipfile.ZIP_STORED)
 
 
-def test_values_that_are_not_where_torch_works_them_out_to_be_are_refused(tmp_path, model) -> None:
+def test_values_that_are_not_where_torch_works_them_out_to_be_are_refused(tmp_path, model):
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         torch.save(model.state_dict(), tmp_path / "model.pt")
         pack_again(tmp_path / "model.pt", method)
@@ -202,7 +199,7 @@ def test_values_that_are_not_where_torch_works_them_out_to_be_are_refused(tmp_pa
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
-def test_floating_point_tensors_are_cast_where_that_is_asked(tmp_path, stored) -> None:
+def test_floating_point_tensors_are_cast_where_that_is_asked(tmp_path, stored):
     torch.manual_seed(1)
     reference = Model().eval()
     state = {name: value.to(stored) for name, value in reference.state_dict().items()}
@@ -221,7 +218,7 @@ def test_floating_point_tensors_are_cast_where_that_is_asked(tmp_path, stored) -
     program.verify()
 
 
-def test_what_cannot_be_cast_is_refused(model, checkpoint, tmp_path) -> None:
+def test_what_cannot_be_cast_is_refused(model, checkpoint, tmp_path):
     state = {name: value.clone() for name, value in model.state_dict().items() if name != "head.weight"}
     save_file(state | {"shift": torch.zeros(WIDTH, dtype=torch.int64)}, tmp_path / "model.safetensors")
     with pytest.raises(penstock.SourceError, match=r"shift is float32 .* is int64 \[64\]: .* program$"):
@@ -231,7 +228,7 @@ def test_what_cannot_be_cast_is_refused(model, checkpoint, tmp_path) -> None:
             penstock.compile(fake(), tmp_path / "a.penstock", cast=True, **options)
 
 
-def test_a_tie_is_compared_after_casting(model, tmp_path) -> None:
+def test_a_tie_is_compared_after_casting(model, tmp_path):
     state = {name: value.bfloat16() for name, value in model.state_dict().items()}
     state["head.weight"] = state["head.weight"].float()
     save_file(state, tmp_path / "model.safetensors")
@@ -245,19 +242,19 @@ def test_a_tie_is_compared_after_casting(model, tmp_path) -> None:
 class Buffers(nn.Module):
     """One that is a view of a parameter, one that is computed and has two names."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.other = nn.Linear(8, 8), nn.Identity()
         self.register_buffer("rows", self.layer.weight.detach()[2:4], persistent=False)
         self.register_buffer("scale", torch.arange(8).float(), persistent=False)
         self.other.register_buffer("scale", self.scale, persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layer(x) * self.scale + self.rows.sum() + self.other.scale
 
 
 @pytest.mark.parametrize("stale", [torch.zeros(8), torch.zeros(8).half(), torch.zeros(3)])
-def test_buffers_that_are_not_saved_are_views_of_the_checkpoint_or_computed(tmp_path, stale) -> None:
+def test_buffers_that_are_not_saved_are_views_of_the_checkpoint_or_computed(tmp_path, stale):
     torch.manual_seed(3)
     model, x, path = Buffers(), torch.ones(1, 8), tmp_path / "model.safetensors"
     save_file(model.state_dict() | {"scale": stale}, path)  # as older libraries wrote them
@@ -272,7 +269,7 @@ def test_buffers_that_are_not_saved_are_views_of_the_checkpoint_or_computed(tmp_
                 assert torch.equal(module(x), model(x))
 
 
-def test_a_file_larger_than_memory_is_mapped(tmp_path) -> None:
+def test_a_file_larger_than_memory_is_mapped(tmp_path):
     nbytes = 1 << 40
     value = torch.arange(8.0)
     fields = {

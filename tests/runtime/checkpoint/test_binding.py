@@ -1,9 +1,6 @@
 """Values from files that do not quite fit the program, and checkpoints in shards, used in place."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,23 +14,23 @@ import penstock
 class Halves(nn.Module):
     """A parameter and a buffer that are two halves of one storage."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         both = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
         self.first = nn.Parameter(both[:64])
         self.register_buffer("second", both[64:])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x @ self.first + x @ self.second
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.two = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
         self.two.weight = self.one.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.two(self.one(x))
 
 
@@ -41,7 +38,7 @@ X = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_half_a_storage_in_the_files_is_not_enough(tmp_path: Path, pack: bool) -> None:
+def test_half_a_storage_in_the_files_is_not_enough(tmp_path, pack):
     model, files = Halves(), tmp_path / "half.safetensors"
     save_file({"first": model.first.detach().clone()}, files)
     with pytest.raises(penstock.SourceError, match=r"1 of the program's weights are not in .*: second"):
@@ -49,7 +46,7 @@ def test_half_a_storage_in_the_files_is_not_enough(tmp_path: Path, pack: bool) -
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_tied_weights_must_have_one_value(tmp_path: Path, same: bool) -> None:
+def test_tied_weights_must_have_one_value(tmp_path, same):
     model, files, path = Tied(), tmp_path / "tied.safetensors", tmp_path / "a.penstock"
     value = model.one.weight.detach().clone()
     save_file({"one.weight": value, "two.weight": value.clone() if same else value + 1}, files)
@@ -63,13 +60,13 @@ def test_tied_weights_must_have_one_value(tmp_path: Path, same: bool) -> None:
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> tuple[nn.Module, Path]:
+def shards(tmp_path):
     """A model, and the index of its checkpoint in three shards."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    names: dict[str, str] = {}
+    names = {}
     for number in range(3):
         shard = f"model-0000{number}-of-00003.safetensors"
         values = {
@@ -83,7 +80,7 @@ def shards(tmp_path: Path) -> tuple[nn.Module, Path]:
 
 
 @pytest.mark.parametrize("source", ["index", "folder"])
-def test_shards_stream_in_place(shards: tuple[nn.Module, Path], tmp_path: Path, source: str) -> None:
+def test_shards_stream_in_place(shards, tmp_path, source):
     model, index = shards
     x = torch.randn(3, 256)
     weights = index if source == "index" else index.parent
@@ -100,7 +97,7 @@ def test_shards_stream_in_place(shards: tuple[nn.Module, Path], tmp_path: Path, 
     program.verify()
 
 
-def test_a_missing_shard_is_named(shards: tuple[nn.Module, Path], tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(shards, tmp_path):
     model, index = shards
     exported = export(model, (torch.randn(3, 256),))
     program = penstock.compile(exported, tmp_path / "s.penstock", weights=index, pack=False)

@@ -1,13 +1,9 @@
 """Checkpoints written anew: every tensor is what it was, wherever it lies and whatever it becomes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from penstock.schedule.facts.errors import SourceError
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     generator = torch.Generator().manual_seed(0)
     return {
         "odd": torch.randn(3, 5, generator=generator),
@@ -33,19 +29,19 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+def same(found, expected):
     return found.keys() == expected.keys() and all(
         found[name].dtype == value.dtype and torch.equal(found[name], value)
         for name, value in expected.items()
     )
 
 
-def read(path: Path) -> dict[str, torch.Tensor]:
+def read(path):
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
-def test_torch_save_to_one_file_to_shards_and_back(tmp_path: Path) -> None:
+def test_torch_save_to_one_file_to_shards_and_back(tmp_path):
     torch.save(tensors(), tmp_path / "model.pt")
     done = convert(tmp_path / "model.pt", tmp_path / "model.safetensors")
     assert (done.tensors, len(done.files)) == (7, 1)
@@ -62,7 +58,7 @@ def test_torch_save_to_one_file_to_shards_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_floating_point_tensors_become_what_torch_makes_of_them(tmp_path: Path, dtype: str) -> None:
+def test_floating_point_tensors_become_what_torch_makes_of_them(tmp_path, dtype):
     save_file(tensors(), tmp_path / "model.safetensors")
     convert(tmp_path / "model.safetensors", tmp_path / "new.safetensors", dtype=dtype)
     wanted = getattr(torch, dtype)
@@ -80,7 +76,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_memory_stays_bounded(tmp_path: Path) -> None:
+def test_memory_stays_bounded(tmp_path):
     """A tensor of 512 MiB, most of it a hole of the file."""
     nbytes = 512 << 20
     header = json.dumps(
@@ -103,7 +99,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
         ({"shard_size": "1MB"}, "shards go to a folder"),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path: Path, options, message) -> None:
+def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path, options, message):
     save_file(tensors(), tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match=message):
         convert(tmp_path / "model.safetensors", tmp_path / "new.safetensors", **options)
@@ -121,7 +117,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path: Path, option
         ("new.safetensors", {"only": "zzz*"}, r"no tensor of \S+model\.safetensors is called 'zzz\*'"),
     ],
 )
-def test_a_target_is_refused_before_anything_is_said(tmp_path, said, target, options, message) -> None:
+def test_a_target_is_refused_before_anything_is_said(tmp_path, said, target, options, message):
     save_file(tensors(), tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match=message):
         convert([tmp_path / "model.safetensors"], tmp_path / target, **options)
@@ -129,9 +125,7 @@ def test_a_target_is_refused_before_anything_is_said(tmp_path, said, target, opt
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_a_full_disk_is_said_before_writing_without_the_advice_of_compile(
-    tmp_path, said, monkeypatch
-) -> None:
+def test_a_full_disk_is_said_before_writing_without_the_advice_of_compile(tmp_path, said, monkeypatch):
     save_file(tensors(), tmp_path / "model.safetensors")
     status = os.statvfs(tmp_path)
     full = os.statvfs_result((*status[:4], 0, *status[5:]))
@@ -141,7 +135,7 @@ def test_a_full_disk_is_said_before_writing_without_the_advice_of_compile(
     assert said() == ""
 
 
-def test_what_exists_is_kept_unless_asked_otherwise(tmp_path: Path) -> None:
+def test_what_exists_is_kept_unless_asked_otherwise(tmp_path):
     save_file(tensors(), tmp_path / "model.safetensors")
     (tmp_path / "new.safetensors").write_text("precious")
     (tmp_path / "home").mkdir()
@@ -155,7 +149,7 @@ def test_what_exists_is_kept_unless_asked_otherwise(tmp_path: Path) -> None:
     assert same(read(tmp_path / "new.safetensors"), tensors())
 
 
-def test_what_lies_beside_weights_is_not_removed(tmp_path: Path) -> None:
+def test_what_lies_beside_weights_is_not_removed(tmp_path):
     folder = tmp_path / "model"
     save_file(tensors(), tmp_path / "model.safetensors")
     convert(tmp_path / "model.safetensors", folder, shard_size="64KiB")
@@ -169,14 +163,14 @@ def test_what_lies_beside_weights_is_not_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_elements_of_less_than_a_byte_are_not_written_as_something_else(tmp_path: Path, dtype) -> None:
+def test_elements_of_less_than_a_byte_are_not_written_as_something_else(tmp_path, dtype):
     header = json.dumps({"a": {"dtype": "F4", "shape": [4, 4], "data_offsets": [0, 8]}}).encode()
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(SourceError, match=r"'a' of .* is F4, less than a byte"):
         convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", dtype=dtype)
 
 
-def test_the_command(tmp_path: Path, penstock: Command) -> None:
+def test_the_command(tmp_path, penstock):
     torch.save(tensors(), tmp_path / "model.pt")
     output = tmp_path / "model"
     done = penstock("convert", tmp_path / "model.pt", "-o", output, "--shard-size", "64KiB", "--json")
@@ -186,15 +180,13 @@ def test_the_command(tmp_path: Path, penstock: Command) -> None:
     assert penstock("convert", tmp_path / "model.pt", "-o", output).status == 2
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
     source, other, target = (tmp_path / f"{name}.safetensors" for name in ("source", "other", "target"))
     save_file(tensors(), source)
     save_file({name: value.flip(0) if value.dim() else value for name, value in tensors().items()}, other)
     read = stored_tensor.read_exactly
 
-    def meanwhile(*given: Any) -> bytes:
+    def meanwhile(*given):
         if other.exists():
             other.replace(source)
         return read(*given)

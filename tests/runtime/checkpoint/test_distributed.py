@@ -1,15 +1,11 @@
 """Checkpoints of torch.distributed: their chunks become the tensors, and no code of their files runs."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
 import resource
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,11 +28,11 @@ from penstock.runtime.checkpoint.stored_tensor import Reading, read_runs
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.second(self.first(x).relu())
 
 
@@ -44,12 +40,12 @@ X = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return Mlp().eval()
 
 
-def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:
+def save(state, folder, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that there is one process only
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options))
@@ -59,7 +55,7 @@ def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:
 Cuts = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 
 
-def save_chunks(state: dict[str, torch.Tensor], cuts: Cuts, folder: Path) -> Path:
+def save_chunks(state, cuts, folder):
     """As several ranks write it: a file for each chunk, what `cuts` does not name in one."""
     folder.mkdir()
     tensors, places = {}, {}
@@ -82,19 +78,17 @@ def save_chunks(state: dict[str, torch.Tensor], cuts: Cuts, folder: Path) -> Pat
     return folder
 
 
-def write_metadata(folder: Path, metadata: object) -> None:
+def write_metadata(folder, metadata):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-ROWS: Cuts = {"first.weight": [((0, 0), (20, 32)), ((20, 0), (44, 32))]}
-COLUMNS: Cuts = {"second.weight": [((0, 40), (32, 24)), ((0, 0), (32, 40))]}
-GRID: Cuts = {
-    "first.weight": [((0, 0), (20, 10)), ((0, 10), (20, 22)), ((20, 0), (44, 30)), ((20, 30), (44, 2))]
-}
+ROWS = {"first.weight": [((0, 0), (20, 32)), ((20, 0), (44, 32))]}
+COLUMNS = {"second.weight": [((0, 40), (32, 24)), ((0, 0), (32, 40))]}
+GRID = {"first.weight": [((0, 0), (20, 10)), ((0, 10), (20, 22)), ((20, 0), (44, 30)), ((20, 30), (44, 2))]}
 
 
 @pytest.mark.parametrize("cuts", [{}, ROWS, COLUMNS, GRID, ROWS | COLUMNS])
-def test_bind_compile_and_convert_assemble_the_chunks(model, tmp_path: Path, cuts: Cuts) -> None:
+def test_bind_compile_and_convert_assemble_the_chunks(model, tmp_path, cuts):
     folder = save_chunks(model.state_dict(), cuts, tmp_path / "checkpoint")
     bound = penstock.bind(penstock.fake_export(Mlp, (X,)), folder)
     program = penstock.compile(penstock.fake_export(Mlp, (X,)), tmp_path / "a.penstock", weights=folder)
@@ -108,7 +102,7 @@ def test_bind_compile_and_convert_assemble_the_chunks(model, tmp_path: Path, cut
 
 
 @pytest.mark.parametrize("form", SerializationFormat)
-def test_what_torch_writes_with_names_that_are_nested(model, tmp_path: Path, form) -> None:
+def test_what_torch_writes_with_names_that_are_nested(model, tmp_path, form):
     state = {"model": model.state_dict(), "optim": [torch.ones(2)], "one": torch.tensor(3)}
     state |= {"step": 7} if form is SerializationFormat.TORCH_SAVE else {}
     folder = save(state, tmp_path / "checkpoint", serialization_format=form)
@@ -122,16 +116,16 @@ def test_what_torch_writes_with_names_that_are_nested(model, tmp_path: Path, for
         penstock.bind(exported, folder)
 
 
-def test_in_place_is_refused_with_what_to_do(model, tmp_path: Path) -> None:
+def test_in_place_is_refused_with_what_to_do(model, tmp_path):
     folder = save_chunks(model.state_dict(), ROWS, tmp_path / "checkpoint")
     exported = penstock.fake_export(Mlp, (X,))
     with pytest.raises(penstock.SourceError, match=r"distcp is no safetensors file.*penstock convert"):
         penstock.compile(exported, tmp_path / "a.penstock", weights=folder, pack=False)
 
 
-def test_any_region_is_read_by_its_own_bytes_only(tmp_path: Path, monkeypatch) -> None:
+def test_any_region_is_read_by_its_own_bytes_only(tmp_path, monkeypatch):
     value = torch.arange(6 * 7 * 5).reshape(6, 7, 5).to(torch.int32)
-    cuts: Cuts = {"a": [((0, 0, 0), (6, 3, 5)), ((0, 3, 0), (2, 4, 5)), ((2, 3, 0), (4, 4, 5))]}
+    cuts = {"a": [((0, 0, 0), (6, 3, 5)), ((0, 3, 0), (2, 4, 5)), ((2, 3, 0), (4, 4, 5))]}
     checkpoint = open_checkpoint(save_chunks({"a": value}, cuts, tmp_path / "checkpoint"))
     for region in [((0, 6), (0, 7), (0, 5)), ((1, 5), (2, 6), (0, 5)), ((0, 6), (0, 7), (1, 2))]:
         reading = Reading(checkpoint.tensors["a"], region)
@@ -143,14 +137,14 @@ def test_any_region_is_read_by_its_own_bytes_only(tmp_path: Path, monkeypatch) -
 
 
 class Code:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return (os.system, ("echo this must not run",))
 
 
 class Dotted:
     """Reaches through an admitted class to what it is made of."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return (getattr, (torch.Size, "__init__"))
 
 
@@ -165,30 +159,30 @@ class Dotted:
         (Metadata({}, {}, {}), "holds no tensors"),
     ],
 )
-def test_metadata_is_data(tmp_path: Path, capfd, content: object, message: str) -> None:
+def test_metadata_is_data(tmp_path, capfd, content, message):
     write_metadata(tmp_path, content)
     with pytest.raises(penstock.SourceError, match=message):
         open_checkpoint(tmp_path)
     assert "this must not run" not in capfd.readouterr().out
 
 
-def first_info(metadata: Metadata) -> tuple[MetadataIndex, _StorageInfo]:
+def first_info(metadata):
     return next((k, v) for k, v in metadata.storage_data.items() if k.fqn == "first.weight")
 
 
-def forget(metadata: Metadata) -> None:
+def forget(metadata):
     del metadata.storage_data[first_info(metadata)[0]]
 
 
 Change = Callable[[Metadata], object]
 
 
-def info_change(**values: object) -> Change:
+def info_change(**values):
     return lambda metadata: first_info(metadata)[1].__dict__.update(values)
 
 
-def chunk_change(number: int, **values: object) -> Change:
-    def change(metadata: Metadata) -> None:
+def chunk_change(number, **values):
+    def change(metadata):
         metadata.state_dict_metadata["first.weight"].chunks[number].__dict__.update(values)
 
     return change
@@ -223,7 +217,7 @@ def chunk_change(number: int, **values: object) -> Change:
         ),
     ],
 )
-def test_metadata_that_lies_is_refused_by_name(model, tmp_path: Path, change: Change, message: str) -> None:
+def test_metadata_that_lies_is_refused_by_name(model, tmp_path, change, message):
     folder = save_chunks(model.state_dict(), ROWS, tmp_path / "checkpoint")
     (tmp_path / "secret").write_bytes(b"secret")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -234,7 +228,7 @@ def test_metadata_that_lies_is_refused_by_name(model, tmp_path: Path, change: Ch
         open_checkpoint(folder)
 
 
-def test_files_that_are_cut_short_or_hold_code_are_refused(model, tmp_path: Path, capfd) -> None:
+def test_files_that_are_cut_short_or_hold_code_are_refused(model, tmp_path, capfd):
     folder = save_chunks(model.state_dict(), ROWS, tmp_path / "checkpoint")
     file = folder / "__1_first.weight.distcp"
     intact = file.read_bytes()
@@ -253,14 +247,14 @@ def test_files_that_are_cut_short_or_hold_code_are_refused(model, tmp_path: Path
     assert "this must not run" not in capfd.readouterr().out
 
 
-def test_two_formats_in_one_folder_are_refused(model, tmp_path: Path) -> None:
+def test_two_formats_in_one_folder_are_refused(model, tmp_path):
     folder = save_chunks(model.state_dict(), {}, tmp_path / "checkpoint")
     save_file(model.state_dict(), folder / "model.safetensors")
     with pytest.raises(penstock.SourceError, match=r"holds \.metadata and safetensors files"):
         penstock.bind(penstock.fake_export(Mlp, (X,)), folder)
 
 
-def test_chunks_of_more_ranks_than_files_may_be_open(tmp_path: Path) -> None:
+def test_chunks_of_more_ranks_than_files_may_be_open(tmp_path):
     names = [tmp_path / str(number) for number in range(200)]
     for number, name in enumerate(names):
         name.write_bytes(bytes([number]))

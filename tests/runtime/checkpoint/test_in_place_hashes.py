@@ -1,10 +1,5 @@
 """What an earlier artifact has hashed in place is not hashed again, where its files are the same."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -15,23 +10,23 @@ from penstock.runtime import artifact
 X = torch.ones(2, 8)
 
 
-def test_unchanged_files_are_not_hashed_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_files_are_not_hashed_again(tmp_path, monkeypatch):
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval().requires_grad_(False)
     state = module.state_dict()
     files = [tmp_path / f"{part}.safetensors" for part in range(2)]
     for part, file in enumerate(files):
         save_file({name: value for name, value in state.items() if name.startswith(f"{part}.")}, file)
     exported = torch.export.export(module, (X,))
-    hashed: list[int] = []
+    hashed = []
     original = artifact.hash_storage
 
-    def counting(storage: Any, *args: Any, **options: Any) -> str:
+    def counting(storage, *args, **options):
         hashed.append(storage.nbytes)
         return original(storage, *args, **options)
 
     monkeypatch.setattr(artifact, "hash_storage", counting)
 
-    def compile(name: str, earlier: penstock.Program | None) -> penstock.Program:
+    def compile(name, earlier):
         hashed.clear()
         return penstock.compile(exported, tmp_path / name, weights=files, pack=False, earlier=earlier)
 

@@ -1,9 +1,5 @@
 """Values that Inductor copies into the code are the checkpoint's, whatever the program had, or had none."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,19 +14,19 @@ X = torch.ones(2, 64)
 class Scaled(nn.Module):
     """A linear, a scalar, and a vector short enough to be copied."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
         self.scale = nn.Parameter(torch.rand(()))
         self.register_buffer("shift", torch.rand(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.linear(x)[:, :3] * self.scale + self.shift
 
 
 @pytest.mark.parametrize("fake", [False, True])
 @pytest.mark.usefixtures("compiler")
-def test_what_is_copied_into_the_code_is_the_checkpoints(fake: bool, tmp_path: Path) -> None:
+def test_what_is_copied_into_the_code_is_the_checkpoints(fake, tmp_path):
     torch.manual_seed(0)
     other, model = Scaled().eval(), Scaled().eval()
     values = {f"model.{name}": value for name, value in model.state_dict().items()}

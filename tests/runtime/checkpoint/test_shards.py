@@ -1,10 +1,6 @@
 """Shards that do not belong together, or are not all there, are refused by name."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.schedule.facts.errors import SourceError
 
 
-def shards(folder: Path, *names: str) -> Sequence[Path]:
+def shards(folder, *names):
     """A tensor of 12 bytes in each file."""
     paths = [folder / f"{name}.safetensors" for name in names]
     for number, path in enumerate(paths):
@@ -24,14 +20,14 @@ def shards(folder: Path, *names: str) -> Sequence[Path]:
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_shards_of_two_checkpoints(tmp_path: Path, several: bool) -> None:
+def test_shards_of_two_checkpoints(tmp_path, several):
     paths = shards(tmp_path, "model-00001-of-00002", "model-00001-of-00003", "model-00002-of-00002")
     with pytest.raises(SourceError, match=r"1-of-00002\S+ and model-00001-of-00003\S+ are shards of"):
         open_checkpoint(paths if several else tmp_path)
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_shards_that_are_not_all_there(tmp_path: Path, several: bool) -> None:
+def test_shards_that_are_not_all_there(tmp_path, several):
     paths = shards(tmp_path, "model-00001-of-00004", "model-00003-of-00004")
     with pytest.raises(SourceError, match=r"1-of-00004\S+ is one of 4 .* not given: 2, 4; "):
         open_checkpoint(paths if several else tmp_path)
@@ -39,12 +35,12 @@ def test_shards_that_are_not_all_there(tmp_path: Path, several: bool) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_complete_shards_without_an_index(tmp_path: Path, first: int) -> None:
+def test_complete_shards_without_an_index(tmp_path, first):
     shards(tmp_path, *(f"model-0000{first + k}-of-00003" for k in range(3)), "adapter-1-of-1")
     assert len(open_checkpoint(tmp_path).tensors) == 4
 
 
-def index(folder: Path, total: object, name: str = "model") -> Path:
+def index(folder, total, name="model"):
     path = folder / f"{name}.safetensors.index.json"
     places = {"t0": "a.safetensors", "t1": "b.safetensors"}
     path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}))
@@ -52,7 +48,7 @@ def index(folder: Path, total: object, name: str = "model") -> Path:
 
 
 @pytest.mark.parametrize("form", ["folder", "index"])
-def test_an_index_whose_total_is_wrong_gets_a_note(tmp_path: Path, said, form: str) -> None:
+def test_an_index_whose_total_is_wrong_gets_a_note(tmp_path, said, form):
     shards(tmp_path, "a", "b")
     path = index(tmp_path, 24)
     source = tmp_path if form == "folder" else path
@@ -64,7 +60,7 @@ def test_an_index_whose_total_is_wrong_gets_a_note(tmp_path: Path, said, form: s
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_links_to_files_without_suffixes(tmp_path: Path, name: str) -> None:
+def test_links_to_files_without_suffixes(tmp_path, name):
     """As the hub's cache has them: a checkpoint is what its names say, wherever they lead."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
@@ -90,13 +86,13 @@ def test_links_to_files_without_suffixes(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["{broken", "[]", '{"weight_map": {"a": 3}}'])
-def test_a_broken_index_is_called_an_index(tmp_path: Path, text: str) -> None:
+def test_a_broken_index_is_called_an_index(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(SourceError, match=r"index\.json is not an index that can be trusted"):
         open_checkpoint(tmp_path)
 
 
-def test_a_folder_of_two_indices(tmp_path: Path) -> None:
+def test_a_folder_of_two_indices(tmp_path):
     shards(tmp_path, "a", "b")
     index(tmp_path, 24)
     index(tmp_path, 24, "other")
@@ -104,7 +100,7 @@ def test_a_folder_of_two_indices(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_what_torch_saved_is_packed_and_not_used_in_place(tmp_path: Path) -> None:
+def test_what_torch_saved_is_packed_and_not_used_in_place(tmp_path):
     torch.manual_seed(0)
     model, x = torch.nn.Linear(8, 8), torch.ones(1, 8)
     torch.save(model.state_dict(), tmp_path / "model.pt")

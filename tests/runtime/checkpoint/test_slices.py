@@ -1,11 +1,7 @@
 """A part of a checkpoint: one rank's slices, or one submodule, and nothing else is read."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +15,11 @@ from penstock.runtime.checkpoint.stored_tensor import Reading, region
 
 
 class Mlp(nn.Module):
-    def __init__(self, hidden: int = 64) -> None:
+    def __init__(self, hidden=64):
         super().__init__()
         self.up, self.down = nn.Linear(32, hidden), nn.Linear(hidden, 32, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.down(self.up(x).relu())
 
 
@@ -31,18 +27,18 @@ X = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> tuple[nn.Module, Path]:
+def whole(tmp_path):
     torch.manual_seed(0)
     model = Mlp()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     return model, tmp_path / "model.safetensors"
 
 
-def slices(rank: int, world: int = 4) -> dict[str, tuple[int, int, int]]:
+def slices(rank, world=4):
     return {"up.*": (0, rank, world), "down.weight": (-1, rank, world)}
 
 
-def part(model: nn.Module, rank: int, world: int = 4) -> nn.Module:
+def part(model, rank, world=4):
     own = Mlp(64 // world)
     state = model.state_dict()
     dims = {name: 1 if name == "down.weight" else 0 for name in state}
@@ -52,13 +48,13 @@ def part(model: nn.Module, rank: int, world: int = 4) -> nn.Module:
 
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_a_rank_gets_its_rows_and_columns(whole, tmp_path: Path, rank: int, stored: torch.dtype) -> None:
+def test_a_rank_gets_its_rows_and_columns(whole, tmp_path, rank, stored):
     model, path = whole
     model.to(stored).float()
     save_file({name: value.to(stored) for name, value in model.state_dict().items()}, path)
     expected = part(model, rank)
     exported = penstock.fake_export(lambda: Mlp(16), (X,))
-    taken: dict[str, Any] = {"slices": slices(rank), "cast": stored != torch.float32}
+    taken = {"slices": slices(rank), "cast": stored != torch.float32}
     bound = penstock.bind(exported, path, **taken)
     program = penstock.compile(exported, tmp_path / "a.penstock", weights=path, **taken)
     with torch.no_grad(), program.load("100%") as module:
@@ -66,7 +62,7 @@ def test_a_rank_gets_its_rows_and_columns(whole, tmp_path: Path, rank: int, stor
         assert torch.equal(module(X), expected(X))
 
 
-def test_rows_stay_in_place_and_columns_are_packed(whole, tmp_path: Path) -> None:
+def test_rows_stay_in_place_and_columns_are_packed(whole, tmp_path):
     model, path = whole
     exported = penstock.fake_export(lambda: Mlp(16), (X,))
     program = penstock.compile(exported, tmp_path / "a.penstock", weights=path, pack=False, slices=slices(2))
@@ -78,13 +74,13 @@ def test_rows_stay_in_place_and_columns_are_packed(whole, tmp_path: Path) -> Non
         assert torch.equal(module(X), part(model, 2)(X))
 
 
-def test_only_the_slices_bytes_are_read(whole, monkeypatch) -> None:
+def test_only_the_slices_bytes_are_read(whole, monkeypatch):
     _, path = whole
     tensor = open_checkpoint(path).tensors["down.weight"]
     reading = Reading(tensor, region("down.weight", "down.weight", tensor, (1, 1, 4)))
     read, real = [], os.pread
 
-    def counted(fd: int, nbytes: int, offset: int) -> bytes:
+    def counted(fd, nbytes, offset):
         read.append((offset - tensor.boxes[0].start, nbytes))
         return real(fd, nbytes, offset)
 
@@ -107,18 +103,18 @@ def test_only_the_slices_bytes_are_read(whole, monkeypatch) -> None:
         ({"up.*": (0, 0, 2)}, r"is float32 \[16.* and tensor 'up\.\w+' of .* is float32 \[32.*\] of \[64"),
     ],
 )
-def test_slices_that_cannot_be_are_refused_by_name(whole, wrong, message) -> None:
+def test_slices_that_cannot_be_are_refused_by_name(whole, wrong, message):
     exported = penstock.fake_export(lambda: Mlp(16), (X,))
     with pytest.raises(penstock.SourceError, match=message):
         penstock.bind(exported, whole[1], slices=wrong)
 
 
-def test_slices_need_a_checkpoint(tmp_path: Path) -> None:
+def test_slices_need_a_checkpoint(tmp_path):
     with pytest.raises(penstock.PassError, match="slices= divides"):
         penstock.compile(penstock.fake_export(Mlp, (X,)), tmp_path / "a.penstock", slices=slices(0))
 
 
-def test_one_submodule_needs_its_own_shards_only(whole, tmp_path: Path) -> None:
+def test_one_submodule_needs_its_own_shards_only(whole, tmp_path):
     model, _ = whole
     folder = tmp_path / "shards"
     folder.mkdir()

@@ -1,7 +1,5 @@
 """Weights that consist of several tensors of a checkpoint, such as the experts of a layer."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,12 +15,12 @@ NAMES = {
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH))
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         gate, up = torch.bmm(x, self.gate_up.mT).chunk(2, dim=-1)
         return torch.bmm(gate.sigmoid() * up, self.down.mT)
 
@@ -31,13 +29,13 @@ X = torch.linspace(-1, 1, EXPERTS * 4 * WIDTH).reshape(EXPERTS, 4, WIDTH)
 
 
 @pytest.fixture(scope="module")
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return Experts().eval()
 
 
 @pytest.fixture(scope="module")
-def checkpoint(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(model, tmp_path_factory):
     """One tensor for each expert and projection, in no order."""
     path = tmp_path_factory.mktemp("experts") / "model.safetensors"
     tensors = tensors_of(model)
@@ -45,25 +43,25 @@ def checkpoint(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def tensors_of(model):
     halves = model.gate_up.detach().unflatten(1, (2, INNER)).flatten(0, 1)
     found = dict(zip(NAMES["gate_up"], halves.unbind(), strict=True))
     found |= dict(zip(NAMES["down"], model.down.detach().unbind(), strict=True))
     return {name: value.contiguous() for name, value in found.items()}
 
 
-def exported() -> torch.export.ExportedProgram:
+def exported():
     return penstock.fake_export(Experts, (X,))
 
 
-def test_experts_in_files_of_their_own_are_one_weight(model, checkpoint) -> None:
+def test_experts_in_files_of_their_own_are_one_weight(model, checkpoint):
     bound = penstock.bind(exported(), checkpoint, rename=NAMES)
     with torch.no_grad():
         assert torch.equal(bound.module()(X), model(X))
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_they_stream_packed_or_from_where_they_are(model, checkpoint, tmp_path, pack) -> None:
+def test_they_stream_packed_or_from_where_they_are(model, checkpoint, tmp_path, pack):
     path = tmp_path / "experts.penstock"
     program = penstock.compile(exported(), path, weights=checkpoint, rename=NAMES, pack=pack)
     assert (path / "weights.safetensors").exists() == pack
@@ -73,7 +71,7 @@ def test_they_stream_packed_or_from_where_they_are(model, checkpoint, tmp_path, 
         assert torch.equal(module(X), model(X))
 
 
-def test_they_are_cast_one_by_one(model, tmp_path) -> None:
+def test_they_are_cast_one_by_one(model, tmp_path):
     path = tmp_path / "half.safetensors"
     save_file({name: value.half() for name, value in tensors_of(model).items()}, path)
     bound = penstock.bind(exported(), path, rename=NAMES, cast=True)
@@ -91,20 +89,20 @@ def test_they_are_cast_one_by_one(model, tmp_path) -> None:
         (NAMES["gate_up"], {"slices": {"gate_up": (1, 0, 2)}}, "gate_up consists of several tensors"),
     ],
 )
-def test_tensors_that_are_not_all_of_a_weight_are_refused(checkpoint, names, options, message) -> None:
+def test_tensors_that_are_not_all_of_a_weight_are_refused(checkpoint, names, options, message):
     with pytest.raises(penstock.SourceError, match=message):
         penstock.bind(exported(), checkpoint, rename=NAMES | {"gate_up": names}, **options)
 
 
 @pytest.mark.parametrize("names", [{"a": "whole", "b": ["up", "down"]}, {"a": ["up", "down"], "b": "whole"}])
 @pytest.mark.parametrize("same", [True, False])
-def test_a_tie_of_one_tensor_and_several_must_have_one_value(tmp_path, names, same) -> None:
+def test_a_tie_of_one_tensor_and_several_must_have_one_value(tmp_path, names, same):
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.a = self.b = nn.Parameter(torch.zeros(4, 8))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return x @ self.a.T + x @ self.b.T
 
     whole = torch.arange(32.0).reshape(4, 8)

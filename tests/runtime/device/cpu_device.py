@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from penstock.runtime.device.accelerator import DiskedDevice
-from penstock.runtime.device.protocol import Move, aligned_bytes
+from penstock.runtime.device.protocol import aligned_bytes
 from penstock.runtime.system.threads import WorkerPool
 
 
 class CpuStream:
     """Runs work in order, on a thread or (without a name) on the caller's; after an error it runs no more."""
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name):
         self.pool = WorkerPool(1, name) if name else None
-        self.error: BaseException | None = None
+        self.error = None
 
-    def run(self, work: Callable[[], object]) -> None:
+    def run(self, work):
         if self.pool is None:
             work()
         else:
             self.pool.submit(self._run, work)
 
-    def _run(self, work: Callable[[], object]) -> None:
+    def _run(self, work):
         try:
             if self.error is None:
                 work()
@@ -47,10 +46,10 @@ class CpuEvent:
     stream: CpuStream
     reached: threading.Event
 
-    def query(self) -> bool:
+    def query(self):
         return self.reached.is_set()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.reached.wait()
         if self.stream.error is not None:
             raise self.stream.error
@@ -59,51 +58,51 @@ class CpuEvent:
 class CpuDevice(DiskedDevice):
     """Ordinary memory. Streams are threads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.name = "cpu"
         self.torch_device = torch.device("cpu")
         self._caller = CpuStream(None)
-        self._streams: list[CpuStream] = []
+        self._streams = []
 
-    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+    def allocate(self, nbytes, purpose):
         return aligned_bytes(nbytes)
 
-    def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
+    def allocate_host(self, nbytes, *, once=False):
         return aligned_bytes(nbytes)
 
-    def open_stream(self, name: str) -> CpuStream:
+    def open_stream(self, name):
         self._streams.append(CpuStream(name))
         return self._streams[-1]
 
-    def current_stream(self) -> CpuStream:
+    def current_stream(self):
         return self._caller
 
-    def copy(self, stream: CpuStream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
-        def work() -> None:
+    def copy(self, stream, target, moves, label):
+        def work():
             for move in moves:
                 arriving = move.source[move.start : move.start + move.nbytes]
                 target[move.target : move.target + move.nbytes].copy_(arriving)
 
         stream.run(work)
 
-    def copy_out(self, stream: CpuStream, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
-        def work() -> None:
+    def copy_out(self, stream, source, moves, label):
+        def work():
             for move in moves:
                 leaving = source[move.target : move.target + move.nbytes]
                 move.source[move.start : move.start + move.nbytes].copy_(leaving)
 
         stream.run(work)
 
-    def fill(self, stream: CpuStream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
+    def fill(self, stream, target, start, stop, value):
         stream.run(lambda: target[start:stop].fill_(value))
 
     @property
-    def in_reader(self) -> bool:
+    def in_reader(self):
         pools = [stream.pool for stream in self._streams if stream.pool is not None]
         return super().in_reader or any(pool.includes_caller for pool in pools)
 
-    def _record(self, stream: CpuStream) -> CpuEvent:
+    def _record(self, stream):
         event = CpuEvent(stream, threading.Event())
         if stream.pool is None:
             event.reached.set()
@@ -111,14 +110,14 @@ class CpuDevice(DiskedDevice):
             stream.pool.submit(event.reached.set)
         return event
 
-    def _wait(self, stream: CpuStream, event: CpuEvent) -> None:
+    def _wait(self, stream, event):
         stream.run(event.synchronize)
 
-    def finish(self) -> None:
+    def finish(self):
         for stream in self._streams:
             self._record(stream).synchronize()
 
-    def close(self) -> None:
+    def close(self):
         for stream in self._streams:
             if stream.pool is not None and os.getpid() == self._process:
                 stream.pool.shutdown()

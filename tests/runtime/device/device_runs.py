@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from typing import Any
 
 import torch
 
-from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.simulated import SimDevice, SimStreamer
 from penstock.runtime.device.streamer import DeviceStreamer, PassOrder
 from penstock.runtime.device.weights import DeviceWeights
-from penstock.runtime.stream.engine import Streamer
-from penstock.schedule.facts.model import Extent, Hardware, Step, Storage, Trace, Wrap
+from penstock.schedule.facts.model import Extent, Hardware, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
-from tests.runtime.sim.ordered_device import OrderedDevice, Policy
+from tests.runtime.sim.ordered_device import OrderedDevice
 
 UNIT = 256
 HARDWARE = Hardware("toy", 1e12, 1e11, 1e9, 100, disk_bytes_per_s=0.5e9, disk_latency_ns=50)
@@ -52,13 +49,13 @@ class Memory:
 
     files: tuple[()] = ()
 
-    def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+    def read_into(self, file, offset, address, nbytes):
         assert file == 0
         ctypes.memmove(address, self.contents[offset : offset + nbytes], nbytes)
 
 
 @cache
-def contents_of(nbytes: int) -> bytes:
+def contents_of(nbytes):
     return bytes((torch.arange(nbytes) * 7919 % 251).to(torch.uint8).tolist())
 
 
@@ -76,15 +73,15 @@ class Case:
     streams: int = 1
 
     @property
-    def plan(self) -> Plan:
+    def plan(self):
         return self.planned()
 
     @property
-    def source(self) -> Memory:
+    def source(self):
         return Memory(contents_of(sum(s.nbytes for s in self.storages)))
 
 
-def storages_of(sizes: Sequence[int]) -> tuple[Storage, ...]:
+def storages_of(sizes):
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     return tuple(
         Storage(size, "streamable", (Extent(0, start, 0, size),))
@@ -92,23 +89,12 @@ def storages_of(sizes: Sequence[int]) -> tuple[Storage, ...]:
     )
 
 
-def trace_of(graph: int, reads: Sequence[Sequence[int]]) -> Trace:
+def trace_of(graph, reads):
     steps = tuple(Step(f"step.{k}", tuple(r), 30, 200) for k, r in enumerate(reads))
     return Trace(f"method_{graph}", graph, "", steps, 40, 10, "modelled")
 
 
-def case(
-    name: str,
-    units: Sequence[int],
-    reads: Sequence[Sequence[Sequence[int]]],
-    share: float,
-    passes: Sequence[tuple[int, str]],
-    *,
-    wrap: Wrap = "overlap",
-    host: int | None = None,
-    in_turn: bool = False,
-    streams: int = 1,
-) -> Case:
+def case(name, units, reads, share, passes, *, wrap="overlap", host=None, in_turn=False, streams=1):
     storages = storages_of([UNIT * n for n in units])
     storages = (*storages[:-1], replace(storages[-1], kind="mutable"))  # stays, outside the arena
     traces = tuple(trace_of(graph, steps) for graph, steps in enumerate(reads))
@@ -116,7 +102,7 @@ def case(
         traces = tuple(replace(trace, follows=(trace.graph or len(traces)) - 1) for trace in traces)
 
     @cache
-    def planned() -> Plan:
+    def planned():
         arena = packed_arena(storages, traces, kind="contiguous", granule=64, alignment=64)
         least = floor(Demand(storages, traces, arena)).upper_bytes
         budget = least + int(share * (sum(s.nbytes for s in storages) - least))
@@ -126,7 +112,7 @@ def case(
 
 
 @cache
-def cases() -> tuple[Case, ...]:
+def cases():
     in_turn = [[k] for k in range(10)]  # and an eleventh that is written
     equal = [4] * 11
     uneven = [4, 1, 6, 2, 2, 9, 3, 1, 5, 2, 3]
@@ -162,7 +148,7 @@ def cases() -> tuple[Case, ...]:
 
 
 @cache
-def disk_cases() -> tuple[Case, ...]:
+def disk_cases():
     """Cases in which a host holds a part, or nothing, of what streams."""
     in_turn = [[k] for k in range(10)]
     uneven = [4, 1, 6, 2, 2, 9, 3, 1, 5, 2, 3]
@@ -192,7 +178,7 @@ def disk_cases() -> tuple[Case, ...]:
 
 
 @cache
-def small_cases() -> tuple[Case, ...]:
+def small_cases():
     """Few storages, two of the plans behind a host, for all changes of their plans."""
     in_turn, again, plain = [[k] for k in range(5)], [[0], [1], [2], [0, 3], [4]], [(0, "in order")] * 3
     turns = [(graph, "in order") for graph in (0, 1, 0, 1, 1, 0, 0, 1)]
@@ -206,25 +192,25 @@ def small_cases() -> tuple[Case, ...]:
 class Parts:
     """What the parts of a run get to work with: what they should. A fault alters one of these."""
 
-    def device(self, device: Device) -> Any:
+    def device(self, device):
         """What weights and streamer are given as the device."""
         return device
 
-    def source(self, source: Memory) -> Any:
+    def source(self, source):
         """What the device is given to read from."""
         return source
 
-    def plan_of_weights(self, plan: Plan) -> Plan:
+    def plan_of_weights(self, plan):
         return plan
 
-    def plan_of_streamer(self, plan: Plan) -> Plan:
+    def plan_of_streamer(self, plan):
         return plan
 
-    def streamer(self, streamer: DeviceStreamer) -> Streamer:
+    def streamer(self, streamer):
         """What the program's probes call."""
         return streamer
 
-    def begin_pass(self, how: str) -> None:
+    def begin_pass(self, how):
         """A pass of this kind comes next."""
 
 
@@ -250,20 +236,20 @@ class Run:
     device: SimDevice
     parts: Parts = field(default_factory=Parts)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         one, parts = self.case, self.parts
         device = parts.device(self.device)
         self.weights = DeviceWeights(
             parts.plan_of_weights(one.plan), one.storages, device, parts.source(one.source)
         )
         plan = parts.plan_of_streamer(one.plan)
-        inner: Any = parts.streamer(DeviceStreamer(plan, one.storages, device, self.weights, poison=True))
+        inner = parts.streamer(DeviceStreamer(plan, one.storages, device, self.weights, poison=True))
         self.streamer = SimStreamer(inner, self.device, self.weights, one.plan.traces)
         self.order = PassOrder(device)
         others = (self.device.open_kernels(str(number)) for number in range(1, one.streams))
         self.streams = [self.device.current_stream(), *others]
 
-    def go(self) -> Totals:
+    def go(self):
         """Run all passes, and compare what each step finds."""
         times = []
         for storage in self.case.plan.outside:
@@ -283,10 +269,10 @@ class Run:
         return Totals(tuple(times), counters.bytes_moved, copied_ns, counters.misses, waits)
 
     @property
-    def _waits(self) -> int:
+    def _waits(self):
         return self.device.waits["a stream"] + self.device.waits["the device"]
 
-    def _in_order(self, graph: int) -> None:
+    def _in_order(self, graph):
         probed = self.streamer.probed(graph)
         self.streamer.begin(graph)
         for step in range(len(self.case.plan.traces[graph].steps)):
@@ -297,13 +283,13 @@ class Run:
             memory = self.weights.arena
             self.device.kernels_touch(memory, 0, memory.numel(), "what follows the pass")
 
-    def _backwards(self, graph: int) -> None:
+    def _backwards(self, graph):
         self.streamer.begin(graph)
         for step in reversed(self.streamer.probed(graph)):
             self._step(graph, step, probed=True)
         self.streamer.end(graph)
 
-    def _raises(self, graph: int) -> None:
+    def _raises(self, graph):
         probed = self.streamer.probed(graph)
         self.streamer.begin(graph)
         for step in probed[: len(probed) // 2]:
@@ -313,7 +299,7 @@ class Run:
         self.streamer.abort()
         raise BrokenError
 
-    def _step(self, graph: int, step: int, *, probed: bool) -> None:
+    def _step(self, graph, step, *, probed):
         if probed:
             self.streamer.acquire(graph, step)
         for storage in self.case.plan.traces[graph].steps[step].reads:
@@ -321,7 +307,7 @@ class Run:
         if probed:
             self.streamer.release(graph, step)
 
-    def _compare(self, storage: int) -> None:
+    def _compare(self, storage):
         """What lies where the plan has a storage is what the file has."""
         found = self.weights.ranges_of(storage)
         contents = self.case.source.contents
@@ -333,7 +319,7 @@ class Run:
             raise WrongBytesError(f"{self.case.name}: storage {storage} is not what the file has")
 
 
-POLICIES: tuple[tuple[Policy, int], ...] = (
+POLICIES = (
     ("latest", 0),
     ("earliest", 0),
     ("lagging", 0),
@@ -343,7 +329,7 @@ POLICIES: tuple[tuple[Policy, int], ...] = (
 
 
 @cache
-def totals_of(one: Case, policy: Policy, seed: int) -> Totals:
+def totals_of(one, policy, seed):
     """Those of a run without a fault, whose steady passes take what the plan predicts."""
     totals = Run(one, OrderedDevice(HARDWARE, policy=policy, seed=seed)).go()
     assert _steady(one, totals), totals
@@ -351,9 +337,9 @@ def totals_of(one: Case, policy: Policy, seed: int) -> Totals:
     return totals
 
 
-def run_everywhere(parts: Parts, policies: Sequence[tuple[Policy, int]] = POLICIES) -> None:
+def run_everywhere(parts, policies=POLICIES):
     """All cases in all orders; raises what the first to fail raises, or else that one took something else."""
-    odd: list[AssertionError] = []
+    odd = []
     for (policy, seed), one in product(policies, (*cases(), *disk_cases())):
         totals = Run(one, OrderedDevice(HARDWARE, policy=policy, seed=seed), parts).go()
         expected = totals_of(one, policy, seed)
@@ -368,7 +354,7 @@ def run_everywhere(parts: Parts, policies: Sequence[tuple[Policy, int]] = POLICI
         raise min(odd, key=lambda error: isinstance(error, SlowPassError))
 
 
-def _steady(one: Case, totals: Totals) -> bool:
+def _steady(one, totals):
     """Whether the last of several passes alike took what the plan predicts."""
     alike = len(one.plan.traces) == 1 and {how for _, how in one.passes[-2:]} == {"in order"}
     return not alike or totals.times[-1] == one.plan.schedules[0].predicted_ns

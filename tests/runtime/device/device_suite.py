@@ -4,27 +4,23 @@ test_device.py runs them on every device of the tests, and benchmarks/gpu on the
 no pytest is needed. Each raises AssertionError, or what the device raises.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
 from penstock.runtime.device.protocol import Device, FileRead, Move
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.device.weights import DeviceWeights
-from penstock.runtime.stream.engine import Streamer
 from penstock.schedule.facts.errors import SourceError, StreamError
-from tests.runtime.device.device_runs import Case, Memory, WrongBytesError, cases, disk_cases
-from tests.runtime.sim.faults import COPIES, READS, Fault
+from tests.runtime.device.device_runs import Memory, WrongBytesError, cases, disk_cases
+from tests.runtime.sim.faults import COPIES, READS
 
 
 @contextmanager
-def refused(error: type[Exception], words: str) -> Iterator[None]:
+def refused(error, words):
     """Expects an error whose message has these words."""
     said = "nothing"
     try:
@@ -34,24 +30,24 @@ def refused(error: type[Exception], words: str) -> Iterator[None]:
     assert re.search(words, said), f"expected {error.__name__} with {words!r}, got {said}"
 
 
-def host(device: Device, values: list[int]) -> torch.Tensor:
+def host(device, values):
     memory = device.allocate_host(len(values))
     memory.copy_(torch.tensor(values, dtype=torch.uint8))
     return memory
 
 
-def open_copies(device: Device) -> Any:
+def open_copies(device):
     """A stream of copies that runs behind what the memory allocated so far was used for before."""
     copies = device.open_stream("copies")
     device.wait(copies, device.record(device.current_stream()))
     return copies
 
 
-def finish(device: Device, stream: Any) -> None:
+def finish(device, stream):
     device.synchronize(device.record(stream))
 
 
-def memory_is_flat_aligned_and_of_the_size_asked_for(device: Device) -> None:
+def memory_is_flat_aligned_and_of_the_size_asked_for(device):
     for nbytes in (0, 1, 4097):
         for memory in (device.allocate(nbytes, "a test"), device.allocate_host(nbytes)):
             assert (memory.dtype, memory.shape) == (torch.uint8, (nbytes,))
@@ -59,7 +55,7 @@ def memory_is_flat_aligned_and_of_the_size_asked_for(device: Device) -> None:
     assert device.allocate(1, "a test").device == device.torch_device
 
 
-def a_copy_moves_what_it_names_and_nothing_else(device: Device) -> None:
+def a_copy_moves_what_it_names_and_nothing_else(device):
     source, target = host(device, [1, 2, 3, 4, 5, 6, 7, 8]), device.allocate(8, "a test")
     copies = open_copies(device)
     device.fill(copies, target, 0, 8, 9)
@@ -68,14 +64,14 @@ def a_copy_moves_what_it_names_and_nothing_else(device: Device) -> None:
     assert target.tolist() == [7, 9, 9, 9, 1, 2, 9, 9]
 
 
-def what_the_host_has_waited_for_has_run(device: Device) -> None:
+def what_the_host_has_waited_for_has_run(device):
     target, copies = device.allocate(8, "a test"), open_copies(device)
     device.fill(copies, target, 0, 8, 7)
     finish(device, copies)
     assert target.tolist() == [7] * 8
 
 
-def operations_of_one_stream_run_in_order(device: Device) -> None:
+def operations_of_one_stream_run_in_order(device):
     source, target = host(device, list(range(64))), device.allocate(64, "a test")
     copies = open_copies(device)
     for value in range(20):
@@ -85,7 +81,7 @@ def operations_of_one_stream_run_in_order(device: Device) -> None:
     assert target.tolist() == [19] * 64
 
 
-def kernels_wait_for_copies_and_copies_for_kernels(device: Device) -> None:
+def kernels_wait_for_copies_and_copies_for_kernels(device):
     source, target = host(device, [5] * 1024), device.allocate(1024, "a test")
     copies, kernels = device.open_stream("copies"), device.current_stream()
     found = []
@@ -99,7 +95,7 @@ def kernels_wait_for_copies_and_copies_for_kernels(device: Device) -> None:
     assert [one.tolist() for one in found] == [[5] * 512 + [value] * 512 for value in range(5)]
 
 
-def a_wait_for_what_is_done_goes_on(device: Device) -> None:
+def a_wait_for_what_is_done_goes_on(device):
     copies = device.open_stream("copies")
     event = device.record(copies)
     device.synchronize(event)
@@ -108,8 +104,8 @@ def a_wait_for_what_is_done_goes_on(device: Device) -> None:
     finish(device, copies)
 
 
-def a_disk_reads_what_it_is_asked_for_behind_what_it_waits_for(device: Device) -> None:
-    source: Any = Memory(bytes(range(64)))
+def a_disk_reads_what_it_is_asked_for_behind_what_it_waits_for(device):
+    source = Memory(bytes(range(64)))
     memory, target = device.allocate_host(8), device.allocate(16, "a test")
     disk, copies = device.open_disk(source), open_copies(device)
     for number in range(10):
@@ -126,14 +122,14 @@ def a_disk_reads_what_it_is_asked_for_behind_what_it_waits_for(device: Device) -
 class Broken(Memory):
     """A disk that fails at the third read."""
 
-    def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+    def read_into(self, file, offset, address, nbytes):
         if offset >= 2:
             raise SourceError("the disk is broken")
         super().read_into(file, offset, address, nbytes)
 
 
-def an_error_of_a_read_reaches_who_waits_for_it_and_ends_all_reading(device: Device) -> None:
-    source: Any = Broken(bytes(64))
+def an_error_of_a_read_reaches_who_waits_for_it_and_ends_all_reading(device):
+    source = Broken(bytes(64))
     disk, memory = device.open_disk(source), device.allocate_host(64)
     for number in range(2):
         device.read(disk, memory, [FileRead(0, number, number, 1)], "a read")
@@ -144,7 +140,7 @@ def an_error_of_a_read_reaches_who_waits_for_it_and_ends_all_reading(device: Dev
             device.wait(device.current_stream(), device.record(disk))
 
 
-def a_plan_runs(case: Case, device: Device) -> None:
+def a_plan_runs(case, device):
     """Two passes of each method, and what each step finds."""
     weights, streamer = load(case, device)
     for trace in (*case.plan.traces, *reversed(case.plan.traces)):
@@ -156,7 +152,7 @@ def a_plan_runs(case: Case, device: Device) -> None:
         streamer.begin(0)
 
 
-def a_copy_of_wrong_bytes_is_found(fault: Fault, device: Device) -> None:
+def a_copy_of_wrong_bytes_is_found(fault, device):
     """One of the faults that no order of streams can hide; those of waits need the simulated device."""
     fault.fired = 0
     for case in (*cases()[:3], disk_cases()[0]):
@@ -171,15 +167,15 @@ def a_copy_of_wrong_bytes_is_found(fault: Fault, device: Device) -> None:
     raise AssertionError("no step has found wrong bytes")
 
 
-def load(case: Case, device: Device, fault: Fault | None = None) -> tuple[DeviceWeights, DeviceStreamer]:
+def load(case, device, fault=None):
     """The weights of a case on a device, and their streamer; a fault may alter what the two are given."""
-    given: Any = fault.device(device) if fault else device
-    source: Any = fault.source(case.source) if fault else case.source
+    given = fault.device(device) if fault else device
+    source = fault.source(case.source) if fault else case.source
     weights = DeviceWeights(case.plan, case.storages, given, source)
     return weights, DeviceStreamer(case.plan, case.storages, given, weights, poison=True)
 
 
-def run_pass(case: Case, weights: DeviceWeights, streamer: Streamer, graph: int) -> None:
+def run_pass(case, weights, streamer, graph):
     """Run a method, and compare at each step what it reads. Raises WrongBytesError."""
     probed = streamer.probed(graph)
     streamer.begin(graph)
@@ -193,7 +189,7 @@ def run_pass(case: Case, weights: DeviceWeights, streamer: Streamer, graph: int)
     streamer.end(graph)
 
 
-def compare(case: Case, weights: DeviceWeights, storage: int) -> None:
+def compare(case, weights, storage):
     place = weights.ranges_of(storage)
     assert place is not None
     (extent,) = case.storages[storage].extents
@@ -204,7 +200,7 @@ def compare(case: Case, weights: DeviceWeights, storage: int) -> None:
 
 Check = Callable[[Device], None]
 
-_PLAIN: tuple[Check, ...] = (
+_PLAIN = (
     memory_is_flat_aligned_and_of_the_size_asked_for,
     a_copy_moves_what_it_names_and_nothing_else,
     what_the_host_has_waited_for_has_run,
@@ -215,14 +211,14 @@ _PLAIN: tuple[Check, ...] = (
     an_error_of_a_read_reaches_who_waits_for_it_and_ends_all_reading,
 )
 
-CHECKS: dict[str, Check] = {
+CHECKS = {
     **{check.__name__.replace("_", " "): check for check in _PLAIN},
     **{f"the plan {case.name!r} runs": partial(a_plan_runs, case) for case in cases()},
     **{f"the plan {case.name!r} runs from a disk": partial(a_plan_runs, case) for case in disk_cases()},
 }
 """What holds on every device, by name."""
 
-FAULTS: dict[str, Check] = {
+FAULTS = {
     f"{name}, which is found": partial(a_copy_of_wrong_bytes_is_found, fault)
     for name, fault in {**COPIES, **READS}.items()
     # No pass here leaves the planned order.

@@ -7,14 +7,11 @@ left out, made later, made on another stream, or made with other bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-
-from penstock.runtime.device.protocol import Device, FileRead, Move
-from penstock.runtime.files.source import Source
+from penstock.runtime.device.protocol import FileRead, Move
 
 GRANULE = 64
 
@@ -37,9 +34,9 @@ class Call:
     args: tuple[Any, ...]
 
     @property
-    def event(self) -> FaultyEvent:
+    def event(self):
         """That of a wait, a query or a synchronization."""
-        event: FaultyEvent = self.args[0]
+        event = self.args[0]
         return event
 
 
@@ -65,97 +62,97 @@ class Site:
 class FaultyDevice:
     """`device`, of whose calls those at `site` are replaced by `change`."""
 
-    def __init__(self, device: Device, site: Site, change: Change) -> None:
+    def __init__(self, device, site, change):
         self.device, self.site, self.change = device, site, change
         self.during, self.how = "load", ""
         self._matched = 0
-        self.recorded: dict[str, list[FaultyEvent]] = {"kernels": [], "copies": [], "disk": []}
-        self.named: dict[str, Any] = {}
-        self.memories: list[tuple[str, torch.Tensor]] = []
-        self._postponed: list[tuple[str, Call]] = []
+        self.recorded = {"kernels": [], "copies": [], "disk": []}
+        self.named = {}
+        self.memories = []
+        self._postponed = []
 
     # What is passed on as it is.
 
     @property
-    def name(self) -> str:
+    def name(self):
         return self.device.name
 
     @property
-    def torch_device(self) -> torch.device:
+    def torch_device(self):
         return self.device.torch_device
 
     @property
-    def in_reader(self) -> bool:
+    def in_reader(self):
         return self.device.in_reader
 
     @property
-    def capturing(self) -> bool:
+    def capturing(self):
         return self.device.capturing
 
-    def finish(self) -> None:
+    def finish(self):
         self.device.finish()
 
-    def free_host(self, memory: torch.Tensor) -> None:
+    def free_host(self, memory):
         self.device.free_host(memory)
 
-    def trim(self) -> None:
+    def trim(self):
         self.device.trim()
 
-    def open_stream(self, name: str) -> Any:
+    def open_stream(self, name):
         self.named[name] = self.device.open_stream(name)
         return self.named[name]
 
-    def current_stream(self) -> Any:
+    def current_stream(self):
         self.named["kernels"] = self.device.current_stream()
         return self.named["kernels"]
 
-    def open_disk(self, source: Source) -> Any:
+    def open_disk(self, source):
         self.named["disk"] = self.device.open_disk(source)
         return self.named["disk"]
 
-    def close(self) -> None:
+    def close(self):
         self.device.close()
 
     # What a fault may change.
 
-    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
-        memory: torch.Tensor = self._call(Call("allocate", None, (nbytes, purpose)))
+    def allocate(self, nbytes, purpose):
+        memory = self._call(Call("allocate", None, (nbytes, purpose)))
         self.memories.append(("arena" if purpose == "the arena" else "outside", memory))
         return memory
 
-    def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
-        memory: torch.Tensor = self._call(Call("allocate_host", None, (nbytes, once)))
+    def allocate_host(self, nbytes, *, once=False):
+        memory = self._call(Call("allocate_host", None, (nbytes, once)))
         self.memories.append(("ring" if once else "slab", memory))
         return memory
 
-    def read(self, disk: Any, target: torch.Tensor, reads: Sequence[FileRead], label: object) -> None:
+    def read(self, disk, target, reads, label):
         self._call(Call("read", disk, (target, list(reads), label)))
 
-    def copy(self, stream: Any, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
+    def copy(self, stream, target, moves, label):
         self._call(Call("copy", stream, (target, list(moves), label)))
 
-    def copy_out(self, stream: Any, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
+    def copy_out(self, stream, source, moves, label):
         self._call(Call("copy_out", stream, (source, list(moves), label)))
 
-    def fill(self, stream: Any, target: torch.Tensor, start: int, stop: int, value: int) -> None:
+    def fill(self, stream, target, start, stop, value):
         self._call(Call("fill", stream, (target, start, stop, value)))
 
-    def record(self, stream: Any) -> FaultyEvent:
+    def record(self, stream):
         return self._call(Call("record", stream, ()))
 
-    def mark(self, stream: Any, spent: FaultyEvent | None) -> FaultyEvent:
+    def mark(self, stream, spent):
         return self.record(stream)
 
-    def wait(self, stream: Any, event: FaultyEvent) -> None:
+    def wait(self, stream, event):
         self._call(Call("wait", stream, (event,)))
 
-    def query(self, event: FaultyEvent) -> bool:
+    def query(self, event):
         return self._call(Call("query", None, (event,)))
 
-    def synchronize(self, event: FaultyEvent) -> None:
+    def synchronize(self, event):
         self._call(Call("synchronize", None, (event,)))
 
-    def _call(self, call: Call) -> Any:
+    def _call(self, call):
         if not self._matches(call):
             return self.perform(call)
         self._matched += 1
@@ -163,7 +160,7 @@ class FaultyDevice:
             return self.perform(call)
         return self.change(self, call)
 
-    def _matches(self, call: Call) -> bool:
+    def _matches(self, call):
         site = self.site
         return (
             call.name == site.name
@@ -176,16 +173,16 @@ class FaultyDevice:
 
     # What changes are made of.
 
-    def kind_of(self, stream: Any) -> str:
+    def kind_of(self, stream):
         """Which of the streams this is; the kernels' on a device that makes a new object of it each time."""
         kinds = [kind for kind, known in self.named.items() if known is stream]
         return kinds[0] if kinds else "kernels"
 
-    def is_in(self, memory: str, tensor: torch.Tensor) -> bool:
+    def is_in(self, memory, tensor):
         """Whether a tensor is the memory of that name, or one of them."""
         return any(kind == memory and known is tensor for kind, known in self.memories)
 
-    def perform(self, call: Call) -> Any:
+    def perform(self, call):
         """Make the call on the device behind, and then what was put off until after it."""
         args = [one.event if isinstance(one, FaultyEvent) else one for one in call.args]
         if call.name == "allocate_host":
@@ -205,33 +202,33 @@ class FaultyDevice:
             self.perform(late[1])
         return done
 
-    def postpone(self, call: Call, until: str) -> None:
+    def postpone(self, call, until):
         """Make the call once the next call of the method `until` on its stream has been made."""
         self._postponed.append((until, call))
 
 
-Change: TypeAlias = Callable[[FaultyDevice, Call], Any]
+Change = Callable[[FaultyDevice, Call], Any]
 
 
 # Changes of any call.
 
 
-def leave_out(device: FaultyDevice, call: Call) -> None:
+def leave_out(device, call):
     pass
 
 
-def put_off(until: str) -> Change:
+def put_off(until):
     """The call is made after the next call of the method `until` on the same stream."""
     return lambda device, call: device.postpone(call, until)
 
 
-def block(device: FaultyDevice, call: Call) -> None:
+def block(device, call):
     """The host waits for the event, too."""
     device.perform(Call("synchronize", None, call.args))
     device.perform(call)
 
 
-def answer(value: bool) -> Change:
+def answer(value):
     """Of a query, whether or not the event has completed."""
     return lambda device, call: value
 
@@ -239,34 +236,34 @@ def answer(value: bool) -> Change:
 # Changes of what is waited for.
 
 
-def wait_for_older(count: int) -> Change:
+def wait_for_older(count):
     """The event recorded `count` events before on the same stream, or the first one."""
 
-    def change(device: FaultyDevice, call: Call) -> None:
+    def change(device, call):
         older = device.recorded[call.event.on][max(0, call.event.number - count)]
         device.perform(replace(call, args=(older,)))
 
     return change
 
 
-def wait_for(kind: str) -> Change:
+def wait_for(kind):
     """What is enqueued on another stream, instead of the event."""
     return lambda device, call: device.perform(
         replace(call, args=(device.perform(Call("record", device.named[kind], ())),))
     )
 
 
-def reverse(device: FaultyDevice, call: Call) -> None:
+def reverse(device, call):
     """The stream that should be waited for waits instead."""
     waiting = device.perform(Call("record", call.stream, ()))
     device.perform(Call("wait", device.named[call.event.on], (waiting,)))
 
 
-def record_on(kind: str) -> Change:
+def record_on(kind):
     return lambda device, call: device.perform(replace(call, stream=device.named[kind]))
 
 
-def give_first(device: FaultyDevice, call: Call) -> Any:
+def give_first(device, call):
     """The first event ever recorded on the stream, instead of a new one."""
     of_stream = device.recorded[device.kind_of(call.stream)]
     return of_stream[0] if of_stream else device.perform(call)
@@ -275,10 +272,10 @@ def give_first(device: FaultyDevice, call: Call) -> Any:
 # Changes of what is copied, read and filled.
 
 
-def shift(*, start: int = 0, target: int = 0, nbytes: int = 0) -> Change:
+def shift(*, start=0, target=0, nbytes=0):
     """All moves of a copy begin elsewhere, end elsewhere, or both."""
 
-    def change(device: FaultyDevice, call: Call) -> None:
+    def change(device, call):
         memory, moves, label = call.args
         moved = [Move(m.source, m.start + start, m.target + target, max(0, m.nbytes + nbytes)) for m in moves]
         device.perform(replace(call, args=(memory, moved, label)))
@@ -286,10 +283,10 @@ def shift(*, start: int = 0, target: int = 0, nbytes: int = 0) -> Change:
     return change
 
 
-def shift_read(*, offset: int = 0, target: int = 0, nbytes: int = 0) -> Change:
+def shift_read(*, offset=0, target=0, nbytes=0):
     """All parts of a read begin elsewhere, end elsewhere, or both."""
 
-    def change(device: FaultyDevice, call: Call) -> None:
+    def change(device, call):
         memory, reads, label = call.args
         moved = [
             FileRead(r.file, r.offset + offset, r.target + target, max(0, r.nbytes + nbytes)) for r in reads
@@ -299,10 +296,10 @@ def shift_read(*, offset: int = 0, target: int = 0, nbytes: int = 0) -> Change:
     return change
 
 
-def copy_without(source: str) -> Change:
+def copy_without(source):
     """Only those moves of a copy that are not from `slab` or `ring`."""
 
-    def change(device: FaultyDevice, call: Call) -> None:
+    def change(device, call):
         memory, moves, label = call.args
         kept = [move for move in moves if not device.is_in(source, move.source)]
         device.perform(replace(call, args=(memory, kept, label)))
@@ -310,8 +307,8 @@ def copy_without(source: str) -> Change:
     return change
 
 
-def fill_more(start: int, stop: int) -> Change:
-    def change(device: FaultyDevice, call: Call) -> None:
+def fill_more(start, stop):
+    def change(device, call):
         memory, first, last, value = call.args
         device.perform(replace(call, args=(memory, first + start, last + stop, value)))
 
@@ -321,13 +318,13 @@ def fill_more(start: int, stop: int) -> Change:
 # Changes of memory.
 
 
-def give_less(device: FaultyDevice, call: Call) -> torch.Tensor:
+def give_less(device, call):
     """Memory that is a granule smaller than asked for."""
-    given: torch.Tensor = device.perform(replace(call, args=(max(0, call.args[0] - GRANULE), *call.args[1:])))
+    given = device.perform(replace(call, args=(max(0, call.args[0] - GRANULE), *call.args[1:])))
     return given
 
 
-def overlap(device: FaultyDevice, call: Call) -> torch.Tensor:
+def overlap(device, call):
     """The ring begins a granule before the end of what the host holds."""
     nbytes, once = call.args
     if not once:

@@ -3,11 +3,8 @@
 No kernel here computes: copies and fills are enough, so that `make cuda-dry` runs this without a GPU.
 """
 
-from __future__ import annotations
-
 import gc
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +18,8 @@ from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.opening import accelerators
 from penstock.runtime.device.protocol import Move, aligned_bytes
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.module import StreamedModule
-from penstock.runtime.program import Program
 from tests.rig.rig_runs import RigRun
-from tests.runtime.device.device_runs import Case, cases, disk_cases
+from tests.runtime.device.device_runs import cases, disk_cases
 from tests.runtime.models import broken
 
 pytestmark = pytest.mark.skipif(
@@ -38,46 +33,44 @@ MANY, ONE = torch.arange(5.0), torch.arange(1.0)
 class Weights(nn.Module):
     """Copies its input and its weights: all of them for many inputs, and every second one for one input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weights = nn.ParameterList(torch.randn(3000 + 137 * k) for k in range(12))
 
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, x):
         return [one.clone() for one in (x, *(self.weights if len(x) > 1 else self.weights[::2]))]
 
 
 @pytest.fixture(scope="module")
-def module() -> Weights:
+def module():
     torch.manual_seed(0)
     return Weights().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
-def program(module: Weights, tmp_path_factory: pytest.TempPathFactory) -> Program:
+def program(module, tmp_path_factory):
     methods = {"many": export(module, (MANY,)), "one": export(module, (ONE,))}
     return penstock.compile(methods, tmp_path_factory.mktemp("weights") / "weights.penstock")
 
 
-def load(program: Program, share: str, wrap: Any = "overlap", device: str = "cuda") -> StreamedModule:
+def load(program, share, wrap="overlap", device="cuda"):
     budget = program.floor(device) if share == "floor" else share
     plan = program.plan(budget, device=device, hardware="h200", wrap=wrap)
     return load_module(program, plan, LoadOptions(device=device, poison=True))
 
 
-def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def equal(found, expected):
     return all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("case", [*cases(), *disk_cases()], ids=lambda case: case.name)
-def test_plans_run_while_the_host_goes_on(case: Case) -> None:
+def test_plans_run_while_the_host_goes_on(case):
     RigRun(case, name="cuda", blocked=lambda: 0).go()
 
 
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
 @pytest.mark.parametrize("share", ["floor", "50%", "100%"])
-def test_methods_find_their_weights_on_every_device(
-    program: Program, module: Weights, share: str, wrap: str
-) -> None:
+def test_methods_find_their_weights_on_every_device(program, module, share, wrap):
     for device in accelerators():
         with load(program, share, wrap, device) as streamed:
             many, one = MANY.to(device), ONE.to(device)
@@ -90,9 +83,7 @@ def test_methods_find_their_weights_on_every_device(
 
 
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
-def test_passes_on_streams_in_turn_see_each_others_weights(
-    program: Program, module: Weights, wrap: str
-) -> None:
+def test_passes_on_streams_in_turn_see_each_others_weights(program, module, wrap):
     streams = [torch.cuda.Stream() for _ in range(2)]
     many, found = MANY.to("cuda"), []
     with load(program, "50%", wrap) as streamed:
@@ -104,7 +95,7 @@ def test_passes_on_streams_in_turn_see_each_others_weights(
             assert equal(outputs, module(MANY))
 
 
-def captured(call: Any, value: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+def captured(call, value):
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     with torch.cuda.stream(torch.cuda.current_stream()):  # torch stays on its own where a capture fails
         try:
@@ -117,7 +108,7 @@ def captured(call: Any, value: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, list
     return graph, outputs
 
 
-def replayed(graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def replayed(graph, outputs):
     """What a replay writes into outputs that were other bytes before."""
     for one in outputs:
         one.fill_(-1.0)
@@ -126,9 +117,7 @@ def replayed(graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor]) -> list[t
 
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
-def test_one_method_is_replayed_and_the_other_is_called(
-    program: Program, module: Weights, share: str
-) -> None:
+def test_one_method_is_replayed_and_the_other_is_called(program, module, share):
     many, one = MANY.to("cuda"), ONE.to("cuda")
     with load(program, share, "barrier") as streamed:
         found = [(streamed.one(one), module(ONE)), (streamed.many(many), module(MANY))]
@@ -146,7 +135,7 @@ def test_one_method_is_replayed_and_the_other_is_called(
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # and so it should be
-def test_what_replays_would_not_do_is_not_captured(program: Program, module: Weights) -> None:
+def test_what_replays_would_not_do_is_not_captured(program, module):
     many = MANY.to("cuda")
     overlapping = program.plan("50%", device="cuda", hardware="h200")
     third = program.weight_bytes // 3
@@ -161,9 +150,7 @@ def test_what_replays_would_not_do_is_not_captured(program: Program, module: Wei
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("share", ["floor", "50%"])
-def test_copies_from_ordinary_memory_are_not_captured_and_go_on_behind(
-    program: Program, module: Weights, share: str
-) -> None:
+def test_copies_from_ordinary_memory_are_not_captured_and_go_on_behind(program, module, share):
     many, one = MANY.to("cuda"), ONE.to("cuda")
     budget = program.floor("cuda") if share == "floor" else share
     plan = program.plan(budget, device="cuda", hardware="h200", wrap="barrier")
@@ -176,9 +163,7 @@ def test_copies_from_ordinary_memory_are_not_captured_and_go_on_behind(
 
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
-def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(
-    program: Program, module: Weights, share: str
-) -> None:
+def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(program, module, share):
     many, one = MANY.to("cuda"), ONE.to("cuda")
     with load(program, share, "barrier") as streamed:
         streamed.many(many)
@@ -191,9 +176,7 @@ def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(
 
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
-def test_what_a_capture_would_load_is_not_taken_for_loaded(
-    program: Program, module: Weights, share: str
-) -> None:
+def test_what_a_capture_would_load_is_not_taken_for_loaded(program, module, share):
     many = MANY.to("cuda")
     with load(program, share, "barrier") as streamed:
         streamed.many(many)
@@ -205,7 +188,7 @@ def test_what_a_capture_would_load_is_not_taken_for_loaded(
             assert equal(replayed(*graph), module(MANY))
 
 
-def test_replays_after_closing_read_memory_that_is_still_theirs(program: Program, module: Weights) -> None:
+def test_replays_after_closing_read_memory_that_is_still_theirs(program, module):
     one = ONE.to("cuda")
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()
@@ -223,9 +206,7 @@ def test_replays_after_closing_read_memory_that_is_still_theirs(program: Program
 
 
 @pytest.mark.parametrize("share", ["50%", "100%"])
-def test_closing_waits_for_kernels_and_gives_all_memory_back(
-    program: Program, module: Weights, share: str
-) -> None:
+def test_closing_waits_for_kernels_and_gives_all_memory_back(program, module, share):
     many, stream = MANY.to("cuda"), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     torch.cuda.empty_cache()
@@ -247,7 +228,7 @@ def test_closing_waits_for_kernels_and_gives_all_memory_back(
     assert torch.cuda.memory_reserved() == reserved
 
 
-def test_host_memory_is_registered_by_its_size_until_it_is_given_back() -> None:
+def test_host_memory_is_registered_by_its_size_until_it_is_given_back():
     device = CudaDevice("cuda")
     memory = [device.allocate_host(nbytes) for nbytes in (1, 5000, 1 << 20)]
     assert [one.data_ptr() % PAGE for one in memory] == [0, 0, 0]
@@ -265,9 +246,7 @@ def test_host_memory_is_registered_by_its_size_until_it_is_given_back() -> None:
     assert not kept.is_pinned()
 
 
-def test_memory_that_cannot_be_registered_is_refused_and_leaves_no_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_cannot_be_registered_is_refused_and_leaves_no_error(monkeypatch):
     device, other = CudaDevice("cuda"), CudaDevice("cuda")
     memory = device.allocate_host(5000)
     monkeypatch.setattr(cuda, "aligned_bytes", lambda nbytes, alignment: memory)
@@ -282,19 +261,17 @@ def test_memory_that_cannot_be_registered_is_refused_and_leaves_no_error(
 
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("call", ["cudaHostRegister", "cudaHostUnregister"])
-def test_an_interrupt_at_a_call_leaves_nothing_registered_and_no_error(
-    monkeypatch: pytest.MonkeyPatch, call: str, behind: bool
-) -> None:
+def test_an_interrupt_at_a_call_leaves_nothing_registered_and_no_error(monkeypatch, call, behind):
     runtime, device, given = torch.cuda.cudart(), CudaDevice("cuda"), list[torch.Tensor]()
     calls = {name: getattr(runtime, name) for name in ("cudaHostRegister", "cudaHostUnregister")}
 
-    def interrupted(*args: int) -> int:
+    def interrupted(*args):
         monkeypatch.undo()
         if behind:  # what the call has returned is lost
             calls[call](*args)
         raise KeyboardInterrupt
 
-    def aligned(nbytes: int, alignment: int) -> torch.Tensor:
+    def aligned(nbytes, alignment):
         given.append(aligned_bytes(nbytes, alignment))
         return given[-1]
 
@@ -307,7 +284,7 @@ def test_an_interrupt_at_a_call_leaves_nothing_registered_and_no_error(
     assert [one.is_pinned() for one in given] == [False]
 
 
-def test_too_much_memory_is_refused_by_what_it_is_for() -> None:
+def test_too_much_memory_is_refused_by_what_it_is_for():
     device, total = CudaDevice("cuda"), torch.cuda.mem_get_info()[1]
     with pytest.raises(penstock.StreamError, match=r"cuda:0 is out of memory: .* for the arena do not fit"):
         device.allocate(total + 1, "the arena")
@@ -315,7 +292,7 @@ def test_too_much_memory_is_refused_by_what_it_is_for() -> None:
     device.close()
 
 
-def test_the_stream_of_copies_is_none_that_the_caller_can_get() -> None:
+def test_the_stream_of_copies_is_none_that_the_caller_can_get():
     device = CudaDevice("cuda")
     copies = device.open_stream("copies")
     mine = {torch.cuda.Stream().cuda_stream for _ in range(100)}
@@ -324,7 +301,7 @@ def test_the_stream_of_copies_is_none_that_the_caller_can_get() -> None:
     device.close()
 
 
-def test_copies_go_both_ways_in_pieces_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_go_both_ways_in_pieces_and_are_timed(monkeypatch):
     monkeypatch.setattr("penstock.runtime.device.accelerator.PIECE", 64)
     device = CudaDevice("cuda")
     clock, copies, there = EventClock(device), device.open_stream("copies"), device.allocate(300, "a test")

@@ -1,18 +1,14 @@
 """What every device does alike: cpu, sim and the rig in all orders, and cuda where there is one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.cuda import CudaDevice
-from penstock.runtime.device.protocol import Device, Move
+from penstock.runtime.device.protocol import Move
 from penstock.schedule.facts.errors import StreamError
 from tests.rig import machine
 from tests.runtime.device.cpu_device import CpuDevice
@@ -21,7 +17,7 @@ from tests.runtime.device.device_suite import CHECKS, FAULTS, a_copy_of_wrong_by
 from tests.runtime.sim.faults import Fault
 from tests.runtime.sim.ordered_device import OrderedDevice
 
-DEVICES: dict[str, Callable[[], Any]] = {
+DEVICES = {
     "cpu": CpuDevice,
     "sim, earliest": lambda: OrderedDevice(HARDWARE, policy="earliest"),
     "sim, latest": lambda: OrderedDevice(HARDWARE, policy="latest"),
@@ -37,12 +33,12 @@ DEVICES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU here: `make gpu` runs this where there is one")
     order = request.param.split(", ")[1:]
     with machine.ordered(order[0], int(order[1])) if request.param.startswith("rig") else nullcontext():
-        opened: Any = DEVICES[request.param]()
+        opened = DEVICES[request.param]()
         yield opened
         opened.finish()  # kernels, for which closing does not wait
         opened.close()
@@ -51,24 +47,24 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("name", CHECKS)
-def test_every_device(device: Device, name: str) -> None:
+def test_every_device(device, name):
     CHECKS[name](device)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "rig, late, 0"], indirect=True)
 @pytest.mark.parametrize("name", FAULTS)
-def test_copies_of_wrong_bytes_are_found_on_real_devices(device: Device, name: str) -> None:
+def test_copies_of_wrong_bytes_are_found_on_real_devices(device, name):
     FAULTS[name](device)
 
 
-def test_the_check_of_a_fault_fails_where_nothing_is_wrong() -> None:
+def test_the_check_of_a_fault_fails_where_nothing_is_wrong():
     device = CpuDevice()
     with pytest.raises(AssertionError, match="no step has found wrong bytes"):
         a_copy_of_wrong_bytes_is_found(Fault("bits"), device)
     device.close()
 
 
-def test_an_error_of_a_copy_reaches_who_waits_for_it() -> None:
+def test_an_error_of_a_copy_reaches_who_waits_for_it():
     device = CpuDevice()
     copies = device.open_stream("copies")
     device.copy(copies, device.allocate(1, "a test"), [Move(device.allocate_host(4), 0, 0, 4)], "too long")
@@ -78,6 +74,6 @@ def test_an_error_of_a_copy_reaches_who_waits_for_it() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_cuda_is_refused_by_name() -> None:
+def test_without_a_gpu_cuda_is_refused_by_name():
     with pytest.raises(StreamError, match=r"there is no device 'cuda' here .*the device sim:h200 runs plans"):
         CudaDevice("cuda")

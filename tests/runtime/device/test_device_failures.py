@@ -1,12 +1,9 @@
 """What fails midway on a device: the error reaches the caller, closing is clean, and the next load works."""
 
-from __future__ import annotations
-
 import gc
 import resource
 import threading
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
@@ -32,24 +29,24 @@ class FailingSim(SimDevice):
 
     method, at, calls = "", 0, 0
 
-    def fail(self, method: str, at: int) -> None:
+    def fail(self, method, at):
         self.method, self.at, self.calls = method, at, 0
 
-    def _count(self, method: str) -> None:
+    def _count(self, method):
         if method == self.method:
             self.calls += 1
             if self.calls >= self.at:
                 raise LostError("the device fell off the bus")
 
-    def copy(self, *args: Any) -> None:
+    def copy(self, *args):
         self._count("copy")
         super().copy(*args)
 
-    def close(self) -> None:
+    def close(self):
         with suppress(RaceError):  # nothing runs on a lost device any more
             super().close()
 
-    def record(self, *args: Any) -> Any:
+    def record(self, *args):
         self._count("record")
         return super().record(*args)
 
@@ -73,10 +70,10 @@ def test_a_device_that_fails_in_a_pass_is_closed_cleanly(stack, method, at):
             assert torch.equal(again(stack.tokens), stack.expected)
 
 
-def test_closing_waits_for_copies_on_their_way() -> None:
+def test_closing_waits_for_copies_on_their_way():
     one = disk_cases()[0]
     device = CpuDevice()
-    source: Any = one.source
+    source = one.source
     slow = threading.Event()
     original = source.read_into
     object.__setattr__(source, "read_into", lambda *place: (slow.wait(0.002), original(*place))[1])
@@ -95,7 +92,7 @@ class OneHelper(threading.Thread):
 
     started = 0
 
-    def start(self) -> None:
+    def start(self):
         if self.name == "penstock-close":
             OneHelper.started += 1
             if OneHelper.started > 5:
@@ -103,11 +100,11 @@ class OneHelper(threading.Thread):
         super().start()
 
 
-def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch) -> None:
+def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch):
     """A simulated device has no threads: whatever the caller's is called, nobody waits for himself."""
     one = disk_cases()[0]
     device = SimDevice()
-    source: Any = one.source
+    source = one.source
     weights = DeviceWeights(one.plan, one.storages, device, source)
     streamer = DeviceStreamer(one.plan, one.storages, device, weights)
     closed = threading.Event()
@@ -120,10 +117,10 @@ def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch
     assert (closed.is_set(), OneHelper.started) == (True, 0)
 
 
-def test_a_module_collected_on_its_own_disk_thread_is_closed_by_one_helper(monkeypatch) -> None:
+def test_a_module_collected_on_its_own_disk_thread_is_closed_by_one_helper(monkeypatch):
     one = disk_cases()[0]
     device = CpuDevice()
-    source: Any = one.source
+    source = one.source
     weights = DeviceWeights(one.plan, one.storages, device, source)
     streamer = DeviceStreamer(one.plan, one.storages, device, weights)
     closed = threading.Event()
@@ -136,10 +133,10 @@ def test_a_module_collected_on_its_own_disk_thread_is_closed_by_one_helper(monke
 
 
 @pytest.mark.parametrize("host", [None, 256])
-def test_thousands_of_passes_hold_no_more_memory(host: int | None) -> None:
+def test_thousands_of_passes_hold_no_more_memory(host):
     one = case("small", [2, 1, 3, 2], [[[0], [1], [2]]], 0.2, [(0, "in order")], host=host)
     device = CpuDevice()
-    source: Any = one.source
+    source = one.source
     weights = DeviceWeights(one.plan, one.storages, device, source)
     streamer = DeviceStreamer(one.plan, one.storages, device, weights)
     method = streamer.methods[0]
@@ -161,11 +158,11 @@ def test_thousands_of_passes_hold_no_more_memory(host: int | None) -> None:
     assert min(peak_later - peak, peak_last - peak_later) < 512  # KiB; what comes once is not the passes'
 
 
-def test_running_out_of_memory_in_a_pass_names_the_part_that_outgrew_its_share(stack, monkeypatch) -> None:
+def test_running_out_of_memory_in_a_pass_names_the_part_that_outgrew_its_share(stack, monkeypatch):
     program = stack.open()
     module = program.load(device_memory="20MiB", device="sim:t4")
 
-    def fail(*args: Any) -> Any:
+    def fail(*args):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(DeviceStreamer, "acquire", fail)
@@ -187,7 +184,7 @@ class Interrupted(SimDevice):
 
     interrupts = 0
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream):
         if self.interrupts:
             self.interrupts -= 1
             raise KeyboardInterrupt
@@ -195,11 +192,11 @@ class Interrupted(SimDevice):
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_an_interrupt_before_the_end_of_a_pass_is_recorded_leaves_no_kernel_behind(goes_on: bool) -> None:
+def test_an_interrupt_before_the_end_of_a_pass_is_recorded_leaves_no_kernel_behind(goes_on):
     device = Interrupted()
     memory, order = device.allocate(64, "weights"), PassOrder(device)
 
-    def interrupted() -> None:
+    def interrupted():
         with order.turn():
             device.kernels_touch(memory, 0, 64, "a kernel")
             device.interrupts = 1
@@ -213,13 +210,13 @@ def test_an_interrupt_before_the_end_of_a_pass_is_recorded_leaves_no_kernel_behi
     device.close()  # raises RaceError where a kernel may still use the memory that it gives back
 
 
-def test_an_interrupt_while_weights_are_loaded_is_not_hidden_by_what_it_leaves() -> None:
+def test_an_interrupt_while_weights_are_loaded_is_not_hidden_by_what_it_leaves():
     class Interrupting(Memory):
-        def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+        def read_into(self, file, offset, address, nbytes):
             raise KeyboardInterrupt
 
     device = SimDevice()
-    source: Any = Interrupting(bytes(8192))
+    source = Interrupting(bytes(8192))
     disk, target = device.open_disk(source), device.allocate(8192, "a test")
     work = [(target, FileRange(at, at + 4096, 0, at, at)) for at in (0, 4096)]
     with pytest.raises(KeyboardInterrupt):

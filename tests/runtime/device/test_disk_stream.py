@@ -1,12 +1,9 @@
 """The disk behind a device on real threads: every read happens, in the order that waits give."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +14,12 @@ from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.device.weights import DeviceWeights
 from penstock.schedule.facts.errors import StreamError
 from tests.runtime.device.cpu_device import CpuDevice
-from tests.runtime.device.device_runs import UNIT, Case, Memory, case
+from tests.runtime.device.device_runs import UNIT, Memory, case
 
 CONTENTS = bytes(range(256)) * 16
 
 
-def test_every_read_happens_however_threads_are_switched() -> None:
+def test_every_read_happens_however_threads_are_switched():
     """Thousands of reads into one memory, each after the last was looked at."""
     disk, memory = DiskStream(Memory(CONTENTS)), torch.zeros(64, dtype=torch.uint8)  # type: ignore[arg-type]
     chance = random.Random(0)
@@ -35,7 +32,7 @@ def test_every_read_happens_however_threads_are_switched() -> None:
     disk.close()
 
 
-def test_reads_wait_for_what_they_are_told_to() -> None:
+def test_reads_wait_for_what_they_are_told_to():
     disk, memory = DiskStream(Memory(CONTENTS)), torch.zeros(8, dtype=torch.uint8)  # type: ignore[arg-type]
     gate = threading.Event()
     disk.wait(lambda: gate.wait() and None)
@@ -50,11 +47,11 @@ def test_reads_wait_for_what_they_are_told_to() -> None:
     disk.close()
 
 
-def test_a_read_is_not_done_before_it_is() -> None:
+def test_a_read_is_not_done_before_it_is():
     gate = threading.Event()
 
     class Gated(Memory):
-        def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+        def read_into(self, file, offset, address, nbytes):
             assert offset or gate.wait(20)
             super().read_into(file, offset, address, nbytes)
 
@@ -72,10 +69,10 @@ def test_a_read_is_not_done_before_it_is() -> None:
     disk.close()
 
 
-def test_the_disk_waits_for_what_it_is_told_to_and_the_host_does_not() -> None:
+def test_the_disk_waits_for_what_it_is_told_to_and_the_host_does_not():
     device, gate, waited = CpuDevice(), threading.Event(), list[bool]()
-    event: Any = type("Gate", (), {"synchronize": lambda self: waited.append(gate.wait(5))})()
-    source: Any = Memory(CONTENTS)
+    event = type("Gate", (), {"synchronize": lambda self: waited.append(gate.wait(5))})()
+    source = Memory(CONTENTS)
     disk = device.open_disk(source)
     device.wait(disk, event)
     gate.set()
@@ -84,7 +81,7 @@ def test_the_disk_waits_for_what_it_is_told_to_and_the_host_does_not() -> None:
     device.close()
 
 
-def test_large_reads_are_cut_and_bring_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_reads_are_cut_and_bring_the_same(monkeypatch):
     monkeypatch.setattr("penstock.runtime.device.accelerator.PIECE", 8)
     stream, memory = DiskStream(Memory(CONTENTS)), torch.zeros(40, dtype=torch.uint8)  # type: ignore[arg-type]
     stream.read(memory, [FileRead(0, 3, 5, 30)])
@@ -96,12 +93,12 @@ def test_large_reads_are_cut_and_bring_the_same(monkeypatch: pytest.MonkeyPatch)
 class Slow(Memory):
     """Every read takes a moment."""
 
-    def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+    def read_into(self, file, offset, address, nbytes):
         time.sleep(0.01)
         super().read_into(file, offset, address, nbytes)
 
 
-def test_closing_does_not_read_what_nobody_wants_any_more() -> None:
+def test_closing_does_not_read_what_nobody_wants_any_more():
     disk, memory = DiskStream(Slow(CONTENTS)), torch.zeros(2000, dtype=torch.uint8)  # type: ignore[arg-type]
     disk.read(memory, [FileRead(0, k, k, 1) for k in range(2000)])
     event = disk.record()
@@ -113,10 +110,10 @@ def test_closing_does_not_read_what_nobody_wants_any_more() -> None:
         event.synchronize()
 
 
-def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch):
     disk, memory = DiskStream(Memory(CONTENTS)), torch.zeros(8, dtype=torch.uint8)  # type: ignore[arg-type]
 
-    def refuse(*work: Any) -> Any:
+    def refuse(*work):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(disk._readers, "submit", refuse)
@@ -126,7 +123,7 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
     disk.close()
 
 
-def streamed() -> Case:
+def streamed():
     again = [[0], [1, 2], [3], [0, 4], [5], [1, 6]]
     return case("disk", [4, 1, 6, 2, 2, 9, 3, 1], [again], 0.3, [(0, "in order")], host=6 * UNIT)
 
@@ -134,13 +131,13 @@ def streamed() -> Case:
 class Open:
     """A case on the CPU device, with threads that read and copy."""
 
-    def __init__(self, one: Case) -> None:
+    def __init__(self, one):
         self.one, self.device = one, CpuDevice()
-        source: Any = one.source
+        source = one.source
         self.weights = DeviceWeights(one.plan, one.storages, self.device, source)
         self.streamer = DeviceStreamer(one.plan, one.storages, self.device, self.weights, poison=True)
 
-    def run(self) -> None:
+    def run(self):
         """A pass in which every step finds its weights."""
         trace = self.one.plan.traces[0]
         method = self.streamer.methods[0]
@@ -158,13 +155,13 @@ class Open:
                 self.streamer.release(0, number)
         self.streamer.end(0)
 
-    def close(self) -> None:
+    def close(self):
         self.streamer.close()
         self.device.close()
         self.weights.close()
 
 
-def test_passes_on_real_threads_find_their_weights() -> None:
+def test_passes_on_real_threads_find_their_weights():
     for _ in range(12):
         opened = Open(streamed())
         for _ in range(25):
@@ -174,15 +171,15 @@ def test_passes_on_real_threads_find_their_weights() -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 120, 7))
-def test_an_interrupt_anywhere_leaves_nothing_wrong(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_anywhere_leaves_nothing_wrong(number, monkeypatch):
     """Ctrl-C in any call of the device, before or after it did its work: the next passes start over."""
     for after in (False, True):
         opened = Open(streamed())
         opened.run()
         left = [number]
 
-        def interrupting(call: Any, left: list[int] = left, after: bool = after) -> Any:
-            def run(*args: Any) -> Any:
+        def interrupting(call, left=left, after=after):
+            def run(*args):
                 left[0] -= 1
                 if left[0] == 0 and not after:
                     raise KeyboardInterrupt
@@ -207,10 +204,10 @@ def test_an_interrupt_anywhere_leaves_nothing_wrong(number: int, monkeypatch: py
         opened.close()
 
 
-def test_its_threads_cannot_wait_for_themselves_and_a_forked_child_has_none() -> None:
+def test_its_threads_cannot_wait_for_themselves_and_a_forked_child_has_none():
     opened = Open(streamed())
     opened.run()
-    seen: list[bool] = []
+    seen = []
     opened.device._disks[0].wait(lambda: seen.append(opened.streamer.in_reader))
     opened.device._disks[0].record().synchronize()
     assert seen == [True]

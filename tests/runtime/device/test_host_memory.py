@@ -1,12 +1,9 @@
 """Host memory that a device copies from: huge pages, the node of its first touch, and why not, in the log."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +23,7 @@ CPU = max(os.sched_getaffinity(0))
 
 
 @pytest.fixture
-def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sysfs(tmp_path, monkeypatch):
     """A system of two nodes and one that is a GPU's memory, with the rig beside node 1."""
     others = os.sched_getaffinity(0) - {CPU} or {CPU + 1}
     nodes = tmp_path / "devices" / "system" / "node"
@@ -42,7 +39,7 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
+def said():
     """Levels and messages of what is logged."""
     lines, handler, logger = list[str](), logging.Handler(), logging.getLogger("penstock")
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
@@ -55,7 +52,7 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[AcceleratorDevice]:
+def rig(monkeypatch):
     monkeypatch.setattr(memory, "_SLOW", 0)  # however slow this machine is, it asks for huge pages
     with machine.ordered("late"):
         told = SimpleNamespace(name="rig", pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=10)
@@ -67,11 +64,11 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[AcceleratorDevice]:
 
 
 @pytest.fixture
-def touched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[int]]]:
+def touched(monkeypatch):
     """Bytes and CPUs of whoever touches memory first."""
     populate, seen = memory._populate, list[tuple[int, set[int]]]()
 
-    def touch(address: int, nbytes: int) -> None:
+    def touch(address, nbytes):
         seen.append((nbytes, os.sched_getaffinity(0)))
         populate(address, nbytes)
 
@@ -79,7 +76,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[int]]]:
     return seen
 
 
-def test_all_pages_are_there_and_huge_ones_are_asked_for(rig: AcceleratorDevice) -> None:
+def test_all_pages_are_there_and_huge_ones_are_asked_for(rig):
     host = rig.allocate_host(NBYTES)
     assert all(mapped_pages(host.data_ptr(), NBYTES + -NBYTES % PAGE))
     for byte in (0, NBYTES // 2, NBYTES - 1):
@@ -87,9 +84,7 @@ def test_all_pages_are_there_and_huge_ones_are_asked_for(rig: AcceleratorDevice)
     assert host.fill_(7).unique().tolist() == [7]
 
 
-def test_the_first_touch_is_on_the_node_of_the_device(
-    sysfs: Path, rig: AcceleratorDevice, touched: list[tuple[int, set[int]]], said: list[str]
-) -> None:
+def test_the_first_touch_is_on_the_node_of_the_device(sysfs, rig, touched, said):
     before, threads = os.sched_getaffinity(0), threading.active_count()
     rig.allocate_host(NBYTES)
     assert {frozenset(cpus) for _, cpus in touched} == {frozenset({CPU})}
@@ -98,10 +93,8 @@ def test_the_first_touch_is_on_the_node_of_the_device(
     assert "NUMA" not in str(said)
 
 
-def test_threads_run_where_they_did_after_an_error(
-    sysfs: Path, rig: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(address: int, nbytes: int) -> None:
+def test_threads_run_where_they_did_after_an_error(sysfs, rig, monkeypatch):
+    def fail(address, nbytes):
         assert os.sched_getaffinity(0) == {CPU}
         raise StreamError("there is no memory")
 
@@ -112,40 +105,38 @@ def test_threads_run_where_they_did_after_an_error(
     assert (os.sched_getaffinity(0), threading.active_count()) == (before, threads)
 
 
-def test_nothing_is_done_or_said_where_there_is_one_node(
-    sysfs: Path, rig: AcceleratorDevice, touched: list[tuple[int, set[int]]], said: list[str]
-) -> None:
+def test_nothing_is_done_or_said_where_there_is_one_node(sysfs, rig, touched, said):
     (sysfs / "devices" / "system" / "node" / "node0" / "cpulist").write_text("\n")
     rig.allocate_host(NBYTES)
     assert {frozenset(cpus) for _, cpus in touched} == {frozenset(os.sched_getaffinity(0))}
     assert "NUMA" not in str(said)
 
 
-def node_is(text: str) -> Callable[[Path, pytest.MonkeyPatch], object]:
+def node_is(text):
     """Has the system tell another node of the device."""
     return lambda sysfs, patch: next(sysfs.glob("bus/pci/devices/*/numa_node")).write_text(text)
 
 
-def is_elsewhere(sysfs: Path, patch: pytest.MonkeyPatch) -> None:
+def is_elsewhere(sysfs, patch):
     """Keep this process off the CPUs of node 1."""
     patch.setattr(os, "sched_getaffinity", lambda process: {CPU + 1})
 
 
-def refuse_cpus(sysfs: Path, patch: pytest.MonkeyPatch) -> None:
-    def refuse(process: int, cpus: set[int]) -> None:
+def refuse_cpus(sysfs, patch):
+    def refuse(process, cpus):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     patch.setattr(os, "sched_setaffinity", refuse)
 
 
-def hide_address(sysfs: Path, patch: pytest.MonkeyPatch) -> None:
+def hide_address(sysfs, patch):
     patch.setattr(torch.get_device_module("rig"), "get_device_properties", lambda device: None)
 
 
-def refuse_huge_pages(sysfs: Path, patch: pytest.MonkeyPatch) -> None:
+def refuse_huge_pages(sysfs, patch):
     advise = memory.advise
 
-    def refuse(address: int, nbytes: int, advice: int) -> None:
+    def refuse(address, nbytes, advice):
         if advice == memory.MADV_HUGEPAGE:
             raise OSError(errno.EINVAL, "Invalid argument")
         advise(address, nbytes, advice)
@@ -155,7 +146,7 @@ def refuse_huge_pages(sysfs: Path, patch: pytest.MonkeyPatch) -> None:
 
 FAR, SMALL = "may lie on any NUMA node: ", "are not all in huge pages: "
 
-REASONS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+REASONS = {
     FAR + "the PCI address of the device is not known": hide_address,
     FAR + "/sys/bus/pci/devices/0001:3b:0a.0/numa_node names node -1, which has no CPUs": node_is("-1\n"),
     FAR + "/sys/bus/pci/devices/0001:3b:0a.0/numa_node names node 2, which has no CPUs": node_is("2\n"),
@@ -174,13 +165,7 @@ REASONS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_the_log_says_what_could_not_be_done_and_why(
-    sysfs: Path,
-    rig: AcceleratorDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    said: list[str],
-    reason: str,
-) -> None:
+def test_the_log_says_what_could_not_be_done_and_why(sysfs, rig, monkeypatch, said, reason):
     with monkeypatch.context() as patch:
         REASONS[reason](sysfs, patch)
         host = rig.allocate_host(NBYTES)
@@ -189,9 +174,7 @@ def test_the_log_says_what_could_not_be_done_and_why(
     assert host.fill_(7).unique().tolist() == [7]
 
 
-def test_the_log_says_that_another_allocator_takes_the_memory(
-    rig: AcceleratorDevice, said: list[str]
-) -> None:
+def test_the_log_says_that_another_allocator_takes_the_memory(rig, said):
     AcceleratorDevice("rig").allocate_host(HUGE_PAGE - 1)
     assert said == []
     AcceleratorDevice("rig").allocate_host(HUGE_PAGE)
@@ -200,9 +183,7 @@ def test_the_log_says_that_another_allocator_takes_the_memory(
     )
 
 
-def test_memory_smaller_than_a_huge_page_is_nothing_to_speak_of(
-    rig: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
+def test_memory_smaller_than_a_huge_page_is_nothing_to_speak_of(rig, monkeypatch, said):
     refuse_huge_pages(Path(), monkeypatch)
     assert rig.allocate_host(5000).fill_(7).unique().tolist() == [7]
     assert said == []

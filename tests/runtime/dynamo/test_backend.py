@@ -1,13 +1,10 @@
 """torch.compile with the backend "penstock": pieces of one module, one budget, the same bits."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ BUDGET = {"budget": "50%", "resident_below": "4KiB"}
 class Branching(nn.Module):
     """Two layers with a graph break between them, a tied weight, and a view of another."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
@@ -33,7 +30,7 @@ class Branching(nn.Module):
         self.mix = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
         self.register_buffer("count", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = torch.tanh(self.up(x))
         torch._dynamo.graph_break()
         self.count.add_(1)
@@ -44,7 +41,7 @@ class Branching(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def quiet():
     """Dynamo starts anew, and warns about itself."""
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch.no_grad():
@@ -54,7 +51,7 @@ def quiet() -> Iterator[None]:
     gc.collect()
 
 
-def saved(module: nn.Module, folder: object) -> str:
+def saved(module, folder):
     path = f"{folder}/model.safetensors"
     save_file({k: v for k, v in module.state_dict().items() if k != "again.weight"}, path)
     return path
@@ -142,11 +139,11 @@ def test_a_module_is_offloaded_once(tmp_path):
 class Blocks(nn.Module):
     """Equal layers, for which Dynamo compiles one piece."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
             torch._dynamo.graph_break()
@@ -164,7 +161,7 @@ def test_equal_layers_share_code_and_not_weights(tmp_path, regional):
     if regional:
         for layer in module.layers:
             layer.compile(backend="penstock", options=BUDGET)
-        streamed: Callable[..., torch.Tensor] = module
+        streamed = module
     else:
         streamed = torch.compile(module, backend="penstock", options=BUDGET)
     for _ in range(3):
@@ -176,11 +173,11 @@ def test_equal_layers_share_code_and_not_weights(tmp_path, regional):
 class Escaping(nn.Module):
     """Hands a view of a weight over a graph break."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         w = self.a.t()
         y = x @ self.a
         torch._dynamo.graph_break()
@@ -188,11 +185,11 @@ class Escaping(nn.Module):
 
 
 class Writing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.a.mul_(2)
         return x @ self.a
 
@@ -200,13 +197,13 @@ class Writing(nn.Module):
 class SyntheticBase(nn.Module):
     """Two views of one buffer, one of them written: AOTAutograd passes their base instead."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.register_buffer("kv", torch.zeros(2, 3, WIDTH))
         self.k, self.v = self.kv[0], self.kv[:1]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.k.copy_(x @ self.a)
         return self.k + self.v
 
@@ -239,11 +236,11 @@ def test_uses_outside_compiled_code_are_refused(tmp_path, use):
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.lstm(self.linear(x))[0]
 
 

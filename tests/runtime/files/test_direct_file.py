@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,20 +10,19 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.machine import rates
 from penstock.runtime.machine.rates import measure_read
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import WeightFile
 from tests.runtime.files.weight_files import GUARD, Memory, pattern, write_tensor
 
 NBYTES = 40_000
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WeightFile]:
+def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     return folder, write_tensor(folder / "w.safetensors", pattern(NBYTES))
 
 
 @pytest.fixture(scope="module", params=["direct", "buffered"])
-def source(request: pytest.FixtureRequest, file: tuple[Path, WeightFile]) -> Iterator[Source]:
+def source(request, file):
     with Source([file[1]], file[0], mode=request.param) as opened:
         yield opened
 
@@ -39,7 +34,7 @@ edges = st.one_of(
 
 
 @given(first=edges, second=edges, shift=st.one_of(st.just(0), st.integers(0, 4096)), congruent=st.booleans())
-def test_reads_like_a_slice(source: Source, first: int, second: int, shift: int, congruent: bool) -> None:
+def test_reads_like_a_slice(source, first, second, shift, congruent):
     content = source.path(0).read_bytes()
     start, stop = sorted(min(edge, len(content)) for edge in (first, second))
     memory = Memory(len(content) + 16384)
@@ -51,11 +46,11 @@ def test_reads_like_a_slice(source: Source, first: int, second: int, shift: int,
 
 
 @pytest.fixture
-def any_file_system() -> Iterator[None]:
+def any_file_system():
     """Files open for direct reads even where that is not supported (the reads then are not direct)."""
     real, flag = os.open, os.O_DIRECT
 
-    def without_flag(path: str, flags: int, mode: int = 0o777) -> int:
+    def without_flag(path, flags, mode=0o777):
         return real(path, flags & ~flag, mode)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -64,13 +59,11 @@ def any_file_system() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("any_file_system")
-def test_whole_blocks_are_read_directly(
-    file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_blocks_are_read_directly(file, monkeypatch):
     memory = Memory(NBYTES)
     real, calls = os.preadv, []
 
-    def record(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+    def record(fd, buffers, offset, flags=0):
         calls.append((fd, offset, sum(map(len, buffers))))
         return real(fd, buffers, offset, flags)
 
@@ -93,13 +86,11 @@ def test_whole_blocks_are_read_directly(
 
 @pytest.mark.usefixtures("any_file_system")
 @pytest.mark.parametrize("got", ["less", "error"])
-def test_what_a_direct_read_does_not_bring_comes_through_the_cache(
-    file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch, got: str
-) -> None:
+def test_what_a_direct_read_does_not_bring_comes_through_the_cache(file, monkeypatch, got):
     memory = Memory(NBYTES)
     real, fds = os.preadv, []
 
-    def fail_directly(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def fail_directly(fd, buffers, offset):
         fds.append(fd)
         if fd == direct and got == "error":
             raise OSError(errno.EIO, "Input/output error")
@@ -113,14 +104,14 @@ def test_what_a_direct_read_does_not_bring_comes_through_the_cache(
     assert memory.read(4001, 13001) == (file[0] / "w.safetensors").read_bytes()[4000:13000]
 
 
-def mask_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def mask_flag(monkeypatch):
     monkeypatch.delattr(os, "O_DIRECT")
 
 
-def mask_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def mask_open(monkeypatch):
     real = os.open
 
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+    def refuse(path, flags, mode=0o777):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(path, flags, mode)
@@ -128,15 +119,15 @@ def mask_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", refuse)
 
 
-def mask_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+def mask_read(monkeypatch):
+    def refuse(fd, buffers, offset):
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "preadv", refuse)
 
 
 @pytest.mark.parametrize("mask", [mask_flag, mask_open, mask_read])
-def test_without_direct_reads(file: tuple[Path, WeightFile], mask: object) -> None:
+def test_without_direct_reads(file, mask):
     assert callable(mask)
     memory = Memory(NBYTES)
     with pytest.MonkeyPatch.context() as patch:
@@ -150,10 +141,10 @@ def test_without_direct_reads(file: tuple[Path, WeightFile], mask: object) -> No
 
 
 @pytest.mark.usefixtures("any_file_system")
-def test_needs_larger_blocks(file: tuple[Path, WeightFile]) -> None:
+def test_needs_larger_blocks(file):
     real = os.preadv
 
-    def refuse_small(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def refuse_small(fd, buffers, offset):
         if len(buffers[0]) < 4096:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, buffers, offset)
@@ -165,15 +156,15 @@ def test_needs_larger_blocks(file: tuple[Path, WeightFile]) -> None:
         assert (source.mode, source.block) == ("direct", 4096)
 
 
-def test_buffered_when_asked(file: tuple[Path, WeightFile]) -> None:
+def test_buffered_when_asked(file):
     with Source([file[1]], file[0], mode="buffered") as source:
         assert (source.mode, source.note, source.block) == ("buffered", "", 1)
 
 
-def test_short_and_interrupted_reads_go_on(source: Source, file: tuple[Path, WeightFile]) -> None:
+def test_short_and_interrupted_reads_go_on(source, file):
     memory, real = Memory(NBYTES), os.preadv
 
-    def short(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def short(fd, buffers, offset):
         return real(fd, [buffers[0][: max(512, len(buffers[0]) // 2 // 512 * 512)]], offset)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -182,10 +173,10 @@ def test_short_and_interrupted_reads_go_on(source: Source, file: tuple[Path, Wei
     assert memory.read(0, NBYTES) == (file[0] / "w.safetensors").read_bytes()[:NBYTES]
 
 
-def test_io_error_in_the_middle(source: Source) -> None:
+def test_io_error_in_the_middle(source):
     memory, real = Memory(NBYTES), os.preadv
 
-    def fail(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def fail(fd, buffers, offset):
         if offset:
             raise OSError(errno.EIO, "Input/output error")
         return real(fd, [buffers[0][:1024]], offset)
@@ -197,20 +188,20 @@ def test_io_error_in_the_middle(source: Source) -> None:
     source.read_into(0, 0, memory.base, 8192)
 
 
-def test_memory_view_writes_raw_memory() -> None:
+def test_memory_view_writes_raw_memory():
     memory = Memory(16)
     memory_view(memory.base + 4, 3)[:] = b"abc"
     assert memory.read(3, 8) == bytes([GUARD]) + b"abc" + bytes([GUARD])
 
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
-def test_measure_read(file: tuple[Path, WeightFile], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_read(file, mode, monkeypatch):
     monkeypatch.setattr(rates, "_BLOCK", 4096)
     with Source([file[1], file[1]], file[0], mode="direct" if mode == "direct" else "buffered") as source:
-        places: list[tuple[int, int, int]] = []
+        places = []
         read = source.read_into
 
-        def record(file: int, offset: int, address: int, nbytes: int) -> None:
+        def record(file, offset, address, nbytes):
             places.append((file, offset, nbytes))
             read(file, offset, address, nbytes)
 

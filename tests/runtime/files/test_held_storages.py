@@ -1,7 +1,5 @@
 """What does not stream arrives while the program is loaded, and is waited for by the first call."""
 
-from __future__ import annotations
-
 import gc
 import re
 import subprocess
@@ -22,7 +20,7 @@ def test_loading_returns_before_the_weights_are_read_and_the_call_waits_for_them
     gate, read = threading.Event(), Source.read_into
     begun = threading.Event()
 
-    def behind_gate(*args: object) -> None:
+    def behind_gate(*args):
         begun.set()
         assert gate.wait(60)
         read(*args)
@@ -37,7 +35,7 @@ def test_loading_returns_before_the_weights_are_read_and_the_call_waits_for_them
         assert gate.is_set()
 
 
-def advised(address: int) -> bool:
+def advised(address):
     """Tells whether the kernel was asked for huge pages at an address."""
     with open("/proc/self/smaps", encoding="utf-8") as file:
         for line in file:
@@ -81,7 +79,7 @@ def test_large_memory_has_huge_pages_where_whole_ones_lie_in_it(phase):
 
 
 def test_a_read_that_fails_in_the_background_is_raised_by_every_call(stack, monkeypatch):
-    def fail(*args: object) -> None:
+    def fail(*args):
         raise SourceError("the disk is gone")
 
     program = stack.open()
@@ -98,7 +96,7 @@ def test_a_read_that_fails_in_the_background_is_raised_by_every_call(stack, monk
 def test_closing_does_not_wait_for_what_was_not_begun(stack, monkeypatch):
     gate, reads = threading.Event(), []
 
-    def count(*args: object) -> None:
+    def count(*args):
         reads.append(args)
         assert gate.wait(60)
 
@@ -114,7 +112,7 @@ def test_closing_does_not_wait_for_what_was_not_begun(stack, monkeypatch):
 def test_a_module_that_a_reader_collects_as_garbage_is_closed(stack, monkeypatch):
     gate, done, read = threading.Event(), threading.Event(), Source.read_into
 
-    def collect(*args: object) -> None:
+    def collect(*args):
         assert gate.wait(60)
         gc.collect()
         done.set()

@@ -2,20 +2,18 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
 from penstock.runtime.files import source as sources
 from penstock.runtime.files.source import Source
-from penstock.schedule.facts.model import WeightFile
 from tests.runtime.files.weight_files import Memory, pattern, write_tensor
 
 NBYTES = 64 << 10
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WeightFile]:
+def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     return folder, write_tensor(folder / "w.safetensors", pattern(NBYTES))
 
@@ -23,25 +21,23 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WeightFile]:
 class Watched:
     """A source open for direct reads on any file system, and which way it reads a pass."""
 
-    def __init__(
-        self, file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch, repeated: int | None = None
-    ) -> None:
-        self.room: int | None = 1 << 30
+    def __init__(self, file, monkeypatch, repeated=None):
+        self.room = 1 << 30
         self.cached = 0.0
         real_open, real_read, flag = os.open, os.preadv, os.O_DIRECT
         monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777: real_open(path, flags & ~flag, mode))
         monkeypatch.setattr(sources, "available_bytes", lambda: self.room)
         monkeypatch.setattr(Source, "_cached_fraction", lambda source: self.cached)
         self.source = Source([file[1]], file[0], repeated=file[1].nbytes if repeated is None else repeated)
-        self.fds: list[int] = []
+        self.fds = []
 
-        def record(fd: int, buffers: list[memoryview], offset: int) -> int:
+        def record(fd, buffers, offset):
             self.fds.append(fd)
             return real_read(fd, buffers, offset)
 
         monkeypatch.setattr(os, "preadv", record)
 
-    def read(self) -> str:
+    def read(self):
         nbytes = self.source.nbytes
         memory = Memory(nbytes + 64)
         self.fds.clear()
@@ -51,7 +47,7 @@ class Watched:
         return {self.source.files[0].direct_fd: "past", self.source.fd(0): "through"}[self.fds[1]]
 
 
-def test_the_second_pass_goes_through_a_cache_with_room(file, monkeypatch) -> None:
+def test_the_second_pass_goes_through_a_cache_with_room(file, monkeypatch):
     watched = Watched(file, monkeypatch)
     with watched.source:
         assert [watched.read() for _ in range(2)] == ["past", "through"]
@@ -59,7 +55,7 @@ def test_the_second_pass_goes_through_a_cache_with_room(file, monkeypatch) -> No
         assert [watched.read() for _ in range(3)] == ["through"] * 3
 
 
-def test_a_cache_without_room_is_left_alone(file, monkeypatch) -> None:
+def test_a_cache_without_room_is_left_alone(file, monkeypatch):
     watched = Watched(file, monkeypatch)
     watched.room = NBYTES // 2
     with watched.source:
@@ -68,21 +64,21 @@ def test_a_cache_without_room_is_left_alone(file, monkeypatch) -> None:
         assert [watched.read() for _ in range(2)] == ["past", "through"]
 
 
-def test_a_cache_that_loses_what_it_was_given_is_given_up(file, monkeypatch) -> None:
+def test_a_cache_that_loses_what_it_was_given_is_given_up(file, monkeypatch):
     watched = Watched(file, monkeypatch)
     watched.cached = 0.9
     with watched.source:
         assert [watched.read() for _ in range(6)] == ["past", "through", "through", "past", "past", "past"]
 
 
-def test_a_source_that_is_not_to_keep_stays_past_the_cache(file, monkeypatch) -> None:
+def test_a_source_that_is_not_to_keep_stays_past_the_cache(file, monkeypatch):
     watched = Watched(file, monkeypatch, 0)
     with watched.source:
         assert [watched.read() for _ in range(4)] == ["past"] * 4
 
 
-def test_a_system_that_takes_no_advice_reads_all_the_same(file, monkeypatch) -> None:
-    def refuse(*_: int) -> None:
+def test_a_system_that_takes_no_advice_reads_all_the_same(file, monkeypatch):
+    def refuse(*_):
         raise OSError(errno.EINVAL, "Invalid argument")
 
     watched = Watched(file, monkeypatch)

@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
 import tracemalloc
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ from penstock.runtime.files import pack as pack_module
 from penstock.runtime.files.artifact_files import file_chunks
 from penstock.runtime.files.pack import (
     PAD_PREFIX,
-    Chunk,
     PackEntry,
     tensor_chunks,
     write_packed,
@@ -28,21 +23,21 @@ from penstock.schedule.facts.errors import SourceError
 from tests.runtime.files.weight_files import pattern
 
 
-def tensor_entry(name: str, tensor: torch.Tensor) -> PackEntry:
+def tensor_entry(name, tensor):
     dtype = str(tensor.dtype).removeprefix("torch.")
     return PackEntry(
         name, dtype, tuple(tensor.shape), tensor.nbytes, lambda: tensor_chunks(storage_bytes(tensor))
     )
 
 
-def bytes_entry(name: str, data: bytes, *, nbytes: int | None = None) -> PackEntry:
+def bytes_entry(name, data, *, nbytes=None):
     nbytes = len(data) if nbytes is None else nbytes
     return PackEntry(name, "uint8", (nbytes,), nbytes, lambda: iter([data]))
 
 
-def test_every_dtype_loads_with_the_library(tmp_path: Path) -> None:
+def test_every_dtype_loads_with_the_library(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}
     for torch_name in (*TORCH_NAMES.values(), "complex128"):
         dtype = getattr(torch, torch_name)
         raw = torch.randint(0, 2, (3, 5 * dtype.itemsize), dtype=torch.uint8, generator=generator)
@@ -72,7 +67,7 @@ sizes = st.one_of(st.integers(0, 300), st.sampled_from([4096, 65535, 65536, 6553
 
 
 @given(st.lists(sizes, max_size=8))
-def test_alignment(tmp_path_factory: pytest.TempPathFactory, nbytes: list[int]) -> None:
+def test_alignment(tmp_path_factory, nbytes):
     path = tmp_path_factory.getbasetemp() / "aligned.safetensors"
     data = {f"w{i}": pattern(size, seed=i + 1) for i, size in enumerate(nbytes)}
     placed = write_packed(path, [bytes_entry(name, value) for name, value in data.items()], force=True)
@@ -93,17 +88,17 @@ def test_alignment(tmp_path_factory: pytest.TempPathFactory, nbytes: list[int]) 
             assert 0 < entry.nbytes < 4096
 
 
-def test_no_entries(tmp_path: Path) -> None:
+def test_no_entries(tmp_path):
     assert write_packed(tmp_path / "w.safetensors", []) == ()
     assert read_header(tmp_path / "w.safetensors").entries == {}
 
 
-def test_from_another_file_in_bounded_memory(tmp_path: Path) -> None:
+def test_from_another_file_in_bounded_memory(tmp_path):
     source = tmp_path / "source"
     with source.open("wb") as file:
         file.write(pattern(1 << 20))
         file.truncate(96 << 20)
-    done: list[int] = []
+    done = []
     entry = PackEntry("w", "int8", (96 << 20,), 96 << 20, lambda: file_chunks(source, 0, 96 << 20))
     tracemalloc.start()
     try:
@@ -117,11 +112,11 @@ def test_from_another_file_in_bounded_memory(tmp_path: Path) -> None:
     assert placed.sha256 == hashlib.sha256(source.read_bytes()).hexdigest()
 
 
-def test_large_files_are_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_flushed_on_the_way(tmp_path, monkeypatch):
     monkeypatch.setattr(pack_module, "_FLUSH_EVERY", 1 << 20)
     syncs, real = [], os.fsync
 
-    def count(fd: int) -> None:
+    def count(fd):
         syncs.append(fd)
         real(fd)
 
@@ -132,7 +127,7 @@ def test_large_files_are_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.
     assert len(syncs) >= 8
 
 
-def test_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
+def test_existing_file_is_kept_unless_forced(tmp_path):
     path = tmp_path / "w.safetensors"
     write_packed(path, [bytes_entry("w", b"old")])
     with pytest.raises(SourceError, match=r"w.safetensors exists; .*--force"):
@@ -143,12 +138,12 @@ def test_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["w.safetensors"]
 
 
-def no_space() -> Iterator[Chunk]:
+def no_space():
     yield b"ab"
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def interrupted() -> Iterator[Chunk]:
+def interrupted():
     yield b"ab"
     raise KeyboardInterrupt
 
@@ -158,7 +153,7 @@ def interrupted() -> Iterator[Chunk]:
     [(no_space, SourceError), (interrupted, KeyboardInterrupt), (lambda: iter([b"ab"]), SourceError)],
     ids=["disk full", "interrupted", "too few bytes"],
 )
-def test_failure_leaves_what_was_there(tmp_path: Path, chunks: object, error: type[BaseException]) -> None:
+def test_failure_leaves_what_was_there(tmp_path, chunks, error):
     assert callable(chunks)
     path = tmp_path / "w.safetensors"
     write_packed(path, [bytes_entry("w", b"old")])
@@ -169,7 +164,7 @@ def test_failure_leaves_what_was_there(tmp_path: Path, chunks: object, error: ty
     assert os.listdir(tmp_path) == ["w.safetensors"]
 
 
-def test_disk_full_is_seen_beforehand(tmp_path: Path) -> None:
+def test_disk_full_is_seen_beforehand(tmp_path):
     huge = 1 << 60
     with pytest.raises(SourceError, match=rf"needs {huge + 4096} bytes and \d+ are available"):
         write_packed(tmp_path / "w.safetensors", [bytes_entry("w", b"", nbytes=huge)])
@@ -178,15 +173,13 @@ def test_disk_full_is_seen_beforehand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("existing", [True, False])
-def test_disk_that_fills_up_while_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, *, existing: bool
-) -> None:
+def test_disk_that_fills_up_while_writing(tmp_path, monkeypatch, code, *, existing):
     path, real, written = tmp_path / "w.safetensors", os.write, []
     if existing:
         write_packed(path, [bytes_entry("w", b"old")])
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
 
-    def fill_up(fd: int, data: memoryview) -> int:
+    def fill_up(fd, data):
         if sum(written) >= 100_000:
             raise OSError(code, os.strerror(code))
         written.append(real(fd, data[:50_000]))
@@ -201,7 +194,7 @@ def test_disk_that_fills_up_while_writing(
     assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
 
 
-def test_no_folder(tmp_path: Path) -> None:
+def test_no_folder(tmp_path):
     with pytest.raises(SourceError, match="choose another output"):
         write_packed(tmp_path / "gone" / "w.safetensors", [])
 
@@ -219,19 +212,19 @@ def test_no_folder(tmp_path: Path) -> None:
         ([bytes_entry("w", b"123", nbytes=2)], "should have 2 bytes and its source gave 3"),
     ],
 )
-def test_contradictions_are_refused(entries: list[PackEntry], message: str, tmp_path: Path) -> None:
+def test_contradictions_are_refused(entries, message, tmp_path):
     with pytest.raises(SourceError, match=message):
         write_packed(tmp_path / "w.safetensors", entries)
     assert os.listdir(tmp_path) == []
 
 
-def test_missing_source_file(tmp_path: Path) -> None:
+def test_missing_source_file(tmp_path):
     entry = PackEntry("w", "uint8", (4,), 4, lambda: file_chunks(tmp_path / "gone", 0, 4))
     with pytest.raises(SourceError, match="gone is missing"):
         write_packed(tmp_path / "w.safetensors", [entry])
 
 
-def test_storage_bytes_covers_the_whole_storage() -> None:
+def test_storage_bytes_covers_the_whole_storage():
     base = torch.arange(10, dtype=torch.int16)
     assert bytes(storage_bytes(base[3:5])) == bytes(base.view(torch.uint8))
     assert b"".join(bytes(c) for c in tensor_chunks(storage_bytes(base.t()[::2]))) == bytes(

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import json
 import os
 import re
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +20,7 @@ from penstock.schedule.facts.errors import SourceError
 from tests.runtime.files.weight_files import header_bytes
 
 
-def entry(
-    start: int, stop: int, *, dtype: str = "U8", shape: Sequence[object] | None = None
-) -> dict[str, object]:
+def entry(start, stop, *, dtype="U8", shape=None):
     return {
         "dtype": dtype,
         "shape": [stop - start] if shape is None else shape,
@@ -34,7 +28,7 @@ def entry(
     }
 
 
-def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+def test_reads_what_the_library_writes(tmp_path):
     tensors = {
         name: torch.zeros(3, 5, dtype=getattr(torch, torch_name)) for name, torch_name in TORCH_NAMES.items()
     }
@@ -56,27 +50,27 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
         assert content[found.start : found.stop] == flat.numpy().tobytes()
 
 
-def test_entries_are_in_file_order(tmp_path: Path) -> None:
+def test_entries_are_in_file_order(tmp_path):
     path = tmp_path / "w.safetensors"
     path.write_bytes(header_bytes({"b": entry(4, 6), "none": entry(4, 4), "a": entry(0, 4)}) + bytes(6))
     assert list(read_header(path).entries) == ["a", "none", "b"]
 
 
-def test_dtype_tables_agree() -> None:
+def test_dtype_tables_agree():
     for name, torch_name in TORCH_NAMES.items():
         assert ITEM_BITS[name] == getattr(torch, torch_name).itemsize * 8
         assert SAFETENSORS_NAMES[torch_name] == name
     assert "complex128" not in SAFETENSORS_NAMES
 
 
-def test_trailing_spaces_are_padding(tmp_path: Path) -> None:
+def test_trailing_spaces_are_padding(tmp_path):
     path = tmp_path / "w.safetensors"
     path.write_bytes(header_bytes(json.dumps({"a": entry(0, 2)}) + "   ") + bytes(2))
     assert read_header(path).entries["a"].nbytes == 2
 
 
 A = '{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
-REFUSED: dict[str, tuple[object, int, str]] = {
+REFUSED = {
     "duplicate name": (f'{{"a":{A},"a":{A}}}', 4, "'a' occurs twice"),
     "duplicate field": ('{"a":' + A.replace("{", '{"dtype":"I8",', 1) + "}", 4, "'dtype' occurs twice"),
     "leading blank": (f' {{"a":{A}}}', 4, "begins with b' "),
@@ -117,7 +111,7 @@ REFUSED: dict[str, tuple[object, int, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refuses(case: str, tmp_path: Path) -> None:
+def test_refuses(case, tmp_path):
     fields, data_nbytes, message = REFUSED[case]
     path = tmp_path / "w.safetensors"
     path.write_bytes(header_bytes(fields) + bytes(data_nbytes))
@@ -130,14 +124,14 @@ def test_refuses(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\1\0\0", (5).to_bytes(8, "little") + b"{}", b"\xff" * 8 + b"{}"], ids=repr
 )
-def test_refuses_impossible_header_lengths(content: bytes, tmp_path: Path) -> None:
+def test_refuses_impossible_header_lengths(content, tmp_path):
     path = tmp_path / "w.safetensors"
     path.write_bytes(content)
     with pytest.raises(SourceError, match="header"):
         read_header(path)
 
 
-def test_refuses_huge_header_before_reading_it(tmp_path: Path) -> None:
+def test_refuses_huge_header_before_reading_it(tmp_path):
     path = tmp_path / "w.safetensors"
     path.write_bytes((HEADER_LIMIT + 1).to_bytes(8, "little"))
     os.truncate(path, HEADER_LIMIT * 2)
@@ -145,14 +139,14 @@ def test_refuses_huge_header_before_reading_it(tmp_path: Path) -> None:
         read_header(path)
 
 
-def test_missing_and_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_unreadable(tmp_path, monkeypatch):
     path = tmp_path / "w.safetensors"
     with pytest.raises(SourceError, match="is missing"):
         read_header(path)
 
     path.touch()
 
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)
@@ -161,9 +155,7 @@ def test_missing_and_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @given(st.binary(max_size=60), st.integers(0, 70), st.integers(0, 255))
-def test_never_fails_otherwise(
-    tmp_path_factory: pytest.TempPathFactory, tail: bytes, at: int, byte: int
-) -> None:
+def test_never_fails_otherwise(tmp_path_factory, tail, at, byte):
     path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
     content = bytearray(header_bytes({"a": entry(0, 4)}) + bytes(4))
     content[at % len(content)] = byte
@@ -175,13 +167,13 @@ def test_never_fails_otherwise(
     assert sum(found.nbytes for found in header.entries.values()) == header.file_nbytes - header.data_start
 
 
-def write_index(folder: Path, weight_map: object) -> Path:
+def write_index(folder, weight_map):
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return path
 
 
-def test_index_files(tmp_path: Path) -> None:
+def test_index_files(tmp_path):
     first, second = tmp_path / "m-1.safetensors", tmp_path / "m-2.safetensors"
     for path in (first, second):
         save_file({"a": torch.zeros(1)}, path)
@@ -203,7 +195,7 @@ def test_index_files(tmp_path: Path) -> None:
         (None, "weight_map"),
     ],
 )
-def test_index_refused(weight_map: object, message: str, tmp_path: Path) -> None:
+def test_index_refused(weight_map, message, tmp_path):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "m.safetensors")
@@ -211,7 +203,7 @@ def test_index_refused(weight_map: object, message: str, tmp_path: Path) -> None
         index_files(write_index(folder, weight_map))
 
 
-def test_index_files_refused(tmp_path: Path) -> None:
+def test_index_files_refused(tmp_path):
     with pytest.raises(SourceError, match=re.escape("holds no .safetensors file")):
         index_files(tmp_path)
     with pytest.raises(SourceError, match="not a file or folder"):

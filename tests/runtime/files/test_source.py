@@ -1,12 +1,8 @@
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,6 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.system import memory as page_cache
 from penstock.runtime.system.memory import cached_fraction
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import WeightFile
 from tests.runtime.files.weight_files import Memory, pattern, write_tensor
 from tests.soak.endurance import Interrupt
 
@@ -23,25 +18,25 @@ NBYTES = 40_000
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WeightFile]:
+def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     return folder, write_tensor(folder / "w.safetensors", pattern(NBYTES))
 
 
 @pytest.fixture
-def own_file(tmp_path: Path) -> tuple[Path, WeightFile]:
+def own_file(tmp_path):
     return tmp_path, write_tensor(tmp_path / "w.safetensors", pattern(NBYTES))
 
 
 @pytest.fixture(scope="module", params=["direct", "buffered"])
-def source(request: pytest.FixtureRequest, file: tuple[Path, WeightFile]) -> Iterator[Source]:
+def source(request, file):
     with Source([file[1]], file[0], mode=request.param) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("nbytes", [0, 4096, 10_000, 20_480])
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
-def test_truncated_while_open(own_file: tuple[Path, WeightFile], nbytes: int, mode: str) -> None:
+def test_truncated_while_open(own_file, nbytes, mode):
     folder, file = own_file
     memory = Memory(file.nbytes)
     with Source([file], folder, mode="direct" if mode == "direct" else "buffered") as source:
@@ -55,7 +50,7 @@ def test_truncated_while_open(own_file: tuple[Path, WeightFile], nbytes: int, mo
 
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
-def test_written_in_place_while_open(own_file: tuple[Path, WeightFile], mode: str) -> None:
+def test_written_in_place_while_open(own_file, mode):
     folder, file = own_file
     memory = Memory(file.nbytes)
     with Source([file], folder, mode="direct" if mode == "direct" else "buffered") as source:
@@ -83,14 +78,12 @@ def test_written_in_place_while_open(own_file: tuple[Path, WeightFile], mode: st
             source.read_into(0, 0, memory.base, 100)
 
 
-def test_written_in_the_middle_of_a_read(
-    own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_written_in_the_middle_of_a_read(own_file, monkeypatch):
     folder, file = own_file
     memory = Memory(NBYTES)
     real = os.preadv
 
-    def write_after(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def write_after(fd, buffers, offset):
         got = real(fd, buffers, offset)
         os.utime(folder / file.path, ns=(0, 0))
         return got
@@ -101,14 +94,12 @@ def test_written_in_the_middle_of_a_read(
             source.read_into(0, 0, memory.base, NBYTES)
 
 
-def test_truncation_that_shows_as_an_invalid_read(
-    own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncation_that_shows_as_an_invalid_read(own_file, monkeypatch):
     # Some file systems refuse a direct read that begins at an end within a block.
     folder, file = own_file
     memory = Memory(NBYTES)
 
-    def refuse(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def refuse(fd, buffers, offset):
         raise OSError(errno.EINVAL, "Invalid argument")
 
     with Source([file], folder) as source:
@@ -118,14 +109,14 @@ def test_truncation_that_shows_as_an_invalid_read(
             source.read_into(0, 0, memory.base, NBYTES)
 
 
-def test_refuses_ranges_outside_the_file(source: Source, file: tuple[Path, WeightFile]) -> None:
+def test_refuses_ranges_outside_the_file(source, file):
     memory = Memory(16)
     for offset, nbytes in ((file[1].nbytes - 8, 9), (-1, 4), (file[1].nbytes + 1, 0)):
         with pytest.raises(SourceError, match="does not belong to this file"):
             source.read_into(0, offset, memory.base, nbytes)
 
 
-def test_stamps_are_checked(own_file: tuple[Path, WeightFile]) -> None:
+def test_stamps_are_checked(own_file):
     folder, file = own_file
     write_tensor(folder / file.path, pattern(NBYTES, seed=5))
     with pytest.raises(SourceError, match="sampled blocks"):
@@ -137,8 +128,8 @@ def test_stamps_are_checked(own_file: tuple[Path, WeightFile]) -> None:
         Source([in_place], folder / "elsewhere")
 
 
-def test_unreadable(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
+def test_unreadable(own_file, monkeypatch):
+    def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)
@@ -146,11 +137,11 @@ def test_unreadable(own_file: tuple[Path, WeightFile], monkeypatch: pytest.Monke
         Source([own_file[1]], own_file[0])
 
 
-def descriptors() -> set[str]:
+def descriptors():
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_descriptors_are_closed(own_file: tuple[Path, WeightFile]) -> None:
+def test_descriptors_are_closed(own_file):
     folder, file = own_file
     before = descriptors()
     with Source([file, file], folder) as source:
@@ -170,9 +161,7 @@ def test_descriptors_are_closed(own_file: tuple[Path, WeightFile]) -> None:
     assert descriptors() == before
 
 
-def test_an_interrupt_of_a_close_leaves_nothing_that_another_does_not_close(
-    own_file: tuple[Path, WeightFile],
-) -> None:
+def test_an_interrupt_of_a_close_leaves_nothing_that_another_does_not_close(own_file):
     folder, file = own_file
     before, happened = descriptors(), []
     for line in range(1, 80):
@@ -187,12 +176,12 @@ def test_an_interrupt_of_a_close_leaves_nothing_that_another_does_not_close(
     assert not happened[-1]
 
 
-def test_close_waits_for_reads(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_reads(own_file, monkeypatch):
     folder, file = own_file
     memory, real = Memory(NBYTES), os.preadv
     reading, go_on = threading.Event(), threading.Event()
 
-    def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def slow(fd, buffers, offset):
         reading.set()
         assert go_on.wait(10)
         return real(fd, buffers, offset)
@@ -213,7 +202,7 @@ def test_close_waits_for_reads(own_file: tuple[Path, WeightFile], monkeypatch: p
     assert memory.read(0, NBYTES) == (folder / file.path).read_bytes()[:NBYTES]
 
 
-def test_a_forked_child_may_close(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_may_close(own_file, monkeypatch):
     source = Source([own_file[1]], own_file[0])
     with source._in_flight():
         # What a child sees whose parent was reading: another process, and a read without end.
@@ -222,7 +211,7 @@ def test_a_forked_child_may_close(own_file: tuple[Path, WeightFile], monkeypatch
     assert source.files == ()
 
 
-def test_cached_fraction(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_fraction(own_file, monkeypatch):
     folder, file = own_file
     with Source([file], folder) as source:
         (folder / file.path).read_bytes()

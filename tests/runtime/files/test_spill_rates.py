@@ -1,12 +1,9 @@
 """How fast a folder takes what leaves memory, and whether writes and reads at once slow each other."""
 
-from __future__ import annotations
-
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from penstock.schedule.facts.errors import SourceError
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -28,23 +25,21 @@ class Disk:
 
     block = 512
 
-    def __init__(self, link: AbstractContextManager[Any]) -> None:
+    def __init__(self, link):
         self._link = link
 
-    def write_from(self, offset: int, address: int, nbytes: int) -> None:
+    def write_from(self, offset, address, nbytes):
         with self._link:
             time.sleep(0.002)
 
     read_into = write_from
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
 @pytest.mark.parametrize(("link", "least", "most"), [(threading.Lock(), 0.6, 1.5), (nullcontext(), 1.5, 2.0)])
-def test_what_goes_on_both_ways_at_once(
-    link: AbstractContextManager[Any], least: float, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_on_both_ways_at_once(link, least, most, monkeypatch):
     monkeypatch.setattr(rates, "open_scratch", lambda folder, nbytes: Disk(link))
     writes, both, past = measure_writes(Path())
     assert past
@@ -52,7 +47,7 @@ def test_what_goes_on_both_ways_at_once(
     assert least <= both.median <= most
 
 
-def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_is_measured_and_left_as_it_was(tmp_path):
     folder = tmp_path / "spill"
     folder.mkdir()
     writes, both, _ = measure_writes(folder)
@@ -63,10 +58,10 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
         measure_writes(tmp_path / "none")
 
 
-def test_figures_of_a_folder_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Path] = []
+def test_figures_of_a_folder_are_remembered(tmp_path, monkeypatch):
+    asked = []
 
-    def measure(folder: Path) -> tuple[Trials, Trials, bool]:
+    def measure(folder):
         asked.append(folder)
         if folder.name == "none":
             raise SourceError("no file can be made")
@@ -82,11 +77,11 @@ def test_figures_of_a_folder_are_remembered(tmp_path: Path, monkeypatch: pytest.
     assert [leaving(tmp_path / "none") for _ in range(2)] == [None, None]
 
 
-def figure(quantity: Any, median: float) -> Measurement:
+def figure(quantity, median):
     return Measurement(Subject(quantity, this_machine(), "/tmp", "", "", "past"), median, 0.0, 0.0, 3, 0)
 
 
-def test_the_machine_says_how_values_leave() -> None:
+def test_the_machine_says_how_values_leave():
     in_turn = with_leaving(PRESET_CPU, Leaving(figure("writes", 1.5e9), figure("both ways", 1.2)))
     assert (in_turn.write_bytes_per_s, in_turn.duplex) == (1.5e9, False)
     assert in_turn.note.endswith("direct writes at 1.50 GB/s, in turn with reads")

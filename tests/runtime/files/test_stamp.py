@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import dataclasses
 import hashlib
-import mmap
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -21,29 +17,29 @@ from penstock.runtime.files.artifact_files import (
 )
 from penstock.runtime.files.safetensors_file import open_for_reading, read_header
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import Extent, Storage, WeightFile
+from penstock.schedule.facts.model import Extent, Storage
 from tests.runtime.files.weight_files import pattern, write_tensor
 
 NBYTES = 3 << 20
 
 
-def check_stamp(file: WeightFile, folder: Path, *, in_place: bool) -> None:
+def check_stamp(file, folder, *, in_place):
     path = locate(file, folder)
     with open_for_reading(path) as fd:
         check_open_file(fd, path, file, in_place=in_place)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "w.safetensors"
 
 
 @pytest.fixture
-def file(path: Path) -> WeightFile:
+def file(path):
     return write_tensor(path, pattern(NBYTES))
 
 
-def overwrite(path: Path, offset: int, data: bytes, *, keep_time: bool = False) -> None:
+def overwrite(path, offset, data, *, keep_time=False):
     status = path.stat()
     with path.open("r+b") as opened:
         opened.seek(offset)
@@ -52,7 +48,7 @@ def overwrite(path: Path, offset: int, data: bytes, *, keep_time: bool = False) 
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + shift))
 
 
-def test_stamp_describes_the_file(path: Path, file: WeightFile) -> None:
+def test_stamp_describes_the_file(path, file):
     content, header = path.read_bytes(), read_header(path)
     samples = b"".join(content[offset : offset + SAMPLE_BYTES] for offset in sample_offsets(header))
     assert file.path == "w.safetensors"
@@ -62,7 +58,7 @@ def test_stamp_describes_the_file(path: Path, file: WeightFile) -> None:
     check_stamp(file, path.parent, in_place=True)
 
 
-def test_samples_cover_ends_and_large_tensors(path: Path, file: WeightFile) -> None:
+def test_samples_cover_ends_and_large_tensors(path, file):
     header = read_header(path)
     offsets = sample_offsets(header)
     assert offsets[0] == 0
@@ -72,12 +68,10 @@ def test_samples_cover_ends_and_large_tensors(path: Path, file: WeightFile) -> N
 
 
 @pytest.mark.parametrize("brought", [0, SAMPLE_BYTES // 2, OSError(5, "Input/output error")])
-def test_samples_that_do_not_come_whole_past_the_cache_come_through_it(
-    path: Path, file: WeightFile, brought: int | OSError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_do_not_come_whole_past_the_cache_come_through_it(path, file, brought, monkeypatch):
     real, asked = os.preadv, []
 
-    def bring_less(fd: int, buffers: list[mmap.mmap], offset: int) -> int:
+    def bring_less(fd, buffers, offset):
         asked.append(offset)
         if isinstance(brought, OSError):
             raise brought
@@ -89,7 +83,7 @@ def test_samples_that_do_not_come_whole_past_the_cache_come_through_it(
     assert asked == list(sample_offsets(read_header(path)))
 
 
-def test_sampling_is_bounded(path: Path, file: WeightFile) -> None:
+def test_sampling_is_bounded(path, file):
     # Two thousand tensors of a gigabyte, of which only the header exists.
     header = read_header(path)
     large = {
@@ -101,7 +95,7 @@ def test_sampling_is_bounded(path: Path, file: WeightFile) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_other_weights_of_the_same_shapes(path: Path, file: WeightFile, in_place: bool) -> None:
+def test_other_weights_of_the_same_shapes(path, file, in_place):
     other = write_tensor(path, pattern(NBYTES, seed=3))
     assert other.header_sha256 == file.header_sha256
     same_time = dataclasses.replace(file, mtime_ns=other.mtime_ns, inode=other.inode)
@@ -109,20 +103,20 @@ def test_other_weights_of_the_same_shapes(path: Path, file: WeightFile, in_place
         check_stamp(same_time, path.parent, in_place=in_place)
 
 
-def test_other_header(path: Path, file: WeightFile) -> None:
+def test_other_header(path, file):
     write_tensor(path, pattern(NBYTES), name="v")
     with pytest.raises(SourceError, match=r"w.safetensors .* sha256 of its header was .* compile again"):
         check_stamp(file, path.parent, in_place=False)
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, NBYTES])
-def test_truncated(path: Path, file: WeightFile, nbytes: int) -> None:
+def test_truncated(path, file, nbytes):
     os.truncate(path, nbytes)
     with pytest.raises(SourceError, match=f"size in bytes was {file.nbytes} and is {nbytes}"):
         check_stamp(file, path.parent, in_place=False)
 
 
-def test_copies_count_only_where_files_are_packed(path: Path, file: WeightFile) -> None:
+def test_copies_count_only_where_files_are_packed(path, file):
     shutil.copy(path, path.with_name("copy"))
     os.replace(path.with_name("copy"), path)
     check_stamp(file, path.parent, in_place=False)
@@ -133,7 +127,7 @@ def test_copies_count_only_where_files_are_packed(path: Path, file: WeightFile) 
         check_stamp(file, path.parent, in_place=True)
 
 
-def test_what_only_full_hashes_catch(path: Path, file: WeightFile) -> None:
+def test_what_only_full_hashes_catch(path, file):
     header = read_header(path)
     start = header.entries["w"].start
     gap = next(o + SAMPLE_BYTES for o in sample_offsets(header) if o > start)
@@ -145,11 +139,11 @@ def test_what_only_full_hashes_catch(path: Path, file: WeightFile) -> None:
     assert hash_storage(storage, [file], path.parent) != before
 
 
-def test_hash_storage_goes_extent_after_extent(path: Path, file: WeightFile) -> None:
+def test_hash_storage_goes_extent_after_extent(path, file):
     content = path.read_bytes()
     scattered = Storage(30, "streamable", (Extent(0, 500, 0, 10), Extent(0, 1000, 10, 20)))
     whole = Storage(file.nbytes, "streamable", (Extent(0, 0, 0, file.nbytes),))
-    done: list[int] = []
+    done = []
     found = [hash_storage(one, [file], path.parent, progress=done.append) for one in (scattered, whole)]
     assert found == [
         hashlib.sha256(content[500:510] + content[1000:1020]).hexdigest(),
@@ -158,7 +152,7 @@ def test_hash_storage_goes_extent_after_extent(path: Path, file: WeightFile) -> 
     assert sum(done) == 30 + file.nbytes
 
 
-def test_missing(path: Path, file: WeightFile) -> None:
+def test_missing(path, file):
     path.unlink()
     with pytest.raises(SourceError, match=r"w.safetensors is missing: .* compile again"):
         list(file_chunks(path, 0, 1))
@@ -167,11 +161,11 @@ def test_missing(path: Path, file: WeightFile) -> None:
 
 
 @pytest.mark.parametrize("recorded", ["../w.safetensors", "a/../../w.safetensors", "", "w\0"])
-def test_paths_stay_inside_the_artifact(path: Path, file: WeightFile, recorded: str) -> None:
+def test_paths_stay_inside_the_artifact(path, file, recorded):
     with pytest.raises(SourceError, match="not inside"):
         check_stamp(dataclasses.replace(file, path=recorded), path.parent, in_place=False)
 
 
-def test_absolute_path(path: Path) -> None:
+def test_absolute_path(path):
     file = stamp_file(path, recorded_path=str(path)) if path.exists() else write_tensor(path, b"1234")
     check_stamp(dataclasses.replace(file, path=str(path)), path.parent / "elsewhere", in_place=True)

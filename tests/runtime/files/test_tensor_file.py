@@ -1,9 +1,6 @@
 """Tensors are read into memory of their own: a file that changes meanwhile is named."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,21 +14,21 @@ from tests.runtime.files.weight_files import header_bytes
 
 
 @pytest.fixture(autouse=True)
-def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_small_pieces(monkeypatch):
     monkeypatch.setattr(safetensors_file, "_PIECE", 64)
 
 
-def bytes_in(value: torch.Tensor) -> torch.Tensor:
+def bytes_in(value):
     return value.reshape(-1).view(torch.uint8)
 
 
-def test_tensors_are_on_the_cpu_wherever_torch_makes_its_own(tmp_path: Path) -> None:
+def test_tensors_are_on_the_cpu_wherever_torch_makes_its_own(tmp_path):
     save_file({"w": torch.arange(100.0)}, path := tmp_path / "w.safetensors")
     with torch.device("meta"), open_tensors(path) as opened:
         assert opened.get_tensor("w").tolist() == list(range(100))
 
 
-def test_tensors_are_those_of_the_library(tmp_path: Path) -> None:
+def test_tensors_are_those_of_the_library(tmp_path):
     torch.manual_seed(0)
     raw = torch.randint(0, 2, (960,), dtype=torch.uint8)  # bytes that are values of every dtype
     tensors = {name: raw.view(getattr(torch, torch_name)) for name, torch_name in TORCH_NAMES.items()}
@@ -47,7 +44,7 @@ def test_tensors_are_those_of_the_library(tmp_path: Path) -> None:
             assert torch.equal(bytes_in(found), bytes_in(expected.get_tensor(name)))
 
 
-def test_bytes_are_compared_to_the_last_one(tmp_path: Path) -> None:
+def test_bytes_are_compared_to_the_last_one(tmp_path):
     value = torch.arange(100.0)
     save_file({"w": value}, path := tmp_path / "w.safetensors")
     with open_tensors(path) as opened:
@@ -60,7 +57,7 @@ def test_bytes_are_compared_to_the_last_one(tmp_path: Path) -> None:
             assert not opened.holds("w", other)
 
 
-def test_a_file_that_becomes_shorter_is_named_and_not_read_as_zeros(tmp_path: Path) -> None:
+def test_a_file_that_becomes_shorter_is_named_and_not_read_as_zeros(tmp_path):
     save_file({"w": torch.ones(100)}, path := tmp_path / "w.safetensors")
     with open_tensors(path) as opened:
         os.truncate(path, path.stat().st_size - 4)
@@ -70,7 +67,7 @@ def test_a_file_that_becomes_shorter_is_named_and_not_read_as_zeros(tmp_path: Pa
             opened.holds("w", bytes_in(torch.ones(100)))
 
 
-def test_what_torch_has_no_dtype_for_is_named(tmp_path: Path) -> None:
+def test_what_torch_has_no_dtype_for_is_named(tmp_path):
     fields = {"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
     (path := tmp_path / "w.safetensors").write_bytes(header_bytes(fields) + b"\0")
     with open_tensors(path) as opened, pytest.raises(SourceError, match="'w' in F4, which torch has no"):

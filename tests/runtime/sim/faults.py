@@ -15,18 +15,11 @@ whether an abort starts over at once: the next pass does where it did not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
-from penstock.runtime.device.protocol import Device
-from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.schedule.facts.model import Drop, Schedule, Transfer
-from penstock.schedule.plan import Plan
 from tests.runtime.device.device_runs import Memory, Parts
 from tests.runtime.device.faulty_device import (
-    Call,
-    Change,
     FaultyDevice,
     Site,
     answer,
@@ -52,7 +45,7 @@ By = Literal["race", "bits", "error", "count"]
 class Fault(Parts):
     """A way in which a run goes wrong; `fired` counts how often something was altered."""
 
-    def __init__(self, by: By) -> None:
+    def __init__(self, by):
         self.by = by
         self.fired = 0
 
@@ -60,51 +53,51 @@ class Fault(Parts):
 class Passing:
     """A streamer that passes every call of the probes on to another."""
 
-    def __init__(self, streamer: DeviceStreamer) -> None:
+    def __init__(self, streamer):
         self.streamer = streamer
         self.counters, self.probed = streamer.counters, streamer.probed
 
-    def pass_on(self, name: str, *args: int) -> None:
+    def pass_on(self, name, *args):
         getattr(self.streamer, name)(*args)
 
-    def begin(self, graph: int) -> None:
+    def begin(self, graph):
         self.pass_on("begin", graph)
 
-    def acquire(self, graph: int, step: int) -> None:
+    def acquire(self, graph, step):
         self.pass_on("acquire", graph, step)
 
-    def release(self, graph: int, step: int) -> None:
+    def release(self, graph, step):
         self.pass_on("release", graph, step)
 
-    def end(self, graph: int) -> None:
+    def end(self, graph):
         self.pass_on("end", graph)
 
-    def abort(self) -> None:
+    def abort(self):
         self.pass_on("abort")
 
-    def close(self) -> None:
+    def close(self):
         self.pass_on("close")
 
 
 class OfDevice(Fault):
     """Calls of the device at `site` are replaced by `change`."""
 
-    def __init__(self, by: By, site: Site, change: Change) -> None:
+    def __init__(self, by, site, change):
         super().__init__(by)
         self._site, self._change = site, change
         self._device: FaultyDevice
 
-    def device(self, device: Device) -> FaultyDevice:
+    def device(self, device):
         self._device = FaultyDevice(device, self._site, self._count)
         return self._device
 
-    def streamer(self, streamer: DeviceStreamer) -> Passing:
+    def streamer(self, streamer):
         return _Telling(streamer, self._device)
 
-    def begin_pass(self, how: str) -> None:
+    def begin_pass(self, how):
         self._device.how = how
 
-    def _count(self, device: FaultyDevice, call: Call) -> Any:
+    def _count(self, device, call):
         self.fired += 1
         return self._change(device, call)
 
@@ -112,11 +105,11 @@ class OfDevice(Fault):
 class _Telling(Passing):
     """Tells a faulty device which of the streamer's calls is running."""
 
-    def __init__(self, streamer: DeviceStreamer, device: FaultyDevice) -> None:
+    def __init__(self, streamer, device):
         super().__init__(streamer)
         self._device = device
 
-    def pass_on(self, name: str, *args: int) -> None:
+    def pass_on(self, name, *args):
         self._device.during = name
         super().pass_on(name, *args)
 
@@ -124,15 +117,15 @@ class _Telling(Passing):
 class OfSource(Fault):
     """The source reads from another offset, or fewer bytes."""
 
-    def __init__(self, by: By, *, offset: int = 0, nbytes: int = 0) -> None:
+    def __init__(self, by, *, offset=0, nbytes=0):
         super().__init__(by)
         self._offset, self._nbytes = offset, nbytes
 
-    def source(self, source: Memory) -> Any:
+    def source(self, source):
         fault = self
 
         class Source(Memory):
-            def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+            def read_into(self, file, offset, address, nbytes):
                 fault.fired += 1
                 super().read_into(file, offset + fault._offset, address, max(0, nbytes + fault._nbytes))
 
@@ -142,15 +135,15 @@ class OfSource(Fault):
 class OfProbes(Fault):
     """The program's probes call something else, by the name of the call that is replaced."""
 
-    def __init__(self, by: By, **changes: Callable[..., object]) -> None:
+    def __init__(self, by, **changes):
         super().__init__(by)
         self._changes = changes
 
-    def streamer(self, streamer: DeviceStreamer) -> Passing:
+    def streamer(self, streamer):
         fault = self
 
         class Probes(Passing):
-            def pass_on(self, name: str, *args: int) -> None:
+            def pass_on(self, name, *args):
                 if name in fault._changes:
                     fault.fired += 1
                     fault._changes[name](self.streamer, *args)
@@ -163,40 +156,40 @@ class OfProbes(Fault):
 class OfPlan(Fault):
     """Weights, streamer, or both are given another plan than the verifier has accepted."""
 
-    def __init__(self, by: By, change: Callable[[Plan], Plan], to: str = "weights streamer") -> None:
+    def __init__(self, by, change, to="weights streamer"):
         super().__init__(by)
         self._change, self._to = change, to
 
-    def plan_of_weights(self, plan: Plan) -> Plan:
+    def plan_of_weights(self, plan):
         return self._spoil(plan) if "weights" in self._to else plan
 
-    def plan_of_streamer(self, plan: Plan) -> Plan:
+    def plan_of_streamer(self, plan):
         return self._spoil(plan) if "streamer" in self._to else plan
 
-    def _spoil(self, plan: Plan) -> Plan:
+    def _spoil(self, plan):
         spoiled = self._change(plan)
         self.fired += spoiled != plan
         return spoiled
 
 
-def of_schedules(change: Callable[[Schedule], Schedule]) -> Callable[[Plan], Plan]:
+def of_schedules(change):
     return lambda plan: replace(plan, schedules=tuple(map(change, plan.schedules)))
 
 
-def of_transfers(change: Callable[[Transfer], Transfer]) -> Callable[[Plan], Plan]:
+def of_transfers(change):
     return of_schedules(lambda s: replace(s, transfers=tuple(map(change, s.transfers))))
 
 
-def of_drops(change: Callable[[Drop], Drop]) -> Callable[[Plan], Plan]:
+def of_drops(change):
     return of_schedules(lambda s: replace(s, drops=tuple(map(change, s.drops))))
 
 
-def at_layout(plan: Plan) -> Plan:
+def at_layout(plan):
     pairs = zip(plan.addresses, plan.arena.layout, strict=True)
     return replace(plan, addresses=tuple(a if a < 0 else start for a, start in pairs))
 
 
-def nothing(*args: object) -> None:
+def nothing(*args):
     pass
 
 
@@ -424,9 +417,9 @@ PROBES = {
 }
 """Probes that the lowering has put elsewhere."""
 
-FAULTS: dict[str, Fault] = {**WAITS, **RECORDS, **COPIES, **READS, **PLANS, **PROBES}
+FAULTS = {**WAITS, **RECORDS, **COPIES, **READS, **PLANS, **PROBES}
 
-HARMLESS: dict[str, Fault] = {
+HARMLESS = {
     "queries say that every read is done": OfDevice("error", Site("query", behind="disk"), answer(True)),
     "aborts are forgotten": OfProbes("error", abort=nothing),
     "closing does not wait for copies": OfDevice(

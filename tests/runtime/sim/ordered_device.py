@@ -1,17 +1,11 @@
 """A simulated device that runs its streams in other orders, and one that checks what CUDA graphs ask for."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from penstock.runtime.device.simulated import SimDevice, SimDisk, SimEvent, SimStream
+from penstock.runtime.device.simulated import SimDevice, SimDisk
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Hardware
 
 Policy = Literal["earliest", "latest", "random", "lagging"]
 
@@ -19,11 +13,11 @@ Policy = Literal["earliest", "latest", "random", "lagging"]
 class OrderedDevice(SimDevice):
     """Runs what is enqueued at once, late (when it is waited for), at random, or late on one stream only."""
 
-    def __init__(self, hardware: Hardware | None = None, *, policy: Policy, seed: int = 0) -> None:
+    def __init__(self, hardware=None, *, policy, seed=0):
         super().__init__(hardware)
         self._policy, self._seed, self._chance = policy, seed, random.Random(seed)
 
-    def _enqueue(self, stream: SimStream, run: Callable[[], object]) -> None:
+    def _enqueue(self, stream, run):
         super()._enqueue(stream, run)
         if stream.of_kernels or self._is_late(stream):
             return
@@ -31,7 +25,7 @@ class OrderedDevice(SimDevice):
         for _ in range(self._chance.randint(0, count) if self._policy == "random" else count):
             self._step(stream)
 
-    def _is_late(self, stream: SimStream) -> bool:
+    def _is_late(self, stream):
         """Whether a stream runs only when it is waited for. Of all, the last one lags, or one before."""
         lagging = self._streams[-1 - self._seed % len(self._streams)]
         return stream is lagging if self._policy == "lagging" else self._policy == "latest"
@@ -45,21 +39,21 @@ class CapturedDevice(SimDevice):
     has done in the end. Reads from a disk cannot be captured.
     """
 
-    def __init__(self, hardware: Hardware | None) -> None:
+    def __init__(self, hardware):
         super().__init__(hardware)
         self._captures = self._now = 0  # how many there were, and which one goes on, 0 where none does
-        self._of_stream: dict[str, int] = {}
-        self._of_event: dict[int, tuple[int, SimEvent]] = {}
-        self._last: dict[str, int] = {}
+        self._of_stream = {}
+        self._of_event = {}
+        self._last = {}
         self._graph = self.open_kernels("graph")
-        self._memories: list[torch.Tensor] = []
+        self._memories = []
 
-    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+    def allocate(self, nbytes, purpose):
         self._memories.append(super().allocate(nbytes, purpose))
         return self._memories[-1]
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
+    def capture(self):
         self.finish()
         before, detector = [memory.clone() for memory in self._memories], self.detector.copy()
         self._captures += 1
@@ -80,15 +74,15 @@ class CapturedDevice(SimDevice):
             self.detector = detector
 
     @property
-    def capturing(self) -> bool:
+    def capturing(self):
         return self._now != 0
 
-    def record(self, stream: SimStream | SimDisk) -> SimEvent:
+    def record(self, stream):
         event = super().record(stream)
         self._of_event[id(event)] = (0 if isinstance(stream, SimDisk) else self._now), event
         return event
 
-    def wait(self, stream: Any, event: SimEvent) -> None:
+    def wait(self, stream, event):
         capture = self._of_event[id(event)][0]
         if capture != self._now:
             raise StreamError("a capture waits for an event from outside it, or the other way round")
@@ -96,11 +90,11 @@ class CapturedDevice(SimDevice):
             self._of_stream[one.name] = capture
         super().wait(stream, event)
 
-    def _operation(self, stream: SimStream) -> None:
+    def _operation(self, stream):
         if self._of_stream.get(stream.name, 0) != self._now:
             raise StreamError(f"{stream.name} is used in a capture that it takes no part in")
         super()._operation(stream)
 
-    def _enqueue(self, stream: SimStream, run: Callable[[], object]) -> None:
+    def _enqueue(self, stream, run):
         self._last[stream.name] = self.detector.clock_of(stream.name)[stream.name]
         super()._enqueue(stream, run)

@@ -1,10 +1,6 @@
 """Passes that a caller captures as a CUDA graph, by the rules of graphs, beside passes that are called."""
 
-from __future__ import annotations
-
 import gc
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +9,6 @@ from torch.export import export
 
 import penstock
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.module import StreamedModule
-from penstock.runtime.program import Program
 from tests.runtime.models import Stack, aligned, broken
 from tests.runtime.sim.ordered_device import CapturedDevice
 
@@ -22,7 +16,7 @@ PREFILL, DECODE = torch.arange(12).view(2, 6), torch.arange(2).view(2, 1)
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, nn.Module]:
+def program(tmp_path_factory):
     """One method for six tokens and one for a single token, with the same weights."""
     torch.manual_seed(0)
     module = aligned(Stack(64, 4, 90).eval()).requires_grad_(False)
@@ -31,7 +25,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, nn.Modul
     return penstock.compile(methods, path), module
 
 
-def load(opened: Program, share: str = "50%") -> tuple[StreamedModule, CapturedDevice]:
+def load(opened, share="50%"):
     budget = opened.floor("sim:t4") if share == "floor" else share
     plan = opened.plan(budget, device="sim:t4", wrap="barrier")
     device = CapturedDevice(plan.hardware)
@@ -39,7 +33,7 @@ def load(opened: Program, share: str = "50%") -> tuple[StreamedModule, CapturedD
 
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
-def test_one_method_is_captured_and_the_other_is_called(program: Any, share: str) -> None:
+def test_one_method_is_captured_and_the_other_is_called(program, share):
     """The one on a stream of its own, and the other on one of two in turn."""
     module, (streamed, device) = program[1], load(program[0], share)
     streams = [device.current_stream(), device.open_kernels("another")]
@@ -61,21 +55,21 @@ def test_one_method_is_captured_and_the_other_is_called(program: Any, share: str
 class Shallow(nn.Module):
     """One method goes through all layers, and the other through the first, which stays."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.others = nn.Linear(64, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
 
-    def deep(self, x: torch.Tensor) -> torch.Tensor:
+    def deep(self, x):
         x = self.first(x)
         for layer in self.others:
             x = layer(x).relu()
         return x
 
-    def shallow(self, x: torch.Tensor) -> torch.Tensor:
+    def shallow(self, x):
         return self.first(x)
 
 
-def test_a_pass_that_copies_nothing_is_captured_behind_one_that_does(tmp_path: Path) -> None:
+def test_a_pass_that_copies_nothing_is_captured_behind_one_that_does(tmp_path):
     module, x, methods = Shallow().requires_grad_(False), torch.randn(2, 64), {}
     for name in ("deep", "shallow"):
         module.forward = getattr(module, name)
@@ -94,7 +88,7 @@ def test_a_pass_that_copies_nothing_is_captured_behind_one_that_does(tmp_path: P
 
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
-def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(program: Any, share: str) -> None:
+def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(program, share):
     module, (streamed, device) = program[1], load(program[0], share)
     with torch.no_grad(), streamed:
         for _ in range(2):
@@ -108,7 +102,7 @@ def test_an_exception_in_a_capture_leaves_later_calls_as_they_were(program: Any,
 
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
-def test_what_a_capture_would_load_is_not_taken_for_loaded(program: Any, share: str) -> None:
+def test_what_a_capture_would_load_is_not_taken_for_loaded(program, share):
     module, (streamed, device) = program[1], load(program[0], share)
     with torch.no_grad(), streamed:
         assert torch.equal(streamed.decode(DECODE), module(DECODE))
@@ -120,7 +114,7 @@ def test_what_a_capture_would_load_is_not_taken_for_loaded(program: Any, share: 
             assert torch.equal(call(tokens), module(tokens))
 
 
-def test_what_replays_would_not_do_is_not_captured(program: Any) -> None:
+def test_what_replays_would_not_do_is_not_captured(program):
     """Bringing weights for a pass to come, and reading from disk."""
     opened, module = program
     overlapping = opened.plan("50%", device="sim:t4")
@@ -138,7 +132,7 @@ def test_what_replays_would_not_do_is_not_captured(program: Any) -> None:
                     streamed.decode(DECODE)
 
 
-def test_memory_that_replays_may_touch_is_kept_until_the_module_is_gone(program: Any) -> None:
+def test_memory_that_replays_may_touch_is_kept_until_the_module_is_gone(program):
     streamed, device = load(program[0])
     with torch.no_grad():
         streamed.decode(DECODE)

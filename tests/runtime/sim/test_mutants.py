@@ -5,13 +5,9 @@ by an error of penstock's own; any other exception is a failure of the test. A c
 refused by the verifier, or run right: what the device finds, the verifier refuses.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,13 +16,11 @@ from penstock.runtime.device.simulated import HOST as THE_HOST
 from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.schedule.facts.errors import PenstockError, PlanError
-from penstock.schedule.facts.model import Drop, HostTier, Range, Schedule, Transfer
-from penstock.schedule.plan import Plan
+from penstock.schedule.facts.model import Drop, Range
 from penstock.schedule.verify.proof import verify_plan
 from tests.runtime.device.device_runs import (
     HARDWARE,
     POLICIES,
-    Case,
     CountError,
     Parts,
     Run,
@@ -36,14 +30,14 @@ from tests.runtime.device.device_runs import (
     run_everywhere,
     small_cases,
 )
-from tests.runtime.device.faulty_device import Call, FaultyDevice, Site
+from tests.runtime.device.faulty_device import Site
 from tests.runtime.sim.faults import FAULTS, HARMLESS, IN_CALLS, OfDevice
 from tests.runtime.sim.ordered_device import OrderedDevice
 
 FOUND = (WrongBytesError, CountError, SlowPassError, PenstockError)
 """RaceError and what is out of bounds are PenstockErrors."""
 
-BY: dict[type[Exception], str] = {
+BY = {
     RaceError: "race",
     WrongBytesError: "bits",
     CountError: "count",
@@ -51,12 +45,12 @@ BY: dict[type[Exception], str] = {
 }
 
 
-def test_a_run_without_a_fault_takes_what_it_should() -> None:
+def test_a_run_without_a_fault_takes_what_it_should():
     run_everywhere(Parts())
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found(name: str) -> None:
+def test_faults_are_found(name):
     fault = FAULTS[name]
     fault.fired = 0
     with pytest.raises(FOUND) as found:
@@ -69,7 +63,7 @@ def test_faults_are_found(name: str) -> None:
     "name",
     ["kernels do not wait for copies", "a copy ends a granule early", "resident ranges are not copied"],
 )
-def test_the_outputs_of_a_program_show_faults(stack: Any, name: str) -> None:
+def test_the_outputs_of_a_program_show_faults(stack, name):
     """Where nothing tells the simulated device what kernels read, as on a real one."""
     fault, program = FAULTS[name], stack.open()
     fault.fired = 0
@@ -83,13 +77,13 @@ def test_the_outputs_of_a_program_show_faults(stack: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_the_streamer_does_not_rely_on_changes_nothing(name: str) -> None:
+def test_what_the_streamer_does_not_rely_on_changes_nothing(name):
     HARMLESS[name].fired = 0
     run_everywhere(HARMLESS[name], POLICIES[:1])
     assert HARMLESS[name].fired
 
 
-def test_faults_are_counted_by_what_finds_them() -> None:
+def test_faults_are_counted_by_what_finds_them():
     assert Counter(fault.by for fault in FAULTS.values()) == {
         "race": 61,
         "bits": 32,
@@ -99,7 +93,7 @@ def test_faults_are_counted_by_what_finds_them() -> None:
 
 
 @pytest.mark.parametrize(("name", "first"), [("barrier", 2), ("breaks", 1)])
-def test_every_single_wait_is_needed(name: str, first: int) -> None:
+def test_every_single_wait_is_needed(name, first):
     """Each is left out alone: unless its stream was behind the event already, that is a race.
 
     Only the `first` copies of all wait for kernels that have read nothing yet.
@@ -114,11 +108,11 @@ def test_every_single_wait_is_needed(name: str, first: int) -> None:
     assert unneeded == first
 
 
-def without_wait(case: Case, number: int) -> str:
+def without_wait(case, number):
     """What becomes of a run without its n-th wait: `race`, `redundant`, `unneeded`, or `none` without one."""
-    redundant: list[bool] = []
+    redundant = []
 
-    def leave_out(device: FaultyDevice, call: Call) -> None:
+    def leave_out(device, call):
         detector, known = case_device.detector, call.event.event.known
         clocks = [detector.clock_of(THE_HOST), detector.clock_of(call.stream.name)]
         redundant.append(all(max(c.get(one, 0) for c in clocks) >= known[one] for one in known))
@@ -132,7 +126,7 @@ def without_wait(case: Case, number: int) -> str:
     return ("redundant" if redundant[0] else "unneeded") if redundant else "none"
 
 
-def mutants_of(plan: Plan) -> Iterator[Plan]:
+def mutants_of(plan):
     """Each transfer, drop, address, resident range and boundary of a plan taken out or moved."""
     for number, schedule in enumerate(plan.schedules):
         for changed in _of_schedule(schedule, len(plan.traces[number].steps)):
@@ -150,13 +144,13 @@ def mutants_of(plan: Plan) -> Iterator[Plan]:
     yield from (replace(plan, host=host) for host in _of_host(plan.host))
 
 
-def _of_ranges(ranges: Sequence[Range]) -> Iterator[tuple[Range, ...]]:
+def _of_ranges(ranges):
     for k, item in enumerate(ranges):
         for new in ((), (Range(item.start + 64, item.stop),), (Range(item.start, item.stop - 64),)):
             yield (*ranges[:k], *new, *ranges[k + 1 :])
 
 
-def _of_host(host: HostTier | None) -> Iterator[HostTier | None]:
+def _of_host(host):
     if host is None:
         return
     yield None
@@ -167,7 +161,7 @@ def _of_host(host: HostTier | None) -> Iterator[HostTier | None]:
             yield replace(host, resident=(*held[:k], *new, *held[k + 1 :]))
 
 
-def _of_schedule(schedule: Schedule, steps: int) -> Iterator[Schedule]:
+def _of_schedule(schedule, steps):
     moved = schedule.transfers
     for k, t in enumerate(moved):
         for new in _of_transfer(t, steps):
@@ -190,7 +184,7 @@ def _of_schedule(schedule: Schedule, steps: int) -> Iterator[Schedule]:
             yield replace(schedule, drops=(*schedule.drops[:k], *drops, *schedule.drops[k + 1 :]))
 
 
-def _of_transfer(t: Transfer, steps: int) -> Iterator[tuple[Transfer, ...]]:
+def _of_transfer(t, steps):
     yield ()
     yield (replace(t, after=t.after - 1),)
     yield (replace(t, after=t.after - 2),)
@@ -201,7 +195,7 @@ def _of_transfer(t: Transfer, steps: int) -> Iterator[tuple[Transfer, ...]]:
     yield (replace(t, stop=t.stop + 64),)
 
 
-def found_by_device(case: Case) -> bool:
+def found_by_device(case):
     """Whether the device finds something wrong, as a fault is found; a crash is nothing found."""
     try:
         for policy, seed in POLICIES:
@@ -212,7 +206,7 @@ def found_by_device(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", [*cases()[:6], *small_cases()], ids=lambda case: case.name)
-def test_changes_of_plans_are_refused_or_right(case: Case) -> None:
+def test_changes_of_plans_are_refused_or_right(case):
     """The verifier and the device share nothing: neither may let through what the other finds."""
     total = refused = found = 0
     for plan in mutants_of(case.plan):
@@ -232,7 +226,7 @@ def test_changes_of_plans_are_refused_or_right(case: Case) -> None:
     assert found > 0
 
 
-def test_a_race_is_reported_by_transfer_step_and_bytes() -> None:
+def test_a_race_is_reported_by_transfer_step_and_bytes():
     with pytest.raises(RaceError) as found:
         run_everywhere(FAULTS["kernels do not wait for copies"])
     for part in (

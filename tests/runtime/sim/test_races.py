@@ -1,7 +1,5 @@
 """Vector clocks over byte ranges, on histories whose races are known."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -9,13 +7,13 @@ import pytest
 from penstock.runtime.device.simulated import RaceDetector, RaceError
 
 
-def touch(detector: RaceDetector, thread: str, start: int, stop: int, *, writes: bool) -> None:
+def touch(detector, thread, start, stop, *, writes):
     detector.tick(thread)
     detector.access("memory", start, stop, thread, f"{start} to {stop}", writes=writes)
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
-def test_unordered_accesses_of_one_byte_race_if_one_writes(first: bool, second: bool) -> None:
+def test_unordered_accesses_of_one_byte_race_if_one_writes(first, second):
     detector = RaceDetector()
     touch(detector, "a", 0, 10, writes=first)
     with pytest.raises(
@@ -24,7 +22,7 @@ def test_unordered_accesses_of_one_byte_race_if_one_writes(first: bool, second: 
         touch(detector, "b", 9, 20, writes=second)
 
 
-def test_reads_and_neighbours_do_not_race() -> None:
+def test_reads_and_neighbours_do_not_race():
     detector = RaceDetector()
     for thread in "ab":
         touch(detector, thread, 0, 10, writes=False)
@@ -32,7 +30,7 @@ def test_reads_and_neighbours_do_not_race() -> None:
     touch(detector, "b", 20, 30, writes=True)
 
 
-def test_what_is_known_is_ordered_and_only_that() -> None:
+def test_what_is_known_is_ordered_and_only_that():
     detector = RaceDetector()
     touch(detector, "a", 0, 10, writes=True)
     known = detector.clock_of("a")
@@ -43,7 +41,7 @@ def test_what_is_known_is_ordered_and_only_that() -> None:
         touch(detector, "b", 10, 20, writes=False)
 
 
-def test_order_goes_through_a_third() -> None:
+def test_order_goes_through_a_third():
     detector = RaceDetector()
     touch(detector, "a", 0, 10, writes=True)
     detector.join("b", detector.clock_of("a"))
@@ -52,13 +50,13 @@ def test_order_goes_through_a_third() -> None:
     touch(detector, "c", 0, 10, writes=True)
 
 
-def test_random_histories_agree_with_reachability() -> None:
+def test_random_histories_agree_with_reachability():
     """Against the graph of all operations, in which an edge goes from each to what is ordered after it."""
     chance = random.Random(5)
     raced = 0
     for _ in range(300):
         detector, after, accesses = RaceDetector(), {}, []
-        newest: dict[str, int] = {}
+        newest = {}
         expected = found = False
         for number in range(8):
             thread = chance.choice("abc")

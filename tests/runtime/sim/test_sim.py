@@ -1,7 +1,5 @@
 """Whole programs on the simulated device: outputs, time, memory, and hundreds of orders."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import takewhile
@@ -24,7 +22,7 @@ from penstock.schedule.planner import floor, make_plan
 from tests.hunt import scaled
 from tests.runtime.device.device_runs import HARDWARE, POLICIES, Case, Run, cases, disk_cases
 from tests.runtime.sim.ordered_device import CapturedDevice, OrderedDevice
-from tests.schedule.traces import RandomProblem, problems
+from tests.schedule.traces import problems
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 1.0])
@@ -204,7 +202,7 @@ def test_room_that_aligned_reads_leave_unused_is_not_given_out(one, monkeypatch)
     assert one.name == "a granule" or any(skipped)
 
 
-def case_of(p: RandomProblem, host_share: float | None = None) -> Case:
+def case_of(p, host_share=None):
     starts = [sum(s.nbytes for s in p.storages[:k]) for k in range(len(p.storages))]
     storages = tuple(
         type(s)(s.nbytes, s.kind, (Extent(0, start, 0, s.nbytes),) if s.nbytes else ())
@@ -229,7 +227,7 @@ def case_of(p: RandomProblem, host_share: float | None = None) -> Case:
 @settings(max_examples=scaled(100), deadline=None)
 @seed(0)
 @given(problems("contiguous", methods=1))
-def test_random_plans_run_in_random_orders(p: RandomProblem) -> None:
+def test_random_plans_run_in_random_orders(p):
     one = case_of(p)
     if one.plan.arena_bytes:
         for number in range(3):
@@ -240,7 +238,7 @@ def test_random_plans_run_in_random_orders(p: RandomProblem) -> None:
 @settings(max_examples=scaled(50), deadline=None)
 @seed(1)
 @given(problems("contiguous", methods=2))
-def test_random_plans_of_two_methods_run_in_random_orders(p: RandomProblem) -> None:
+def test_random_plans_of_two_methods_run_in_random_orders(p):
     one = case_of(p)
     if one.plan.arena_bytes:
         Run(one, OrderedDevice(one.plan.hardware, policy="random", seed=1)).go()
@@ -250,7 +248,7 @@ def test_random_plans_of_two_methods_run_in_random_orders(p: RandomProblem) -> N
 @settings(max_examples=scaled(100), deadline=None)
 @seed(2)
 @given(problems("contiguous", methods=1), st.floats(0, 0.6))
-def test_random_plans_with_a_host_between_run_in_random_orders(p: RandomProblem, share: float) -> None:
+def test_random_plans_with_a_host_between_run_in_random_orders(p, share):
     """And steady passes take what is predicted, to the nanosecond."""
     one = case_of(p, share)
     if one.plan.arena_bytes:
@@ -268,7 +266,7 @@ def test_random_plans_with_a_host_between_run_in_random_orders(p: RandomProblem,
 @settings(max_examples=scaled(25), deadline=None)
 @seed(3)
 @given(problems("contiguous", methods=2), st.floats(0, 0.6))
-def test_random_plans_of_two_methods_with_a_host_between(p: RandomProblem, share: float) -> None:
+def test_random_plans_of_two_methods_with_a_host_between(p, share):
     one = case_of(p, share)
     if one.plan.arena_bytes:
         Run(one, OrderedDevice(one.plan.hardware, policy="random", seed=1)).go()

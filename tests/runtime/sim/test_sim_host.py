@@ -1,7 +1,5 @@
 """Whole programs on the simulated device whose host holds a part of the weights."""
 
-from __future__ import annotations
-
 import os
 import shutil
 
@@ -46,17 +44,17 @@ def test_host_memory_is_capped_as_the_machine_is(stack, monkeypatch):
 class Halves(torch.nn.Module):
     """Two methods that read other weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.ups = torch.nn.ModuleList(torch.nn.Linear(96, 96) for _ in range(6))
         self.downs = torch.nn.ModuleList(torch.nn.Linear(96, 96) for _ in range(6))
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, x):
         for layer in self.ups:
             x = layer(x).relu()
         return x
 
-    def decode(self, x: torch.Tensor) -> torch.Tensor:
+    def decode(self, x):
         for layer in self.downs:
             x = layer(x).relu()
         return x

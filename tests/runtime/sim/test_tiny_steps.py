@@ -1,10 +1,6 @@
 """Programs of many tiny steps, whose launches take the calling thread longer than the device takes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,19 +19,19 @@ X = torch.ones(2, 32)
 LIMIT = "the calling thread is the limit: launching the "
 
 
-def tiny(count: int = 60) -> nn.Module:
+def tiny(count=60):
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(count))).eval()
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> penstock.Program:
+def program(tmp_path_factory):
     return penstock.compile(export(tiny(), (X,)), tmp_path_factory.mktemp("tiny") / "tiny.penstock")
 
 
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
 @pytest.mark.parametrize("share", ["5%", "30%", "60%", "95%"])
-def test_passes_take_what_is_predicted(program: penstock.Program, wrap: penstock.Wrap, share: str) -> None:
+def test_passes_take_what_is_predicted(program, wrap, share):
     plan = program.plan(share, device=H200, wrap=wrap)
     times = []
     with torch.no_grad(), program.load(plan=plan, device=H200) as module:
@@ -52,9 +48,7 @@ def test_passes_take_what_is_predicted(program: penstock.Program, wrap: penstock
         assert program.plan(share, device=H200, hardware=alone, wrap=wrap).predicted_ns < launching
 
 
-def test_a_load_whose_launches_are_the_limit_can_be_replayed(
-    program: penstock.Program, said: Callable[[], str]
-) -> None:
+def test_a_load_whose_launches_are_the_limit_can_be_replayed(program, said):
     with program.load("5%", device=H200) as module:
         plan = module._weights.plan
     assert plan.wrap == "barrier"
@@ -69,7 +63,7 @@ def test_a_load_whose_launches_are_the_limit_can_be_replayed(
             assert torch.equal(module(X), expected)
 
 
-def test_a_wrap_that_is_given_stays(program: penstock.Program, said: Callable[[], str]) -> None:
+def test_a_wrap_that_is_given_stays(program, said):
     plan = program.plan("5%", device=H200, wrap="overlap")
     assert plan.wrap == "overlap"
     with program.load(plan=plan, device=H200) as module:
@@ -87,9 +81,7 @@ def test_a_wrap_that_is_given_stays(program: penstock.Program, said: Callable[[]
         ("5%", {"host_memory": "64KiB"}),  # what comes from a disk cannot be captured
     ],
 )
-def test_calls_overlap_where_replays_would_gain_nothing(
-    program: penstock.Program, said: Callable[[], str], budget: str, options: dict[str, object]
-) -> None:
+def test_calls_overlap_where_replays_would_gain_nothing(program, said, budget, options):
     assert program.plan(budget, device=H200, **options).wrap == "overlap"
     assert LIMIT not in said()
 
@@ -97,21 +89,19 @@ def test_calls_overlap_where_replays_would_gain_nothing(
 class Wide(nn.Module):
     """A weight that is ten times as large as each of the five behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.wide = nn.Linear(32, 320, bias=False)
         self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.wide(x)[:, :32]
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def test_calls_overlap_where_joining_them_costs_more_than_launches(
-    tmp_path: Path, said: Callable[[], str]
-) -> None:
+def test_calls_overlap_where_joining_them_costs_more_than_launches(tmp_path, said):
     program = penstock.compile(export(Wide().eval(), (X,)), tmp_path / "wide.penstock")
     overlap, barrier, chosen = (
         program.plan(54_272, device=H200, wrap=wrap) for wrap in ("overlap", "barrier", None)
@@ -121,7 +111,7 @@ def test_calls_overlap_where_joining_them_costs_more_than_launches(
     assert LIMIT not in said()
 
 
-def test_apply_says_what_would_help(tmp_path: Path, said: Callable[[], str]) -> None:
+def test_apply_says_what_would_help(tmp_path, said):
     model = tiny(24)
     expected = model(X)
     with torch.no_grad(), apply(model, "30KiB", device=H200, cache=tmp_path):

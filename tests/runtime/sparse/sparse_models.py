@@ -1,7 +1,5 @@
 """Models with tables and stacks of experts that are large enough to be read by units."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -11,14 +9,14 @@ SLOW = machine(1e8)
 """A disk so slow that units are always worth it."""
 
 
-def seeded(nbytes: int = 0) -> torch.Generator:
+def seeded(nbytes=0):
     return torch.Generator().manual_seed(nbytes)
 
 
 class Tables(nn.Module):
     """Rows of tables by every operator that reads rows, and a table whose rows are also read whole."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(4096, 96)  # 1.5 MiB: rows of 384 bytes share granules
         self.rows = nn.Parameter(torch.randn(1200, 300))  # rows of 1,200 bytes cross granules
@@ -27,7 +25,7 @@ class Tables(nn.Module):
         self.head = nn.Linear(96, 4096, bias=False)
         self.head.weight = self.words.weight
 
-    def forward(self, ids: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, ids, index):
         x = self.words(ids)
         for one in self.dense:
             x = torch.tanh(one(x))
@@ -37,19 +35,19 @@ class Tables(nn.Module):
 class Rows(nn.Module):
     """One table of 1,024 rows of 4,096 bytes, each a granule of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(1024, 1024)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.words(ids)
+    def forward(self, ids):
+        rows = self.words(ids)
         return rows * 2
 
 
 class Experts(nn.Module):
     """Layers of experts, called as transformers calls them; the route is an input."""
 
-    def __init__(self, dtype: torch.dtype, *, layers: int = 3, experts: int = 16, width: int = 128) -> None:
+    def __init__(self, dtype, *, layers=3, experts=16, width=128):
         super().__init__()
         self.gate_up = nn.ParameterList(
             torch.randn(experts, 4 * width, width, generator=seeded(i)).to(dtype) * width**-0.5
@@ -66,11 +64,11 @@ class Experts(nn.Module):
 
             self.product = torch.ops.transformers.grouped_mm_fallback
 
-    def stacks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stacks(self, layer):
         """The weights of a layer's experts."""
         return self.gate_up[layer], self.down[layer]
 
-    def forward(self, x: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, routes):
         for k, (mix, route) in enumerate(zip(self.mix, routes, strict=True)):
             up, down = self.stacks(k)
             x = mix(x)
@@ -88,7 +86,7 @@ class Experts(nn.Module):
 class Quantised(Experts):
     """Experts of 8 bits, numbers and then integers, each with a scale for a row or for half of it."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         super().__init__(dtype, layers=2, experts=32)
         self.dtype = dtype
         for name in ("gate_up", "down"):
@@ -101,37 +99,37 @@ class Quantised(Experts):
                 self.register_buffer(f"{name}_{k}_scale", scale)
             delattr(self, name)
 
-    def stacks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stacks(self, layer):
         return self._stack(f"gate_up_{layer}"), self._stack(f"down_{layer}")
 
-    def _stack(self, name: str) -> torch.Tensor:
+    def _stack(self, name):
         stack, scale = getattr(self, name), getattr(self, f"{name}_scale")
         if scale.dim() == 2:
             return (stack.to(torch.float32) * scale[:, :, None]).to(self.dtype)
         blocks = stack.view(stack.shape[0], stack.shape[1], 2, -1).to(self.dtype)
-        scaled: torch.Tensor = (blocks * scale.to(self.dtype)[..., None]).reshape(stack.shape)
+        scaled = (blocks * scale.to(self.dtype)[..., None]).reshape(stack.shape)
         return scaled
 
 
 class Mixed(nn.Module):
     """A table, dense layers that are larger than all experts, and two layers of experts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(4096, 128)
         self.wide = nn.ModuleList(nn.Linear(128, size) for size in (4096, 1024, 9000))
         self.back = nn.ModuleList(nn.Linear(size, 128) for size in (4096, 1024, 9000))
         self.experts = Experts(torch.float32, layers=2)
 
-    def forward(self, ids: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, routes):
         x = self.table(ids)
         for wide, back in zip(self.wide, self.back, strict=True):
             x = x + back(torch.relu(wide(x)))
-        mixed: torch.Tensor = self.experts(x, routes)
+        mixed = self.experts(x, routes)
         return mixed
 
 
-def routes(tokens: int, seed: int, *, layers: int = 3, experts: int = 16, asked: int = 2) -> torch.Tensor:
+def routes(tokens, seed, *, layers=3, experts=16, asked=2):
     """Different experts for each token and layer: (layers, tokens, asked)."""
     drawn = torch.rand(layers, tokens, experts, generator=seeded(seed))
     return drawn.topk(asked).indices
@@ -140,7 +138,7 @@ def routes(tokens: int, seed: int, *, layers: int = 3, experts: int = 16, asked:
 class Head(nn.Module):
     """An embedding, a dense layer and a head of 64 MiB, of one storage with the embedding if `tied`."""
 
-    def __init__(self, dtype: torch.dtype, *, tied: bool) -> None:
+    def __init__(self, dtype, *, tied):
         super().__init__()
         rows = (64 << 20) // (1024 * dtype.itemsize)
         self.words = nn.Embedding(rows, 1024, dtype=dtype)
@@ -152,6 +150,6 @@ class Head(nn.Module):
         if tied:
             self.head.weight = self.words.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(torch.tanh(self.dense(self.words(ids))))
+    def forward(self, ids):
+        logits = self.head(torch.tanh(self.dense(self.words(ids))))
         return logits

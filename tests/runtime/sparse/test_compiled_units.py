@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -31,30 +30,30 @@ class Case:
     call: Callable[[int], Arguments]
 
 
-def tables(seed: int) -> Arguments:
+def tables(seed):
     generator = seeded(seed)
     return torch.randint(4096, (5,), generator=generator), torch.randint(1200, (7,), generator=generator)
 
 
-def experts(dtype: torch.dtype) -> Callable[[int], Arguments]:
+def experts(dtype):
     return lambda seed: (torch.randn(4, 128, generator=seeded(seed)).to(dtype), routes(4, seed))
 
 
-def words(seed: int) -> Arguments:
+def words(seed):
     return (torch.randint(1024, (1, 3), generator=seeded(seed)),)
 
 
-def _of_two(seed: int) -> Arguments:
+def _of_two(seed):
     x, route = experts(torch.float32)(seed)
     return x, route[:2]
 
 
-def _quantised(seed: int) -> Arguments:
+def _quantised(seed):
     x, _ = experts(torch.bfloat16)(seed)
     return x, routes(4, seed, layers=2, experts=32)
 
 
-MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[int], Arguments]]] = {
+MODELS = {
     "tables": (Tables, tables),
     "experts": (lambda: Experts(torch.bfloat16), experts(torch.bfloat16)),
     "experts of transformers": (lambda: Experts(torch.float32, layers=2), _of_two),
@@ -64,7 +63,7 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[int], Arguments
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request, tmp_path_factory):
     make, call = MODELS[request.param]
     torch.manual_seed(0)
     with torch.no_grad():
@@ -76,12 +75,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(compiled, penstock.compile(exported, folder / "eager.penstock"), call)
 
 
-def outputs(result: Any) -> tuple[torch.Tensor, ...]:
+def outputs(result):
     return result if isinstance(result, tuple) else (result,)
 
 
 @pytest.mark.parametrize("share", [0, 0.25, 0.6])
-def test_compiled_programs_read_by_units_with_their_bits(case: Case, share: float) -> None:
+def test_compiled_programs_read_by_units_with_their_bits(case, share):
     program = case.compiled
     budget = max(program.floor_bytes, int(share * program.weight_bytes))
     plan = program.plan(budget, hardware=SLOW)
@@ -98,11 +97,11 @@ def test_compiled_programs_read_by_units_with_their_bits(case: Case, share: floa
         assert module.stats.peak_bytes <= budget
 
 
-def test_the_floor_is_that_of_the_eager_lowering_to_a_page_or_two(case: Case) -> None:
+def test_the_floor_is_that_of_the_eager_lowering_to_a_page_or_two(case):
     assert case.compiled.floor_bytes <= case.eager.floor_bytes + 8192
 
 
-def test_a_compiled_program_asks_for_what_the_eager_one_asks_for(case: Case) -> None:
+def test_a_compiled_program_asks_for_what_the_eager_one_asks_for(case):
     asked = []
     for program in (case.compiled, case.eager):
         with torch.no_grad(), program.load(program.floor_bytes) as module, module.record_routes() as recorder:
@@ -115,7 +114,7 @@ def test_a_compiled_program_asks_for_what_the_eager_one_asks_for(case: Case) -> 
 
 
 @pytest.mark.parametrize("case", ["tables", "experts"], indirect=True)
-def test_what_units_move_is_what_a_replay_of_their_routes_moves(case: Case) -> None:
+def test_what_units_move_is_what_a_replay_of_their_routes_moves(case):
     program = case.compiled
     plan = program.plan("40%", hardware=SLOW)
     assert plan.pool is not None
@@ -129,7 +128,7 @@ def test_what_units_move_is_what_a_replay_of_their_routes_moves(case: Case) -> N
     assert replay_own(profile, plan.pool).nbytes == moved > 0
 
 
-def test_a_mixture_is_measured_and_its_steps_are_numbered(case: Case) -> None:
+def test_a_mixture_is_measured_and_its_steps_are_numbered(case):
     (trace,), (order,) = case.compiled.payload.traces, case.compiled.payload.probes
     sparse = [k for k, step in enumerate(trace.steps) if step.sparse]
     assert sorted(order.units) == sparse
@@ -142,7 +141,7 @@ def test_a_mixture_is_measured_and_its_steps_are_numbered(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ["tables"], indirect=True)
 @pytest.mark.parametrize("share", [0, 2])
-def test_a_call_that_fails_raises_what_the_operator_raises(case: Case, share: int) -> None:
+def test_a_call_that_fails_raises_what_the_operator_raises(case, share):
     program = case.compiled
     ids, index = case.call(0)
     with torch.no_grad(), program.load(max(program.floor_bytes, share * program.weight_bytes)) as module:
@@ -156,10 +155,8 @@ def test_a_call_that_fails_raises_what_the_operator_raises(case: Case, share: in
 
 @pytest.mark.parametrize("case", ["tables"], indirect=True)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), penstock.SourceError("it is gone")])
-def test_what_a_probe_or_a_reader_raises_is_raised(
-    case: Case, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any, **options: Any) -> Any:
+def test_what_a_probe_or_a_reader_raises_is_raised(case, error, monkeypatch):
+    def fail(*arguments, **options):
         raise error
 
     with torch.no_grad(), case.compiled.load(case.compiled.floor_bytes) as module:
@@ -206,9 +203,7 @@ _NODES = """{"nodes": [
         ("    aoti_torch_proxy_executor_call_function(proxy_executor, 1, 2, {table});", (0,), [1]),
     ],
 )
-def test_a_storage_that_something_else_reads_there_is_read_whole(
-    line: str, units: tuple[int, ...], sparse: list[int]
-) -> None:
+def test_a_storage_that_something_else_reads_there_is_read_whole(line, units, sparse):
     seen = observe_cpp(_SOURCE % line, _NODES, {"table": 0, "head": 1}, 0)
     read = SparseRead(Part("", "float32", (8, 4), (4, 1), 0, 0), "aten.embedding.default", 0, 2)
     step = Step("embedding", (0,), 0, 0, Work(), Work(1, 2), sparse=(read,))

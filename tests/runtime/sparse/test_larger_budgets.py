@@ -1,14 +1,10 @@
 """A larger budget is never predicted slower, nor does a middle one move more than the smallest does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import penstock
-from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Hardware
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import RUNGS
 from penstock.schedule.sparse.pool import missed
 from tests.runtime.sparse.sparse_models import Experts, Mixed, routes
@@ -20,7 +16,7 @@ MACHINES = {
 }
 
 
-def moved(plan: Plan) -> int:
+def moved(plan):
     """Bytes that a pass is expected to move."""
     pool = plan.pool
     units = [missed(trace, pool).nbytes for trace in plan.traces] if pool else []
@@ -28,7 +24,7 @@ def moved(plan: Plan) -> int:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Program]:
+def programs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("budgets")
     torch.manual_seed(0)
     mixed = torch.export.export(Mixed().eval(), (torch.arange(2), routes(2, 0, layers=2)))
@@ -42,7 +38,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Program]:
 @pytest.mark.parametrize(
     ("machine", "arena"), [("warm", "mapped"), ("disk", "mapped"), ("slow", "mapped"), ("slow", "paged")]
 )
-def test_no_rung_is_slower_than_the_one_below(programs: dict[str, Program], machine: str, arena: str) -> None:
+def test_no_rung_is_slower_than_the_one_below(programs, machine, arena):
     program = programs["mixed"]
     floor = program.floor(arena=arena)
     rungs = [program.weight_bytes * number // RUNGS for number in range(1, RUNGS + 1)]
@@ -60,9 +56,7 @@ def test_no_rung_is_slower_than_the_one_below(programs: dict[str, Program], mach
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", ["mixed", "experts"])
-def test_a_larger_budget_moves_no_more_than_the_floor(
-    programs: dict[str, Program], name: str, machine: str
-) -> None:
+def test_a_larger_budget_moves_no_more_than_the_floor(programs, name, machine):
     """Whatever granules of a mapped file come beside what a step reads."""
     program = programs[name]
     least, most = program.floor_bytes, program.weight_bytes

@@ -1,7 +1,5 @@
 """A pool in memory when something is wrong: reads that fail, plans of elsewhere, doubted operators."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from dataclasses import replace

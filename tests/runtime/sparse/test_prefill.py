@@ -1,7 +1,5 @@
 """A prefill that asks for all experts reads them whole by the plan where that is faster; decode by units."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,10 +7,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware
-from penstock.schedule.plan import Plan
 from penstock.schedule.sparse import pool
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
@@ -25,13 +21,13 @@ SLOW_DISK = Hardware("toy", 5e11, 2e10, 2e8, 60_000)
 
 
 @pytest.fixture(scope="module")
-def model() -> Experts:
+def model():
     torch.manual_seed(0)
     return Experts(torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def program(model: Experts, tmp_path_factory: pytest.TempPathFactory) -> Program:
+def program(model, tmp_path_factory):
     exported = {
         name: torch.export.export(model, (torch.randn(tokens, 128), routes(tokens, 0)))
         for name, tokens in (("prefill", TOKENS), ("decode", 1))
@@ -40,18 +36,18 @@ def program(model: Experts, tmp_path_factory: pytest.TempPathFactory) -> Program
 
 
 @pytest.fixture(autouse=True)
-def as_many_prompts_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_many_prompts_as_tokens(monkeypatch):
     """So few layers would read prompts by units, as tokens count more."""
     monkeypatch.setattr(pool, "TOKENS_A_PROMPT", 1)
 
 
-def times(plan: Plan) -> list[int]:
+def times(plan):
     """The predicted ns of a pass of each method."""
     return [plan.expected_ns(number) for number in range(len(plan.traces))]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_prefill_streams_whole_and_decode_reads_units(program: Program, model: Experts, engine: str) -> None:
+def test_prefill_streams_whole_and_decode_reads_units(program, model, engine):
     plan = program.plan("40%", hardware=SLOW_COMPUTE, arena="paged", wrap="barrier")
     assert plan.pool is not None
     assert not plan.pool.dense
@@ -77,7 +73,7 @@ def test_prefill_streams_whole_and_decode_reads_units(program: Program, model: E
     assert took[1] < took[0] / 4
 
 
-def test_the_faster_way_is_taken(program: Program) -> None:
+def test_the_faster_way_is_taken(program):
     """Nothing hides behind compute that takes no time, and rounds read as much: the pool serves both."""
     plan = program.plan("40%", hardware=SLOW_DISK, arena="paged")
     assert plan.pool is not None
@@ -90,7 +86,7 @@ def test_the_faster_way_is_taken(program: Program) -> None:
     assert whole.predicted_ns <= sum(trace.compute_ns for trace in whole.traces) + rounds
 
 
-def test_the_verifier_holds_a_plan_to_what_its_pool_serves(program: Program) -> None:
+def test_the_verifier_holds_a_plan_to_what_its_pool_serves(program):
     plan = program.plan("40%", hardware=SLOW_COMPUTE, arena="paged")
     facts = program.payload
     verify_plan(facts.storages, facts.traces, plan)

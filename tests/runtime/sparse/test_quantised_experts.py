@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from penstock.passes.sparse.contracts import BY_EXPERT, CONTRACTS, Contract
 from penstock.runtime.program import Program
 from penstock.runtime.sparse import trust
 from penstock.runtime.sparse.units import LoadedUnits
-from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 from tests.passes.sparse.test_contracts import Calls
 from tests.runtime.sparse.sparse_models import SLOW, Quantised, routes, seeded
@@ -48,13 +44,13 @@ class Case:
     program: Program
 
 
-def batch(tokens: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(tokens, seed, dtype):
     rows = torch.randn(tokens, WIDTH, generator=seeded(seed)).to(dtype)
     return rows, routes(tokens, seed, layers=2, experts=COUNT)
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request, tmp_path_factory):
     model = Quantised(request.param)
     tokens = Dim("tokens", min=2, max=64)
     shapes = {"x": {0: tokens}, "routes": {1: tokens}}
@@ -64,18 +60,18 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(model, exported, penstock.compile(exported, path))
 
 
-def pooled(program: Program, budget: int | str) -> Plan:
+def pooled(program, budget):
     plan = program.plan(budget, hardware=SLOW)
     assert plan.pool is not None
     return plan
 
 
-def equal(module: Any, model: Any, *inputs: torch.Tensor) -> bool:
+def equal(module, model, *inputs):
     with torch.no_grad():
         return torch.equal(module(*inputs), model(*inputs))
 
 
-def test_each_stack_is_a_read_by_units_of_what_it_is_computed_from(case: Case) -> None:
+def test_each_stack_is_a_read_by_units_of_what_it_is_computed_from(case):
     storages, (trace,) = case.program.payload.storages, case.program.payload.traces
     reads = [one for step in trace.steps for one in step.sparse]
     assert [storages[one.storage].nbytes for one in reads] == 2 * [COUNT * UP, COUNT * DOWN]
@@ -90,7 +86,7 @@ def test_each_stack_is_a_read_by_units_of_what_it_is_computed_from(case: Case) -
 
 
 @pytest.mark.parametrize(("engine", "debug"), [*((engine, False) for engine in ENGINES), ("python", True)])
-def test_bits_at_every_budget(case: Case, engine: str, debug: bool) -> None:
+def test_bits_at_every_budget(case, engine, debug):
     """With `debug`, a read of an expert that is not in memory kills the process."""
     program = case.program
     assert program.floor_bytes < COUNT * DOWN / 2
@@ -107,7 +103,7 @@ def test_bits_at_every_budget(case: Case, engine: str, debug: bool) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_pool_of_one_unit_moves_the_sum_of_the_units_that_calls_ask_for(case: Case, engine: str) -> None:
+def test_a_pool_of_one_unit_moves_the_sum_of_the_units_that_calls_ask_for(case, engine):
     program = case.program
     plan = pooled(program, "60%")
     assert plan.pool is not None
@@ -123,7 +119,7 @@ def test_a_pool_of_one_unit_moves_the_sum_of_the_units_that_calls_ask_for(case: 
             assert (units.counters.bytes_moved, units.peak_bytes) == (moved, UP)
 
 
-def test_a_call_takes_the_memory_of_one_expert_beside_it(case: Case) -> None:
+def test_a_call_takes_the_memory_of_one_expert_beside_it(case):
     """Of the whole stack it takes 32 times as much, twice in float32, before the stack is what it is."""
     whole = activation_bytes(case.exported)
     assert whole >= 2 * 4 * COUNT * UP
@@ -131,16 +127,16 @@ def test_a_call_takes_the_memory_of_one_expert_beside_it(case: Case) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["ends that fall", "more rows than there are"])
-def test_ends_that_are_none_are_refused(wrong: str) -> None:
+def test_ends_that_are_none_are_refused(wrong):
     ends = torch.tensor([2, 1, 4] if wrong == "ends that fall" else [2, 3, 5], dtype=torch.int32)
     with pytest.raises(penstock.StreamError, match="do not ascend from 0 to 4"):
         BY_EXPERT(PRODUCT, 0, torch.ones(4, 8), torch.ones(3, 8, 8), ends)
 
 
-PRODUCT: Any = torch.fx.symbolic_trace(lambda rows, weight, ends: rows @ weight[0])
+PRODUCT = torch.fx.symbolic_trace(lambda rows, weight, ends: rows @ weight[0])
 
 
-def test_rows_that_no_expert_has_are_zeros_and_no_rows_are_none() -> None:
+def test_rows_that_no_expert_has_are_zeros_and_no_rows_are_none():
     weight = torch.full((3, 8, 4), float("nan"))
     weight[1] = 1
     ends = torch.tensor([0, 2, 2], dtype=torch.int32)
@@ -152,12 +148,12 @@ def test_rows_that_no_expert_has_are_zeros_and_no_rows_are_none() -> None:
 class Body:
     """A product that counts how many of its results are alive when it is called, and what it is given."""
 
-    def __init__(self) -> None:
-        self.made: list[Any] = []
-        self.alive: list[int] = []
-        self.given: list[int] = []
+    def __init__(self):
+        self.made = []
+        self.alive = []
+        self.given = []
 
-    def forward(self, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows, weight, ends):
         self.alive.append(sum(one() is not None for one in self.made))
         self.given.append(weight.untyped_storage().nbytes())
         result = rows @ weight[0]
@@ -165,8 +161,8 @@ class Body:
         return result
 
 
-def test_an_expert_takes_no_memory_when_the_next_one_does_and_none_where_no_rows_are() -> None:
-    body: Any = Body()
+def test_an_expert_takes_no_memory_when_the_next_one_does_and_none_where_no_rows_are():
+    body = Body()
     weight, ends = torch.ones(3, 8, 4), torch.tensor([1, 3, 4], dtype=torch.int32)
     assert BY_EXPERT(body, 0, torch.ones(4, 8), weight, ends).tolist() == 4 * [[8] * 4]
     assert body.alive == [0, 0, 0]
@@ -182,12 +178,12 @@ def test_an_expert_takes_no_memory_when_the_next_one_does_and_none_where_no_rows
 class Taken(TorchDispatchMode):
     """The most bytes that operators' results take at once, without those in memory that is given."""
 
-    def __init__(self, units: tuple[int, int], *inputs: torch.Tensor) -> None:
+    def __init__(self, units, *inputs):
         super().__init__()
         self.others, self.now, self.peak = [range(*units), {one.data_ptr() for one in inputs}], 0, 0
-        self.known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.known = weakref.WeakValueDictionary()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         for one in tree_leaves(made):
             storage = one.untyped_storage() if isinstance(one, torch.Tensor) else None
@@ -201,13 +197,11 @@ class Taken(TorchDispatchMode):
             weakref.finalize(storage, self._left, storage.nbytes())
         return made
 
-    def _left(self, nbytes: int) -> None:
+    def _left(self, nbytes):
         self.now -= nbytes
 
 
-def taken_at_the_floor(
-    model: Calls, inputs: tuple[torch.Tensor, ...], folder: Path
-) -> tuple[torch.Tensor, int, int, int]:
+def taken_at_the_floor(model, inputs, folder):
     """A result at the floor; the bytes moved for it, taken beside units, and said to be taken."""
     with torch.no_grad():
         program = penstock.compile(export(model, inputs), folder / "rounds.penstock")
@@ -220,7 +214,7 @@ def taken_at_the_floor(
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-def test_a_call_takes_no_more_memory_than_the_figure_says_in_rounds(tmp_path: Path, quantised: bool) -> None:
+def test_a_call_takes_no_more_memory_than_the_figure_says_in_rounds(tmp_path, quantised):
     """A row is that of an expert, and all others are those of another, in another round."""
     weight = torch.ones(COUNT, WIDTH, 2 * WIDTH, dtype=torch.int8 if quantised else torch.bfloat16)
     if quantised:
@@ -238,7 +232,7 @@ def test_a_call_takes_no_more_memory_than_the_figure_says_in_rounds(tmp_path: Pa
     assert least * row <= peak <= figure <= most * row + quantised * stack + (17 << 10)
 
 
-def test_rows_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path: Path) -> None:
+def test_rows_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path):
     table = torch.arange(4096 * 512, dtype=torch.float32).reshape(4096, 512)
     model = Calls(lambda m, i: torch.ops.aten.index.Tensor(m.w, [i.t()]), w=table)
     numbers = torch.tensor([*range(0, -400, -4), *(1900 * [3])]).view(40, 50)
@@ -248,7 +242,7 @@ def test_rows_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path: Path)
     assert made.nbytes * 1.9 <= peak <= figure <= made.nbytes * 2 + 35 * (numbers.numel() + 1)
 
 
-def test_tiles_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path: Path) -> None:
+def test_tiles_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path):
     weight = torch.randn(32768, 512, generator=seeded(0))
     model = Calls(lambda m, x: torch.nn.functional.linear(x, m.w), w=weight)
     x = torch.randn(8, 512, generator=seeded(1))
@@ -271,7 +265,7 @@ def test_tiles_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path: Path
 # What has to be seen.
 
 
-def _next_scale(contract: Contract, arguments: Any, slices: slice, rows: slice) -> Any:
+def _next_scale(contract, arguments, slices, rows):
     narrowed = _NARROWED(contract, arguments, slices, rows)
     if contract.sliced is None:
         return narrowed
@@ -281,10 +275,10 @@ def _next_scale(contract: Contract, arguments: Any, slices: slice, rows: slice) 
 _NARROWED, _UNITS = Contract.narrowed, Contract.units
 
 
-def _stale() -> Callable[..., list[int]]:
-    known: list[list[int]] = []
+def _stale():
+    known = []
 
-    def units(contract: Contract, index: torch.Tensor | None, count: int, slices: int = 1) -> list[int]:
+    def units(contract, index, count, slices=1):
         known.append(_UNITS(contract, index, count, slices))
         return known[0]
 
@@ -292,7 +286,7 @@ def _stale() -> Callable[..., list[int]]:
 
 
 @pytest.mark.parametrize("mutant", ["the scale of another expert", "the index of the first call"])
-def test_mutants_are_seen(case: Case, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_are_seen(case, mutant, monkeypatch):
     if mutant.startswith("the scale"):
         monkeypatch.setattr(Contract, "narrowed", _next_scale)
     else:
@@ -303,7 +297,7 @@ def test_mutants_are_seen(case: Case, mutant: str, monkeypatch: pytest.MonkeyPat
     assert not all(right)
 
 
-def test_an_expert_that_gets_the_rows_of_another_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_that_gets_the_rows_of_another_is_seen(case, monkeypatch):
     real = by_expert_module.pairwise
     monkeypatch.setattr(by_expert_module, "pairwise", lambda at: itertools.chain([(0, 0)], real(at)))
     with case.program.load("100%") as module:
@@ -313,9 +307,7 @@ def test_an_expert_that_gets_the_rows_of_another_is_seen(case: Case, monkeypatch
 # Where single experts are not trusted.
 
 
-def test_a_product_that_is_not_trusted_is_compiled_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_that_is_not_trusted_is_compiled_as_it_is(tmp_path, monkeypatch):
     model = Quantised(torch.bfloat16)
     example = batch(3, 0, torch.bfloat16)
     with torch.no_grad():
@@ -330,9 +322,7 @@ def test_a_product_that_is_not_trusted_is_compiled_as_it_is(
         assert equal(module, model, *example)
 
 
-def test_a_program_is_refused_where_single_experts_are_not_trusted(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_is_refused_where_single_experts_are_not_trusted(case, monkeypatch):
     monkeypatch.setattr(trust, "_passes", lambda *_: False)
     trust._tried.cache_clear()
     with pytest.raises(penstock.StreamError, match="was not seen to give the bits of all of them together"):
@@ -341,7 +331,7 @@ def test_a_program_is_refused_where_single_experts_are_not_trusted(
     trust._tried.cache_clear()
 
 
-def test_a_ladder_is_of_a_program_that_needs_no_python(case: Case, tmp_path: Path) -> None:
+def test_a_ladder_is_of_a_program_that_needs_no_python(case, tmp_path):
     program = penstock.compile(case.exported, tmp_path / "ladder.penstock", ladder=True)
     assert not any(one.computed for step in program.payload.traces[0].steps for one in step.sparse)
     with program.load("100%") as module:

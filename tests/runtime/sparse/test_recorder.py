@@ -1,21 +1,16 @@
 """Recorded routes of a real module: their replay moves the very bytes that the run moved."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import penstock
-from penstock.runtime.program import Program
 from penstock.runtime.sparse.units import Recorder, read_routes
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.sparse.replay import replay, replay_own
-from penstock.schedule.sparse.routes import Ask, Profile, Routes, profile_of
+from penstock.schedule.sparse.routes import Ask, Routes, profile_of
 from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import SLOW
 
@@ -25,14 +20,14 @@ ROWS = 4096
 class Mixture(nn.Module):
     """A table whose rows of 400 bytes share pages, and a mixture of 16 experts that their index names."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(ROWS, 100)
         self.pick = nn.Linear(100, 16)
         self.up = nn.Parameter(torch.randn(16, 100, 256) / 10)
         self.down = nn.Parameter(torch.randn(16, 256, 100) / 16)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         rows = self.table(ids)
         expert = self.pick(rows).argmax(-1)
         inner = torch.bmm(rows[:, None], self.up[expert]).relu()
@@ -40,34 +35,32 @@ class Mixture(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def model() -> Mixture:
+def model():
     torch.manual_seed(0)
     return Mixture().eval()
 
 
 @pytest.fixture(scope="module")
-def program(model: Mixture, tmp_path_factory: pytest.TempPathFactory) -> Program:
+def program(model, tmp_path_factory):
     exported = torch.export.export(model, (torch.arange(4),))
     return penstock.compile(exported, tmp_path_factory.mktemp("recorder") / "mixture.penstock")
 
 
-def calls(count: int) -> Iterator[torch.Tensor]:
+def calls(count):
     """Inputs in which small numbers are popular."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
         yield (torch.rand(4, generator=generator) ** 3 * (ROWS - 1)).long()
 
 
-def profile(program: Program, routes: Routes) -> Profile:
+def profile(program, routes):
     payload = program.payload
     return profile_of(routes, payload.storages, payload.traces, payload.storage_names())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("budget", ["12%", "30%", "45%", "60%", "90%"])
-def test_a_replay_moves_the_bytes_that_the_run_moved(
-    program: Program, model: Mixture, budget: str, engine: str
-) -> None:
+def test_a_replay_moves_the_bytes_that_the_run_moved(program, model, budget, engine):
     plan = program.plan(budget, hardware=SLOW)
     assert plan.pool is not None
     with (
@@ -88,7 +81,7 @@ def test_a_replay_moves_the_bytes_that_the_run_moved(
     assert done.least_bytes <= moved <= done.asked.nbytes
 
 
-def test_calls_outside_are_not_recorded_and_one_that_fails_is(program: Program, tmp_path: Path) -> None:
+def test_calls_outside_are_not_recorded_and_one_that_fails_is(program, tmp_path):
     with program.load("30%") as module, torch.no_grad():
         module(torch.arange(4))
         with module.record_routes() as recorder:
@@ -112,12 +105,12 @@ def test_calls_outside_are_not_recorded_and_one_that_fails_is(program: Program, 
     assert [path.name for path in tmp_path.iterdir()] == ["routes.jsonl"]
 
 
-def test_a_plan_that_reads_all_whole_has_no_routes(program: Program) -> None:
+def test_a_plan_that_reads_all_whole_has_no_routes(program):
     with program.load("100%") as module, pytest.raises(StreamError, match="within a budget smaller than all"):
         module.record_routes()
 
 
-def test_files_that_hold_no_routes_are_refused(tmp_path: Path) -> None:
+def test_files_that_hold_no_routes_are_refused(tmp_path):
     with pytest.raises(SourceError, match="cannot be read"):
         read_routes(tmp_path / "none")
     (tmp_path / "other").write_bytes(b"{}\n")
@@ -130,12 +123,12 @@ def test_files_that_hold_no_routes_are_refused(tmp_path: Path) -> None:
         read_routes(tmp_path / "large")
 
 
-def test_a_recorder_can_be_named(program: Program) -> None:
+def test_a_recorder_can_be_named(program):
     with program.load("30%") as module:
         assert isinstance(module.record_routes(), Recorder)
 
 
-def test_a_plan_expects_what_was_recorded(program: Program, tmp_path: Path) -> None:
+def test_a_plan_expects_what_was_recorded(program, tmp_path):
     """Calls that ask for the same units again miss less than ones that ask for all alike."""
     alike = program.plan("40%", hardware=SLOW)
     with program.load(plan=alike) as module, torch.no_grad(), module.record_routes() as recorder:

@@ -1,7 +1,5 @@
 """Units that share granules, readers that are late, and interrupts anywhere: what a reviewer once broke."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import time
@@ -25,23 +23,23 @@ SLOW = machine(1e8)
 class Straddling(nn.Module):
     """A table whose rows of 1,200 bytes share pages, some of them both of theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rows = nn.Parameter(torch.randn(1200, 300, generator=seeded()))
 
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
+    def forward(self, index):
         return self.rows[index]
 
 
 class Ahead(nn.Module):
     """The rows of two tables by one index, of which the second is also read by another in between."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Parameter(torch.randn(1200, 300, generator=seeded(1)))
         self.second = nn.Parameter(torch.randn(1200, 300, generator=seeded(2)))
 
-    def forward(self, index: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, index, other):
         return self.first[index], self.second[other], self.second[index]
 
 
@@ -205,11 +203,11 @@ def test_units_smaller_than_what_is_noted_of_them_are_read_whole(tmp_path):
 class Gaps(nn.Module):
     """The first 513 of each 1,024 rows: units of half a huge page and a row, each at the start of one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.Parameter(torch.randn(8, 1024, 512, generator=seeded()))
 
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
+    def forward(self, index):
         return self.blocks[:, :513][index]
 
 

@@ -1,12 +1,9 @@
 """Recorded calls on the clock move the very bytes that the run moved, call by call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import penstock
-from penstock.runtime.program import Program
 from penstock.schedule.sparse.replay import replay, simulated_calls
 from penstock.schedule.sparse.routes import profile_of, served_profile
 from tests.engines import ENGINES
@@ -16,22 +13,20 @@ CALLS = 8
 
 
 @pytest.fixture(scope="module")
-def model() -> Experts:
+def model():
     torch.manual_seed(0)
     return Experts(torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def program(model: Experts, tmp_path_factory: pytest.TempPathFactory) -> Program:
+def program(model, tmp_path_factory):
     exported = torch.export.export(model, (torch.randn(2, 128), routes(2, 0)))
     return penstock.compile(exported, tmp_path_factory.mktemp("calls") / "experts.penstock")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("budget", ["floor", 384 << 10, 832 << 10, "20%", "50%"])
-def test_each_call_moves_the_bytes_that_the_run_moved(
-    program: Program, model: Experts, budget: str | int, engine: str
-) -> None:
+def test_each_call_moves_the_bytes_that_the_run_moved(program, model, budget, engine):
     """At the smallest budgets dense weights stream, too, and reads run in rounds."""
     given = program.floor(arena="paged") if budget == "floor" else budget
     # Copies that are on their way between calls would be counted in the one or in the other.
@@ -56,7 +51,7 @@ def test_each_call_moves_the_bytes_that_the_run_moved(
     assert all(one.total_ns <= worst + 1 for one in calls[1:])
 
 
-def test_a_call_by_tiles_moves_all_of_them(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_call_by_tiles_moves_all_of_them(tmp_path_factory):
     """They are not recorded, and every call asks for them, and for rows of the same table."""
     torch.manual_seed(0)
     model = Head(torch.bfloat16, tied=True).eval()

@@ -1,7 +1,5 @@
 """Heads that are computed by tiles: bits, the floor, and sizes at which tiles have other bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.export import Dim, export

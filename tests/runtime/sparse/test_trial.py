@@ -1,7 +1,5 @@
 """The trial of operators: those that read units only are trusted, and one that reads more is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The mutants of what brings and drops units are caught, on a real model whose absent units kill a reader."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -20,14 +18,14 @@ WRONG = (KILLED, "wrong results", "too much memory", "AssertionError")
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact(tmp_path_factory):
     path = tmp_path_factory.mktemp("units") / "model.penstock"
     penstock.compile(export(Model(), inputs(0)), path)
     return path
 
 
 @pytest.fixture(scope="module")
-def came(artifact: Path) -> dict[str, str]:
+def came(artifact):
     code = "import runpy; runpy.run_module('tests.runtime.sparse.unit_mutants', run_name='__main__')"
     done = run_forked(code, artifact, folder=ROOT, warnings="default")
     assert done.status == 0, done.err
@@ -36,7 +34,7 @@ def came(artifact: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("pool", POOLS)
-def test_plans_are_safe_and_run_right(pool: str, engine: str, artifact: Path, came: dict[str, str]) -> None:
+def test_plans_are_safe_and_run_right(pool, engine, artifact, came):
     program = penstock.open(artifact)
     plan = plan_with(program, pool)
     verify_plan(program.payload.storages, program.payload.traces, plan)
@@ -57,10 +55,10 @@ SEEN = {
 
 
 @pytest.mark.parametrize(("name", "pool"), [(name, pool) for name, pools in SEEN.items() for pool in pools])
-def test_mutants_are_caught(name: str, pool: str, came: dict[str, str]) -> None:
+def test_mutants_are_caught(name, pool, came):
     for engine in engines_of(MUTANTS[name]):
         assert came[f"{name}, {pool}, {engine}"].startswith(WRONG)
 
 
-def test_every_mutant_is_seen() -> None:
+def test_every_mutant_is_seen():
     assert SEEN.keys() == MUTANTS.keys() - {"none"}

@@ -1,7 +1,5 @@
 """Programs that read by units: bits, bytes and counts at every budget, with freed memory that faults."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -4,8 +4,6 @@ As a program (`ARTIFACT`) this runs every mutant in a process of its own, as mos
 of absent units can be neither read nor written (`debug=True`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -23,10 +21,8 @@ import penstock
 from penstock.passes.sparse import calls
 from penstock.passes.sparse.contracts import Contract
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.program import Program
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.schedule.facts.model import Hardware
-from penstock.schedule.plan import Plan
 from penstock.schedule.sparse.residency import Residency
 from tests.engines import ENGINES
 from tests.runtime.sparse.unit_reads import have_reads_pass, taken
@@ -39,19 +35,19 @@ POOLS = {"rounds": 24 * 4096, "one unit": 11 * 4096, "several": 80 * 4096}
 class Model(nn.Module):
     """Rows of a table, ten to a page, and experts of two stacks, neither a whole number of pages."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.table = nn.Parameter(torch.randn(4096, 100))
         self.up = nn.Parameter(torch.randn(64, 100, 96))
         self.down = nn.Parameter(torch.randn(64, 96, 50))
 
-    def forward(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows, ids):
         x = nn.functional.embedding(rows, self.table).sum(0)
         return ((x @ self.up[ids])[:, None] @ self.down[ids]).sum(0)
 
 
-def inputs(call: int) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(call):
     """Rows and experts of a call, some of them those of the call before."""
     dice = torch.Generator().manual_seed(call // 2)
     again = torch.Generator().manual_seed(call)
@@ -60,7 +56,7 @@ def inputs(call: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, ids
 
 
-def plan_with(program: Program, pool: str) -> Plan:
+def plan_with(program, pool):
     """A plan with a pool of a size of `POOLS`."""
     plan = program.plan("50%", hardware=HARDWARE)
     assert plan.pool is not None
@@ -70,17 +66,17 @@ def plan_with(program: Program, pool: str) -> Plan:
 Mutant = tuple[Any, str, Callable[..., Any]]
 
 
-def _last_unit_forgotten(was: Any) -> Any:
+def _last_unit_forgotten(was):
     return lambda self, index, count, slices: was(self, index, count, slices)[:-1]
 
 
-def _stale_index(was: Any) -> Any:
-    known: dict[int, list[int]] = {}
+def _stale_index(was):
+    known = {}
     return lambda self, index, count, slices: known.setdefault(count, was(self, index, count, slices))
 
 
-def _in_use_may_leave(was: Any) -> Any:
-    def by_key(self: Residency, until: Any, *, needed: bool) -> list[int]:
+def _in_use_may_leave(was):
+    def by_key(self, until, *, needed):
         used, self._used = self._used, self._used & False
         found = was(self, until, needed=needed)
         self._used = used
@@ -89,8 +85,8 @@ def _in_use_may_leave(was: Any) -> Any:
     return by_key
 
 
-def _round_off_by_one(was: Any) -> Any:
-    def run(contract: Any, operator: Any, arguments: Any, rounds: Any) -> Any:
+def _round_off_by_one(was):
+    def run(contract, operator, arguments, rounds):
         parts, hold = rounds.parts, rounds.hold
         shifted = dict(zip(map(tuple, parts), [parts[-1], *parts], strict=False))
         moved = replace(rounds, hold=lambda part: hold(shifted[tuple(part)]))
@@ -99,16 +95,16 @@ def _round_off_by_one(was: Any) -> Any:
     return run
 
 
-def _shared_edge_dropped(_: Any) -> Any:
+def _shared_edge_dropped(_):
     return lambda self, granule: False
 
 
-def _edge_kept(_: Any) -> Any:
+def _edge_kept(_):
     return lambda self, granule: True
 
 
-def _ahead_uncounted(was: Any) -> Any:
-    def acquire(self: Residency, graph: int, step: int, numbers: Any, *, alone: bool = True) -> Any:
+def _ahead_uncounted(was):
+    def acquire(self, graph, step, numbers, *, alone=True):
         change = was(self, graph, step, numbers, alone=alone)
         self.held_bytes = 0 if change.ahead else self.held_bytes
         return change
@@ -116,11 +112,11 @@ def _ahead_uncounted(was: Any) -> Any:
     return acquire
 
 
-def _not_waited_for(_: Any) -> Any:
+def _not_waited_for(_):
     return lambda self, units: None
 
 
-MUTANTS: dict[str, Mutant | None] = {
+MUTANTS = {
     "none": None,
     "the last unit is forgotten": (Contract, "units", _last_unit_forgotten),
     "the index is that of the first call": (Contract, "units", _stale_index),
@@ -133,10 +129,10 @@ MUTANTS: dict[str, Mutant | None] = {
 }
 
 
-def _watched(was: Any) -> Any:
+def _watched(was):
     """Have each wait for units look at the memory that they take, those on their way included."""
 
-    def wait(self: LoadedUnits, units: Any) -> None:
+    def wait(self, units):
         was(self, units)
         for future in list(self._coming.values()):
             future.exception()
@@ -146,12 +142,12 @@ def _watched(was: Any) -> Any:
     return wait
 
 
-def engines_of(mutant: Mutant | None) -> tuple[str, ...]:
+def engines_of(mutant):
     """The engines in which a mutant can be: the classes of Python's pool are not in the native one."""
     return ENGINES if mutant is None or mutant[0] in (Contract, calls) else ("python",)
 
 
-def outcome(program: Program, plan: Plan, engine: str) -> str:
+def outcome(program, plan, engine):
     """What comes of some calls: `right`, or what is wrong."""
     model, options = Model(), LoadOptions(engine=engine, debug=True)
     with load_module(program, plan, options) as module, torch.no_grad():
@@ -167,7 +163,7 @@ def outcome(program: Program, plan: Plan, engine: str) -> str:
     return "right"
 
 
-def _alone(program: Program, plan: Plan, mutant: Mutant | None, engine: str) -> str:
+def _alone(program, plan, mutant, engine):
     """What comes of a mutant, in a process that may be killed."""
     theirs, ours = os.pipe()
     child = os.fork()

@@ -1,7 +1,5 @@
 """What may happen to reads of units, on either engine: they come late, they fail, a call is interrupted."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools
@@ -9,14 +7,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
-
-import pytest
 
 from penstock.native.library import WAITING
 from penstock.runtime import loading
-from penstock.runtime.files.source import Source
-from penstock.runtime.sparse.units import LoadedUnits, PooledUnits
+from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream import native
 from penstock.runtime.stream.native import NativeStreamer
 from tests.runtime.stream.cases import READ
@@ -26,24 +20,24 @@ Before = Callable[[int, int], None]
 """Called before a reader fills memory: with its address and its bytes. What it raises fails the read."""
 
 
-def taken(units: PooledUnits) -> int:
+def taken(units):
     """The bytes that the process's page tables really hold for units."""
     return mapped_bytes(*units.memory)
 
 
-def have_reads_pass(before: Before, patch: pytest.MonkeyPatch) -> None:
+def have_reads_pass(before, patch):
     """Have all reads of units pass `before`, in modules that are loaded from now on."""
     read, options_of = LoadedUnits.read, loading._native_options
-    kept: list[Any] = []  # what engines call
+    kept = []  # what engines call
 
-    def passing(self: LoadedUnits, piece: Any) -> int:
+    def passing(self, piece):
         before(self.memory[0] + piece.start, piece.nbytes)
         return read(self, piece)
 
-    def with_reads(source: Source, *args: Any, **options: Any) -> Any:
+    def with_reads(source, *args, **options):
         made = options_of(source, *args, **options)
 
-        def read_file(_: Any, file: int, offset: int, address: int, nbytes: int) -> int:
+        def read_file(_, file, offset, address, nbytes):
             try:
                 before(address, nbytes)
                 memory = (ctypes.c_char * nbytes).from_address(address)
@@ -59,7 +53,7 @@ def have_reads_pass(before: Before, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loading, "_native_options", with_reads)
 
 
-def interrupt_wait(turn: int, patch: pytest.MonkeyPatch) -> None:
+def interrupt_wait(turn, patch):
     """Interrupt the wait for units, the first of which is 0, in modules that are loaded from now on.
 
     Reads take long, and do not end before the native engine has lost its patience.
@@ -67,7 +61,7 @@ def interrupt_wait(turn: int, patch: pytest.MonkeyPatch) -> None:
     lost = threading.Event()
     lost.set()
 
-    def late(address: int, nbytes: int) -> None:
+    def late(address, nbytes):
         time.sleep(0.003)
         lost.wait()
 
@@ -75,12 +69,12 @@ def interrupt_wait(turn: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(native, "_PATIENCE_MS", 1)
     wait, call, calls = LoadedUnits._wait, NativeStreamer.call, itertools.count()
 
-    def interrupted(self: LoadedUnits, units: Any) -> None:
+    def interrupted(self, units):
         if next(calls) == turn:
             raise KeyboardInterrupt
         wait(self, units)
 
-    def interrupted_call(self: NativeStreamer, function: str, *arguments: Any) -> None:
+    def interrupted_call(self, function, *arguments):
         if function == "ps_units_hold" and next(calls) == turn:
             lost.clear()
             waiting = getattr(self._library, function)(self._open(), *arguments) == WAITING

@@ -12,23 +12,20 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hypothesis import strategies as st
 
 from penstock.native.library import Options
 from penstock.runtime.arena.kinds import open_arena
-from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import Hardware, Part, Step, Storage, Trace, WeightFile, Wrap
+from penstock.schedule.facts.model import Hardware, Part, Step, Storage, Trace, WeightFile
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
@@ -57,22 +54,22 @@ UNITS = {kind: 5 * PAGE for kind in KINDS} | {"pooled": HUGE_PAGE, "adaptive": H
 class PythonStreamer(ArenaStreamer):
     """Python's streamer with an arena of its own, behind the interface of the native one."""
 
-    def __init__(self, plan: Plan, storages: Sequence[Storage], arena: WeightArena, **options: Any) -> None:
+    def __init__(self, plan, storages, arena, **options):
         self.arena = arena
         super().__init__(plan, storages, arena, **options)
 
     @property
-    def held_bytes(self) -> int:
+    def held_bytes(self):
         return self.arena.held_bytes
 
     @property
-    def peak_bytes(self) -> int:
+    def peak_bytes(self):
         return self.arena.peak_bytes
 
-    def view(self, part: Part) -> Any:
+    def view(self, part):
         return self.arena.view(part)
 
-    def free(self) -> None:
+    def free(self):
         self.arena.close()
 
 
@@ -82,13 +79,13 @@ Streamers = PythonStreamer | NativeStreamer
 class LoggedArena:
     """An arena that tells what is done to it, as `ps_log` does."""
 
-    def __init__(self, arena: WeightArena, log: Callable[[str, int, int], None]) -> None:
+    def __init__(self, arena, log):
         self._arena, self._log = arena, log
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._arena, name)
 
-    def fill(self, start: int, stop: int) -> int:
+    def fill(self, start, stop):
         self._log("fill", start, stop)
         try:
             brought = self._arena.fill(start, stop)
@@ -98,14 +95,14 @@ class LoggedArena:
         self._log("filled", start, stop)
         return brought
 
-    def fill_ready(self, start: int, stop: int) -> int | None:
+    def fill_ready(self, start, stop):
         brought = self._arena.fill_ready(start, stop)
         if brought is not None:
             self._log("fill", start, stop)
             self._log("filled", start, stop)
         return brought
 
-    def drop(self, start: int, stop: int) -> None:
+    def drop(self, start, stop):
         self._log("drop", start, stop)
         self._arena.drop(start, stop)
 
@@ -116,10 +113,10 @@ class ReadSource:
     mode = "direct"
     files = ()
 
-    def __init__(self, read: Callable[[int, int, int, int, int], int]) -> None:
+    def __init__(self, read):
         self._read = read
 
-    def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+    def read_into(self, file, offset, address, nbytes):
         if self._read(0, file, offset, address, nbytes):
             raise SourceError("reading weights failed (Input/output error)")
 
@@ -139,14 +136,14 @@ class Case:
     read_bytes: int = 0
     log: list[Event] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         dice = random.Random(self.seed)
         self.content = [dice.randbytes(file.nbytes) for file in self.files]
         self._late = random.Random(self.seed)
         self._lock = threading.Lock()
         self.read = self._read
 
-    def _read(self, _: int, file: int, offset: int, address: int, nbytes: int) -> int:
+    def _read(self, _, file, offset, address, nbytes):
         with self._lock:
             late, self.read_bytes = self._late.random(), self.read_bytes + nbytes
             fails = any(offset <= at < offset + nbytes for at in self.failing)
@@ -158,34 +155,30 @@ class Case:
         ctypes.memmove(address, self.content[file][offset : offset + nbytes], nbytes)
         return 0
 
-    def _tell(self, what: str, start: int, stop: int) -> None:
+    def _tell(self, what, start, stop):
         self.log.append((what, start, stop))
 
-    def check_log(self, readers: int) -> None:
+    def check_log(self, readers):
         """Have the oracle look at what an engine did."""
         engine_log.check_log(self.storages, self.traces, self.plan, self.log, readers=readers)
 
     @property
-    def payload(self) -> bytes:
+    def payload(self):
         return payload_of(self.files, self.storages)
 
-    def bytes_of(self, storage: int) -> bytes:
+    def bytes_of(self, storage):
         return b"".join(
             self.content[one.file][one.file_offset :][: one.nbytes] for one in self.storages[storage].extents
         )
 
     @contextmanager
-    def streamer(
-        self, engine: str, readers: int = 2, *, drop_early: bool = True, room: int = 0, log: bool = True
-    ) -> Iterator[Any]:
+    def streamer(self, engine, readers=2, *, drop_early=True, room=0, log=True):
         """The engine at work; with files where there is a folder for them. It is freed in the end."""
-        source: Any = self._source() if self.folder else ReadSource(self.read)
+        source = self._source() if self.folder else ReadSource(self.read)
         if engine == "python":
-            arena: Any = open_arena(self.plan, self.storages, source, poison=True)
+            arena = open_arena(self.plan, self.storages, source, poison=True)
             arena = LoggedArena(arena, self._tell)
-            opened: Streamers = PythonStreamer(
-                self.plan, self.storages, arena, readers=readers, drop_at_once=drop_early
-            )
+            opened = PythonStreamer(self.plan, self.storages, arena, readers=readers, drop_at_once=drop_early)
         else:
             options = Options(readers=readers, drop_early=drop_early, available=room)
             if log:
@@ -200,7 +193,7 @@ class Case:
             if self.folder:
                 source.close()
 
-    def _native(self, source: Any, options: Options) -> NativeStreamer:
+    def _native(self, source, options):
         options.poison = True
         payload = self.payload
         if self.folder:
@@ -212,7 +205,7 @@ class Case:
             options.read = ctypes.cast(self.callback, ctypes.c_void_p)
         return NativeStreamer(Path("nowhere"), payload, self.plan, options)
 
-    def _source(self) -> Source:
+    def _source(self):
         assert self.folder is not None
         for file, content in zip(self.files, self.content, strict=True):
             path = self.folder / file.path
@@ -226,7 +219,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: Any, kind: str) -> Case:
+def cases(draw, kind):
     storages, traces = draw(storages_and_traces(methods=2))
     scale = 1 if kind == "contiguous" else 61  # so that storages share pages, and fill several
     storages = tuple(replace(one, nbytes=one.nbytes * scale) for one in storages)
@@ -252,14 +245,14 @@ def cases(draw: Any, kind: str) -> Case:
     )
 
 
-def one_case(kind: str = "contiguous", *, wrap: Wrap = "overlap", folder: Path | None = None) -> Case:
+def one_case(kind="contiguous", *, wrap="overlap", folder=None):
     """Six storages, each read by one step of two methods, of which about half stream."""
     steps = tuple(Step(f"s{k}", (k,), 100, 300) for k in range(6))
     traces = tuple(Trace(f"m{graph}", graph, "", steps, 0, 0, "modelled") for graph in range(2))
     return Case(*_planned(kind, wrap, traces, 3), folder=folder)
 
 
-def turn_case(kind: str, units: int, *, folder: Path | None = None) -> Case:
+def turn_case(kind, units, *, folder=None):
     """Twelve storages that a forward reads in order; a backward reads all but the first two in reverse.
 
     Their calls come in turn, within the memory of `units` of them.
@@ -271,9 +264,7 @@ def turn_case(kind: str, units: int, *, folder: Path | None = None) -> Case:
 
 
 @cache
-def _planned(
-    kind: str, wrap: Wrap, traces: tuple[Trace, ...], units: int
-) -> tuple[tuple[Storage, ...], tuple[Trace, ...], tuple[WeightFile, ...], Plan]:
+def _planned(kind, wrap, traces, units):
     nbytes, count = UNITS[kind], len(traces[0].steps)
     storages, files = in_files(tuple(Storage(nbytes, "streamable") for _ in range(count)))
     shape = "contiguous" if kind == "contiguous" else "paged"
@@ -287,7 +278,7 @@ def _planned(
     return storages, traces, files, make_plan(problem, max(units * nbytes, floor(problem).upper_bytes))
 
 
-def run_pass(streamer: Any, case: Case, trace: Trace, order: Sequence[int] | None = None) -> None:
+def run_pass(streamer, case, trace, order=None):
     """A pass whose steps read all bytes of their weights."""
     graph = trace.graph
     case.log.append(("begin", graph, 0))

@@ -1,8 +1,5 @@
 """A plan of four steps for tests of the streamer, and a pass over it."""
 
-from __future__ import annotations
-
-from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.model import (
     Arena,
     Drop,
@@ -15,13 +12,12 @@ from penstock.schedule.facts.model import (
     Transfer,
 )
 from penstock.schedule.plan import Plan
-from tests.runtime.arena.honest_arena import HonestArena
 
 UNIT = 4
 HARDWARE = Hardware("test", 1e9, 1e9, 1e9, 0)
 
 
-def make_plan(graphs: int = 1, *, wrap: str = "overlap") -> Plan:
+def make_plan(graphs=1, *, wrap="overlap"):
     """Four storages of four units, one read a step; storage 3 is resident, two others fit beside it."""
     layout = tuple(UNIT * i for i in range(4))
     arena = Arena("paged", "anonymous", 1, layout, (Range(0, 16),))
@@ -53,9 +49,7 @@ def make_plan(graphs: int = 1, *, wrap: str = "overlap") -> Plan:
 STORAGES = tuple(Storage(UNIT, "streamable") for _ in range(4))
 
 
-def run_pass(
-    streamer: ArenaStreamer, arena: HonestArena, graph: int = 0, order: tuple[int, ...] = (0, 1, 2, 3)
-) -> None:
+def run_pass(streamer, arena, graph=0, order=(0, 1, 2, 3)):
     streamer.begin(graph)
     for step in order:
         probed = step in streamer.methods[graph].probed

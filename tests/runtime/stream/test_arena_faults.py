@@ -9,16 +9,14 @@ are read, so what goes wrong there shows in what is held.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.runtime.arena.kinds import open_arena
-from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.memory import PAGE
@@ -32,7 +30,6 @@ from penstock.schedule.facts.model import (
     Step,
     Storage,
     Trace,
-    Transfer,
     WeightFile,
 )
 from penstock.schedule.facts.problem import Demand, Problem
@@ -53,7 +50,7 @@ KINDS = ("contiguous", "anonymous", "mapped")
 
 
 @cache
-def plan_for(kind: str) -> Plan:
+def plan_for(kind):
     """A plan of which about half streams."""
     arena = Arena("paged", "mapped", PAGE, STARTS, (Range(0, len(CONTENT)),))
     if kind == "anonymous":
@@ -65,8 +62,8 @@ def plan_for(kind: str) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    path: Path = tmp_path_factory.mktemp("weights") / "weights"
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "weights"
     path.write_bytes(CONTENT)
     opened = Source([WeightFile(str(path), len(CONTENT), 0, 0, "", "")], path.parent, check=False)
     yield opened
@@ -90,10 +87,10 @@ class Fault:
 class FaultyArena:
     """An arena with every range ready, which passes on what it is asked but for what a fault changes."""
 
-    def __init__(self, arena: WeightArena, fault: Fault) -> None:
+    def __init__(self, arena, fault):
         self.arena, self.fault = arena, fault
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name == "fill_ready":
             return self.fill
         if name != self.fault.name:
@@ -102,13 +99,13 @@ class FaultyArena:
         return lambda *args: self.fault.call(self.arena, *args)
 
 
-def run(kind: str, source: Source, fault: Fault) -> tuple[str, tuple[int, ...]]:
+def run(kind, source, fault):
     """What finds the fault in three passes, if anything does on the way, and what was moved and held."""
     plan = plan_for(kind)
     given = fault.plan(plan)
     fault.fired += given != plan
     arena = open_arena(plan, STORAGES, source, poison=True)
-    faulty: Any = FaultyArena(arena, fault)
+    faulty = FaultyArena(arena, fault)
     streamer = ArenaStreamer(given, STORAGES, faulty, readers=0)
     wrong, held = "", []
     try:
@@ -122,7 +119,7 @@ def run(kind: str, source: Source, fault: Fault) -> tuple[str, tuple[int, ...]]:
     return wrong, counts
 
 
-def run_pass(streamer: ArenaStreamer, arena: WeightArena, held: list[int]) -> str:
+def run_pass(streamer, arena, held):
     """`bits` where a step reads other bytes than its weights'; what is held at each step goes to `held`."""
     wrong = ""
     streamer.begin(0)
@@ -142,26 +139,26 @@ def run_pass(streamer: ArenaStreamer, arena: WeightArena, held: list[int]) -> st
     return wrong
 
 
-def of_transfers(change: Callable[[Transfer], Transfer]) -> Callable[[Plan], Plan]:
-    def changed(plan: Plan) -> Plan:
+def of_transfers(change):
+    def changed(plan):
         (schedule,) = plan.schedules
         return replace(plan, schedules=(replace(schedule, transfers=tuple(map(change, schedule.transfers))),))
 
     return changed
 
 
-def first_transfer_forgotten(plan: Plan) -> Plan:
+def first_transfer_forgotten(plan):
     (schedule,) = plan.schedules
     return replace(plan, schedules=(replace(schedule, transfers=schedule.transfers[1:]),))
 
 
-def drops_early(plan: Plan) -> Plan:
+def drops_early(plan):
     (schedule,) = plan.schedules
     drops = tuple(replace(drop, step=max(0, drop.step - 1)) for drop in schedule.drops)
     return replace(plan, schedules=(replace(schedule, drops=drops),))
 
 
-def behind(part: Part) -> Part:
+def behind(part):
     return replace(part, storage=(part.storage + 1) % len(PAGES), shape=(PAGE - 64,))
 
 
@@ -210,7 +207,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_of_arena_and_plan_are_found(name: str, kind: str, source: Source) -> None:
+def test_faults_of_arena_and_plan_are_found(name, kind, source):
     fault = replace(FAULTS[name])
     expected, found = run(kind, source, Fault(("", "", ""))), run(kind, source, fault)
     assert expected[0] == ""
@@ -220,7 +217,7 @@ def test_faults_of_arena_and_plan_are_found(name: str, kind: str, source: Source
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_without_a_fault_stays_within_its_plan(kind: str, source: Source) -> None:
+def test_a_run_without_a_fault_stays_within_its_plan(kind, source):
     plan = plan_for(kind)
     wrong, (peak, moved, misses, *held) = run(kind, source, Fault(("", "", "")))
     assert (wrong, misses) == ("", 0)

@@ -1,15 +1,11 @@
 """What both engines do: random plans whose every read is compared with the files, faults, odd orders."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -19,7 +15,7 @@ from penstock.schedule.facts.errors import SourceError, StreamError
 from tests.engines import ENGINES
 from tests.hunt import scaled
 from tests.oracle import UnsafeError
-from tests.runtime.stream.cases import KINDS, Case, cases, one_case, run_pass
+from tests.runtime.stream.cases import KINDS, cases, one_case, run_pass
 
 pytestmark = pytest.mark.parametrize("engine", ENGINES)
 
@@ -30,9 +26,7 @@ pytestmark = pytest.mark.parametrize("engine", ENGINES)
     max_examples=scaled(25), phases=[Phase.generate], deadline=None, suppress_health_check=[*HealthCheck]
 )
 @given(data=st.data())
-def test_every_read_of_a_random_plan_finds_the_files_bytes(
-    engine: str, kind: str, data: st.DataObject
-) -> None:
+def test_every_read_of_a_random_plan_finds_the_files_bytes(engine, kind, data):
     case = data.draw(cases(kind))
     if not case.plan.arena_bytes:
         return
@@ -50,12 +44,12 @@ def test_every_read_of_a_random_plan_finds_the_files_bytes(
 
 
 @pytest.fixture(params=KINDS)
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+def case(request, tmp_path):
     return one_case(request.param, folder=tmp_path if request.param in ("mapped", "adaptive") else None)
 
 
 @pytest.fixture
-def streamer(case: Case, engine: str) -> Iterator[Any]:
+def streamer(case, engine):
     with case.streamer(engine) as streamer:
         yield streamer
 
@@ -155,11 +149,11 @@ def test_a_transfer_behind_one_that_waits_for_a_later_step_is_an_error(engine, c
 class Gate:
     """Holds up every read of a case until it is opened."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         self.opened, self.reading, self._read = threading.Event(), threading.Event(), case.read
         case.read = self._wait
 
-    def _wait(self, *arguments: int) -> int:
+    def _wait(self, *arguments):
         self.reading.set()
         self.opened.wait(60)
         return self._read(*arguments)
@@ -168,10 +162,10 @@ class Gate:
 def test_closing_wakes_a_call_that_waits(engine):
     case = one_case()
     gate = Gate(case)
-    raised: list[BaseException] = []
+    raised = []
     with case.streamer(engine) as streamer:
 
-        def call() -> None:
+        def call():
             try:
                 run_pass(streamer, case, case.traces[0])
             except BaseException as error:

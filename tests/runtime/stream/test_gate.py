@@ -1,11 +1,7 @@
 """The gate of a module: one call at a time, of one thread, in one process."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 
 import pytest
 
@@ -17,18 +13,18 @@ SECONDS = 20
 
 
 @pytest.fixture
-def gate() -> Gate:
+def gate():
     return Gate("a program", "load it")
 
 
 @pytest.fixture
-def other() -> Iterator[ThreadPoolExecutor]:
+def other():
     """Another thread."""
     with ThreadPoolExecutor(1) as threads:
         yield threads
 
 
-def enter(way: AbstractContextManager[None]) -> str:
+def enter(way):
     """What is said to somebody who comes by a way through the gate."""
     try:
         with way:
@@ -37,9 +33,7 @@ def enter(way: AbstractContextManager[None]) -> str:
         return str(error)
 
 
-def test_another_thread_is_refused_while_a_call_runs_and_admitted_after_it(
-    gate: Gate, other: ThreadPoolExecutor
-) -> None:
+def test_another_thread_is_refused_while_a_call_runs_and_admitted_after_it(gate, other):
     with gate.call():
         called = other.submit(enter, gate.call()).result(SECONDS)
         closed = other.submit(enter, gate.closing()).result(SECONDS)
@@ -49,26 +43,26 @@ def test_another_thread_is_refused_while_a_call_runs_and_admitted_after_it(
     assert other.submit(enter, gate.closing()).result(SECONDS) == "admitted"
 
 
-def test_another_thread_is_refused_while_the_module_is_closed(gate: Gate, other: ThreadPoolExecutor) -> None:
+def test_another_thread_is_refused_while_the_module_is_closed(gate, other):
     with gate.closing():
         assert "once per thread" in other.submit(enter, gate.call()).result(SECONDS)
 
 
-def test_a_call_within_a_call_is_refused(gate: Gate) -> None:
+def test_a_call_within_a_call_is_refused(gate):
     with gate.call():
         for way, done in ((gate.call(), "called"), (gate.closing(), "closed")):
             assert enter(way) == f"the module cannot be {done} while a call runs in it: wait for that call"
     assert enter(gate.call()) == enter(gate.closing()) == "admitted"
 
 
-def test_a_change_waits_for_the_call_of_another_thread(gate: Gate, other: ThreadPoolExecutor) -> None:
+def test_a_change_waits_for_the_call_of_another_thread(gate, other):
     with gate.call():
         changed = other.submit(enter, gate.changing())
         assert not changed.done()
     assert changed.result(SECONDS) == "admitted"
 
 
-def test_a_forked_child_may_only_close(gate: Gate) -> None:
+def test_a_forked_child_may_only_close(gate):
     with gate.call():  # as a thread of the parent may, of which the child has nothing
         child = os.fork()
         if not child:

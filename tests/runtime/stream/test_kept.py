@@ -1,21 +1,18 @@
 """Which passes read through the page cache: both engines decide alike."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
 from penstock.runtime.files import source as sources
 from penstock.runtime.system.memory import cached_fraction
 from tests.engines import ENGINES
-from tests.runtime.stream.cases import Case, one_case
+from tests.runtime.stream.cases import one_case
 
 PASSES = 6
 
 
-def cool(case: Case) -> None:
+def cool(case):
     assert case.folder
     for file in case.files:
         fd = os.open(case.folder / file.path, os.O_RDONLY)
@@ -24,7 +21,7 @@ def cool(case: Case) -> None:
         os.close(fd)
 
 
-def fraction(case: Case) -> float:
+def fraction(case):
     """The share of the first file that the page cache holds."""
     assert case.folder
     fd = os.open(case.folder / case.files[0].path, os.O_RDONLY)
@@ -34,7 +31,7 @@ def fraction(case: Case) -> float:
         os.close(fd)
 
 
-def ways(case: Case, engine: str, room: int, *, loses: bool) -> list[str]:
+def ways(case, engine, room, *, loses):
     """How each pass read; where the cache `loses`, it has nothing of a pass when the next begins."""
     found = []
     with case.streamer(engine, room=room, readers=1) as streamer:
@@ -63,8 +60,8 @@ def ways(case: Case, engine: str, room: int, *, loses: bool) -> list[str]:
     ids=["keeps", "loses", "small"],
 )
 def test_what_every_pass_reads_is_kept_by_a_cache_that_has_room_and_keeps_it(
-    engine: str, cache: tuple[int, bool, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, cache, tmp_path, monkeypatch
+):
     room, loses, expected = cache
     monkeypatch.setattr(sources, "available_bytes", lambda: room)
     case = one_case("contiguous", wrap="barrier", folder=tmp_path)

@@ -1,11 +1,8 @@
 """Loaded weights: what a pass calls and in which order, what calms the threads, and how all is given back."""
 
-from __future__ import annotations
-
 import os
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,22 +18,22 @@ class Stub:
     in_reader = False
     captured = False
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def __init__(self):
+        self.calls = []
         self.counters = Counters()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return lambda *arguments: self.calls.append(name)
 
 
-def loaded(streamer: Any, **parts: Any) -> LoadedWeights:
+def loaded(streamer, **parts):
     resources = Resources(streamer, (lambda: streamer.calls.append("memory"), lambda: None))
     return LoadedWeights(
         plan=make_plan(), tensors={}, resources=resources, usage=lambda: MemoryUse(1, 2), **parts
     )
 
 
-def test_a_pass_begins_and_ends_the_streamer_and_begins_the_units() -> None:
+def test_a_pass_begins_and_ends_the_streamer_and_begins_the_units():
     streamer, units = Stub(), Stub()
     weights = loaded(streamer, units=units)
     assert weights.run(0, None, lambda: streamer.calls.append("run") or "output") == "output"
@@ -44,7 +41,7 @@ def test_a_pass_begins_and_ends_the_streamer_and_begins_the_units() -> None:
     weights.close()
 
 
-def test_a_pass_whose_steps_others_run_begins_and_ends_likewise() -> None:
+def test_a_pass_whose_steps_others_run_begins_and_ends_likewise():
     streamer, units, team = Stub(), Stub(), Stub()
     weights = loaded(streamer, units=units, team=team)
     before = weights.begin(0)
@@ -57,7 +54,7 @@ def test_a_pass_whose_steps_others_run_begins_and_ends_likewise() -> None:
     weights.close()
 
 
-def test_steps_are_probed_where_something_streams() -> None:
+def test_steps_are_probed_where_something_streams():
     streamer = Stub()
     streamer.probed = {4: (1, 2)}.__getitem__
     weights = loaded(streamer)
@@ -71,11 +68,11 @@ def test_steps_are_probed_where_something_streams() -> None:
 
 
 @pytest.mark.parametrize("error", [StreamError, KeyboardInterrupt])
-def test_a_pass_that_fails_is_aborted(error: type[BaseException]) -> None:
+def test_a_pass_that_fails_is_aborted(error):
     streamer = Stub()
     weights = loaded(streamer)
 
-    def fail() -> None:
+    def fail():
         raise error
 
     with pytest.raises(error):
@@ -84,11 +81,11 @@ def test_a_pass_that_fails_is_aborted(error: type[BaseException]) -> None:
     weights.close()
 
 
-def test_the_team_sleeps_where_readers_bring_more_than_a_quarter_of_what_comes() -> None:
+def test_the_team_sleeps_where_readers_bring_more_than_a_quarter_of_what_comes():
     streamer, team = Stub(), Stub()
     weights = loaded(streamer, team=team)
 
-    def bring(moved: int, read: int) -> None:
+    def bring(moved, read):
         streamer.counters = Counters(
             streamer.counters.bytes_moved + moved, streamer.counters.bytes_read + read
         )
@@ -99,7 +96,7 @@ def test_the_team_sleeps_where_readers_bring_more_than_a_quarter_of_what_comes()
     weights.close()
 
 
-def test_counters_are_those_of_the_streamer_and_of_the_units() -> None:
+def test_counters_are_those_of_the_streamer_and_of_the_units():
     streamer, units = Stub(), Stub()
     streamer.counters, units.counters = Counters(1, 2, 3, 4, 5), Counters(10, 20, 30, 40, 50)
     weights = loaded(streamer, units=units)
@@ -114,7 +111,7 @@ def test_counters_are_those_of_the_streamer_and_of_the_units() -> None:
     alone.close()
 
 
-def test_closing_stops_the_streamer_before_its_memory_goes() -> None:
+def test_closing_stops_the_streamer_before_its_memory_goes():
     streamer = Stub()
     weights = loaded(streamer)
     weights.resources.close_first(lambda: streamer.calls.append("first"))
@@ -123,7 +120,7 @@ def test_closing_stops_the_streamer_before_its_memory_goes() -> None:
     assert weights.resources.closed
 
 
-def test_what_was_captured_keeps_its_memory_until_it_is_collected() -> None:
+def test_what_was_captured_keeps_its_memory_until_it_is_collected():
     streamer, order = Stub(), Stub()
     order.captured = True
     weights = loaded(streamer, order=order)
@@ -135,11 +132,9 @@ def test_what_was_captured_keeps_its_memory_until_it_is_collected() -> None:
 
 
 @pytest.mark.parametrize("where", ["streamer", "others"])
-def test_what_is_collected_on_a_reader_is_closed_on_another_thread(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_collected_on_a_reader_is_closed_on_another_thread(where, monkeypatch):
     streamer, main, closed = Stub(), threading.current_thread(), threading.Event()
-    on: list[threading.Thread] = []
+    on = []
     streamer.close = lambda: on.append(threading.current_thread())
     resources = Resources(streamer, (closed.set,))
     there = lambda: threading.current_thread() is main  # noqa: E731
@@ -153,7 +148,7 @@ def test_what_is_collected_on_a_reader_is_closed_on_another_thread(
     assert on[0] is not main
 
 
-def test_a_forked_child_gives_back_memory_and_stops_no_readers() -> None:
+def test_a_forked_child_gives_back_memory_and_stops_no_readers():
     streamer, closed = Stub(), SimpleNamespace(count=0)
     resources = Resources(
         streamer, (lambda: setattr(closed, "count", closed.count + 1),), owner=os.getpid() + 1

@@ -1,7 +1,5 @@
 """Which pieces are issued together: neighbours that may start, of one direction."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.runtime.stream.engine import MethodTable, Piece, Position, Queue
@@ -16,7 +14,7 @@ IN = (
 OUT = (Piece(0, 64, 2, 0, out=True), Piece(64, 128, 2, 0, out=True), Piece(128, 192, 3, 0))
 
 
-def position_of(pieces: tuple[Piece, ...], *, index: int = 0, ended: int = 4) -> Position:
+def position_of(pieces, *, index=0, ended=4):
     """In a pass of four steps, of which some have ended."""
     queue = Queue.of(0, pieces, 4)
     table = MethodTable(0, 0, ((),) * 4, ((),) * 4, False, (), {}, queue, queue, (), False)
@@ -36,8 +34,6 @@ def position_of(pieces: tuple[Piece, ...], *, index: int = 0, ended: int = 4) ->
         ((IN[0], OUT[1]), 0, 1, [0]),
     ],
 )
-def test_neighbours_of_one_direction_are_issued_together(
-    pieces: tuple[Piece, ...], index: int, ended: int, places: list[int]
-) -> None:
+def test_neighbours_of_one_direction_are_issued_together(pieces, index, ended, places):
     found = position_of(pieces, index=index, ended=ended).adjacent_pieces()
     assert [piece.start for piece in found] == places

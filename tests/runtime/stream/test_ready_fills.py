@@ -1,7 +1,5 @@
 """Fills that need no waiting happen on the caller's thread."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -12,11 +10,11 @@ from tests.runtime.arena.honest_arena import HonestArena
 from tests.runtime.stream.four_steps import STORAGES, make_plan, run_pass
 
 
-def test_what_needs_no_waiting_is_filled_on_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_no_waiting_is_filled_on_the_callers_thread(monkeypatch):
     arena = HonestArena(12)
-    fillers: list[threading.Thread] = []
+    fillers = []
 
-    def fill_ready(start: int, stop: int) -> int:
+    def fill_ready(start, stop):
         fillers.append(threading.current_thread())
         return arena.fill(start, stop)
 
@@ -33,7 +31,7 @@ def test_what_needs_no_waiting_is_filled_on_the_callers_thread(monkeypatch: pyte
     streamer.close()
 
 
-def test_a_fill_on_the_callers_thread_that_fails_is_raised_and_forgotten() -> None:
+def test_a_fill_on_the_callers_thread_that_fails_is_raised_and_forgotten():
     arena = HonestArena(12)
     streamer = ArenaStreamer(make_plan(), STORAGES, arena)  # type: ignore[arg-type]
     run_pass(streamer, arena)

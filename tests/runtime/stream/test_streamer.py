@@ -1,7 +1,5 @@
 """The streamer against an arena that knows what it holds and complains about every illegal access."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,19 +11,18 @@ from penstock.runtime.stream.engine import PIECE, first_pass, tabulate
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Drop, Range, Schedule, Step, Transfer
-from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
 from tests.runtime.arena.honest_arena import HonestArena
 from tests.runtime.stream.four_steps import STORAGES, UNIT, make_plan, run_pass
 
 
 @pytest.fixture
-def arena() -> HonestArena:
+def arena():
     return HonestArena(12)
 
 
 @pytest.fixture
-def streamer(arena: HonestArena):
+def streamer(arena):
     streamer = ArenaStreamer(make_plan(), STORAGES, arena)
     yield streamer
     streamer.close()
@@ -283,9 +280,9 @@ def test_a_transfer_that_waits_for_its_own_step_is_an_error_and_no_endless_wait(
     late = replace(schedule.transfers[2], after=schedule.transfers[2].step)
     schedule = replace(schedule, transfers=(*schedule.transfers[:2], late))
     streamer = ArenaStreamer(replace(plan, schedules=(schedule,)), STORAGES, arena)
-    raised: list[BaseException] = []
+    raised = []
 
-    def call() -> None:
+    def call():
         try:
             run_pass(streamer, arena)
         except StreamError as error:
@@ -303,9 +300,9 @@ def test_a_transfer_that_waits_for_its_own_step_is_an_error_and_no_endless_wait(
 def test_closing_wakes_a_waiting_call(arena):
     arena.gate = threading.Event()
     streamer = ArenaStreamer(make_plan(), STORAGES, arena)
-    raised: list[BaseException] = []
+    raised = []
 
-    def call() -> None:
+    def call():
         try:
             run_pass(streamer, arena)
         except BaseException as error:
@@ -331,7 +328,7 @@ def test_methods_that_share_an_arena_follow_one_another(arena):
     streamer.close()
 
 
-def switching_plan() -> Plan:
+def switching_plan():
     """Two methods; storage 0 comes late in a pass and stays over its end for step 0 of the next."""
     both = make_plan(graphs=2)
     arena = replace(both.arena, layout=(0, 4, 8, 12))
@@ -350,7 +347,7 @@ def switching_plan() -> Plan:
 SWITCHING_DROPS = (Drop(0, 4, 0), Drop(4, 8, 1), Drop(8, 12, 2))
 
 
-def run_switching(streamer: ArenaStreamer, arena: HonestArena, graph: int) -> None:
+def run_switching(streamer, arena, graph):
     streamer.begin(graph)
     for step, storage in enumerate((0, 1, 2, 0)):
         streamer.acquire(graph, step)
@@ -378,7 +375,7 @@ def test_a_second_interrupt_does_not_leave_the_readers_paused(streamer, arena, m
     if phase == "begin":
         streamer.end(0)
 
-    def interrupt(*_: int) -> None:
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -402,9 +399,9 @@ def test_schedules_are_those_of_their_graphs_in_any_order(arena):
 
 def test_readers_that_cannot_start_leave_none_behind(arena, monkeypatch):
     real = threading.Thread.start
-    started: list[threading.Thread] = []
+    started = []
 
-    def start(thread: threading.Thread) -> None:
+    def start(thread):
         if started:
             raise RuntimeError("can't start new thread")
         started.append(thread)
@@ -416,7 +413,7 @@ def test_readers_that_cannot_start_leave_none_behind(arena, monkeypatch):
     assert not started[0].is_alive()
 
 
-def settle(streamer: ArenaStreamer) -> None:
+def settle(streamer):
     """Waits until no reader copies anything and nothing may start."""
     with streamer._arrived:
         assert streamer._arrived.wait_for(lambda: not (streamer._in_flight or streamer._startable()), 60)

@@ -3,54 +3,48 @@
 Reads are late at random, and dropped bytes are overwritten, so that a byte that is read too early is wrong.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.turns import joined
-from penstock.schedule.facts.model import Schedule
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
 from tests.engines import ENGINES
-from tests.runtime.stream.cases import KINDS, Case, run_pass, turn_case
+from tests.runtime.stream.cases import KINDS, run_pass, turn_case
 
 pytestmark = pytest.mark.parametrize("units", [1, 4])
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
+def engine(request):
     return str(request.param)
 
 
 @pytest.fixture(params=KINDS)
-def case(request: pytest.FixtureRequest, units: int, tmp_path: Path) -> Case:
+def case(request, units, tmp_path):
     kind = request.param
     return turn_case(kind, units, folder=tmp_path if kind in ("mapped", "adaptive") else None)
 
 
 @pytest.fixture
-def streamer(case: Case, engine: str) -> Iterator[Any]:
+def streamer(case, engine):
     with case.streamer(engine) as streamer:
         yield streamer
 
 
-def moved(schedule: Schedule, *, early: bool | None = None) -> int:
+def moved(schedule, *, early=None):
     """The bytes of the transfers, of those that may start before the call alone, or of the others."""
     chosen = (t for t in schedule.transfers if early is None or (t.after < 0) == early)
     return sum(t.stop - t.start for t in chosen)
 
 
-def boundary(case: Case, graph: int) -> int:
+def boundary(case, graph):
     return sum(item.nbytes for item in case.plan.schedules[graph].boundary or ())
 
 
-def settled(streamer: Any, expected: int) -> int:
+def settled(streamer, expected):
     """The bytes moved, once nothing more can come; at most as many as expected, unless there are more."""
     until = time.monotonic() + 5
     while streamer.counters.bytes_moved < expected and time.monotonic() < until:
@@ -59,7 +53,7 @@ def settled(streamer: Any, expected: int) -> int:
     return int(streamer.counters.bytes_moved)
 
 
-def test_a_round_moves_what_is_planned_and_prefetches_for_the_next(streamer: Any, case: Case) -> None:
+def test_a_round_moves_what_is_planned_and_prefetches_for_the_next(streamer, case):
     verify_plan(case.storages, case.traces, case.plan)
     oracle.check_plan(case.storages, case.traces, case.plan)
     forward, backward = case.plan.schedules
@@ -78,7 +72,7 @@ def test_a_round_moves_what_is_planned_and_prefetches_for_the_next(streamer: Any
 
 
 @pytest.mark.parametrize("case", ["contiguous", "paged", "pooled"], indirect=True)
-def test_what_turns_around_stays(case: Case, units: int) -> None:
+def test_what_turns_around_stays(case, units):
     """Of n storages a round needs to copy each twice, less what is there when the calls turn around."""
     nbytes, count = case.storages[0].nbytes, len(case.storages)
     forward, backward = case.plan.schedules
@@ -90,14 +84,14 @@ def test_what_turns_around_stays(case: Case, units: int) -> None:
 
 
 @pytest.mark.parametrize("order", ["F", "FFBB", "BF", "FBFFB"])
-def test_calls_in_any_order_find_their_bytes(streamer: Any, case: Case, order: str) -> None:
+def test_calls_in_any_order_find_their_bytes(streamer, case, order):
     for letter in order * 2:
         run_pass(streamer, case, case.traces["FB".index(letter)])
     assert streamer.counters.misses == 0
     assert streamer.peak_bytes <= case.plan.arena_bytes
 
 
-def test_a_call_out_of_turn_begins_with_what_is_resident(streamer: Any, case: Case) -> None:
+def test_a_call_out_of_turn_begins_with_what_is_resident(streamer, case):
     """Each begins from the resident ranges: it loads the rest of its boundary, and no step is a miss."""
     forward, _ = case.plan.schedules
     resident = sum(item.nbytes for item in case.plan.resident)
@@ -113,9 +107,7 @@ def test_a_call_out_of_turn_begins_with_what_is_resident(streamer: Any, case: Ca
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_exception_in_a_call_costs_the_turn_and_nothing_else(
-    streamer: Any, case: Case, failing: int
-) -> None:
+def test_an_exception_in_a_call_costs_the_turn_and_nothing_else(streamer, case, failing):
     run_pass(streamer, case, case.traces[0])
     run_pass(streamer, case, case.traces[1])
     for step in range(0, len(case.traces[failing].steps), 3):
@@ -134,7 +126,7 @@ def test_an_exception_in_a_call_costs_the_turn_and_nothing_else(
     assert streamer.counters.misses == 0
 
 
-def test_a_step_out_of_order_is_a_miss_of_its_own_call_alone(streamer: Any, case: Case) -> None:
+def test_a_step_out_of_order_is_a_miss_of_its_own_call_alone(streamer, case):
     run_pass(streamer, case, case.traces[0])
     order = list(reversed(streamer.probed(1)))
     run_pass(streamer, case, case.traces[1], order)

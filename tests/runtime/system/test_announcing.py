@@ -1,7 +1,5 @@
 """Lines about work that takes long, at thresholds that are over at once, or never."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -19,7 +17,7 @@ def at_once(monkeypatch):
     monkeypatch.setenv(VARIABLE, "0")
 
 
-def lines(capsys) -> list[str]:
+def lines(capsys):
     captured = capsys.readouterr()
     assert not captured.out
     return captured.err.splitlines()
@@ -55,7 +53,7 @@ def test_short_work_says_nothing_nor_does_any_that_is_asked_not_to(monkeypatch, 
 
 
 def test_work_that_fails_ends_with_its_line_too(at_once, capsys):
-    def fail() -> None:
+    def fail():
         with announced("counting sheep"):
             raise KeyError("sheep")
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -7,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +20,8 @@ OLD = {"first": b"old", "last": b"old"}
 NAMES = ("payload.json", "program/code.txt", "weights.bin")
 
 
-def build(generation: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
+def build(generation):
+    def write(folder):
         (folder / "program").mkdir()
         for name in NAMES:
             (folder / name).write_text(generation)
@@ -32,24 +29,24 @@ def build(generation: str) -> Callable[[Path], None]:
     return write
 
 
-def generations(folder: Path) -> set[str]:
+def generations(folder):
     """What the files of a whole artifact hold; a file that is missing raises."""
     return {(folder / name).read_text() for name in NAMES}
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
+def output(tmp_path):
     return tmp_path / "model.penstock"
 
 
 @pytest.fixture(params=["exchange", "two renames"])
-def renaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def renaming(request, monkeypatch):
     if request.param == "two renames":
         monkeypatch.setattr(atomic, "exchange_paths", lambda first, second: False)
 
 
 @pytest.mark.usefixtures("renaming")
-def test_writes_and_replaces(output: Path) -> None:
+def test_writes_and_replaces(output):
     write_artifact(output, force=False, build=build("old"))
     assert generations(output) == {"old"}
     with pytest.raises(SourceError, match=r"model.penstock exists; .*--force"):
@@ -62,8 +59,8 @@ def test_writes_and_replaces(output: Path) -> None:
 
 @pytest.mark.usefixtures("renaming")
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_failure_leaves_what_was_there(output: Path, error: BaseException | type[BaseException]) -> None:
-    def fail(folder: Path) -> None:
+def test_failure_leaves_what_was_there(output, error):
+    def fail(folder):
         build("new")(folder)
         raise error
 
@@ -79,12 +76,10 @@ def test_failure_leaves_what_was_there(output: Path, error: BaseException | type
     assert os.listdir(output.parent) == [output.name]
 
 
-def test_a_folder_that_cannot_be_listed_is_not_taken_for_flushed(
-    output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_flushed(output, monkeypatch):
     real = os.scandir
 
-    def refuse(path: str | int | os.PathLike[str]) -> object:
+    def refuse(path):
         if str(path).endswith("program"):
             raise OSError(5, "Input/output error")
         return real(path)
@@ -97,12 +92,12 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_flushed(
     assert os.listdir(output.parent) == [output.name]
 
 
-def test_failed_second_rename_puts_the_old_one_back(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_second_rename_puts_the_old_one_back(output, monkeypatch):
     write_artifact(output, force=False, build=build("old"))
     monkeypatch.setattr(atomic, "exchange_paths", lambda first, second: False)
     real = os.rename
 
-    def fail(first: Path, second: Path) -> None:
+    def fail(first, second):
         if ".tmp-" in first.name:
             raise OSError(5, "Input/output error")
         real(first, second)
@@ -114,7 +109,7 @@ def test_failed_second_rename_puts_the_old_one_back(output: Path, monkeypatch: p
     assert os.listdir(output.parent) == [output.name]
 
 
-def test_a_folder_that_only_looks_left_aside_is_no_artifact(output: Path) -> None:
+def test_a_folder_that_only_looks_left_aside_is_no_artifact(output):
     notes = output.with_name(f".{output.name}.old-notes")
     notes.mkdir()
     write_artifact(output, force=False, build=build("new"))
@@ -122,7 +117,7 @@ def test_a_folder_that_only_looks_left_aside_is_no_artifact(output: Path) -> Non
     assert notes.is_dir()
 
 
-def test_force_replaces_only_artifacts(output: Path) -> None:
+def test_force_replaces_only_artifacts(output):
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
     with pytest.raises(SourceError, match="is not an artifact and will not be overwritten"):
@@ -133,14 +128,14 @@ def test_force_replaces_only_artifacts(output: Path) -> None:
     assert generations(output) == {"new"}
 
 
-def test_force_refuses_a_file(output: Path) -> None:
+def test_force_refuses_a_file(output):
     output.write_text("a file")
     with pytest.raises(SourceError, match="is not an artifact"):
         write_artifact(output, force=True, build=build("new"))
     assert output.read_text() == "a file"
 
 
-def test_a_link_keeps_pointing_at_the_artifact(output: Path) -> None:
+def test_a_link_keeps_pointing_at_the_artifact(output):
     write_artifact(output, force=False, build=build("old"))
     link = output.with_name("link")
     link.symlink_to(output)
@@ -149,13 +144,13 @@ def test_a_link_keeps_pointing_at_the_artifact(output: Path) -> None:
     assert generations(output) == {"new"}
 
 
-def test_no_parent(output: Path) -> None:
+def test_no_parent(output):
     with pytest.raises(SourceError, match="not a folder that exists"):
         write_artifact(output / "deeper", force=False, build=build("new"))
 
 
-def test_system_that_refuses(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
+def test_system_that_refuses(output, monkeypatch):
+    def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
@@ -164,7 +159,7 @@ def test_system_that_refuses(output: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def disk(output: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+def disk(output, monkeypatch):
     disk = Disk(output)
     monkeypatch.setattr(os, "fsync", disk.flushing(os.fsync))
     published = (atomic_file, "rename_by_rule")
@@ -176,21 +171,21 @@ def disk(output: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
 class Disk:
     """Notes what was flushed by the time that something takes the name of the output, and what was not."""
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output):
         self.output = output
-        self.flushed: set[int] = set()
-        self.early: list[str] = []
+        self.flushed = set()
+        self.early = []
         self.named = 0
 
-    def flushing(self, flush: Callable[[int], None]) -> Callable[[int], None]:
-        def noted(fd: int) -> None:
+    def flushing(self, flush):
+        def noted(fd):
             flush(fd)
             self.flushed.add(os.fstat(fd).st_ino)
 
         return noted
 
-    def naming(self, rename: Callable[..., object]) -> Callable[..., object]:
-        def noted(new: Path, old: Path, *rule: int) -> object:
+    def naming(self, rename):
+        def noted(new, old, *rule):
             if old == self.output:
                 every = (new, *new.rglob("*"))
                 self.early += [one.name for one in every if one.stat().st_ino not in self.flushed]
@@ -202,7 +197,7 @@ class Disk:
 
         return noted
 
-    def check(self) -> None:
+    def check(self):
         assert self.named
         assert self.early == []
         assert self.output.parent.stat().st_ino in self.flushed, "the name may be lost"
@@ -210,7 +205,7 @@ class Disk:
 
 @pytest.mark.usefixtures("renaming")
 @pytest.mark.parametrize("force", [False, True])
-def test_a_folder_is_on_the_disk_before_it_has_its_name(output: Path, disk: Disk, force: bool) -> None:
+def test_a_folder_is_on_the_disk_before_it_has_its_name(output, disk, force):
     if force:
         write_artifact(output, force=False, build=build("old"))
         disk.flushed.clear()
@@ -220,7 +215,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(output: Path, disk: Disk
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_file_is_on_the_disk_before_it_has_its_name(output: Path, disk: Disk, force: bool) -> None:
+def test_a_file_is_on_the_disk_before_it_has_its_name(output, disk, force):
     for content in (b"old", b"new") if force else (b"new",):
         with replace_file(output, force=force) as fd:
             os.write(fd, content)
@@ -228,7 +223,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(output: Path, disk: Disk, 
     assert output.read_bytes() == b"new"
 
 
-def write_both(paths: list[Path], content: bytes) -> None:
+def write_both(paths, content):
     with replace_files(paths, force=True) as fds:
         for fd in fds:
             os.write(fd, content)
@@ -236,16 +231,14 @@ def write_both(paths: list[Path], content: bytes) -> None:
 
 @pytest.mark.usefixtures("renaming")
 @pytest.mark.parametrize("there", [(), ("first",), ("first", "last")])
-def test_of_several_files_all_are_replaced_or_none(
-    there: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_files_all_are_replaced_or_none(there, tmp_path, monkeypatch):
     paths = [tmp_path / "first", tmp_path / "last"]
     for name in there:
         (tmp_path / name).write_bytes(b"old")
-    refused: list[str] = []
+    refused = []
 
-    def refusing(call: Callable[..., object]) -> Callable[..., object]:
-        def refuse(new: Path, old: Path, *rule: int) -> object:
+    def refusing(call):
+        def refuse(new, old, *rule):
             if ".tmp-" in str(new) and str(old).endswith("last"):
                 refused.append(call.__name__)
                 raise OSError(5, "Input/output error")
@@ -266,7 +259,7 @@ def test_of_several_files_all_are_replaced_or_none(
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> list[Path]:
+def two(tmp_path):
     """Two files that are there."""
     paths = [tmp_path / name for name in OLD]
     for path in paths:
@@ -275,12 +268,10 @@ def two(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.usefixtures("renaming")
-def test_an_interrupt_between_two_replacements_leaves_all_as_they_were(
-    two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_between_two_replacements_leaves_all_as_they_were(two, tmp_path, monkeypatch):
     exchange = atomic._exchange
 
-    def interrupted(new: Path, old: Path) -> None:
+    def interrupted(new, old):
         exchange(new, old)
         if ".tmp-" in new.name and old.read_bytes() == b"new":
             raise KeyboardInterrupt
@@ -291,12 +282,10 @@ def test_an_interrupt_between_two_replacements_leaves_all_as_they_were(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == OLD
 
 
-def test_what_is_to_be_put_back_is_not_stale_for_another_writer(
-    two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_to_be_put_back_is_not_stale_for_another_writer(two, tmp_path, monkeypatch):
     exchange = atomic._exchange
 
-    def refusing(new: Path, old: Path) -> None:
+    def refusing(new, old):
         if old.name == "last":
             removed = [atomic_file.remove_stale(one) for one in atomic_file.siblings(two[0], "tmp")]
             assert removed == [False]
@@ -310,7 +299,7 @@ def test_what_is_to_be_put_back_is_not_stale_for_another_writer(
 
 
 @pytest.mark.parametrize("name", ["first", "last"])
-def test_a_folder_in_the_place_of_one_of_several_files_is_kept(name: str, tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_one_of_several_files_is_kept(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "thesis").write_bytes(b"mine")
     with pytest.raises(SourceError, match=f"{name} is a folder and will not be overwritten"):
@@ -318,12 +307,12 @@ def test_a_folder_in_the_place_of_one_of_several_files_is_kept(name: str, tmp_pa
     assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [b"mine"]
 
 
-def test_several_files_are_on_the_disk_before_one_of_them_has_its_name(output: Path, disk: Disk) -> None:
+def test_several_files_are_on_the_disk_before_one_of_them_has_its_name(output, disk):
     write_both([output, output.with_name("last")], b"new")
     disk.check()
 
 
-def test_none_of_several_files_is_replaced_unasked(tmp_path: Path) -> None:
+def test_none_of_several_files_is_replaced_unasked(tmp_path):
     (tmp_path / "last").write_bytes(b"old")
     refused = pytest.raises(SourceError, match="last exists")
     with refused, replace_files([tmp_path / "first", tmp_path / "last"], force=False):
@@ -331,14 +320,14 @@ def test_none_of_several_files_is_replaced_unasked(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"last": b"old"}
 
 
-def test_stale_temporaries_are_removed_and_live_ones_kept(output: Path) -> None:
+def test_stale_temporaries_are_removed_and_live_ones_kept(output):
     stale = output.with_name(f".{output.name}.tmp-00000000")
     other = output.with_name(".other.penstock.tmp-00000000")
     for folder in (stale, other):
         folder.mkdir()
         (folder / "file").touch()
 
-    def build_inside(folder: Path) -> None:
+    def build_inside(folder):
         # Another writer of the same output, while this one is at work.
         write_artifact(output, force=False, build=build("first"))
         assert folder.exists()
@@ -350,7 +339,7 @@ def test_stale_temporaries_are_removed_and_live_ones_kept(output: Path) -> None:
     assert sorted(os.listdir(output.parent)) == sorted([output.name, other.name])
 
 
-def test_what_a_kill_between_two_renames_left_aside_is_put_back(output: Path) -> None:
+def test_what_a_kill_between_two_renames_left_aside_is_put_back(output):
     write_artifact(output, force=False, build=build("old"))
     os.rename(output, output.with_name(f".{output.name}.old-00000000"))
     with pytest.raises(SourceError, match="exists"):
@@ -358,7 +347,7 @@ def test_what_a_kill_between_two_renames_left_aside_is_put_back(output: Path) ->
     assert generations(output) == {"old"}
 
 
-def test_exchange_paths(tmp_path: Path) -> None:
+def test_exchange_paths(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.write_text("file")
@@ -385,7 +374,7 @@ for generation in itertools.count():
 
 
 @pytest.mark.parametrize("renames", ["exchange", "two renames"])
-def test_killed_at_any_time(output: Path, renames: str) -> None:
+def test_killed_at_any_time(output, renames):
     random.seed(7)
     write_artifact(output, force=False, build=build("old"))
     path = os.pathsep.join([str(Path(atomic.__file__).parents[3]), str(Path(__file__).parent)])
@@ -407,13 +396,11 @@ def test_killed_at_any_time(output: Path, renames: str) -> None:
     assert os.listdir(output.parent) == [output.name]
 
 
-def test_what_was_there_is_replaced_though_the_system_complains_when_it_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_there_is_replaced_though_the_system_complains_when_it_is_closed(tmp_path, monkeypatch):
     path, real, complained = tmp_path / "out", os.close, []
     path.write_bytes(b"old")
 
-    def close(fd: int) -> None:
+    def close(fd):
         name = os.readlink(f"/proc/self/fd/{fd}")
         real(fd)
         if name.startswith(f"{tmp_path}/.out.tmp-"):  # which the old file is called by then

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -8,18 +6,18 @@ from penstock.runtime.system.limits import Limit, address_limit, available_bytes
 
 
 @pytest.fixture
-def proc(tmp_path: Path) -> Path:
+def proc(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    4000 kB\n")
     return tmp_path / "proc"
 
 
-def write_limit(file: Path, text: str) -> None:
+def write_limit(file, text):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
 
 
-def test_without_groups_it_is_what_the_system_has(proc: Path, tmp_path: Path) -> None:
+def test_without_groups_it_is_what_the_system_has(proc, tmp_path):
     assert memory_limit(proc, tmp_path / "none") == Limit(4000 << 10, "the system")
 
 
@@ -34,9 +32,7 @@ def test_without_groups_it_is_what_the_system_has(proc: Path, tmp_path: Path) ->
         ("3:cpuset:/a", "memory/a/memory.limit_in_bytes", "1\n", 4000 << 10),
     ],
 )
-def test_a_group_or_one_above_it_limits(
-    proc: Path, tmp_path: Path, *, membership, file, text, expected
-) -> None:
+def test_a_group_or_one_above_it_limits(proc, tmp_path, *, membership, file, text, expected):
     (proc / "self/cgroup").write_text(membership + "\n")
     write_limit(tmp_path / "groups" / file, text)
     found = memory_limit(proc, tmp_path / "groups")
@@ -67,9 +63,7 @@ def test_a_group_or_one_above_it_limits(
         ),
     ],
 )
-def test_what_a_group_cannot_give_back_is_not_available(
-    proc: Path, tmp_path: Path, *, membership, folder, name, stat
-) -> None:
+def test_what_a_group_cannot_give_back_is_not_available(proc, tmp_path, *, membership, folder, name, stat):
     (proc / "self/cgroup").write_text(membership + "\n")
     write_limit(tmp_path / "groups" / folder / name, "10000\n")
     write_limit(tmp_path / "groups" / folder / "memory.stat", stat)
@@ -78,11 +72,11 @@ def test_what_a_group_cannot_give_back_is_not_available(
     assert found.left == 7000
 
 
-def test_a_system_that_does_not_say(tmp_path: Path) -> None:
+def test_a_system_that_does_not_say(tmp_path):
     assert memory_limit(tmp_path) is None
     assert address_limit(tmp_path) is None
 
 
-def test_here_it_is_some_memory() -> None:
+def test_here_it_is_some_memory():
     found = available_bytes()
     assert found is None or found > 1 << 20

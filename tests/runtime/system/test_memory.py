@@ -1,12 +1,9 @@
 """Virtual memory: what the kernel really maps, checked with its own page tables."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -28,14 +25,14 @@ from penstock.schedule.facts.errors import StreamError
 from tests.runtime.system.page_tables import mapped_pages
 
 
-def maps_between(start: int, stop: int) -> list[str]:
+def maps_between(start, stop):
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [(line, *(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
     return [line for line, low, high in ranges if low < stop and high > start]
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, HUGE_PAGE, 3 * HUGE_PAGE + 5])
-def test_a_reservation_is_aligned_guarded_and_gone_after_close(nbytes: int) -> None:
+def test_a_reservation_is_aligned_guarded_and_gone_after_close(nbytes):
     reserved = Reservation(nbytes)
     start, stop = reserved.address - PAGE, reserved.address + reserved.nbytes + PAGE
     assert reserved.address % HUGE_PAGE == 0
@@ -50,8 +47,8 @@ def test_a_reservation_is_aligned_guarded_and_gone_after_close(nbytes: int) -> N
     assert not maps_between(start, stop)
 
 
-def test_what_alignment_left_over_is_given_back() -> None:
-    def address_space() -> int:
+def test_what_alignment_left_over_is_given_back():
+    def address_space():
         return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
 
     before = address_space()
@@ -60,7 +57,7 @@ def test_what_alignment_left_over_is_given_back() -> None:
     assert address_space() - before < 10 * HUGE_PAGE
 
 
-def test_only_touched_pages_are_resident() -> None:
+def test_only_touched_pages_are_resident():
     with Reservation(HUGE_PAGE) as reserved:
         reserved.map_anonymous(0, reserved.nbytes)
         hint(reserved.address, reserved.nbytes, memory.MADV_NOHUGEPAGE)
@@ -73,7 +70,7 @@ def test_only_touched_pages_are_resident() -> None:
         assert reserved.resident_bytes() == PAGE
 
 
-def test_a_page_in_the_page_cache_alone_is_not_resident(tmp_path: Path) -> None:
+def test_a_page_in_the_page_cache_alone_is_not_resident(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(os.urandom(4 * PAGE))
     with Reservation(4 * PAGE) as reserved, path.open("rb") as file:
@@ -84,10 +81,8 @@ def test_a_page_in_the_page_cache_alone_is_not_resident(tmp_path: Path) -> None:
         assert ctypes.string_at(reserved.address, 3 * PAGE) == path.read_bytes()[PAGE:]
 
 
-def test_what_the_page_cache_holds_is_unknown_where_the_system_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(fd: int) -> None:
+def test_what_the_page_cache_holds_is_unknown_where_the_system_says_nothing(tmp_path, monkeypatch):
+    def refuse(fd):
         raise OSError(5, "Input/output error")
 
     (path := tmp_path / "file").write_bytes(bytes(PAGE))
@@ -99,7 +94,7 @@ def test_what_the_page_cache_holds_is_unknown_where_the_system_says_nothing(
         assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_populating_past_the_end_of_a_file_is_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_populating_past_the_end_of_a_file_is_an_error_and_no_signal(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(PAGE))
     with Reservation(2 * PAGE) as reserved, path.open("rb") as file:
@@ -109,22 +104,22 @@ def test_populating_past_the_end_of_a_file_is_an_error_and_no_signal(tmp_path: P
         assert caught.value.errno == errno.EFAULT
 
 
-def test_an_unknown_hint_is_not_an_error() -> None:
+def test_an_unknown_hint_is_not_an_error():
     with Reservation(PAGE) as reserved:
         hint(reserved.address, PAGE, 9999)
         with pytest.raises(OSError, match="Invalid argument"):
             advise(reserved.address, PAGE, 9999)
 
 
-def test_address_space_that_is_not_there_names_bytes_and_remedy() -> None:
+def test_address_space_that_is_not_there_names_bytes_and_remedy():
     with pytest.raises(
         StreamError, match=rf"refused {(1 << 60) + HUGE_PAGE + 2 * PAGE} bytes.*lower the budget"
     ):
         Reservation(1 << 60)
 
 
-def test_populate_is_found_by_asking_the_kernel() -> None:
-    def old_kernel(address: int, nbytes: int, advice: int) -> None:
+def test_populate_is_found_by_asking_the_kernel():
+    def old_kernel(address, nbytes, advice):
         assert (nbytes, advice) == (PAGE, MADV_POPULATE_READ)
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -132,8 +127,8 @@ def test_populate_is_found_by_asking_the_kernel() -> None:
     assert not supports_populate(old_kernel)
 
 
-def test_a_system_without_proc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: str, mode: str) -> None:
+def test_a_system_without_proc_says_so(monkeypatch):
+    def missing(path, mode):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
     with Reservation(PAGE) as reserved:
@@ -143,11 +138,11 @@ def test_a_system_without_proc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
 
 
-def test_what_lies_behind_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_behind_is_not_counted(monkeypatch):
     """The system counts a mapping when it is read, which takes milliseconds for all of a process."""
     read = []
 
-    def smaps(name: str) -> Iterator[bytes]:
+    def smaps(name):
         for start in range(0x1000, 0x9000, 0x1000):
             read.append(start)
             yield f"{start:x}-{start + 0x1000:x} rw-p 00000000 00:00 0\n".encode()
@@ -159,12 +154,12 @@ def test_what_lies_behind_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert read == [0x1000, 0x2000, 0x3000, 0x4000]
 
 
-def test_an_interrupted_close_never_unmaps_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_close_never_unmaps_twice(monkeypatch):
     """The second time, the addresses may be somebody else's."""
-    calls: list[int] = []
+    calls = []
 
     class Interrupting:
-        def munmap(self, address: int, _: int) -> None:
+        def munmap(self, address, _):
             calls.append(address)
             raise KeyboardInterrupt
 

@@ -1,7 +1,5 @@
 """Which file system a path is on, by a table of mounts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from penstock.runtime.system.limits import Mount, find_mount
@@ -15,7 +13,7 @@ tmpfs /data/with\040a\040blank tmpfs rw 0 0
 """.strip()
 
 
-def test_the_innermost_mount_holds_a_path_and_the_last_one_covers_others(tmp_path: Path) -> None:
+def test_the_innermost_mount_holds_a_path_and_the_last_one_covers_others(tmp_path):
     table = tmp_path / "mounts"
     table.write_text(TABLE)
     assert find_mount(Path("/srv/weights"), table) == Mount("ext4", "/dev/vda")

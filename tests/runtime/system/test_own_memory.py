@@ -1,11 +1,8 @@
 """Memory of this process's own: each case in a new process, whose heap has no holes yet."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -19,13 +16,13 @@ MIB = 1 << 20
 """
 
 
-def run(code: str) -> None:
+def run(code):
     program = _HEAD + textwrap.dedent(code)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_memory_that_is_touched_counts_and_goes_again() -> None:
+def test_memory_that_is_touched_counts_and_goes_again():
     run("""
         before = anonymous_bytes()
         memory = b"a" * (32 * MIB)
@@ -35,13 +32,13 @@ def test_memory_that_is_touched_counts_and_goes_again() -> None:
     """)
 
 
-def test_where_the_system_does_not_say_nothing_counts(tmp_path: Path) -> None:
+def test_where_the_system_does_not_say_nothing_counts(tmp_path):
     assert anonymous_bytes(tmp_path / "none") == 0
     (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t   12 kB\n")
     assert anonymous_bytes(tmp_path / "status") == 0
 
 
-def test_garbage_in_circles_is_collected() -> None:
+def test_garbage_in_circles_is_collected():
     run("""
         class Held:
             def __init__(self):
@@ -54,7 +51,7 @@ def test_garbage_in_circles_is_collected() -> None:
     """)
 
 
-def test_a_large_block_goes_back_though_a_smaller_one_above_it_stays() -> None:
+def test_a_large_block_goes_back_though_a_smaller_one_above_it_stays():
     run("""
         del (freed := [bytearray(28 * MIB)])[:]  # after which glibc would take the next ones from the heap
         give_back_when_freed()

@@ -37,11 +37,11 @@ print(spinning, parked, waiting(), "libgomp" in open("/proc/self/maps").read())
 """
 
 
-def threads() -> set[str]:
+def threads():
     return {path.name for path in Path("/proc/self/task").iterdir()}
 
 
-def ended(before: set[str]) -> bool:
+def ended(before):
     """Whether all threads but those `before` end, which those of a team do by themselves."""
     for _ in range(1000):
         if threads() <= before:
@@ -50,7 +50,7 @@ def ended(before: set[str]) -> bool:
     return False
 
 
-def test_a_team_ends_with_its_threads() -> None:
+def test_a_team_ends_with_its_threads():
     torch.ones(1 << 20).add_(1)  # this thread has its own team first
     before = threads()
     team = ParkedTeam()
@@ -60,7 +60,7 @@ def test_a_team_ends_with_its_threads() -> None:
     assert ended(before)
 
 
-def test_a_team_wakes_and_is_parked_again() -> None:
+def test_a_team_wakes_and_is_parked_again():
     torch.ones(1 << 20).add_(1)
     before = threads()
     team = ParkedTeam()
@@ -79,13 +79,13 @@ def test_a_team_wakes_and_is_parked_again() -> None:
 class Interrupted(threading.Event):
     """An event in whose wait the main thread is interrupted."""
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout=None):
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         return super().wait(timeout)
 
 
-def test_a_team_is_parked_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_team_is_parked_again_after_an_interrupt(monkeypatch):
     torch.ones(1 << 20).add_(1)
     before = threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -104,15 +104,15 @@ def test_a_team_is_parked_again_after_an_interrupt(monkeypatch: pytest.MonkeyPat
     assert ended(before)
 
 
-def test_one_thread_needs_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_needs_no_team(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     before = threads()
     ParkedTeam().wake()
     assert ended(before)
 
 
-def test_a_team_that_has_no_memory_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: int) -> torch.Tensor:
+def test_a_team_that_has_no_memory_is_done_without(monkeypatch):
+    def refuse(_):
         raise RuntimeError("not enough memory")
 
     before = threads()
@@ -122,7 +122,7 @@ def test_a_team_that_has_no_memory_is_done_without(monkeypatch: pytest.MonkeyPat
     assert ended(before)
 
 
-def test_threads_that_wait_give_up_the_processor() -> None:
+def test_threads_that_wait_give_up_the_processor():
     cores = len(os.sched_getaffinity(0))
     variables = {name: value for name, value in os.environ.items() if "OMP" not in name}
     done = subprocess.run(

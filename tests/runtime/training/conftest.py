@@ -1,24 +1,19 @@
 """Programs that several tests of training run, each compiled once."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
 from torch.export import Dim
 
 import penstock
-from penstock.runtime.program import Program
-from tests.training_models import DECODER, Trained
+from tests.training_models import DECODER
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
-def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
+def decoders(tmp_path_factory):
     """The decoder with dropout, compiled for batches of any length, of an example of 40 tokens."""
     folder, length = tmp_path_factory.mktemp("decoders"), Dim("length", min=2, max=64)
     return {
@@ -34,11 +29,11 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Prog
 
 
 @pytest.fixture(scope="session")
-def program_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Program]:
+def program_of(tmp_path_factory):
     """By a model and options of `compile_training`, the program of the model for inputs of its own sizes."""
 
     @cache
-    def compiled(trained: Trained, **options: Any) -> Program:
+    def compiled(trained, **options):
         return penstock.compile_training(
             trained.model(),
             tmp_path_factory.mktemp("trained") / "trained.penstock",
@@ -51,6 +46,6 @@ def program_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Progra
 
 
 @pytest.fixture(scope="session")
-def spilling(program_of: Callable[..., Program]) -> Callable[[Trained], Program]:
+def spilling(program_of):
     """By a model, the program whose kept values may leave memory, without one for evaluation."""
     return partial(program_of, spill=True, evaluate=False)

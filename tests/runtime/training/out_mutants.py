@@ -3,52 +3,46 @@
 A plan that the verifier would refuse has a streamer do what a wrong one would.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import penstock
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.training.module import TrainingModule
-from penstock.schedule.facts.model import Schedule, Transfer
-from penstock.schedule.plan import Plan
 from tests.faults.double import Double, Kind
 from tests.runtime.training.spill_faults import outcome, step
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER
 
 
-def _outs(change: Callable[[Transfer], list[Transfer]]) -> Callable[[Plan], Plan]:
+def _outs(change):
     """Replaces each transfer out by others, which are issued in its place."""
 
-    def changed(schedule: Schedule) -> Schedule:
+    def changed(schedule):
         moved = [new for t in schedule.transfers for new in (change(t) if t.direction == "out" else [t])]
         return replace(schedule, transfers=tuple(moved))
 
     return lambda plan: replace(plan, schedules=tuple(map(changed, plan.schedules)))
 
 
-def _not_waited_for(plan: Plan) -> Plan:
+def _not_waited_for(plan):
     last = len(plan.traces[0].steps) - 1
     return _outs(lambda t: [replace(t, step=last)])(plan)
 
 
-def _all_but_the_first(plan: Plan) -> Plan:
+def _all_but_the_first(plan):
     forward, backward = plan.schedules
     return replace(plan, schedules=(replace(forward, transfers=forward.transfers[:1]), backward))
 
 
-def _nothing_comes_back(plan: Plan) -> Plan:
+def _nothing_comes_back(plan):
     forward, backward = plan.schedules
     made = {one.start for one in forward.transfers}
     left = tuple(t for t in backward.transfers if t.start not in made)
     return replace(plan, schedules=(forward, replace(backward, transfers=left)))
 
 
-MUTANTS: dict[str, Callable[[Plan], Plan]] = {
+MUTANTS = {
     "none": lambda plan: plan,
     "an out is not waited for before its place is overwritten": _not_waited_for,
     "an out is issued before the value is written": _outs(lambda t: [replace(t, after=t.after - 1)]),
@@ -64,7 +58,7 @@ MUTANTS: dict[str, Callable[[Plan], Plan]] = {
 ELSEWHERE = "outs go to another place of the file"
 
 
-def run(artifact: Path, folder: Path, engine: str) -> dict[str, str]:
+def run(artifact, folder, engine):
     """What comes of a step with each mutant on a CPU, where writes are late, or kernels that write values.
 
     The double of `tests/faults` must be preloaded.
@@ -87,13 +81,13 @@ def run(artifact: Path, folder: Path, engine: str) -> dict[str, str]:
     return came
 
 
-def _delay(module: TrainingModule, steps: set[int]) -> None:
+def _delay(module, steps):
     """Have the kernels of some steps of the forward run late."""
     streamer = module._weights.streamer
     assert streamer is not None
     acquire = streamer.acquire
 
-    def late(graph: int, number: int) -> None:
+    def late(graph, number):
         if graph == 0 and number in steps:
             time.sleep(0.003)
         acquire(graph, number)

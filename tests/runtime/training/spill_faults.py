@@ -1,12 +1,9 @@
 """Runs a training step with each write, or each read, of the spill file gone wrong."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections import Counter
 from itertools import count
-from pathlib import Path
 
 import torch
 
@@ -14,7 +11,7 @@ import penstock
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError
-from tests.faults.double import Action, Double, Kind
+from tests.faults.double import Action, Double
 from tests.hunt import scaled
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER
@@ -33,7 +30,7 @@ APART = max(1, 7 // scaled(1))
 """Each kind of fault meets every so manyth call, from another one on; in `make soak`, every call."""
 
 
-def step(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def step(module):
     torch.manual_seed(0)
     DECODER.loss(module(*DECODER.inputs())).backward()
     found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
@@ -41,7 +38,7 @@ def step(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def outcome(module: TrainingModule, wanted: dict[str, torch.Tensor], folder: Path) -> str:
+def outcome(module, wanted, folder):
     """What comes of a step: the gradients of the model, others, or an error by its kind."""
     try:
         found = step(module)
@@ -54,7 +51,7 @@ def outcome(module: TrainingModule, wanted: dict[str, torch.Tensor], folder: Pat
     return "right" if same else "wrong gradients"
 
 
-def fail_each(artifact: Path, folder: Path, engine: str, kind: Kind) -> None:
+def fail_each(artifact, folder, engine, kind):
     """Print a line of JSON for each kind of fault: how many calls went wrong, and what came of it.
 
     The double of `tests/faults` must be preloaded.
@@ -66,7 +63,7 @@ def fail_each(artifact: Path, folder: Path, engine: str, kind: Kind) -> None:
     for first, (name, (action, value)) in enumerate(FAULTS.items()):
         module = load_module(program, plan, LoadOptions(engine=engine, poison=True, spill=folder))
         assert isinstance(module, TrainingModule)
-        found: Counter[str] = Counter()
+        found = Counter()
         with module:
             for number in count(first % APART, APART):
                 double.arm(folder, kind, number=number, action=action, value=value)

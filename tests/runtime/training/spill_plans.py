@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.passes.trace import PRESET_CPU
 from penstock.schedule.facts.model import Arena, Drop, Range, Schedule, Transfer
-from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 
 GRANULE = 4096
@@ -23,7 +21,7 @@ class _Life:
     last: int
 
 
-def spilling_plan(payload: Payload) -> Plan:
+def spilling_plan(payload):
     """Weights stay, values leave; a value that the last step writes has no time to leave, and stays."""
     forward, backward = payload.traces
     n, storages = len(forward.steps), payload.storages
@@ -81,24 +79,22 @@ def spilling_plan(payload: Payload) -> Plan:
     )
 
 
-def _first_and_last(steps: Sequence[int]) -> tuple[int, int]:
+def _first_and_last(steps):
     return steps[0], steps[-1]
 
 
-def _whole(nbytes: int) -> int:
+def _whole(nbytes):
     return -(-nbytes // GRANULE) * GRANULE
 
 
-def _addresses(
-    payload: Payload, layout: Sequence[int], lives: Sequence[_Life], n: int
-) -> tuple[list[int], int]:
+def _addresses(payload, layout, lives, n):
     """Places for all that is read: values share memory where they are never there at once."""
     storages = payload.storages
     addresses, end = [-1] * len(storages), 0
     for s, storage in enumerate(storages):
         if layout[s] >= 0 and storage.kind != "produced":
             addresses[s], end = end, end + _whole(storage.nbytes)
-    placed: list[tuple[_Life, int]] = []
+    placed = []
     top = end
     for life in lives:
         size, at = _whole(storages[life.storage].nbytes), end
@@ -116,11 +112,11 @@ def _addresses(
     return addresses, top
 
 
-def _meet(one: _Life, other: _Life, n: int) -> bool:
+def _meet(one, other, n):
     return any(a < d and c < b for a, b in _times(one, n) for c, d in _times(other, n))
 
 
-def _times(life: _Life, n: int) -> list[tuple[int, int]]:
+def _times(life, n):
     """When a value is there, in steps of both methods: room is taken from the end of the step before on."""
     if life.written == n - 1:
         return [(life.written, n + life.last + 1)]

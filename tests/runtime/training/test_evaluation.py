@@ -1,11 +1,7 @@
 """Calls without gradients, and in eval mode, of a module that is trained: PyTorch's values, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import logging
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,34 +9,33 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PassError, PayloadError, StreamError
 from tests.engines import ENGINES
-from tests.training_models import DECODER, NORMED, Trained
+from tests.training_models import DECODER, NORMED
 
 CASES = {"dropout": DECODER, "batch norms": NORMED}
 
 
 @pytest.fixture(scope="module")
-def programs(program_of: Callable[..., Program]) -> dict[str, Program]:
+def programs(program_of):
     return {name: program_of(case) for name, case in CASES.items()}
 
 
-def values(module: nn.Module) -> dict[str, torch.Tensor]:
+def values(module):
     """The trained parameters, their gradients, and the buffers of a module."""
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
     gradients = {f"{name}.grad": one.grad for name, one in trained.items() if one.grad is not None}
     return {**trained, **gradients, **dict(module.named_buffers())}
 
 
-def assert_equal(one: nn.Module, other: nn.Module) -> None:
+def assert_equal(one, other):
     found, expected = values(one), values(other)
     # A program has the buffers that it writes to; gradients and parameters are the same on both sides.
     assert {name for name in expected if name not in dict(other.named_buffers())} <= found.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-def both(plain: nn.Module, module: nn.Module, run: Callable[[nn.Module], object]) -> None:
+def both(plain, module, run):
     """Run something on both, from one state of the generator: results and generators are equal."""
     found = []
     for one in (plain, module):
@@ -51,14 +46,14 @@ def both(plain: nn.Module, module: nn.Module, run: Callable[[nn.Module], object]
     assert_equal(module, plain)
 
 
-def step(case: Trained, optimisers: dict[nn.Module, torch.optim.Optimizer]) -> Callable[[nn.Module], object]:
+def step(case, optimisers):
     """One step of training in train mode, with evaluations before, in the middle of and after it."""
 
-    def without_gradients(one: nn.Module) -> object:
+    def without_gradients(one):
         with torch.no_grad():
             return one(*case.inputs())
 
-    def run(one: nn.Module) -> object:
+    def run(one):
         before = without_gradients(one.eval())
         optimisers[one].zero_grad()
         loss = case.loss(one.train()(*case.inputs()))
@@ -76,9 +71,7 @@ def step(case: Trained, optimisers: dict[nn.Module, torch.optim.Optimizer]) -> C
     ("name", "budget"),
     [("dropout", "floor"), ("dropout", "40%"), ("dropout", "100%"), ("batch norms", "floor")],
 )
-def test_training_and_evaluation_by_turns(
-    programs: dict[str, Program], name: str, budget: str, engine: str
-) -> None:
+def test_training_and_evaluation_by_turns(programs, name, budget, engine):
     program, case = programs[name], CASES[name]
     plain = case.model().train()
     amount = program.floor(arena="contiguous") if budget == "floor" else budget
@@ -92,7 +85,7 @@ def test_training_and_evaluation_by_turns(
         assert module.stats.misses == 0
 
 
-def test_the_modes_differ(programs: dict[str, Program]) -> None:
+def test_the_modes_differ(programs):
     """What the other tests compare with would hide a call that runs in the wrong mode if modes were equal."""
     for name, case in CASES.items():
         assert [one.name for one in programs[name].payload.methods] == [
@@ -106,7 +99,7 @@ def test_the_modes_differ(programs: dict[str, Program]) -> None:
         assert not torch.equal(*results)
 
 
-def test_nothing_is_kept(programs: dict[str, Program]) -> None:
+def test_nothing_is_kept(programs):
     """The methods for calls without gradients return the results only."""
     program = programs["dropout"]
     with program.load("100%") as module:
@@ -118,7 +111,7 @@ def test_nothing_is_kept(programs: dict[str, Program]) -> None:
             assert logits.dim() == 3
 
 
-def test_eval_mode_with_grad_mode_on(programs: dict[str, Program]) -> None:
+def test_eval_mode_with_grad_mode_on(programs):
     plain = DECODER.model().eval()
     with programs["dropout"].load("50%") as module:
         loss = module.eval()(*DECODER.inputs())[0]
@@ -132,7 +125,7 @@ def test_eval_mode_with_grad_mode_on(programs: dict[str, Program]) -> None:
         both(plain.train(), module.train(), lambda one: one(*DECODER.inputs())[0].backward())
 
 
-def test_a_model_in_eval_mode(tmp_path: Path) -> None:
+def test_a_model_in_eval_mode(tmp_path):
     """There is one program, which has gradients in both modes."""
     plain = NORMED.model().eval()
     program = penstock.compile_training(
@@ -147,32 +140,32 @@ def test_a_model_in_eval_mode(tmp_path: Path) -> None:
 class Gate(nn.Module):
     """A model whose modes differ by what `makes` makes of them."""
 
-    def __init__(self, makes: Callable[[bool, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, makes):
         super().__init__()
         self.base, self.up, self.makes = nn.Linear(16, 16), nn.Linear(16, 16), makes
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.makes(self.training, self.base(self.up(x)).sin())
 
 
-def by_a_constant(training: bool, x: torch.Tensor) -> torch.Tensor:
+def by_a_constant(training, x):
     return x * torch.tensor(0.5 if training else 1.0)
 
 
-def by_an_argument(training: bool, x: torch.Tensor) -> torch.Tensor:
+def by_an_argument(training, x):
     return x.clamp(min=0.0 if training else 0.25)
 
 
-def in_shape(training: bool, x: torch.Tensor) -> torch.Tensor:
+def in_shape(training, x):
     return x.sum() if training else x
 
 
-def never(training: bool, x: torch.Tensor) -> torch.Tensor:
+def never(training, x):
     return x.exp()
 
 
 @pytest.mark.parametrize("makes", [by_a_constant, by_an_argument, in_shape, never])
-def test_modes_are_compared(tmp_path: Path, makes: Callable[[bool, torch.Tensor], torch.Tensor]) -> None:
+def test_modes_are_compared(tmp_path, makes):
     x, plain = torch.randn(4, 16), Gate(makes)
     plain.base.requires_grad_(False)
     program = penstock.compile_training(
@@ -184,7 +177,7 @@ def test_modes_are_compared(tmp_path: Path, makes: Callable[[bool, torch.Tensor]
             both(plain.train(mode), module.train(mode), lambda one: one(x))
 
 
-def test_a_program_has_one_mode(tmp_path: Path) -> None:
+def test_a_program_has_one_mode(tmp_path):
     model = NORMED.model().train()
     exported = export(copy.deepcopy(model), NORMED.inputs())
     program = penstock.compile_training(exported, tmp_path / "m.penstock", trainable=NORMED.patterns)
@@ -198,10 +191,8 @@ def test_a_program_has_one_mode(tmp_path: Path) -> None:
             both(model, module, lambda one: one(*NORMED.inputs()))
 
 
-def test_a_model_that_cannot_be_exported_in_eval_mode(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def makes(training: bool, x: torch.Tensor) -> torch.Tensor:
+def test_a_model_that_cannot_be_exported_in_eval_mode(tmp_path, caplog):
+    def makes(training, x):
         return x if training or float(x.sum()) > 1 else -x
 
     model = Gate(makes)
@@ -215,13 +206,13 @@ def test_a_model_that_cannot_be_exported_in_eval_mode(
         module.eval()
 
 
-def test_an_argument_of_the_name_of_the_parameters(tmp_path: Path) -> None:
+def test_an_argument_of_the_name_of_the_parameters(tmp_path):
     class Named(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.up = nn.Linear(4, 4)
 
-        def forward(self, trainable: torch.Tensor) -> torch.Tensor:
+        def forward(self, trainable):
             return self.up(trainable).sum()
 
     with pytest.raises(PassError, match="the program takes an argument 'trainable'"):
@@ -230,7 +221,7 @@ def test_an_argument_of_the_name_of_the_parameters(tmp_path: Path) -> None:
         )
 
 
-def test_without_the_methods(program_of: Callable[..., Program]) -> None:
+def test_without_the_methods(program_of):
     plain, program = DECODER.model().train(), program_of(DECODER, evaluate=False)
     assert [one.name for one in program.payload.methods] == ["forward", "backward"]
     with program.load(program.floor_bytes) as module:
@@ -240,7 +231,7 @@ def test_without_the_methods(program_of: Callable[..., Program]) -> None:
             module.eval()
 
 
-def test_an_artifact_without_the_method(programs: dict[str, Program]) -> None:
+def test_an_artifact_without_the_method(programs):
     with programs["dropout"].load("100%") as module:
         leaves = {name: 1 for name in ("forward", "backward", "evaluate")}
         with pytest.raises(PayloadError, match="which lacks predict: compile again"):

@@ -1,11 +1,5 @@
 """Values that are not contiguous: drawn and written in the layout in which eager PyTorch does it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -13,11 +7,10 @@ from torch.nn import functional
 
 import penstock
 from penstock.passes.graph import dry_run
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PassError, StreamError
 from tests.runtime.training.test_training import assert_equal, gradients
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "joint": {},
     "segments": {"backward": "segments", "evaluate": False},
     "spill": {"spill": True, "evaluate": False},
@@ -28,36 +21,36 @@ WAYS: dict[str, dict[str, Any]] = {
 class Around(nn.Module):
     """A trained and a frozen product around an operation."""
 
-    def __init__(self, inner: nn.Module | Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.trained, self.inner, self.frozen = nn.Linear(48, 48), inner, nn.Linear(48, 48)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.inner(self.trained(x))
         return self.frozen(y[0] if isinstance(y, tuple) else y).square().mean()
 
 
-def _drawn_in_place(x: torch.Tensor) -> torch.Tensor:
+def _drawn_in_place(x):
     x = x.transpose(0, 1)
     return x * torch.empty_like(x).bernoulli_(0.3)
 
 
-def _written_in_place(x: torch.Tensor) -> torch.Tensor:
+def _written_in_place(x):
     part = x.repeat(1, 1, 3)[..., 48:96]
     return (part * 1.5).tanh() + x.repeat(1, 1, 3).unsafe_split(48, -1)[1].add_(0.25).sigmoid_()
 
 
-def _written_over(x: torch.Tensor) -> torch.Tensor:
+def _written_over(x):
     x = functional.elu(x * 2, inplace=True) * 1.5
     x[:, 0].copy_(x[:, 1] * 2)
     return x
 
 
-def _encoder() -> nn.Module:
+def _encoder():
     return nn.TransformerEncoderLayer(48, 4, 64, dropout=0.1, batch_first=True)
 
 
-OPERATIONS: dict[str, Callable[[], Any]] = {
+OPERATIONS = {
     "dropout": lambda: lambda x: functional.dropout(x.transpose(0, 1), 0.3),
     "dropout of a slice": lambda: lambda x: functional.dropout(x[:, ::2], 0.3),
     "alpha dropout": lambda: lambda x: functional.alpha_dropout(x.transpose(0, 1), 0.3, training=True),
@@ -69,7 +62,7 @@ OPERATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _model(make: Callable[[], Any]) -> nn.Module:
+def _model(make):
     torch.manual_seed(0)
     model = Around(make())
     for name, parameter in model.named_parameters():
@@ -77,14 +70,14 @@ def _model(make: Callable[[], Any]) -> nn.Module:
     return model
 
 
-def _step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _step(model, x):
     torch.manual_seed(3)
-    loss: torch.Tensor = model(x)
+    loss = model(x)
     loss.backward()
     return loss.detach()
 
 
-def _compiled(model: nn.Module, path: Path, **options: Any) -> tuple[Program, torch.Tensor]:
+def _compiled(model, path, **options):
     x = torch.randn(5, 7, 48, generator=torch.Generator().manual_seed(1))
     return penstock.compile_training(model, path, example=(x,), trainable=["trained.*"], **options), x
 
@@ -92,7 +85,7 @@ def _compiled(model: nn.Module, path: Path, **options: Any) -> tuple[Program, to
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients(operation: str, way: str, tmp_path: Path) -> None:
+def test_gradients(operation, way, tmp_path):
     plain, model = _model(OPERATIONS[operation]), _model(OPERATIONS[operation])
     program, x = _compiled(model, tmp_path / "m.penstock", **WAYS[way])
     expected = _step(plain, x)
@@ -101,7 +94,7 @@ def test_gradients(operation: str, way: str, tmp_path: Path) -> None:
         assert_equal(gradients(module), gradients(plain))
 
 
-def test_a_stored_graph_declares_what_it_calls() -> None:
+def test_a_stored_graph_declares_what_it_calls():
     operator = torch.ops.aten.exponential_.default
     assert dry_run.named("exponential_", "default") is dry_run.as_function(operator)
     assert dry_run.named("transpose_", "default") is None
@@ -114,15 +107,15 @@ def test_a_stored_graph_declares_what_it_calls() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_random_slopes(way: str, tmp_path: Path) -> None:
-    def transposed(x: torch.Tensor) -> torch.Tensor:
+def test_random_slopes(way, tmp_path):
+    def transposed(x):
         return functional.rrelu(x.transpose(0, 1), training=True)
 
     with pytest.raises(PassError, match="RReLU in training mode"):
         _compiled(_model(lambda: transposed), tmp_path / "m.penstock", **WAYS[way])
 
 
-def test_random_slopes_by_segments(tmp_path: Path) -> None:
+def test_random_slopes_by_segments(tmp_path):
     with pytest.raises(PassError, match="RReLU in training mode"):
         _compiled(_model(nn.RReLU), tmp_path / "m.penstock", backward="segments")
 
@@ -130,16 +123,16 @@ def test_random_slopes_by_segments(tmp_path: Path) -> None:
 class Tokens(nn.Module):
     """Two inputs, of which one is of whole numbers, and both are flattened."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.trained, self.table = nn.Linear(8, 8), nn.Embedding(16, 8)
 
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, tokens):
         y = functional.dropout(self.trained(x).flatten(0, 1), 0.5)
         return (y * self.table(tokens.flatten())).square().mean()
 
 
-def test_inputs_that_lie_in_another_way(tmp_path: Path) -> None:
+def test_inputs_that_lie_in_another_way(tmp_path):
     torch.manual_seed(0)
     model = Tokens()
     model.table.requires_grad_(False)

@@ -1,10 +1,6 @@
 """Several sets of losses: each has a backward, and all of them one forward."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from torch.export import Dim, export
 import penstock
 from penstock.passes.training.halves import divide
 from penstock.passes.training.joint import align
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
@@ -33,13 +28,13 @@ class Heads(nn.Module):
     weight with different gradients. Every dropout is of one value twice, and the two differ.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.trunk = nn.ModuleList(Adapted(WIDTH, WIDTH) for _ in range(3))
         self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.25)
         self.heads = nn.ModuleList(Adapted(WIDTH, WIDTH) for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x):
         for layer in self.trunk:
             x = torch.tanh(layer(x))
             x = self.drop(x) + self.drop(x)
@@ -49,7 +44,7 @@ class Heads(nn.Module):
         return {"first": one.float().square().mean(), "second": two.float().abs().mean(), "extra": one.exp()}
 
 
-def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def model(dtype=torch.float32):
     torch.manual_seed(0)
     made = Heads().to(dtype)
     for name, parameter in made.named_parameters():
@@ -58,7 +53,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
+def programs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("losses")
     return {
         dtype: penstock.compile_training(
@@ -76,36 +71,36 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Prog
 Results = dict[str, torch.Tensor]
 
 
-def apart(results: Results) -> None:
+def apart(results):
     results["first"].backward(retain_graph=True)
     results["second"].backward()
 
 
-def apart_in_another_order(results: Results) -> None:
+def apart_in_another_order(results):
     (results["second"] * 3).backward(retain_graph=True)
     results["first"].backward(retain_graph=True)
     results["second"].backward()
 
 
-def together(results: Results) -> None:
+def together(results):
     (results["first"] + 0.5 * results["second"]).backward()
 
 
-def all_ways(results: Results) -> None:
+def all_ways(results):
     (results["first"] - results["second"]).backward(retain_graph=True)
     results["second"].backward(retain_graph=True)
     results["first"].backward()
 
 
-def the_first(results: Results) -> None:
+def the_first(results):
     results["first"].backward()
 
 
-def the_second(results: Results) -> None:
+def the_second(results):
     results["second"].backward()
 
 
-WAYS: Sequence[Callable[[Results], None]] = (
+WAYS = (
     apart,
     apart_in_another_order,
     together,
@@ -115,13 +110,11 @@ WAYS: Sequence[Callable[[Results], None]] = (
 )
 
 
-def train(
-    module: nn.Module, dtype: torch.dtype, ways: Sequence[Callable[[Results], None]]
-) -> list[torch.Tensor]:
+def train(module, dtype, ways):
     """Steps of AdamW, each with gradients in one of the ways; all results, gradients and parameters."""
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
     optimiser = torch.optim.AdamW(trained.values(), lr=1e-2)
-    found: list[torch.Tensor] = []
+    found = []
     for step, way in enumerate(ways):
         torch.manual_seed(step)
         optimiser.zero_grad()
@@ -142,9 +135,7 @@ def train(
     ("dtype", "budget"),
     [(torch.float32, "floor"), (torch.float32, "100%"), (torch.bfloat16, "60%")],
 )
-def test_gradients_of_each_set(
-    programs: dict[torch.dtype, Program], dtype: torch.dtype, engine: str, budget: str
-) -> None:
+def test_gradients_of_each_set(programs, dtype, engine, budget):
     program, ways = programs[dtype], [*WAYS, *reversed(WAYS)]
     expected = train(model(dtype), dtype, ways)
     amount = program.floor(arena="contiguous") if budget == "floor" else budget
@@ -155,7 +146,7 @@ def test_gradients_of_each_set(
         assert module.stats.misses == 0
 
 
-def test_the_first_set_is_in_turn_with_the_forward(programs: dict[torch.dtype, Program]) -> None:
+def test_the_first_set_is_in_turn_with_the_forward(programs):
     program = programs[torch.float32]
     traces = {trace.method: trace for trace in program.payload.traces}
     assert [*traces] == ["forward", "backward", "backward_1", "backward_2", "evaluate", "predict"]
@@ -166,7 +157,7 @@ def test_the_first_set_is_in_turn_with_the_forward(programs: dict[torch.dtype, P
     oracle.check_plan(program.payload.storages, program.payload.traces, plan)
 
 
-def test_sets_that_were_not_compiled(tmp_path: Path) -> None:
+def test_sets_that_were_not_compiled(tmp_path):
     x, named = torch.randn(4, WIDTH), "first, or first and second: compile"
     program = penstock.compile_training(
         model(), tmp_path / "m.penstock", example=(x,), trainable=["*down*", "*up*"], losses=SETS[:2]
@@ -188,7 +179,7 @@ def test_sets_that_were_not_compiled(tmp_path: Path) -> None:
             assert other is None or torch.equal(parameter.grad, other)  # type: ignore[arg-type]
 
 
-def test_one_forward_for_all_sets() -> None:
+def test_one_forward_for_all_sets():
     """It computes what the forward of one set computes, and draws from the generator as often."""
     exported = export(model(), (torch.randn(4, WIDTH),))
     trained = [fqn for fqn in exported.graph_signature.parameters if "down" in fqn or "up" in fqn]
@@ -220,19 +211,19 @@ def test_one_forward_for_all_sets() -> None:
         ([["first"], []], "no result of the program depends on what is trained"),
     ],
 )
-def test_sets_that_are_refused(losses: object, sentence: str) -> None:
+def test_sets_that_are_refused(losses, sentence):
     exported = export(model(), (torch.randn(4, WIDTH),))
     with pytest.raises(PassError, match=sentence):
         divide(exported, ["trunk.0.up.weight"], losses)  # type: ignore[arg-type]
 
 
 class Root(nn.Module):
-    def __init__(self, value: float) -> None:
+    def __init__(self, value):
         super().__init__()
         self.constant = torch.full((2,), value)
 
 
-def traced(value: float, *targets: object) -> fx.GraphModule:
+def traced(value, *targets):
     """A graph that calls some operators, one after another, on an input, a constant and a gradient."""
     graph = fx.Graph()
     x, tangent = graph.placeholder("x"), graph.placeholder("tangent")
@@ -243,7 +234,7 @@ def traced(value: float, *targets: object) -> fx.GraphModule:
     return fx.GraphModule(Root(value), graph)
 
 
-def test_traces_are_aligned() -> None:
+def test_traces_are_aligned():
     aten = torch.ops.aten
     first = traced(1.0, aten.bernoulli.p, aten.bernoulli.p, aten.pow.Tensor_Scalar)
     other = traced(1.0, aten.pow.Tensor_Scalar, aten.bernoulli.p, aten.bernoulli.p)
@@ -258,7 +249,7 @@ def test_traces_are_aligned() -> None:
     assert [one.name for one in product.all_input_nodes] == ["pow_tensor_scalar", "tangent_again"]
 
 
-def test_constants_of_traces_are_compared() -> None:
+def test_constants_of_traces_are_compared():
     first, other = (traced(value, torch.ops.aten.pow.Tensor_Scalar) for value in (1.0, 2.0))
     here = align(first, other, {"tangent"})
     sums = {one for node, one in here.items() if node.target is torch.ops.aten.add.Tensor}
@@ -266,7 +257,7 @@ def test_constants_of_traces_are_compared() -> None:
     assert first.constant_0.tolist() == [2.0, 2.0]  # type: ignore[union-attr, operator]
 
 
-def test_an_effect_that_only_one_trace_has() -> None:
+def test_an_effect_that_only_one_trace_has():
     aten = torch.ops.aten
     first, other = traced(1.0, aten.bernoulli.p), traced(1.0, aten.bernoulli.p, aten.bernoulli.p)
     with pytest.raises(PassError, match=r"bernoulli.* has an effect, and the traces .* do not agree on it"):

@@ -1,7 +1,5 @@
 """Steps of training in a memory cgroup: what a process holds, the budget, planned activations and 64 MiB."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -15,7 +13,6 @@ import torch
 import penstock
 from benchmarks.training import TRAINED, Decoder
 from penstock.demo.cgroup import make_group
-from penstock.runtime.program import Program
 from tests.hunt import sampled
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +39,7 @@ else:
 """
 
 
-def digest_of(module: torch.nn.Module, inputs: torch.Tensor = TOKENS) -> str:
+def digest_of(module, inputs=TOKENS):
     """The sha256 of all gradients of two steps."""
     torch.manual_seed(0)
     trained = [one for one in module.parameters() if one.requires_grad]
@@ -57,7 +54,7 @@ def digest_of(module: torch.nn.Module, inputs: torch.Tensor = TOKENS) -> str:
     return digest.hexdigest()
 
 
-def apart(*arguments: str, group: Path | None = None) -> str | int:
+def apart(*arguments, group=None):
     """What the child prints, in a cgroup from its first instruction on."""
     command = [sys.executable, "-c", CHILD, *arguments]
     if group is not None:
@@ -71,7 +68,7 @@ def apart(*arguments: str, group: Path | None = None) -> str | int:
 
 
 @pytest.fixture(scope="module")
-def bare() -> int:
+def bare():
     """Bytes that a process holds which has imported the libraries, and trained a single row of numbers."""
     with make_group(1 << 20) as group:
         if group is None:
@@ -80,7 +77,7 @@ def bare() -> int:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Program, str]:
+def made(tmp_path_factory):
     """A decoder of 136 MiB, and the gradients of its steps in memory, on one thread."""
     torch.manual_seed(0)
     model = Decoder(3, 768)
@@ -99,7 +96,7 @@ def made(tmp_path_factory) -> tuple[Program, str]:
 @pytest.mark.parametrize(
     ("share", "activations"), sampled([(0.0, "keep"), (0.25, "keep"), (0.0, "layers")], 2)
 )
-def test_a_step_lives_within_what_is_planned(bare, made, share, activations) -> None:
+def test_a_step_lives_within_what_is_planned(bare, made, share, activations):
     program, expected = made
     rung = program.rungs[activations]
     budget = max(rung.floor_bytes, round(share * program.weight_bytes))

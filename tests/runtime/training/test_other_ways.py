@@ -1,17 +1,12 @@
 """Training on the simulated device, and by code that Inductor compiled."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import penstock
-from penstock.runtime.program import Program
 from tests.training_models import DECODER, WIDTH, Adapted
 
 
@@ -21,12 +16,12 @@ class Chain(nn.Module):
     Its forward keeps values that are not contiguous.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Adapted(WIDTH, WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         parts = x.sin().transpose(0, 1).repeat(1, 1, 3).unsafe_split(WIDTH, -1)
@@ -34,7 +29,7 @@ class Chain(nn.Module):
         return self.head(torch.nn.functional.dropout(y, 0.3)).square().mean()
 
 
-def gradients(program: Program, budget: int | str, device: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
+def gradients(program, budget, device, *inputs):
     """The loss and the gradients of the second of two steps, which has no misses."""
     with program.load(budget, device=device) as module:
         for _ in range(2):
@@ -50,7 +45,7 @@ def gradients(program: Program, budget: int | str, device: str, *inputs: torch.T
     return [loss.detach(), *(one for one in found if one is not None)]
 
 
-def test_on_the_simulated_device(program_of: Callable[..., Program]) -> None:
+def test_on_the_simulated_device(program_of):
     program = program_of(DECODER)
     plain = DECODER.model()
     torch.manual_seed(0)
@@ -67,7 +62,7 @@ def test_on_the_simulated_device(program_of: Callable[..., Program]) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("compiler")
-def test_compiled_by_inductor(tmp_path: Path) -> None:
+def test_compiled_by_inductor(tmp_path):
     torch.manual_seed(0)
     model, x = Chain(), torch.randn(7, 5, WIDTH).transpose(0, 1)
     trained = [one.requires_grad_("base" not in n and "head" not in n) for n, one in model.named_parameters()]

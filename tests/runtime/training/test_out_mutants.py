@@ -4,33 +4,27 @@ On a CPU they show in the gradients, with memory that is poisoned where bytes ar
 device some are races already, whatever the order in which its streams run.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from penstock.passes.trace import PRESET_CPU
-from penstock.runtime.device.protocol import Move
-from penstock.runtime.device.simulated import RaceError, SimStream
+from penstock.runtime.device.simulated import RaceError
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PenstockError, PlanError
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
 from tests.faults.double import build
 from tests.forked import run_forked
-from tests.runtime.sim.ordered_device import OrderedDevice, Policy
+from tests.runtime.sim.ordered_device import OrderedDevice
 from tests.runtime.training.out_mutants import ELSEWHERE, MUTANTS
 from tests.runtime.training.spill_faults import step
 from tests.runtime.training.spill_plans import spilling_plan
-from tests.training_models import DECODER, Trained
+from tests.training_models import DECODER
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -39,21 +33,21 @@ from pathlib import Path
 from tests.runtime.training.out_mutants import run
 print(json.dumps(run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])))
 """
-POLICIES: tuple[Policy, ...] = ("latest", "earliest", "lagging", "random")
+POLICIES = ("latest", "earliest", "lagging", "random")
 
 
 @pytest.fixture(scope="module")
-def program(spilling: Callable[[Trained], Program]) -> Program:
+def program(spilling):
     return spilling(DECODER)
 
 
 @pytest.fixture(scope="module")
-def wanted() -> dict[str, torch.Tensor]:
+def wanted():
     return step(DECODER.model())
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def came(request: pytest.FixtureRequest, program: Program, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def came(request, program, tmp_path_factory):
     """What came of each mutant on an engine, in a process whose writes to the spill file are late."""
     given = [program.path, tmp_path_factory.mktemp("late"), request.param]
     done = run_forked(SCRIPT, *given, folder=ROOT, preloaded=build())
@@ -62,13 +56,13 @@ def came(request: pytest.FixtureRequest, program: Program, tmp_path_factory: pyt
 
 
 @pytest.mark.parametrize("name", [*MUTANTS, ELSEWHERE])
-def test_on_a_cpu_with_late_writes(name: str, came: dict[str, str]) -> None:
+def test_on_a_cpu_with_late_writes(name, came):
     expected = {"none": "right", "outs are forgotten": "PlanError: "}.get(name, "wrong gradients")
     assert came[name].startswith(expected)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_verifier_refuses_their_plans(name: str, program: Program) -> None:
+def test_the_verifier_refuses_their_plans(name, program):
     plan, payload = MUTANTS[name](spilling_plan(program.payload)), program.payload
     if name == "none":
         verify_plan(payload.storages, payload.traces, plan)
@@ -80,27 +74,27 @@ def test_the_verifier_refuses_their_plans(name: str, program: Program) -> None:
 class ElsewhereDevice(OrderedDevice):
     """Copies out go to other bytes of the host's memory."""
 
-    def copy_out(self, stream: SimStream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy_out(self, stream, source, moves, label):
         super().copy_out(stream, source, [replace(move, start=_elsewhere(move)) for move in moves], label)
 
 
-def _elsewhere(move: Move) -> int:
+def _elsewhere(move):
     return move.start - 64 if move.start >= 64 else move.start + 64
 
 
 class ForgetfulDevice(OrderedDevice):
     """Copies out are not made."""
 
-    def copy_out(self, stream: SimStream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy_out(self, stream, source, moves, label):
         pass
 
 
-def _too_early(freed: Callable[..., Any]) -> Callable[..., Any]:
+def _too_early(freed):
     """Copies out wait for the copies before them alone."""
     return lambda self, piece: self._device.record(self._copies) if piece.out else freed(self, piece)
 
 
-CHANGES: dict[str, tuple[str, Callable[..., Any]]] = {
+CHANGES = {
     "the end of a step does not wait for outs": (
         "_wait_out",
         lambda original: lambda self, step: self._issue(),
@@ -121,13 +115,7 @@ RACES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SIMULATED)
-def test_on_the_simulated_device_in_any_order(
-    name: str,
-    policy: Policy,
-    program: Program,
-    wanted: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_the_simulated_device_in_any_order(name, policy, program, wanted, monkeypatch):
     kind = {ELSEWHERE: ElsewhereDevice, "outs are not made": ForgetfulDevice}.get(name, OrderedDevice)
     if name in CHANGES:
         method, change = CHANGES[name]

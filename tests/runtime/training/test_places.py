@@ -1,61 +1,55 @@
 """What a forward keeps lies among the weights: gradients equal PyTorch's, and other orders are refused."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
 import penstock
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.training.facts import BACKWARD, FORWARD
-from penstock.runtime.program import Program
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import PassError, StreamError
-from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 from tests.hunt import sampled
-from tests.training_models import DECODER, NORMED, Trained
+from tests.training_models import DECODER, NORMED
 
 MODELS = {"decoder": DECODER, "normed": NORMED}
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def trained(request: pytest.FixtureRequest) -> Trained:
+def trained(request):
     return MODELS[request.param]
 
 
 @pytest.fixture(scope="module")
-def program(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    path: Path = tmp_path_factory.mktemp("places") / "trained.penstock"
+def program(trained, tmp_path_factory):
+    path = tmp_path_factory.mktemp("places") / "trained.penstock"
     return penstock.compile_training(
         trained.model(), path, example=trained.inputs(), trainable=trained.patterns, spill=True
     )
 
 
-def loaded(program: Program) -> TrainingModule:
+def loaded(program):
     module = program.load("100%", engine="python")
     assert isinstance(module, TrainingModule)
     return module
 
 
-def loss_of(trained: Trained, module: torch.nn.Module, seed: int = 0) -> torch.Tensor:
+def loss_of(trained, module, seed=0):
     torch.manual_seed(seed)
     return trained.loss(module(*trained.inputs()))
 
 
-def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def gradients(module):
     found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
     module.zero_grad()
     return found
 
 
-def produced(program: Program) -> set[int]:
+def produced(program):
     return {s for s, one in enumerate(program.payload.storages) if one.kind == "produced"}
 
 
-def test_each_place_is_written_once_in_the_forward_and_read_in_the_backward(program: Program) -> None:
+def test_each_place_is_written_once_in_the_forward_and_read_in_the_backward(program):
     traces = {trace.method: trace for trace in program.payload.traces}
     written = [s for step in traces[FORWARD].steps for s in step.writes]
     assert len(written) > 3
@@ -69,7 +63,7 @@ def test_each_place_is_written_once_in_the_forward_and_read_in_the_backward(prog
     assert values == produced(program)
 
 
-def test_gradients_equal_those_of_the_model(trained: Trained, program: Program) -> None:
+def test_gradients_equal_those_of_the_model(trained, program):
     plain = trained.model()
     with loaded(program) as module:
         for seed in range(3):
@@ -82,10 +76,10 @@ def test_gradients_equal_those_of_the_model(trained: Trained, program: Program) 
             assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
-def test_no_value_that_has_a_place_is_kept_by_autograd(trained: Trained, program: Program) -> None:
-    seen: list[torch.Tensor] = []
+def test_no_value_that_has_a_place_is_kept_by_autograd(trained, program):
+    seen = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         seen.append(tensor)
         return tensor
 
@@ -97,7 +91,7 @@ def test_no_value_that_has_a_place_is_kept_by_autograd(trained: Trained, program
     assert sum(kept.values()) < sum(program.payload.storages[s].nbytes for s in produced(program)) / 2
 
 
-def test_a_second_forward_is_refused_until_the_first_is_spent(trained: Trained, program: Program) -> None:
+def test_a_second_forward_is_refused_until_the_first_is_spent(trained, program):
     plain = trained.model()
     loss_of(trained, plain).backward()
     wanted = gradients(plain)
@@ -115,7 +109,7 @@ def test_a_second_forward_is_refused_until_the_first_is_spent(trained: Trained, 
             loss_of(trained, module)
 
 
-def test_a_second_backward_is_refused(trained: Trained, program: Program) -> None:
+def test_a_second_backward_is_refused(trained, program):
     with loaded(program) as module:
         loss = loss_of(trained, module)
         loss.backward(retain_graph=True)
@@ -123,7 +117,7 @@ def test_a_second_backward_is_refused(trained: Trained, program: Program) -> Non
             loss.backward()
 
 
-def test_a_forward_that_is_dropped_or_fails_leaves_nothing(trained: Trained, program: Program) -> None:
+def test_a_forward_that_is_dropped_or_fails_leaves_nothing(trained, program):
     plain = trained.model()
     loss_of(trained, plain).backward()
     wanted = gradients(plain)
@@ -149,9 +143,7 @@ BUDGETS = [
 
 @pytest.mark.random
 @pytest.mark.parametrize(("engine", "arena", "share"), sampled(BUDGETS, 2))
-def test_at_any_budget_gradients_are_those_of_the_model(
-    engine: str, arena: str, share: float, trained: Trained, program: Program
-) -> None:
+def test_at_any_budget_gradients_are_those_of_the_model(engine, arena, share, trained, program):
     floor = program.floor(arena=arena)
     budget = floor + int(share * (program.largest_budget - floor))
     plain, rounds = trained.model(), 3
@@ -169,12 +161,12 @@ def test_at_any_budget_gradients_are_those_of_the_model(
     assert stats.peak_bytes <= budget
 
 
-def moved(plan: Plan, direction: str) -> int:
+def moved(plan, direction):
     transfers = [one for schedule in plan.schedules for one in schedule.transfers]
     return sum(one.stop - one.start for one in transfers if one.direction == direction)
 
 
-def test_on_the_simulated_device(trained: Trained, program: Program) -> None:
+def test_on_the_simulated_device(trained, program):
     plain = trained.model()
     with program.load(program.floor(device="sim"), device="sim") as module:
         for seed in range(2):
@@ -186,7 +178,7 @@ def test_on_the_simulated_device(trained: Trained, program: Program) -> None:
         assert module.stats.misses == 0
 
 
-def test_spilling_is_for_the_eager_lowering(tmp_path: Path) -> None:
+def test_spilling_is_for_the_eager_lowering(tmp_path):
     with pytest.raises(PassError, match="lowering='eager'"):
         penstock.compile_training(
             DECODER.model(),
@@ -198,7 +190,7 @@ def test_spilling_is_for_the_eager_lowering(tmp_path: Path) -> None:
         )
 
 
-def test_other_programs_have_no_places() -> None:
+def test_other_programs_have_no_places():
     exported = torch.export.export(torch.nn.Linear(64, 64), (torch.randn(64, 64),))
     payload = annotate_with_values(exported).payload
     assert all(one.kind == "streamable" for one in payload.storages)

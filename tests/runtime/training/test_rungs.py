@@ -1,11 +1,7 @@
 """What is kept for a backward: the same bits whatever is kept, bytes as counted, and the rung that fits."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from torch.export import export
 import penstock
 from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.passes.training.facts import RUNGS
-from penstock.runtime.program import Program
 from penstock.runtime.training.module import rung_bytes
 from penstock.schedule.facts.errors import BudgetError, PassError, PlanError
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
@@ -25,17 +20,17 @@ from tests.training_models import DECODER, NORMED
 LENGTHS = (16, 40)
 
 
-def tokens(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(length):
     given = torch.randint(0, 96, (2, length), generator=torch.Generator().manual_seed(length))
     return given, given.roll(-1, 1)
 
 
 @pytest.fixture
-def program(decoders: dict[torch.dtype, Program]) -> Program:
+def program(decoders):
     return decoders[torch.float32]
 
 
-def train(module: nn.Module) -> list[torch.Tensor]:
+def train(module):
     """The losses and the last gradients of a few steps of AdamW, over batches of several lengths."""
     optimiser = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -51,9 +46,7 @@ def train(module: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_steps_equal_those_of_pytorch(
-    decoders: dict[torch.dtype, Program], dtype: torch.dtype, rung: str
-) -> None:
+def test_steps_equal_those_of_pytorch(decoders, dtype, rung):
     expected = train(DECODER.model(dtype))
     program = decoders[dtype]
     with program.load(
@@ -67,7 +60,7 @@ def test_steps_equal_those_of_pytorch(
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def counted(program: Program, length: int) -> int:
+def counted(program, length):
     """The bytes that are kept for batches of a length."""
     assert program.rung is not None
     with open_programs(program.path, program.payload) as archive:
@@ -77,15 +70,15 @@ def counted(program: Program, length: int) -> int:
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-def test_what_is_kept_is_what_is_counted(program: Program, rung: str) -> None:
+def test_what_is_kept_is_what_is_counted(program, rung):
     of_rung = program.rungs[rung]
     with program.load("100%", activations=rung) as module:
         for length in LENGTHS:
             inputs = tokens(length)
             given = {one.untyped_storage().data_ptr() for one in (*inputs, *module.parameters())}
-            kept: dict[int, int] = {}
+            kept = {}
 
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
+            def pack(tensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in given:  # noqa: B023
                     kept[storage.data_ptr()] = storage.nbytes()  # noqa: B023
@@ -98,7 +91,7 @@ def test_what_is_kept_is_what_is_counted(program: Program, rung: str) -> None:
     assert of_rung.kept_bytes == counted(of_rung, 40)
 
 
-def test_each_rung_keeps_less_and_reads_more(program: Program) -> None:
+def test_each_rung_keeps_less_and_reads_more(program):
     keep, layers = rung_bytes(program)
     assert keep.kept_bytes > 2 * layers.kept_bytes
     assert keep.activation_bytes > layers.activation_bytes
@@ -106,13 +99,13 @@ def test_each_rung_keeps_less_and_reads_more(program: Program) -> None:
     assert layers.backward_read_bytes > 1.3 * keep.backward_read_bytes
 
 
-def needed(program: Program, rung: str) -> int:
+def needed(program, rung):
     """The smallest memory for a rung."""
     one = program.rungs[rung]
     return one.activation_bytes + one.trained_bytes + one.floor_bytes
 
 
-def test_the_rung_is_chosen_by_memory(program: Program) -> None:
+def test_the_rung_is_chosen_by_memory(program):
     everything = needed(program, "keep") - program.floor_bytes + program.weight_bytes
     for memory, rung in ((everything, "keep"), (needed(program, "layers"), "layers")):
         with program.load(device_memory=memory) as module:
@@ -121,7 +114,7 @@ def test_the_rung_is_chosen_by_memory(program: Program) -> None:
             assert bool(module.plan.streamed_bytes) == (rung == "layers")
 
 
-def test_a_refusal_names_the_least_memory_of_all(program: Program) -> None:
+def test_a_refusal_names_the_least_memory_of_all(program):
     least = needed(program, "layers")
     with pytest.raises(
         BudgetError, match=r"give at least .*, with activations='layers', which needs the least"
@@ -132,7 +125,7 @@ def test_a_refusal_names_the_least_memory_of_all(program: Program) -> None:
     program.load(device_memory=least).close()
 
 
-def test_a_plan_of_a_rung_is_loaded_as_that_rung(program: Program) -> None:
+def test_a_plan_of_a_rung_is_loaded_as_that_rung(program):
     plan = program.plan("50%", activations="layers", hardware="server")
     with program.load(plan=plan) as module:
         assert module.activations == "layers"
@@ -143,7 +136,7 @@ def test_a_plan_of_a_rung_is_loaded_as_that_rung(program: Program) -> None:
     assert plan.compute_ns > kept.compute_ns
 
 
-def test_other_names_are_refused(program: Program, tmp_path: Path) -> None:
+def test_other_names_are_refused(program, tmp_path):
     with pytest.raises(PlanError, match="choose from 'auto', 'keep', 'layers'"):
         program.load("100%", activations="all")
     linear = nn.Linear(4, 4)
@@ -166,7 +159,7 @@ def test_other_names_are_refused(program: Program, tmp_path: Path) -> None:
         )
 
 
-def test_one_rung_that_was_asked_for(tmp_path: Path) -> None:
+def test_one_rung_that_was_asked_for(tmp_path):
     program = penstock.compile_training(
         NORMED.model(),
         tmp_path / "m.penstock",
@@ -187,14 +180,14 @@ def test_one_rung_that_was_asked_for(tmp_path: Path) -> None:
         )
 
 
-def test_a_ladder_of_plans_is_of_all_methods(program_of: Callable[..., Program], tmp_path: Path) -> None:
+def test_a_ladder_of_plans_is_of_all_methods(program_of, tmp_path):
     program = program_of(NORMED)
     written = penstock.open(shutil.copytree(program.path, tmp_path / "copy.penstock")).write_ladder()
     assert written.verify() == program.verify()
     assert [*written.rungs] == [*RUNGS]
 
 
-def test_the_command_line_shows_what_is_kept(program: Program, penstock: Command) -> None:
+def test_the_command_line_shows_what_is_kept(program, penstock):
     kept = {one.activations: one.kept_bytes for one in rung_bytes(program)}
     facts = json.loads(penstock("inspect", program.path, "--json").out)
     assert {one["activations"]: one["kept_bytes"] for one in facts["activations"]} == kept

@@ -4,12 +4,9 @@ Each call meets one kind of fault here, and every kind in `make soak`. Where a c
 less than was asked for, the step goes on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -17,21 +14,20 @@ import pytest
 
 import penstock
 from penstock.runtime.files.direct_file import open_spill_file, with_places
-from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import SourceError
 from tests.engines import ENGINES
 from tests.faults.double import build
 from tests.forked import run_forked
 from tests.hunt import sampled
 from tests.runtime.training.spill_plans import spilling_plan
-from tests.training_models import DECODER, Trained
+from tests.training_models import DECODER
 
 ROOT = Path(__file__).parents[3]
 FATAL = {"ENOSPC", "EIO", "nothing"}
 
 
 @pytest.fixture(scope="module")
-def artifact(spilling: Callable[[Trained], Program]) -> Path:
+def artifact(spilling):
     return spilling(DECODER).path
 
 
@@ -48,9 +44,7 @@ fail_each(Path(artifact), Path(folder), engine, Kind[kind])
 @pytest.mark.random
 @pytest.mark.parametrize("kind", ["WRITES", "READS"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_call_that_goes_wrong_is_named_or_mended(
-    engine: str, kind: str, artifact: Path, tmp_path: Path
-) -> None:
+def test_each_call_that_goes_wrong_is_named_or_mended(engine, kind, artifact, tmp_path):
     done = run_forked(FAILING, artifact, tmp_path, engine, kind, folder=ROOT, preloaded=build())
     assert done.status == 0, done.err
     lines = [json.loads(line) for line in done.out.splitlines()]
@@ -97,9 +91,7 @@ with open(told) as lines:
 @pytest.mark.parametrize(
     ("engine", "kind"), sampled([*product(ENGINES, ("unnamed", "named"))], 2 * len(ENGINES) - 1)
 )
-def test_a_process_that_is_killed_leaves_nothing(
-    engine: str, kind: str, artifact: Path, tmp_path: Path
-) -> None:
+def test_a_process_that_is_killed_leaves_nothing(engine, kind, artifact, tmp_path):
     done = run_forked(TRAINING, artifact, tmp_path, engine, kind, folder=ROOT)
     assert done.status == 0, done.err
     written, status = map(int, done.out.split())
@@ -108,13 +100,13 @@ def test_a_process_that_is_killed_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def place_for(folder: Path, artifact: Path) -> None:
+def place_for(folder, artifact):
     program = penstock.open(artifact)
     plan = spilling_plan(program.payload)
     open_spill_file(folder, with_places(program.payload.storages, plan, 1), plan)
 
 
-def test_a_folder_that_is_no_folder_or_cannot_be_written_to(artifact: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_folder_or_cannot_be_written_to(artifact, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "closed").mkdir(mode=0o500)
     for folder, why in ((tmp_path / "none", "No such file"), (tmp_path / "file", "Not a directory")):

@@ -1,15 +1,11 @@
 """Values that leave memory between forward and backward: the same gradients, and every byte is counted."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,44 +16,40 @@ from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.direct_file import SpillFile
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.machine.figures import Measurement, Quantity, Subject, this_machine
+from penstock.runtime.machine.figures import Measurement, Subject, this_machine
 from penstock.runtime.machine.rates import Leaving
-from penstock.runtime.program import Program
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError, StreamError
-from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
 from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.training.spill_plans import spilling_plan
-from tests.training_models import DECODER, NORMED, Trained
+from tests.training_models import DECODER, NORMED
 
 MODELS = {"decoder": DECODER, "normed": NORMED}
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def trained(request: pytest.FixtureRequest) -> Trained:
+def trained(request):
     return MODELS[request.param]
 
 
 @pytest.fixture(scope="module")
-def program(trained: Trained, spilling: Callable[[Trained], Program]) -> Program:
+def program(trained, spilling):
     return spilling(trained)
 
 
 @pytest.fixture(scope="module")
-def plan(program: Program) -> Plan:
+def plan(program):
     return spilling_plan(program.payload)
 
 
 @pytest.fixture(params=ENGINES)
-def load(
-    program: Program, plan: Plan, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[[], TrainingModule]]:
+def load(program, plan, tmp_path, request):
     """Loads the program with poisoned memory and a spill file in the test's own folder."""
-    opened: list[TrainingModule] = []
+    opened = []
 
-    def loaded() -> TrainingModule:
+    def loaded():
         module = load_module(program, plan, LoadOptions(engine=request.param, poison=True, spill=tmp_path))
         assert isinstance(module, TrainingModule)
         opened.append(module)
@@ -68,42 +60,40 @@ def load(
         module.close()
 
 
-def loss_of(trained: Trained, module: torch.nn.Module, seed: int = 0) -> torch.Tensor:
+def loss_of(trained, module, seed=0):
     torch.manual_seed(seed)
     return trained.loss(module(*trained.inputs()))
 
 
-def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def gradients(module):
     found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
     module.zero_grad()
     return found
 
 
 @pytest.fixture(scope="module")
-def expected(trained: Trained) -> dict[str, torch.Tensor]:
+def expected(trained):
     plain = trained.model()
     loss_of(trained, plain).backward()
     return gradients(plain)
 
 
-def assert_right(module: TrainingModule, expected: dict[str, torch.Tensor]) -> None:
+def assert_right(module, expected):
     found = gradients(module)
     assert found
     for name, gradient in found.items():
         assert torch.equal(gradient, expected[name]), name
 
 
-def moved(plan: Plan, direction: str) -> int:
+def moved(plan, direction):
     return sum(t.stop - t.start for one in plan.schedules for t in one.transfers if t.direction == direction)
 
 
-def test_the_plan_is_safe(program: Program, plan: Plan) -> None:
+def test_the_plan_is_safe(program, plan):
     verify_plan(program.payload.storages, program.payload.traces, plan)
 
 
-def test_values_that_left_come_back(
-    trained: Trained, plan: Plan, load: Callable[[], TrainingModule], expected: dict[str, torch.Tensor]
-) -> None:
+def test_values_that_left_come_back(trained, plan, load, expected):
     assert moved(plan, "out") == moved(plan, "in") > 20_000
     resident = sum(one.nbytes for one in plan.resident)
     module, forward = load(), plan.traces[0]
@@ -124,9 +114,7 @@ def test_values_that_left_come_back(
 
 
 @pytest.mark.parametrize("kind", ["sim", "threads"])
-def test_on_a_device_values_leave_for_the_host(
-    kind: str, trained: Trained, program: Program, plan: Plan, expected: dict[str, torch.Tensor]
-) -> None:
+def test_on_a_device_values_leave_for_the_host(kind, trained, program, plan, expected):
     device = SimDevice(PRESET_CPU) if kind == "sim" else CpuDevice()
     module = load_module(program, plan, LoadOptions(device="sim", poison=True), device=device)
     with module:
@@ -147,9 +135,7 @@ def test_on_a_device_values_leave_for_the_host(
 
 
 @pytest.mark.parametrize("fault", ["wait_out", "order"])
-def test_the_simulated_device_finds_what_leaves_too_late(
-    fault: str, trained: Trained, program: Program, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_simulated_device_finds_what_leaves_too_late(fault, trained, program, plan, monkeypatch):
     """Without the wait for a copy out, or with one that begins too early, kernels and copies race."""
     if fault == "wait_out":
         monkeypatch.setattr(DeviceStreamer, "_wait_out", lambda self, step: self._issue())
@@ -165,9 +151,7 @@ def test_the_simulated_device_finds_what_leaves_too_late(
         loss_of(trained, module).backward()
 
 
-def test_the_file_has_no_name_and_ends_with_the_module(
-    trained: Trained, load: Callable[[], TrainingModule], tmp_path: Path
-) -> None:
+def test_the_file_has_no_name_and_ends_with_the_module(trained, load, tmp_path):
     module = load()
     loss = loss_of(trained, module)
     assert not list(tmp_path.iterdir())
@@ -177,9 +161,7 @@ def test_the_file_has_no_name_and_ends_with_the_module(
     assert not open_files(tmp_path)
 
 
-def test_a_folder_that_only_has_files_with_names(
-    program: Program, plan: Plan, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_only_has_files_with_names(program, plan, trained, tmp_path, monkeypatch):
     """So that nothing is left where the process is killed, the name is gone at once."""
     monkeypatch.delattr(os, "O_TMPFILE")
     with load_module(program, plan, LoadOptions(engine="python", spill=tmp_path)) as module:
@@ -190,7 +172,7 @@ def test_a_folder_that_only_has_files_with_names(
         assert gradients(module)
 
 
-def open_files(folder: Path) -> list[str]:
+def open_files(folder):
     """The open files of this process that were made in a folder."""
     found = []
     for name in os.listdir("/proc/self/fd"):
@@ -203,16 +185,14 @@ def open_files(folder: Path) -> list[str]:
     return found
 
 
-def test_nothing_is_made_where_nothing_leaves(program: Program, trained: Trained, tmp_path: Path) -> None:
+def test_nothing_is_made_where_nothing_leaves(program, trained, tmp_path):
     with program.load("100%", engine="python", spill=tmp_path) as module:
         loss_of(trained, module).backward()
         assert not open_files(tmp_path)
         assert module.stats.bytes_written == 0
 
 
-def test_calls_out_of_turn(
-    trained: Trained, load: Callable[[], TrainingModule], expected: dict[str, torch.Tensor]
-) -> None:
+def test_calls_out_of_turn(trained, load, expected):
     module = load()
     loss = loss_of(trained, module)
     with pytest.raises(StreamError, match="waits for its backward"):
@@ -233,9 +213,7 @@ def test_calls_out_of_turn(
     assert module.stats.misses == 0
 
 
-def test_a_backward_whose_values_are_gone_is_refused(
-    trained: Trained, load: Callable[[], TrainingModule]
-) -> None:
+def test_a_backward_whose_values_are_gone_is_refused(trained, load):
     module = load()
     loss = loss_of(trained, module)
     weights = module._weights
@@ -248,18 +226,13 @@ def test_a_backward_whose_values_are_gone_is_refused(
     assert gradients(module)
 
 
-def test_a_forward_that_fails_in_the_middle(
-    trained: Trained,
-    load: Callable[[], TrainingModule],
-    expected: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_forward_that_fails_in_the_middle(trained, load, expected, monkeypatch):
     module = load()
     streamer = module._weights.streamer
     assert streamer is not None
     release, left = streamer.release, [5]
 
-    def interrupted(graph: int, step: int) -> None:
+    def interrupted(graph, step):
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
@@ -283,14 +256,8 @@ def test_a_forward_that_fails_in_the_middle(
 
 
 @pytest.mark.parametrize("error", [28, 5], ids=["no space", "failing disk"])
-def test_an_error_in_writing_names_the_folder(
-    error: int,
-    trained: Trained,
-    program: Program,
-    plan: Plan,
-    tmp_path: Path,
-) -> None:
-    def refused(*arguments: object) -> int:
+def test_an_error_in_writing_names_the_folder(error, trained, program, plan, tmp_path):
+    def refused(*arguments):
         raise OSError(error, os.strerror(error))
 
     with load_module(program, plan, LoadOptions(engine="python", spill=tmp_path)) as module:
@@ -303,9 +270,7 @@ def test_an_error_in_writing_names_the_folder(
         assert module.stats.misses == 0
 
 
-def test_a_write_that_the_system_refuses(
-    trained: Trained, load: Callable[[], TrainingModule], tmp_path: Path
-) -> None:
+def test_a_write_that_the_system_refuses(trained, load, tmp_path):
     module = load()
     with limited_files(8192), pytest.raises(SourceError, match=f"{tmp_path}.*File too large.*spill="):
         loss_of(trained, module)
@@ -315,7 +280,7 @@ def test_a_write_that_the_system_refuses(
 
 
 @contextmanager
-def limited_files(nbytes: int) -> Iterator[None]:
+def limited_files(nbytes):
     """No file may grow beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
@@ -325,7 +290,7 @@ def limited_files(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_limit_on_the_size_of_files(program: Program, plan: Plan, trained: Trained, tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files(program, plan, trained, tmp_path):
     refused = pytest.raises(SourceError, match=f"no file of .* can be made in {tmp_path}.*File too large")
     with limited_files(4096), refused:
         load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
@@ -333,9 +298,7 @@ def test_a_limit_on_the_size_of_files(program: Program, plan: Plan, trained: Tra
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_without_room(
-    program: Program, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room(program, plan, tmp_path, monkeypatch):
     status = os.statvfs(tmp_path)
     full = os.statvfs_result((*status[:4], 1, *status[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
@@ -343,28 +306,26 @@ def test_a_disk_without_room(
         load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
 
 
-def test_a_folder_that_is_not_there(program: Program, plan: Plan, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there(program, plan, tmp_path):
     with pytest.raises(SourceError, match=r"no file of .* can be made"):
         load_module(program, plan, LoadOptions(engine="python", spill=tmp_path / "none"))
 
 
-def test_closing_while_values_leave(
-    trained: Trained, program: Program, plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_closing_while_values_leave(trained, program, plan, monkeypatch, tmp_path):
     """A write that hangs keeps memory and file until it has ended."""
     begun, go_on = threading.Event(), threading.Event()
     write = SpillFile.write_from
 
-    def slow(self: SpillFile, offset: int, address: int, nbytes: int) -> None:
+    def slow(self, offset, address, nbytes):
         begun.set()
         assert go_on.wait(20)
         write(self, offset, address, nbytes)
 
     monkeypatch.setattr(SpillFile, "write_from", slow)
     module = load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
-    errors: list[BaseException] = []
+    errors = []
 
-    def call() -> None:
+    def call():
         try:
             loss_of(trained, module)
         except StreamError as error:
@@ -387,14 +348,12 @@ def test_closing_while_values_leave(
     assert not open_files(tmp_path)
 
 
-def test_plans_know_the_rate_of_the_folder(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
+def test_plans_know_the_rate_of_the_folder(program, tmp_path, monkeypatch):
+    asked = []
 
-    def found(folder: object) -> Leaving:
+    def found(folder):
         asked.append(folder)
-        names: tuple[Quantity, ...] = ("writes", "both ways")
+        names = ("writes", "both ways")
         rates = [Measurement(Subject(one, this_machine()), 1.7, 0.0, 0.0, 3, 0) for one in names]
         return Leaving(replace(rates[0], median=3e8), rates[1])
 

@@ -1,17 +1,12 @@
 """Training through a streamed module: gradients, parameters and statistics equal PyTorch's to the bit."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,34 +15,32 @@ from torch.export import Dim, export
 
 import penstock
 from penstock.runtime.files.artifact_files import replace_payload
-from penstock.runtime.program import Program
-from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import PassError, PayloadError, SourceError, StreamError
 from penstock.schedule.payload.codec import Payload
 from tests.engines import ENGINES
 from tests.hunt import sampled
 from tests.runtime.training.conftest import DTYPES
-from tests.training_models import DECODER, NORMED, Trained
+from tests.training_models import DECODER, NORMED
 
 
 @pytest.fixture
-def plain() -> nn.Module:
+def plain():
     return DECODER.model()
 
 
 @pytest.fixture
-def module(decoders: dict[torch.dtype, Program]) -> Iterator[TrainingModule]:
+def module(decoders):
     """The decoder at its floor, with poisoned memory."""
     program = decoders[torch.float32]
     with program.load(program.floor_bytes, poison=True, arena="contiguous") as loaded:
         yield loaded
 
 
-def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def gradients(module):
     return {name: one.grad for name, one in module.named_parameters() if one.requires_grad}
 
 
-def assert_equal(one: dict[str, torch.Tensor | None], other: dict[str, torch.Tensor | None]) -> None:
+def assert_equal(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert isinstance(value, torch.Tensor)
@@ -56,7 +49,7 @@ def assert_equal(one: dict[str, torch.Tensor | None], other: dict[str, torch.Ten
         assert torch.equal(value, other[name]), name
 
 
-def train(module: nn.Module, case: Trained, steps: int = 5) -> list[torch.Tensor]:
+def train(module, case, steps=5):
     """The losses of some steps of AdamW, and the gradients of the last one left in place."""
     optimiser = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -80,9 +73,7 @@ STEPS = [
 
 @pytest.mark.random
 @pytest.mark.parametrize(("engine", "budget", "dtype"), sampled(STEPS, 2))
-def test_five_steps(
-    decoders: dict[torch.dtype, Program], dtype: torch.dtype, engine: str, budget: str
-) -> None:
+def test_five_steps(decoders, dtype, engine, budget):
     program, plain = decoders[dtype], DECODER.model(dtype)
     expected = train(plain, DECODER)
     with program.load(program.floor_bytes if budget == "floor" else budget, engine=engine) as module:
@@ -97,7 +88,7 @@ def test_five_steps(
         assert bool(moved) == (budget != "100%")
 
 
-def test_statistics_of_batch_norms(program_of: Callable[..., Program]) -> None:
+def test_statistics_of_batch_norms(program_of):
     plain, program = NORMED.model(), program_of(NORMED)
     expected = train(plain, NORMED)
     with program.load(program.floor_bytes) as module:
@@ -109,7 +100,7 @@ def test_statistics_of_batch_norms(program_of: Callable[..., Program]) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 40, 64])
-def test_other_lengths(plain: nn.Module, module: TrainingModule, length: int) -> None:
+def test_other_lengths(plain, module, length):
     tokens = torch.randint(0, 96, (2, length))
     for one in (plain, module):
         torch.manual_seed(0)
@@ -117,7 +108,7 @@ def test_other_lengths(plain: nn.Module, module: TrainingModule, length: int) ->
     assert_equal(gradients(module), gradients(plain))
 
 
-def test_two_calls_before_their_backwards(plain: nn.Module, module: TrainingModule) -> None:
+def test_two_calls_before_their_backwards(plain, module):
     tokens, labels = DECODER.inputs()
     for one in (plain, module):
         torch.manual_seed(0)
@@ -127,7 +118,7 @@ def test_two_calls_before_their_backwards(plain: nn.Module, module: TrainingModu
     assert_equal(gradients(module), gradients(plain))
 
 
-def test_one_backward_of_two_calls(plain: nn.Module, module: TrainingModule) -> None:
+def test_one_backward_of_two_calls(plain, module):
     tokens, labels = DECODER.inputs()
     for one in (plain, module):
         torch.manual_seed(0)
@@ -135,7 +126,7 @@ def test_one_backward_of_two_calls(plain: nn.Module, module: TrainingModule) -> 
     assert_equal(gradients(module), gradients(plain))
 
 
-def test_a_backward_twice(plain: nn.Module, module: TrainingModule) -> None:
+def test_a_backward_twice(plain, module):
     for one in (plain, module):
         torch.manual_seed(0)
         loss = one(*DECODER.inputs())[0]
@@ -146,7 +137,7 @@ def test_a_backward_twice(plain: nn.Module, module: TrainingModule) -> None:
     assert_equal(gradients(module), gradients(plain))
 
 
-def test_dropped_forwards_and_evaluation_in_between(plain: nn.Module, module: TrainingModule) -> None:
+def test_dropped_forwards_and_evaluation_in_between(plain, module):
     for one in (plain, module):
         torch.manual_seed(0)
         one(*DECODER.inputs())
@@ -158,7 +149,7 @@ def test_dropped_forwards_and_evaluation_in_between(plain: nn.Module, module: Tr
     assert_equal(gradients(module), gradients(plain))
 
 
-def test_a_pass_that_raised(plain: nn.Module, module: TrainingModule) -> None:
+def test_a_pass_that_raised(plain, module):
     loss = module(*DECODER.inputs())[0]
     loss.register_hook(lambda _: (_ for _ in ()).throw(KeyError("a hook")))
     with pytest.raises(KeyError, match="a hook"):
@@ -169,7 +160,7 @@ def test_a_pass_that_raised(plain: nn.Module, module: TrainingModule) -> None:
     assert_equal(gradients(module), gradients(plain))
 
 
-def test_grad_scaler_and_clipping(plain: nn.Module, module: TrainingModule) -> None:
+def test_grad_scaler_and_clipping(plain, module):
     for one in (plain, module):
         torch.manual_seed(0)
         trained = [p for p in one.parameters() if p.requires_grad]
@@ -184,7 +175,7 @@ def test_grad_scaler_and_clipping(plain: nn.Module, module: TrainingModule) -> N
     assert_equal(dict(module.named_parameters()), trained_plain)
 
 
-def test_gradients_asked_for_by_name(plain: nn.Module, module: TrainingModule) -> None:
+def test_gradients_asked_for_by_name(plain, module):
     found = []
     for one in (plain, module):
         torch.manual_seed(0)
@@ -194,7 +185,7 @@ def test_gradients_asked_for_by_name(plain: nn.Module, module: TrainingModule) -
     assert all(gradient is None for gradient in gradients(module).values())
 
 
-def test_parameters_that_changed_before_the_backward(module: TrainingModule) -> None:
+def test_parameters_that_changed_before_the_backward(module):
     loss = module(*DECODER.inputs())[0]
     with torch.no_grad():
         next(p for n, p in module.named_parameters() if "up" in n).add_(1)
@@ -202,10 +193,10 @@ def test_parameters_that_changed_before_the_backward(module: TrainingModule) -> 
         loss.backward()
 
 
-def test_hooks_of_saved_tensors(plain: nn.Module, module: TrainingModule) -> None:
-    packed: list[int] = []
+def test_hooks_of_saved_tensors(plain, module):
+    packed = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         packed.append(tensor.nbytes)
         return tensor.clone()
 
@@ -218,20 +209,20 @@ def test_hooks_of_saved_tensors(plain: nn.Module, module: TrainingModule) -> Non
     assert_equal(gradients(module), gradients(plain))
 
 
-def test_gradients_of_gradients_are_refused(module: TrainingModule) -> None:
+def test_gradients_of_gradients_are_refused(module):
     loss = module(*DECODER.inputs())[0]
     with pytest.raises(StreamError, match=r"gradients of gradients .* create_graph=True"):
         torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
 
 
-def test_closing_before_the_backward(decoders: dict[torch.dtype, Program]) -> None:
+def test_closing_before_the_backward(decoders):
     with decoders[torch.float32].load("50%") as module:
         loss = module(*DECODER.inputs())[0]
     with pytest.raises(StreamError, match="the module is closed"):
         loss.backward()
 
 
-def test_state_dicts(plain: nn.Module, module: TrainingModule) -> None:
+def test_state_dicts(plain, module):
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(1.5) if parameter.requires_grad else None
@@ -249,11 +240,11 @@ def test_state_dicts(plain: nn.Module, module: TrainingModule) -> None:
 class Two(nn.Module):
     """Two results, both of which depend on the trained parameter, and on the input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.base, self.up = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x):
         y = self.up(self.base(x))
         return {"first": self.base(y), "second": y.sin()}
 
@@ -262,7 +253,7 @@ WIDE = 64
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Program]:
+def two(tmp_path_factory):
     torch.manual_seed(0)
     model = Two()
     model.base.requires_grad_(False)
@@ -271,7 +262,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Program]:
     return model, penstock.compile_training(model, path, example=(x,), trainable=["up.*"])
 
 
-def test_two_results_and_the_gradient_of_an_input(two: tuple[nn.Module, Program]) -> None:
+def test_two_results_and_the_gradient_of_an_input(two):
     plain, program = copy.deepcopy(two[0]), two[1]
     with program.load(program.floor_bytes) as module:
         inputs = [torch.ones(3, WIDE, requires_grad=True) for _ in range(2)]
@@ -286,7 +277,7 @@ def test_two_results_and_the_gradient_of_an_input(two: tuple[nn.Module, Program]
             module(inputs[1])["first"].sum().backward()
 
 
-def test_losses_by_name(two: tuple[nn.Module, Program], tmp_path: Path) -> None:
+def test_losses_by_name(two, tmp_path):
     plain = copy.deepcopy(two[0])
     x = torch.randn(3, WIDE)
     program = penstock.compile_training(
@@ -305,7 +296,7 @@ def test_losses_by_name(two: tuple[nn.Module, Program], tmp_path: Path) -> None:
             module(x=x.clone().requires_grad_())
 
 
-def test_a_program_that_was_exported_before(two: tuple[nn.Module, Program], tmp_path: Path) -> None:
+def test_a_program_that_was_exported_before(two, tmp_path):
     plain = copy.deepcopy(two[0])
     x = torch.randn(3, WIDE)
     exported = export(plain, (x,))
@@ -330,16 +321,14 @@ def test_a_program_that_was_exported_before(two: tuple[nn.Module, Program], tmp_
         ({"trainable": ["up.*"], "example": None}, "a module is exported with the arguments of a call"),
     ],
 )
-def test_refusals(
-    two: tuple[nn.Module, Program], tmp_path: Path, given: dict[str, object], sentence: str
-) -> None:
-    options: dict[str, object] = {"example": (torch.ones(3, WIDE),), **given}
+def test_refusals(two, tmp_path, given, sentence):
+    options = {"example": (torch.ones(3, WIDE),), **given}
     with pytest.raises(PassError, match=sentence):
         penstock.compile_training(two[0], tmp_path / "refused.penstock", **options)  # type: ignore[arg-type]
     assert not (tmp_path / "refused.penstock").exists()
 
 
-def rewritten(program: Program, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+def rewritten(program, folder, change):
     """A copy of an artifact in which training.json has changed, and the hash of its program with it."""
     shutil.copytree(program.path, folder)
     payload = Payload.from_bytes((folder / "payload.json").read_bytes())
@@ -373,10 +362,8 @@ def rewritten(program: Program, folder: Path, change: Callable[[dict[str, Any]],
         ("losses", [], "losses is not a field"),
     ],
 )
-def test_damaged_facts(
-    two: tuple[nn.Module, Program], tmp_path: Path, field: str, value: object, sentence: str
-) -> None:
-    def change(facts: dict[str, Any]) -> None:
+def test_damaged_facts(two, tmp_path, field, value, sentence):
+    def change(facts):
         *path, name = field.split(".")
         rung = facts["rungs"][0]
         held = rung["backwards"][0] if path else rung if name == "backwards" else facts
@@ -387,7 +374,7 @@ def test_damaged_facts(
         penstock.open(folder).load("100%")
 
 
-def test_damaged_parameters(two: tuple[nn.Module, Program], tmp_path: Path) -> None:
+def test_damaged_parameters(two, tmp_path):
     folder = tmp_path / "two.penstock"
     shutil.copytree(two[1].path, folder)
     file = folder / "trainable.safetensors"
@@ -400,7 +387,7 @@ def test_damaged_parameters(two: tuple[nn.Module, Program], tmp_path: Path) -> N
         penstock.open(folder).load("100%")
 
 
-def test_a_parameter_that_was_replaced_is_the_one_that_is_trained(two: tuple[nn.Module, Program]) -> None:
+def test_a_parameter_that_was_replaced_is_the_one_that_is_trained(two):
     plain, program = copy.deepcopy(two[0]), two[1]
     value = torch.randn(WIDE, WIDE)
     with program.load(program.floor_bytes) as module:
@@ -413,13 +400,13 @@ def test_a_parameter_that_was_replaced_is_the_one_that_is_trained(two: tuple[nn.
         assert not module(x)["first"].requires_grad
 
 
-def test_a_result_that_is_transposed(tmp_path: Path) -> None:
+def test_a_result_that_is_transposed(tmp_path):
     class Turned(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.base, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
 
-        def forward(self, x: torch.Tensor) -> tuple[int, torch.Tensor]:
+        def forward(self, x):
             return x.shape[0], self.base(self.up(x)).transpose(1, 2)
 
     plain, x = Turned(), torch.randn(2, 5, 16)
@@ -437,7 +424,7 @@ def test_a_result_that_is_transposed(tmp_path: Path) -> None:
             assert_equal(gradients(module), gradients(plain))
 
 
-def test_autocast_is_refused(module: TrainingModule) -> None:
+def test_autocast_is_refused(module):
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(StreamError, match="autocast is on, and the program computes in the dtypes"),
@@ -445,7 +432,7 @@ def test_autocast_is_refused(module: TrainingModule) -> None:
         module(*DECODER.inputs())
 
 
-def test_a_parameter_that_shares_its_memory(tmp_path: Path) -> None:
+def test_a_parameter_that_shares_its_memory(tmp_path):
     with pytest.raises(PassError, match=r"is to be trained and shares its memory with (embed|head)\.weight"):
         penstock.compile_training(
             DECODER.model(), tmp_path / "m.penstock", example=DECODER.inputs(), trainable=["embed.*"]

@@ -1,16 +1,9 @@
 """Forward and backward in turn: the bytes that a step moves, and calls that come in another order."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 
 from penstock.passes.training.facts import BACKWARD, FORWARD
-from penstock.runtime.program import Program
-from penstock.runtime.training.module import TrainingModule
-from penstock.schedule.facts.model import Transfer
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
 from tests.engines import ENGINES
@@ -18,17 +11,17 @@ from tests.training_models import DECODER
 
 
 @pytest.fixture(scope="module")
-def program(program_of: Callable[..., Program]) -> Program:
+def program(program_of):
     return program_of(DECODER, evaluate=False)
 
 
 @pytest.fixture(params=["floor", "25%", "60%"])
-def budget(program: Program, request: pytest.FixtureRequest) -> int | str:
+def budget(program, request):
     return program.floor(arena="contiguous") if request.param == "floor" else str(request.param)
 
 
 @pytest.fixture(params=[*((engine, "keep") for engine in ENGINES), (ENGINES[-1], "layers")])
-def module(program: Program, budget: int | str, request: pytest.FixtureRequest) -> Iterator[TrainingModule]:
+def module(program, budget, request):
     """The decoder with readers of its own and poisoned memory, in which nothing comes without a copy."""
     engine, rung = request.param
     options = {"engine": engine, "activations": rung, "poison": True, "arena": "contiguous"}
@@ -36,18 +29,18 @@ def module(program: Program, budget: int | str, request: pytest.FixtureRequest) 
         yield loaded
 
 
-def moved(transfers: tuple[Transfer, ...]) -> int:
+def moved(transfers):
     return sum(one.stop - one.start for one in transfers)
 
 
-def forward(module: TrainingModule) -> torch.Tensor:
+def forward(module):
     torch.manual_seed(0)
     loss = module(*DECODER.inputs())[0]
     assert isinstance(loss, torch.Tensor)
     return loss
 
 
-def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+def gradients(module):
     found = [one.grad for one in module.parameters() if one.requires_grad]
     assert all(one is not None and one.any() for one in found)
     module.zero_grad()
@@ -55,18 +48,18 @@ def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[torch.Tensor]:
+def expected():
     plain = DECODER.model()
     torch.manual_seed(0)
     plain(*DECODER.inputs())[0].backward()
     return gradients(plain)
 
 
-def assert_right(module: TrainingModule, expected: list[torch.Tensor]) -> None:
+def assert_right(module, expected):
     assert all(torch.equal(*pair) for pair in zip(gradients(module), expected, strict=True))
 
 
-def test_the_methods_are_planned_in_turn(program: Program, budget: int | str) -> None:
+def test_the_methods_are_planned_in_turn(program, budget):
     traces = {trace.method: trace for trace in program.payload.traces}
     assert traces[FORWARD].follows == traces[BACKWARD].graph
     assert traces[BACKWARD].follows == traces[FORWARD].graph
@@ -75,7 +68,7 @@ def test_the_methods_are_planned_in_turn(program: Program, budget: int | str) ->
     oracle.check_plan(program.payload.storages, program.payload.traces, plan)
 
 
-def test_a_step_copies_less_than_two_methods_by_themselves(program: Program) -> None:
+def test_a_step_copies_less_than_two_methods_by_themselves(program):
     in_turn = program.plan("25%", arena="contiguous", hardware="server")
     alone = program.plan("25%", arena="contiguous", hardware="server", wrap="barrier")
     assert [trace.follows for trace in alone.traces] == [None, None]
@@ -83,7 +76,7 @@ def test_a_step_copies_less_than_two_methods_by_themselves(program: Program) -> 
     assert in_turn.predicted_ns < alone.predicted_ns
 
 
-def test_a_steady_step_moves_what_is_planned(module: TrainingModule, expected: list[torch.Tensor]) -> None:
+def test_a_steady_step_moves_what_is_planned(module, expected):
     first, second = module.plan.schedules
     # What the forward of a later step still brings for its backward, and the backward for the next forward.
     early = moved(tuple(t for one in (first, second) for t in one.transfers if t.after < 0))
@@ -98,7 +91,7 @@ def test_a_steady_step_moves_what_is_planned(module: TrainingModule, expected: l
     assert module.stats.misses == 0
 
 
-def test_two_forwards_and_then_two_backwards(module: TrainingModule, expected: list[torch.Tensor]) -> None:
+def test_two_forwards_and_then_two_backwards(module, expected):
     for _ in range(2):
         losses = [forward(module), forward(module)]
         for loss in reversed(losses):
@@ -107,7 +100,7 @@ def test_two_forwards_and_then_two_backwards(module: TrainingModule, expected: l
     assert module.stats.misses == 0
 
 
-def test_forwards_that_are_dropped(module: TrainingModule, expected: list[torch.Tensor]) -> None:
+def test_forwards_that_are_dropped(module, expected):
     for _ in range(2):
         forward(module)
         with torch.no_grad():
@@ -118,9 +111,7 @@ def test_forwards_that_are_dropped(module: TrainingModule, expected: list[torch.
 
 
 @pytest.mark.parametrize("method", [FORWARD, BACKWARD])
-def test_an_exception_in_a_call_and_then_a_step(
-    module: TrainingModule, expected: list[torch.Tensor], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_in_a_call_and_then_a_step(module, expected, method, monkeypatch):
     """The call fails behind its fourth operator, with copies under way."""
     forward(module).backward()
     assert_right(module, expected)
@@ -128,7 +119,7 @@ def test_an_exception_in_a_call_and_then_a_step(
     left = [4]
     acquire = module._weights.streamer.acquire  # type: ignore[union-attr]
 
-    def failing(graph: int, step: int) -> None:
+    def failing(graph, step):
         acquire(graph, step)
         left[0] -= 1
         if not left[0]:

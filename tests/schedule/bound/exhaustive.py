@@ -15,13 +15,10 @@ Mathematics 23, 1978).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy
-
-from tests.schedule.traces import RandomProblem
 
 TICK_NS = 1000
 
@@ -75,26 +72,26 @@ class Tiny:
     joint: bool
 
     @property
-    def link_ticks(self) -> int:
+    def link_ticks(self):
         """Ticks in which the slower link copies every chunk once, one after the other."""
         return self.chunks.bit_count() * max(memory.chunk_ticks for memory in self.memories)
 
 
-def tiny_of(problem: RandomProblem, memories: tuple[Memory, ...]) -> Tiny:
+def tiny_of(problem, memories):
     """The problem whose chunks are the arena's granules, and whose ticks are TICK_NS.
 
     Its budget and its hardware do not count, but the memories and their links.
     """
     arena, trace = problem.arena, problem.traces[0]
 
-    def mask(some: Collection[int]) -> int:
+    def mask(some):
         chunks = set()
         for s in some:
             stop = arena.layout[s] + problem.storages[s].nbytes
             chunks |= set(range(arena.layout[s] // arena.granule, -(-stop // arena.granule)))
         return sum(1 << chunk for chunk in chunks)
 
-    items: list[Item] = []
+    items = []
     for step in trace.steps:
         chunks = mask(step.reads)
         items += [Item(1)] * (step.lead_ns // TICK_NS)
@@ -109,7 +106,7 @@ def tiny_of(problem: RandomProblem, memories: tuple[Memory, ...]) -> Tiny:
     return Tiny(tuple(items), everything, memories, mask(problem.keep), joint)
 
 
-def least_ticks(tiny: Tiny, *, passes: int = 0, patient: bool = False) -> Fraction:
+def least_ticks(tiny, *, passes=0, patient=False):
     """The least ticks of a pass, on average, when all repeats after `passes` passes, or whenever (0).
 
     Nothing is gained by computing later than possible, by starting a copy at a moment at which nothing
@@ -130,10 +127,10 @@ def least_ticks(tiny: Tiny, *, passes: int = 0, patient: bool = False) -> Fracti
 class _Moves:
     """What may happen next in any state."""
 
-    def __init__(self, tiny: Tiny, *, patient: bool, lighten: bool) -> None:
+    def __init__(self, tiny, *, patient, lighten):
         self.tiny, self.patient, self.lighten = tiny, patient, lighten
 
-    def states(self) -> Iterator[State]:
+    def states(self):
         """States without copies from which all others follow: all of them with memory full."""
         chunks = list(_bits(self.tiny.chunks))
         for at, item in enumerate(self.tiny.items):
@@ -146,7 +143,7 @@ class _Moves:
                     tiers = tuple((mask, 0, 0) for mask in masks)
                     yield (at, tiers) if self.patient else self._settled(at, tiers)[1]
 
-    def after(self, state: State) -> Iterator[Edge]:
+    def after(self, state):
         if self.patient:
             yield from self._anything(state)
             return
@@ -155,7 +152,7 @@ class _Moves:
             if self.lighten and edge[1]:
                 yield from self._lightened(edge)
 
-    def _anything(self, state: State) -> Iterator[Edge]:
+    def _anything(self, state):
         """One act that takes no time, or one tick, in which the program may also wait."""
         at, tiers = state
         for tier, (there, coming, left) in enumerate(tiers):
@@ -171,7 +168,7 @@ class _Moves:
         if not item.held:
             yield 1, 0, (at, _tick(tiers))
 
-    def _eagerly(self, state: State) -> Iterator[Edge]:
+    def _eagerly(self, state):
         """Copies start or not, and time passes until a link is idle; the program runs when it can."""
         choices = [state[1]]
         for tier in range(len(self.tiny.memories)):
@@ -191,7 +188,7 @@ class _Moves:
                 passes += ended
             yield ticks, passes, (at, tiers)
 
-    def _settled(self, at: int, tiers: tuple[Tier, ...]) -> tuple[int, State]:
+    def _settled(self, at, tiers):
         """Behind all items that take no time and can happen now, with the passes that end."""
         passes, at = divmod(at, len(self.tiny.items))
         while not self.tiny.items[at].ticks and self._can(at, tiers):
@@ -199,11 +196,11 @@ class _Moves:
             passes += ended
         return passes, (at, tiers)
 
-    def _can(self, at: int, tiers: tuple[Tier, ...]) -> bool:
+    def _can(self, at, tiers):
         item = self.tiny.items[at]
         return not item.needs & ~tiers[0][0] and not (item.quiet and any(left for _, _, left in tiers))
 
-    def _starts(self, at: int, tiers: tuple[Tier, ...], tier: int) -> Iterator[Tier]:
+    def _starts(self, at, tiers, tier):
         """The tier after the start of each copy that its link can start, what makes room dropped."""
         memory, (there, coming, _) = self.tiny.memories[tier], tiers[tier]
         if coming or (self.tiny.items[at].quiet and self.tiny.items[at].ticks):
@@ -217,10 +214,10 @@ class _Moves:
                 for dropped in itertools.combinations(leaving, short):
                     yield there - sum(dropped), sum(some), ticks
 
-    def _fixed(self, at: int, tier: int) -> int:
+    def _fixed(self, at, tier):
         return 0 if tier else self.tiny.items[at].held | self.tiny.pinned
 
-    def _lightened(self, edge: Edge) -> Iterator[Edge]:
+    def _lightened(self, edge):
         """The same, but for something that is dropped at its end."""
         ticks, passes, (at, tiers) = edge
         options = []
@@ -238,24 +235,24 @@ class _Moves:
                 yield ticks, passes, (at, fewer)
 
 
-def _bits(mask: int) -> Iterator[int]:
+def _bits(mask):
     while mask:
         yield mask & -mask
         mask &= mask - 1
 
 
-def _with(tiers: tuple[Tier, ...], tier: int, changed: Tier) -> tuple[Tier, ...]:
+def _with(tiers, tier, changed):
     return (*tiers[:tier], changed, *tiers[tier + 1 :])
 
 
-def _tick(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+def _tick(tiers):
     """A tick later on all links."""
     return tuple(
         (there | coming, 0, 0) if left <= 1 else (there, coming, left - 1) for there, coming, left in tiers
     )
 
 
-def _least_between_passes(moves: _Moves) -> numpy.ndarray:
+def _least_between_passes(moves):
     """Least ticks from each state in which a pass has just ended to each other, one pass later."""
     number = {state: n for n, state in enumerate(dict.fromkeys(moves.states()))}
     waiting, rows = list(number), []
@@ -284,7 +281,7 @@ def _least_between_passes(moves: _Moves) -> numpy.ndarray:
     return between.T
 
 
-def _least_mean(between: numpy.ndarray) -> Fraction:
+def _least_mean(between):
     """The least mean weight of a cycle: over the ends of walks, of the worst rest of a walk of n edges."""
     count = len(between)
     walks = [numpy.zeros(count, dtype=numpy.int64)]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from random import Random
-from typing import Any
 
 import pytest
 import scipy.optimize
@@ -15,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule.bound import relaxation as bound
-from penstock.schedule.bound.relaxation import Relaxation, Tier, relax, tier_of
+from penstock.schedule.bound.relaxation import Tier, relax, tier_of
 from penstock.schedule.clock.turns import joined
-from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace, Wrap
+from penstock.schedule.facts.model import Step, Storage, Trace
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import Pieces
 from tests.hunt import scaled
-from tests.schedule.bound.exhaustive import TICK_NS, Memory, Tiny, least_ticks, tiny_of
+from tests.schedule.bound.exhaustive import TICK_NS, Memory, least_ticks, tiny_of
 from tests.schedule.traces import GRANULE, RandomProblem, equal_problem, machine, problems
 
 UNIT = 4096
 
 
-def lettered(reads: str, *, ns: int = 0, nbytes: int = GRANULE, kind: ArenaKind = "paged") -> RandomProblem:
+def lettered(reads, *, ns=0, nbytes=GRANULE, kind="paged"):
     """Steps that read one storage each, named by letters, without leads."""
     storages = (Storage(nbytes, "streamable"),) * len(set(reads))
     steps = tuple(Step(f"s{k}", (ord(one) - ord("a"),), 0, ns) for k, one in enumerate(reads))
@@ -45,18 +43,18 @@ class Case:
     memories: tuple[Memory, ...]
 
     @cached_property
-    def tiny(self) -> Tiny:
+    def tiny(self):
         return tiny_of(self.problem, self.memories)
 
     @property
-    def compute_ns(self) -> int:
+    def compute_ns(self):
         return self.problem.traces[0].compute_ns
 
-    def best_ns(self, passes: int = 0) -> Fraction:
+    def best_ns(self, passes=0):
         """The least time of behaviours that repeat after some passes, or (0) after any number."""
         return least_ticks(self.tiny, passes=passes) * TICK_NS
 
-    def relax(self) -> Relaxation:
+    def relax(self):
         chunks = itertools.accumulate(memory.chunks for memory in self.memories)
         tiers = [
             Tier(n * GRANULE, one.chunk_ticks * TICK_NS / GRANULE, one.latency_ticks * TICK_NS, GRANULE)
@@ -67,9 +65,7 @@ class Case:
         return relaxed
 
 
-def random_case(
-    dice: Random, *, wrap: Wrap = "overlap", latency: bool = False, disk: bool = False, chunks: int = 5
-) -> Case:
+def random_case(dice, *, wrap="overlap", latency=False, disk=False, chunks=5):
     """Up to 5 steps that read 1 or 2 storages of 1 to 3 chunks, in memory for less than all of them."""
     while True:
         sizes = [dice.choice([1, 1, 1, 1.5, 2, 3]) for _ in range(dice.randint(2, 4))]
@@ -96,7 +92,7 @@ def random_case(
     return Case(replace(problem, hardware=hardware), (device, host) if disk else (device,))
 
 
-def ratios(seeds: range, *, passes: int = 0, **options: Any) -> list[tuple[Case, float]]:
+def ratios(seeds, *, passes=0, **options):
     """Bound over optimum of random cases; none may be above 1."""
     found = []
     for seed in seeds:
@@ -109,7 +105,7 @@ def ratios(seeds: range, *, passes: int = 0, **options: Any) -> list[tuple[Case,
 
 @pytest.mark.random
 @pytest.mark.parametrize("first", range(0, scaled(1000), 500))
-def test_the_bound_is_below_every_behaviour_and_near_the_best(first: int) -> None:
+def test_the_bound_is_below_every_behaviour_and_near_the_best(first):
     found = ratios(range(first, first + 500))
     link_bound = [r for case, r in found if case.tiny.link_ticks * TICK_NS > case.compute_ns]
     assert len(link_bound) > 200
@@ -128,7 +124,7 @@ def test_the_bound_is_below_every_behaviour_and_near_the_best(first: int) -> Non
         (25, 0.5, {"disk": True, "chunks": 4, "wrap": "barrier"}),
     ],
 )
-def test_the_bound_is_below_every_behaviour(count: int, near: float, options: dict[str, Any]) -> None:
+def test_the_bound_is_below_every_behaviour(count, near, options):
     """And within 4 % of the best in at least a share `near` of the cases.
 
     With latency, it is below what repeats every pass, as plans do; see `test_known_periods`.
@@ -141,7 +137,7 @@ def test_the_bound_is_below_every_behaviour(count: int, near: float, options: di
     ("compute", "lead", "weights", "period"),
     [(1, 0, 1, 40), (1, 0, 1.5, 30), (1, 0, 2, 20), (2, 0, 1, 60), (0.1, 0, 1, 22), (1, 0.9, 1, 22)],
 )
-def test_known_bounds(compute: float, lead: float, weights: float, period: int) -> None:
+def test_known_bounds(compute, lead, weights, period):
     """In copy times of one of 20 equal weights; with room for one, nothing is copied while it is read."""
     p = equal_problem(20, compute)
     lead_ns, ns = round(lead * compute * 1000), round(compute * 1000)
@@ -154,12 +150,12 @@ def test_known_bounds(compute: float, lead: float, weights: float, period: int) 
 
 @pytest.mark.random
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_no_plan_beats_its_bound(kind: ArenaKind) -> None:
+def test_no_plan_beats_its_bound(kind):
     near = []
 
     @settings(max_examples=scaled(80))
     @given(st.one_of(problems(kind), problems(kind, methods=2)), st.sampled_from(["overlap", "barrier"]))
-    def check(p: RandomProblem, wrap: Wrap) -> None:
+    def check(p, wrap):
         if wrap == "barrier":
             p = replace(p, traces=tuple(replace(trace, follows=None) for trace in p.traces))
         lowest = floor(p).upper_bytes
@@ -183,13 +179,13 @@ def test_no_plan_beats_its_bound(kind: ArenaKind) -> None:
     assert sum(near) > len(near) / 10  # tiny problems, where one span is much
 
 
-def test_a_contiguous_plan_copies_storages_and_not_granules() -> None:
+def test_a_contiguous_plan_copies_storages_and_not_granules():
     schedule = make_plan(lettered("abc", nbytes=65, kind="contiguous"), 128).schedules[0]
     assert schedule.lower_bound_ns is not None
     assert schedule.lower_bound_ns <= schedule.predicted_ns == 195
 
 
-def test_the_best_behaviour_lies_between_bound_and_plan() -> None:
+def test_the_best_behaviour_lies_between_bound_and_plan():
     """Plans in whole chunks are behaviours that the search tries, too."""
     near = 0
     for seed in range(150):
@@ -205,12 +201,12 @@ def test_the_best_behaviour_lies_between_bound_and_plan() -> None:
     assert near > 50
 
 
-def tolerance_ns(case: Case) -> float:
+def tolerance_ns(case):
     """What the price that the bound puts on copying may lower it by, with the rounding."""
     return 2e-6 * case.tiny.link_ticks * TICK_NS * len(case.problem.traces[0].steps) + 1
 
 
-def test_fewer_steps_only_lower_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_steps_only_lower_the_bound(monkeypatch):
     lower = above = 0
     for seed in range(100):
         case = random_case(Random(seed), wrap=("overlap", "barrier")[seed % 2])
@@ -226,7 +222,7 @@ def test_fewer_steps_only_lower_the_bound(monkeypatch: pytest.MonkeyPatch) -> No
     assert min(lower, above) > 50
 
 
-def test_more_memory_never_raises_the_bound() -> None:
+def test_more_memory_never_raises_the_bound():
     fallen = 0
     for seed in range(150):
         case = random_case(Random(seed), latency=seed % 3 == 0)
@@ -240,12 +236,12 @@ def test_more_memory_never_raises_the_bound() -> None:
     assert fallen > 100
 
 
-def test_what_is_reported_is_the_dual_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_reported_is_the_dual_value(monkeypatch):
     """It is never above the primal objective, and a bound even for multipliers that are wrong."""
-    objectives: list[float] = []
+    objectives = []
     solve, dice, wrong = scipy.optimize.linprog, Random(0), [False]
 
-    def spy(*args: Any, **options: Any) -> Any:
+    def spy(*args, **options):
         result = solve(*args, **options)
         objectives.append(result.fun)
         if wrong[0]:
@@ -269,7 +265,7 @@ def test_what_is_reported_is_the_dual_value(monkeypatch: pytest.MonkeyPatch) -> 
     assert useful > 20
 
 
-def test_no_time_for_the_solver_gives_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_for_the_solver_gives_no_bound(monkeypatch):
     p = equal_problem(80, 0.1)
     tiers = (tier_of(9 * UNIT, p.hardware),)
     assert relax(p, Pieces(p), tiers) is not None
@@ -278,14 +274,14 @@ def test_no_time_for_the_solver_gives_no_bound(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("nbytes", "latency_ns"), [(0, 0), (0, 9), (UNIT - 1, 0), (UNIT - 1, 9)])
-def test_too_little_memory_gives_no_bound(nbytes: int, latency_ns: int) -> None:
+def test_too_little_memory_gives_no_bound(nbytes, latency_ns):
     p = equal_problem(4, 1)
     tiers = (tier_of(nbytes, replace(p.hardware, link_latency_ns=latency_ns)),)
     assert relax(p, Pieces(p), tiers) is None
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_a_plan_without_a_bound_says_so(kind: ArenaKind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_a_bound_says_so(kind, monkeypatch):
     failed = scipy.optimize.OptimizeResult(status=1, x=None, fun=None)
     monkeypatch.setattr(scipy.optimize, "linprog", lambda *args, **options: failed)
     plan = make_plan(lettered("abcdefgh", kind=kind), 3 * GRANULE)
@@ -309,16 +305,16 @@ def test_a_plan_without_a_bound_says_so(kind: ArenaKind, monkeypatch: pytest.Mon
         (lettered("abc"), (Memory(1, 1), Memory(1, 5)), 15, 15),
     ],
 )
-def test_known_periods(problem: RandomProblem, memories: tuple[Memory, ...], one: int, two: float) -> None:
+def test_known_periods(problem, memories, one, two):
     tiny = tiny_of(problem, memories)
     assert least_ticks(tiny, passes=1) == one
     assert min(one, least_ticks(tiny, passes=2)) == two == least_ticks(tiny)
 
 
-def test_what_the_search_leaves_out_gains_nothing() -> None:
+def test_what_the_search_leaves_out_gains_nothing():
     """Copies at any tick, chunks dropped at any time, programs that wait without need."""
     for seed in range(40):
-        options: dict[str, Any] = {"chunks": 3, "wrap": ("overlap", "barrier")[seed // 2 % 2]}
+        options = {"chunks": 3, "wrap": ("overlap", "barrier")[seed // 2 % 2]}
         tiny = random_case(Random(seed), latency=seed % 3 == 0, disk=seed % 5 == 0, **options).tiny
         for passes in (0, 1, 2):
             assert least_ticks(tiny, passes=passes) == least_ticks(tiny, passes=passes, patient=True), seed

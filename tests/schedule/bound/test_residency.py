@@ -1,7 +1,5 @@
 """Spans and what is kept over gaps: literal cases, then invariants on random traces."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,22 +8,22 @@ from penstock.schedule.facts.model import Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import Pieces, merged
-from tests.schedule.traces import RandomProblem, problems
+from tests.schedule.traces import problems
 
 
-def trace_of(*reads: tuple[int, ...], read_ns: int = 10) -> Trace:
+def trace_of(*reads, read_ns=10):
     steps = tuple(Step(f"s{k}", one, 0, read_ns) for k, one in enumerate(reads))
     return Trace("forward", 0, "", steps, 0, 0, "modelled")
 
 
-def residency_of(storages: tuple[Storage, ...], trace: Trace) -> Residency:
+def residency_of(storages, trace):
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
     groups = Pieces(Demand(storages, (trace,), arena)).groups
     gaps = gaps_of(groups, trace)
     return Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
 
 
-def test_a_granule_that_two_storages_touch_is_read_with_either() -> None:
+def test_a_granule_that_two_storages_touch_is_read_with_either():
     storages = (Storage(96, "streamable"), Storage(96, "streamable"))
     arena = packed_arena(storages, (trace_of((0,), (1,)),), kind="paged", granule=64, alignment=32)
     runs = Pieces(Demand(storages, (trace_of((0,), (1,)),), arena)).runs
@@ -36,7 +34,7 @@ def test_a_granule_that_two_storages_touch_is_read_with_either() -> None:
     ]
 
 
-def test_neighbours_read_alike_are_one_run_unless_one_is_kept() -> None:
+def test_neighbours_read_alike_are_one_run_unless_one_is_kept():
     storages = (Storage(64, "streamable"),) * 2
     trace = trace_of((0, 1), (0, 1))
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
@@ -44,7 +42,7 @@ def test_neighbours_read_alike_are_one_run_unless_one_is_kept() -> None:
     assert [r.kept for r in Pieces(Demand(storages, (trace,), arena, frozenset({1}))).runs] == [False, True]
 
 
-def test_large_runs_are_cut_into_spans_of_whole_granules() -> None:
+def test_large_runs_are_cut_into_spans_of_whole_granules():
     storages = (Storage(64 * 100_000, "streamable"), Storage(10, "streamable"))
     trace = trace_of((0,), (1,))
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
@@ -54,11 +52,11 @@ def test_large_runs_are_cut_into_spans_of_whole_granules() -> None:
     assert small.spans == (Range(6_400_000, 6_400_010),)
 
 
-def test_merging_stops_at_breaks() -> None:
+def test_merging_stops_at_breaks():
     assert merged([Range(4, 8), Range(0, 4), Range(8, 9)], breaks={8}) == (Range(0, 8), Range(8, 9))
 
 
-def test_reads_in_a_row_are_one_visit() -> None:
+def test_reads_in_a_row_are_one_visit():
     """No step lies between the reads of storage 0, so keeping it there costs nothing."""
     residency = residency_of((Storage(64, "streamable"),) * 3, trace_of((0, 1), (0, 2), (2,)))
     counts = residency.rounded([0.0] * len(residency.gaps))
@@ -67,9 +65,7 @@ def test_reads_in_a_row_are_one_visit() -> None:
 
 
 @given(problems("paged"), st.floats(0, 1), st.floats(0, 1))
-def test_what_is_trimmed_holds_no_more_than_the_limit_or_what_a_step_needs(
-    p: RandomProblem, share: float, wanted: float
-) -> None:
+def test_what_is_trimmed_holds_no_more_than_the_limit_or_what_a_step_needs(p, share, wanted):
     trace = p.traces[0]
     groups = Pieces(p).groups
     gaps = gaps_of(groups, trace)
@@ -82,7 +78,7 @@ def test_what_is_trimmed_holds_no_more_than_the_limit_or_what_a_step_needs(
 
 
 @given(problems("paged"))
-def test_spans_cover_every_read_byte_once(problem: RandomProblem) -> None:
+def test_spans_cover_every_read_byte_once(problem):
     arena = problem.arena
     groups = Pieces(problem).groups
     spans = [span for group in groups for span in group.spans]

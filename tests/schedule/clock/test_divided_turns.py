@@ -1,7 +1,5 @@
 """A divided plan of calls that come in turn: no transfer starts before the call before its own begins."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.schedule.clock.turns import divided, joined_traces
@@ -11,7 +9,7 @@ from penstock.schedule.space.layout import packed_arena
 from tests.schedule.traces import GRANULE, machine
 
 
-def starts(steps: tuple[int, ...], transfers: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def starts(steps, transfers):
     """For each method the (step, after) of its transfers, from those (step, after) of the joined trace."""
     count = sum(steps)
     storages = tuple(Storage(GRANULE, "streamable") for _ in range(count))
@@ -57,6 +55,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_transfer_starts_no_earlier_than_the_call_before_its_own(name) -> None:
+def test_a_transfer_starts_no_earlier_than_the_call_before_its_own(name):
     steps, transfers, expected = CASES[name]
     assert starts(steps, transfers) == expected

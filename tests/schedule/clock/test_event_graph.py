@@ -1,7 +1,5 @@
 """The steady period against simulation, brute force over cycles, and periods known by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
@@ -13,24 +11,24 @@ from hypothesis import strategies as st
 
 from penstock.schedule.clock.event_graph import build_graph, simulate, steady_period_ns
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Schedule, Step, Trace, Transfer, Wrap
+from penstock.schedule.facts.model import Schedule, Step, Trace, Transfer
 from tests.schedule.traces import machine
 
 BYTE_PER_NS = machine(1e9)
 
 
-def trace_of(*times: tuple[int, int], tail: int = 0, gap: int = 0) -> Trace:
+def trace_of(*times, tail=0, gap=0):
     steps = tuple(Step(f"s{k}", (k,), lead, read) for k, (lead, read) in enumerate(times))
     return Trace("forward", 0, "", steps, tail, gap, "modelled")
 
 
-def schedule_of(*transfers: tuple[int, int, int]) -> Schedule:
+def schedule_of(*transfers):
     """From (bytes, step, after)."""
     return Schedule(0, tuple(Transfer(0, nbytes, step, after) for nbytes, step, after in transfers), (), 0)
 
 
 @st.composite
-def timed(draw: st.DrawFn) -> tuple[Trace, Schedule, Wrap]:
+def timed(draw):
     """Schedules with few transfers, `after` growing along the line as a planner makes it."""
     n = draw(st.integers(1, 5))
     ns = st.integers(0, 20)
@@ -46,18 +44,18 @@ def timed(draw: st.DrawFn) -> tuple[Trace, Schedule, Wrap]:
     return trace, schedule_of(*transfers), draw(st.sampled_from(["overlap", "barrier"]))
 
 
-def test_without_transfers_the_period_is_the_compute() -> None:
+def test_without_transfers_the_period_is_the_compute():
     trace = trace_of((3, 4), (5, 6), tail=7, gap=8)
     assert steady_period_ns(trace, schedule_of(), BYTE_PER_NS, "overlap") == 33
     assert steady_period_ns(trace_of(tail=7, gap=8), schedule_of(), BYTE_PER_NS, "barrier") == 15
 
 
-def test_a_slot_for_one_weight_serialises_copy_and_read() -> None:
+def test_a_slot_for_one_weight_serialises_copy_and_read():
     trace = trace_of((0, 10), (0, 10))
     assert steady_period_ns(trace, schedule_of((30, 0, -1), (30, 1, 0)), BYTE_PER_NS, "overlap") == 80
 
 
-def test_bytes_flow_when_the_link_has_filled() -> None:
+def test_bytes_flow_when_the_link_has_filled():
     """Unless the copy might start that much earlier."""
     trace = trace_of((0, 10), (0, 10), (0, 10), (0, 10))
     late = machine(1e9, in_flight=7)
@@ -69,7 +67,7 @@ def test_bytes_flow_when_the_link_has_filled() -> None:
     assert first.transfers == ((7, 37), (37, 67), (67, 97), (97, 127))
 
 
-def test_the_rate_of_a_link_follows_from_the_bytes_on_their_way() -> None:
+def test_the_rate_of_a_link_follows_from_the_bytes_on_their_way():
     """Half of it if as many bytes as fill the link are all that is on its way."""
     trace = trace_of((0, 0))
     for in_flight, nbytes in ((1000, 1000), (1000, 250), (64, 640)):
@@ -78,20 +76,20 @@ def test_the_rate_of_a_link_follows_from_the_bytes_on_their_way() -> None:
         assert nbytes / period == nbytes / (nbytes + in_flight)
 
 
-def test_lead_time_hides_a_copy() -> None:
+def test_lead_time_hides_a_copy():
     trace = trace_of((30, 10), (30, 10))
     assert steady_period_ns(trace, schedule_of((30, 0, -1), (30, 1, 0)), BYTE_PER_NS, "overlap") == 80
     assert steady_period_ns(trace, schedule_of((40, 0, -1), (40, 1, 0)), BYTE_PER_NS, "overlap") == 100
 
 
-def test_a_barrier_makes_the_call_wait_for_what_is_on_its_way() -> None:
+def test_a_barrier_makes_the_call_wait_for_what_is_on_its_way():
     trace = trace_of((30, 10), (30, 10))
     schedule = schedule_of((20, 0, -1), (30, 1, -1))
     assert steady_period_ns(trace, schedule, BYTE_PER_NS, "overlap") == 80
     assert steady_period_ns(trace, schedule, BYTE_PER_NS, "barrier") == 130
 
 
-def test_the_time_between_calls_passes_after_what_a_barrier_waits_for() -> None:
+def test_the_time_between_calls_passes_after_what_a_barrier_waits_for():
     trace = trace_of((30, 10), (30, 10), gap=7)
     schedule = schedule_of((20, 0, -1), (30, 1, -1))
     assert steady_period_ns(trace, schedule, BYTE_PER_NS, "barrier") == 137
@@ -100,7 +98,7 @@ def test_the_time_between_calls_passes_after_what_a_barrier_waits_for() -> None:
     assert third.call_start - second.call_start == 137
 
 
-def test_a_ring_with_room_for_everything_waits_for_the_same_copy_of_the_pass_before() -> None:
+def test_a_ring_with_room_for_everything_waits_for_the_same_copy_of_the_pass_before():
     """The disk reads on while the last copies of the pass before still run."""
     hardware = replace(BYTE_PER_NS, disk_bytes_per_s=1e9)
     trace = trace_of((0, 5), (0, 5), (0, 5))
@@ -115,19 +113,19 @@ def test_a_ring_with_room_for_everything_waits_for_the_same_copy_of_the_pass_bef
     assert steady_period_ns(trace, tight, hardware, "overlap") == 240
 
 
-def test_a_critical_cycle_over_two_passes_gives_a_fraction_rounded_up() -> None:
+def test_a_critical_cycle_over_two_passes_gives_a_fraction_rounded_up():
     trace = trace_of((0, 1), (0, 0))
     schedule = schedule_of((2, 0, -2), (1, 1, -1))
     graph = build_graph(trace, schedule, BYTE_PER_NS, "overlap")
     assert steady_period_ns(trace, schedule, BYTE_PER_NS, "overlap") == ceil(heaviest(graph))
 
 
-def test_waiting_in_a_circle_is_refused() -> None:
+def test_waiting_in_a_circle_is_refused():
     with pytest.raises(PlanError, match="wait for each other"):
         steady_period_ns(trace_of((0, 1), (0, 1)), schedule_of((1, 0, 1)), BYTE_PER_NS, "overlap")
 
 
-def test_many_transfers_are_timed_quickly() -> None:
+def test_many_transfers_are_timed_quickly():
     """Thousands of events, with a transient that a simulation would follow for many passes."""
     trace = trace_of(*((0, 1000),) * 1100)
     rows = [(251 + (k % 7 == 0), k, max(k - 1100, k - 40)) for k in range(1100) for _ in range(4)]
@@ -135,7 +133,7 @@ def test_many_transfers_are_timed_quickly() -> None:
     assert steady_period_ns(trace, schedule_of(*rows), BYTE_PER_NS, "overlap") == copying
 
 
-def heaviest(graph: networkx.DiGraph) -> Fraction:
+def heaviest(graph):
     """The maximum over all simple cycles of weight over height, by enumeration."""
     ratios = []
     for cycle in networkx.simple_cycles(graph):
@@ -146,7 +144,7 @@ def heaviest(graph: networkx.DiGraph) -> Fraction:
 
 @given(timed())
 @settings(max_examples=150)
-def test_period_is_the_maximum_over_all_cycles(case: tuple[Trace, Schedule, Wrap]) -> None:
+def test_period_is_the_maximum_over_all_cycles(case):
     trace, schedule, wrap = case
     graph = build_graph(trace, schedule, BYTE_PER_NS, wrap)
     assert steady_period_ns(trace, schedule, BYTE_PER_NS, wrap) == ceil(heaviest(graph))
@@ -154,9 +152,7 @@ def test_period_is_the_maximum_over_all_cycles(case: tuple[Trace, Schedule, Wrap
 
 @given(timed(), st.integers(-2, 2))
 @settings(max_examples=50)
-def test_a_period_of_more_than_enough_need_not_be_exact(
-    case: tuple[Trace, Schedule, Wrap], more: int
-) -> None:
+def test_a_period_of_more_than_enough_need_not_be_exact(case, more):
     trace, schedule, wrap = case
     period = steady_period_ns(trace, schedule, BYTE_PER_NS, wrap)
     for enough in (period + more, period // 2):
@@ -166,7 +162,7 @@ def test_a_period_of_more_than_enough_need_not_be_exact(
 
 @given(timed())
 @settings(max_examples=150)
-def test_simulation_approaches_the_period_and_obeys_the_rules(case: tuple[Trace, Schedule, Wrap]) -> None:
+def test_simulation_approaches_the_period_and_obeys_the_rules(case):
     trace, schedule, wrap = case
     passes = 200
     times = simulate(trace, schedule, BYTE_PER_NS, wrap, passes)

@@ -1,7 +1,5 @@
 """The launches of streamed steps by the thread that calls: in the clock, in bounds, and in plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 from random import Random
@@ -22,7 +20,7 @@ from penstock.schedule.clock.event_graph import (
     steady_period_ns,
 )
 from penstock.schedule.clock.turns import joined
-from penstock.schedule.facts.model import Hardware, Range, Step, Storage, Trace
+from penstock.schedule.facts.model import Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.comparison import replayed_ns
@@ -30,14 +28,14 @@ from penstock.schedule.report.verdict import slow_launches
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import Pieces
 from tests.schedule.clock.test_event_graph import schedule_of, trace_of
-from tests.schedule.traces import GRANULE, RandomProblem, machine, problems
+from tests.schedule.traces import GRANULE, machine, problems
 
 
-def launching(ns: int, link_bytes_per_s: float = 1e9) -> Hardware:
+def launching(ns, link_bytes_per_s=1e9):
     return replace(machine(link_bytes_per_s), host_step_ns=ns)
 
 
-def test_launches_follow_one_another_and_reads_follow_them() -> None:
+def test_launches_follow_one_another_and_reads_follow_them():
     """Three steps of 10 ns, of which the first and the last stream; a launch takes 40 ns, a copy 5."""
     trace, schedule = trace_of((0, 10), (0, 10), (0, 10)), schedule_of((5, 0, -3), (5, 2, -1))
     one, two, *_ = simulate(trace, schedule, launching(40), "overlap", 4, launched=(0, 2))
@@ -53,14 +51,14 @@ def test_launches_follow_one_another_and_reads_follow_them() -> None:
 @pytest.mark.parametrize(
     ("launch_ns", "period"), [(0, 30), (10, 30), (15, 30), (16, 32), (40, 80)]
 )  # compute takes 30 ns, and two steps are launched
-def test_the_slower_of_device_and_calling_thread_sets_the_period(launch_ns: int, period: int) -> None:
+def test_the_slower_of_device_and_calling_thread_sets_the_period(launch_ns, period):
     trace, schedule = trace_of((0, 10), (0, 10), (0, 10)), schedule_of((5, 0, -3), (5, 2, -1))
     facts = (trace, schedule, launching(launch_ns), "overlap")
     assert steady_period_ns(*facts, launched=(0, 2)) == period
     assert settle(*facts, launched=(0, 2)).period_ns == period
 
 
-def test_without_launches_nothing_changes() -> None:
+def test_without_launches_nothing_changes():
     trace, schedule = trace_of((3, 10), (0, 7)), schedule_of((30, 0, -1), (30, 1, 0))
     facts = (trace, schedule, launching(40), "overlap")
     none = (trace, schedule, launching(0), "overlap")
@@ -70,7 +68,7 @@ def test_without_launches_nothing_changes() -> None:
     ]
 
 
-def test_launches_are_nodes_of_the_graph() -> None:
+def test_launches_are_nodes_of_the_graph():
     trace, schedule = trace_of((0, 10), (0, 10), (0, 10)), schedule_of((5, 0, -3), (5, 2, -1))
     graph = build_graph(trace, schedule, launching(40), "overlap", launched=(0, 2))
     edges = ((pair, facts) for *pair, facts in graph.edges(data=True) if pair[0][0] == "launch")
@@ -82,7 +80,7 @@ def test_launches_are_nodes_of_the_graph() -> None:
     }
 
 
-def test_a_plan_has_its_launches_in_its_own_graph() -> None:
+def test_a_plan_has_its_launches_in_its_own_graph():
     plan = tiny_plan(8, budget=4, launch_ns=500)
     graph = plan.event_graph()
     launched = launched_steps(plan, 0)
@@ -94,7 +92,7 @@ def test_a_plan_has_its_launches_in_its_own_graph() -> None:
     assert (edge["why"], edge["weight"]) == ("order", 100)
 
 
-def tiny_problem(n: int, launch_ns: int, **options: object) -> Problem:
+def tiny_problem(n, launch_ns, **options):
     """Steps of 100 ns, each of which reads a storage of its own, which a copy brings in 64 ns."""
     storages = (Storage(GRANULE, "streamable"),) * n
     trace = Trace("forward", 0, "", tuple(Step(f"s{k}", (k,), 0, 100) for k in range(n)), 0, 0, "modelled")
@@ -102,11 +100,11 @@ def tiny_problem(n: int, launch_ns: int, **options: object) -> Problem:
     return Problem(storages, (trace,), arena, hardware=launching(launch_ns), **options)  # type: ignore[arg-type]
 
 
-def tiny_plan(n: int, *, budget: int, launch_ns: int, **options: object):
+def tiny_plan(n, *, budget, launch_ns, **options):
     return make_plan(tiny_problem(n, launch_ns, **options), budget * GRANULE)
 
 
-def test_only_steps_that_stream_are_launched() -> None:
+def test_only_steps_that_stream_are_launched():
     """Of eight storages three stay, and five copies take turns in one granule."""
     plan = tiny_plan(8, budget=4, launch_ns=500)
     assert len(launched_steps(plan, 0)) == 5
@@ -122,7 +120,7 @@ def test_only_steps_that_stream_are_launched() -> None:
     assert slow_launches(everything) == ""
 
 
-def test_a_step_that_reads_what_leaves_later_is_launched_though_nothing_is_copied_for_it() -> None:
+def test_a_step_that_reads_what_leaves_later_is_launched_though_nothing_is_copied_for_it():
     """The plan copies a for the first step; it is read once more before it is dropped."""
     storages = (Storage(GRANULE, "streamable"),) * 3
     steps = tuple(Step(f"s{k}", (s,), 0, 100) for k, s in enumerate((0, 0, 0, 1, 2)))
@@ -141,7 +139,7 @@ def test_a_step_that_reads_what_leaves_later_is_launched_though_nothing_is_copie
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None)
-def test_no_choice_of_what_stays_has_fewer_launches_than_the_bound(seed: int) -> None:
+def test_no_choice_of_what_stays_has_fewer_launches_than_the_bound(seed):
     """All choices of whole storages that fit, by brute force."""
     dice = Random(seed)
     sizes = [dice.choice((1, 1, 2, 3)) for _ in range(dice.randint(2, 6))]
@@ -172,7 +170,7 @@ def test_no_choice_of_what_stays_has_fewer_launches_than_the_bound(seed: int) ->
 @pytest.mark.random
 @given(problems("contiguous", methods=2) | problems("paged", methods=1), st.sampled_from([1, 40, 5_000]))
 @settings(max_examples=60, deadline=None)
-def test_plans_take_what_is_simulated_and_no_less_than_their_bound(p: RandomProblem, launch_ns: int) -> None:
+def test_plans_take_what_is_simulated_and_no_less_than_their_bound(p, launch_ns):
     """A launch makes no plan faster, and the period is that of the device or of the launches."""
     p = replace(p, hardware=replace(p.hardware, host_step_ns=launch_ns))
     plan = joined(make_plan(p, p.budget(floor(p).upper_bytes)))

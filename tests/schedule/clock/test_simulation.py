@@ -1,14 +1,12 @@
 """Plans on a virtual clock: the prediction to the nanosecond, and where steps wait."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 
 from penstock.schedule.clock.event_graph import launched_steps, settle, stalls_of
 from penstock.schedule.planner import floor, make_plan
 from tests.hunt import scaled
-from tests.schedule.traces import RandomProblem, equal_problem, problems
+from tests.schedule.traces import equal_problem, problems
 
 UNIT = 4096
 
@@ -16,7 +14,7 @@ UNIT = 4096
 @pytest.mark.random
 @given(problems())
 @settings(max_examples=scaled(75))
-def test_simulation_and_prediction_agree_to_the_nanosecond(p: RandomProblem) -> None:
+def test_simulation_and_prediction_agree_to_the_nanosecond(p):
     budget = p.budget(floor(p).upper_bytes)
     plan = make_plan(p, budget)
     for which, (trace, schedule) in enumerate(zip(plan.traces, plan.schedules, strict=True)):
@@ -24,7 +22,7 @@ def test_simulation_and_prediction_agree_to_the_nanosecond(p: RandomProblem) -> 
         assert done.period_ns == schedule.predicted_ns
 
 
-def test_a_pass_is_its_compute_and_its_stalls() -> None:
+def test_a_pass_is_its_compute_and_its_stalls():
     p = equal_problem(20, 0.1)
     plan = make_plan(p, 5 * UNIT)
     trace = plan.traces[0]
@@ -34,7 +32,7 @@ def test_a_pass_is_its_compute_and_its_stalls() -> None:
     assert min(stalls_of(trace, done.steady)) >= 0
 
 
-def test_nothing_waits_where_everything_fits() -> None:
+def test_nothing_waits_where_everything_fits():
     p = equal_problem(4, 1)
     plan = make_plan(p, 4 * UNIT)
     done = settle(plan.traces[0], plan.schedules[0], plan.hardware, plan.wrap)

@@ -15,11 +15,11 @@ from penstock.schedule.facts.model import (
 )
 
 
-def part(name: str, storage: int) -> Part:
+def part(name, storage):
     return Part(name, "int8", (4,), (1,), storage, 0)
 
 
-def weight(fqn: str, *parts: Part) -> Weight:
+def weight(fqn, *parts):
     return Weight(fqn, "parameter", "cpu", parts)
 
 
@@ -27,12 +27,12 @@ PACKED = weight("a", part("data", 0), part("scale", 1), part("zero", 2))
 PLAIN = weight("b", part("", 3))
 
 
-def trace(*reads: tuple[int, ...]) -> Trace:
+def trace(*reads):
     steps = tuple(Step(f"s{k}", read, 0, 1) for k, read in enumerate(reads))
     return Trace("forward", 0, "", steps, 0, 0, "modelled")
 
 
-def reads(weights: list[Weight], *given: tuple[int, ...]) -> list[tuple[int, ...]]:
+def reads(weights, *given):
     return [step.reads for step in read_together(trace(*given), weights).steps]
 
 

@@ -90,7 +90,7 @@ def test_sizes_for_people(nbytes, text):
         ("640", 0, "640 B"),
     ],
 )
-def test_a_budget_is_repeated_as_it_was_typed(typed: str, total: int, text: str) -> None:
+def test_a_budget_is_repeated_as_it_was_typed(typed, total, text):
     assert format_budget(parse_size(typed, total=total or None), total) == text
 
 
@@ -111,5 +111,5 @@ def test_times_for_people(ns, text):
 
 
 @pytest.mark.parametrize("nbytes", [1, 1023, 1025, 4_280_432, 2**20 - 1, 2**30 + 1, 3 * 2**40 + 7])
-def test_a_least_size_is_enough_when_it_is_given_back(nbytes: int) -> None:
+def test_a_least_size_is_enough_when_it_is_given_back(nbytes):
     assert nbytes <= parse_size(format_size(nbytes, up=True)) <= nbytes * 1.01 + 11

@@ -1,7 +1,5 @@
 """The payload of the golden file, written out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from penstock.schedule.facts.model import (
@@ -106,7 +104,7 @@ PAYLOAD = Payload(
 BYTES = PAYLOAD.to_bytes()
 
 
-def read_whole(trace: Trace) -> Trace:
+def read_whole(trace):
     """The trace as versions before 9 have it."""
     return replace(trace, steps=tuple(replace(step, sparse=()) for step in trace.steps))
 

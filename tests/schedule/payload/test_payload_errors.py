@@ -1,10 +1,7 @@
 """What docs/payload.md forbids, sentence by sentence, and what the errors say."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from tests.schedule.payload.payload_example import BYTES, PAYLOAD, PLAN
 # Text that is no payload.
 
 
-def refuse(data: bytes, *sentences: str) -> None:
+def refuse(data, *sentences):
     with pytest.raises(PayloadError) as caught:
         Payload.from_bytes(data, source="x/payload.json")
     assert str(caught.value).startswith("x/payload.json: ")
@@ -23,7 +20,7 @@ def refuse(data: bytes, *sentences: str) -> None:
         assert sentence in str(caught.value)
 
 
-def spoiled(old: str, new: str) -> bytes:
+def spoiled(old, new):
     text = BYTES.decode()
     assert old in text
     return text.replace(old, new, 1).encode()
@@ -55,11 +52,11 @@ def spoiled(old: str, new: str) -> bytes:
         (spoiled('"paged"', '"pagoda"'), "$.plans[0].arena.kind: expected 'contiguous' or 'paged', got \"pa"),
     ],
 )  # fmt: skip
-def test_text_that_is_no_payload(data: bytes, sentence: str) -> None:
+def test_text_that_is_no_payload(data, sentence):
     refuse(data, sentence)
 
 
-def changed(path: str, value: Any) -> bytes:
+def changed(path, value):
     """The golden payload with one value replaced: `storages.0.nbytes`."""
     tree = json.loads(BYTES)
     inner = tree
@@ -117,7 +114,7 @@ HERE = "$.traces[0].steps[0].sparse[0]"
         (f"{POOL}.limit", 1, "$.plans[1].pool.limit is not a field of the format"),
     ],
 )  # fmt: skip
-def test_reads_by_units_that_cannot_be(path: str, value: Any, sentence: str) -> None:
+def test_reads_by_units_that_cannot_be(path, value, sentence):
     refuse(changed(path, value), sentence)
 
 
@@ -185,23 +182,23 @@ def test_reads_by_units_that_cannot_be(path: str, value: Any, sentence: str) -> 
         ("plans.0.traces.0.steps.0.reads", [9], "$.plans[0].traces[0].steps[0].reads: expected indices of 3"),
     ],
 )  # fmt: skip
-def test_contradictions(path: str, value: Any, sentence: str) -> None:
+def test_contradictions(path, value, sentence):
     refuse(changed(path, value), sentence)
 
 
-def test_what_cannot_be_read_is_not_written() -> None:
+def test_what_cannot_be_read_is_not_written():
     with pytest.raises(PayloadError, match=r"the payload to be written: \$\.program\.path"):
         replace(PAYLOAD, program=ProgramFile("../program", "ab" * 32)).to_bytes()
     with pytest.raises(PayloadError, match="not Unicode"):
         replace(PAYLOAD, torch="\ud800").to_bytes()
 
 
-def test_files_may_be_absolute_or_in_folders() -> None:
+def test_files_may_be_absolute_or_in_folders():
     for path in ("/data/model.safetensors", "shards/model-1.safetensors", "..model"):
         Payload.from_bytes(changed("files.0.path", path))
 
 
 @pytest.mark.parametrize("data", ["{", "[]", "{}", PLAN.to_json()[:-9], '{"budget": 1, "budget": 2}'])
-def test_bad_plans(data: str) -> None:
+def test_bad_plans(data):
     with pytest.raises(PayloadError, match=r"^plan\.json: "):
         plan_from_json(data)

@@ -1,7 +1,5 @@
 """The policies of other tools: periods worked out by hand, and no plan that loses to one it contains."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,15 +13,13 @@ from penstock.schedule.report import comparison
 from penstock.schedule.report.comparison import Setting, compare
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import Pieces
-from tests.schedule.traces import RandomProblem, machine, problems
+from tests.schedule.traces import machine, problems
 
 US = 1000
 UNIT = 1_000_000
 
 
-def setting(
-    n: int, *, cap: float, compute_us: int = 0, reads: tuple[tuple[int, ...], ...] = (), latency_us: int = 0
-) -> Setting:
+def setting(n, *, cap, compute_us=0, reads=(), latency_us=0):
     """Storages of a unit, copied in 1,000 us each, and read in order unless `reads` says otherwise."""
     order = reads or tuple((k,) for k in range(n))
     steps = tuple(Step(f"s{k}", one, 0, compute_us * US) for k, one in enumerate(order))
@@ -31,7 +27,7 @@ def setting(
     return Setting([UNIT] * n, trace, int(cap * UNIT), machine(1e9, latency_ns=latency_us * US))
 
 
-def us(ns: int | None) -> float | None:
+def us(ns):
     return None if ns is None else ns / US
 
 
@@ -50,7 +46,7 @@ def us(ns: int | None) -> float | None:
         (comparison.least_recently_used, 10, 100, 1_000),
     ],
 )
-def test_ten_equal_weights(policy, cap: float, compute_us: int, expected: float | None) -> None:
+def test_ten_equal_weights(policy, cap, compute_us, expected):
     assert us(policy(setting(10, cap=cap, compute_us=compute_us))) == expected
 
 
@@ -64,12 +60,12 @@ def test_ten_equal_weights(policy, cap: float, compute_us: int, expected: float 
         (comparison.least_recently_used, 9, 30_000),
     ],
 )
-def test_policies_launch_the_steps_that_they_stream(policy, cap: float, expected: float) -> None:
+def test_policies_launch_the_steps_that_they_stream(policy, cap, expected):
     one = setting(10, cap=cap, compute_us=100)
     assert us(policy(replace(one, hardware=replace(one.hardware, host_step_ns=3_000 * US)))) == expected
 
 
-def test_the_least_recently_used_policy_finds_what_returns_soon() -> None:
+def test_the_least_recently_used_policy_finds_what_returns_soon():
     """0 is read every other step: with two places it stays, and each of the others is copied."""
     one = setting(4, cap=2, reads=((0, 1), (0, 2), (0, 3)))
     assert us(comparison.least_recently_used(one)) == 3_000
@@ -78,11 +74,11 @@ def test_the_least_recently_used_policy_finds_what_returns_soon() -> None:
     assert us(comparison.least_recently_used(slow)) == 8_000  # of four steps, each reads what leaves
 
 
-def test_every_copy_pays_its_latency() -> None:
+def test_every_copy_pays_its_latency():
     assert us(comparison.on_demand(setting(4, cap=1, latency_us=50))) == 4 * 1050
 
 
-def test_the_rest_on_the_host_takes_the_hosts_time() -> None:
+def test_the_rest_on_the_host_takes_the_hosts_time():
     """Half fits; the host moves its 2 MB at 1 GB/s, the device reads at no cost, and two hops of 50 us."""
     steps = tuple(Step(f"s{k}", (k,), 0, 0, Work(), Work(0, UNIT)) for k in range(4))
     trace = Trace("forward", 0, "", steps, 0, 0, "modelled")
@@ -97,7 +93,7 @@ def test_the_rest_on_the_host_takes_the_hosts_time() -> None:
 
 @given(problems(kind="paged"))
 @settings(max_examples=80)
-def test_no_policy_beats_the_bound(p: RandomProblem) -> None:
+def test_no_policy_beats_the_bound(p):
     """They copy whole storages to the byte, so the relaxation with granules of a byte holds for them too."""
     arena = packed_arena(p.storages, p.traces, kind="paged", granule=1, alignment=1)
     budget = p.budget(floor(Demand(p.storages, p.traces, arena)).upper_bytes)

@@ -1,7 +1,5 @@
 """The event graph that users get: the planned period again, its attributes, and both ways to write it."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -16,10 +14,10 @@ from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.graphs import to_dot, to_json
 from tests.schedule.report.report_plans import equal_plan, plan_behind_a_disk
-from tests.schedule.traces import RandomProblem, problems
+from tests.schedule.traces import problems
 
 
-def exceeds(graph: networkx.DiGraph, period_ns: int) -> bool:
+def exceeds(graph, period_ns):
     """Whether some cycle has more weight than `period_ns` for each pass that it spans."""
     worth = networkx.DiGraph()
     for source, target, edge in graph.edges(data=True):
@@ -29,7 +27,7 @@ def exceeds(graph: networkx.DiGraph, period_ns: int) -> bool:
 
 @given(st.one_of(problems(), problems(methods=2)))
 @settings(max_examples=60)
-def test_the_heaviest_cycle_is_the_planned_period(p: RandomProblem) -> None:
+def test_the_heaviest_cycle_is_the_planned_period(p):
     plan = make_plan(p, p.budget(floor(p).upper_bytes))
     whole = joined(plan)
     for trace, schedule in zip(whole.traces, whole.schedules, strict=True):
@@ -39,7 +37,7 @@ def test_the_heaviest_cycle_is_the_planned_period(p: RandomProblem) -> None:
         assert schedule.predicted_ns == 0 or exceeds(graph, schedule.predicted_ns - 1)
 
 
-def test_nodes_say_what_happens_and_edges_why() -> None:
+def test_nodes_say_what_happens_and_edges_why():
     plan = equal_plan(4, units=2, compute=2)
     graph = plan.event_graph()
     (schedule,) = plan.schedules
@@ -60,7 +58,7 @@ def test_nodes_say_what_happens_and_edges_why() -> None:
     assert graph.edges[("step", 0), ("step", 1)] == {"weight": 2000, "height": 0, "why": "order"}
 
 
-def test_what_the_disk_reads_has_events_too() -> None:
+def test_what_the_disk_reads_has_events_too():
     plan = plan_behind_a_disk()
     graph = plan.event_graph("forward")
     staged = [facts["bytes"] for _, facts in graph.nodes(data=True) if facts["kind"] == "stage"]
@@ -71,20 +69,20 @@ def test_what_the_disk_reads_has_events_too() -> None:
 @pytest.mark.parametrize(
     ("method", "message"), [("decode", "no method 'decode'"), (None, "no method is named")]
 )
-def test_a_method_that_the_plan_does_not_have_is_refused(method: str | None, message: str) -> None:
+def test_a_method_that_the_plan_does_not_have_is_refused(method, message):
     plan = equal_plan()
     two = replace(plan, traces=(*plan.traces, replace(plan.traces[0], method="prefill", graph=1)))
     with pytest.raises(PlanError, match=f"{message}.*: the plan has forward, prefill"):
         two.event_graph(method)
 
 
-def test_the_json_is_read_back_by_networkx() -> None:
+def test_the_json_is_read_back_by_networkx():
     graph = equal_plan().event_graph()
     again = networkx.node_link_graph(json.loads(to_json(graph)), edges="edges")
     assert networkx.utils.graphs_equal(again, graph)
 
 
-def test_dot_quotes_what_names_hold() -> None:
+def test_dot_quotes_what_names_hold():
     plan = replace(equal_plan(2, units=1), names=('a "b"\\', "c\nd"))
     text = to_dot(plan.event_graph())
     assert text.startswith("digraph penstock {\n")
@@ -96,12 +94,12 @@ def test_dot_quotes_what_names_hold() -> None:
     assert text.count(" -> ") == plan.event_graph().number_of_edges()
 
 
-def test_nanoseconds_are_no_weights_for_the_layout() -> None:
+def test_nanoseconds_are_no_weights_for_the_layout():
     graph = equal_plan().event_graph()
     text = to_dot(graph)
     assert '"weight"=' not in text
     assert text.count('"weight_ns"=') == graph.number_of_edges()
 
 
-def test_a_graph_without_attributes_is_written_too() -> None:
+def test_a_graph_without_attributes_is_written_too():
     assert to_dot(networkx.DiGraph([("a", "b")])).count('"label"="a"') == 1

@@ -1,7 +1,5 @@
 """What reports say of a pool: what it holds, and which of its times are expected, worst, and measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,8 +7,6 @@ import pytest
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.model import Hardware, Part, SparseRead, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.payload.codec import Payload
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report.comparison import other_policies
 from penstock.schedule.report.drawing import cards_of, note_of_steady, render_page, terms_of
@@ -29,7 +25,7 @@ EXPERTS = SparseRead(
 )
 
 
-def program(read_ns: int) -> Trace:
+def program(read_ns):
     reads = ((1,), (0,), (2,), (3,), (4,))
     steps = (
         Step(f"s{k}", some, 0, read_ns, sparse=(EXPERTS,) * (some == (0,))) for k, some in enumerate(reads)
@@ -37,7 +33,7 @@ def program(read_ns: int) -> Trace:
     return Trace("forward", 0, "", tuple(steps), 0, 0, "modelled")
 
 
-def pooled(read_ns: int, *, arena: int, pool: int) -> Plan:
+def pooled(read_ns, *, arena, pool):
     """A plan with so many MiB of arena, and of pool."""
     trace = program(read_ns)
     layout = units_layout(STORAGES, [trace], granule=4096)
@@ -53,7 +49,7 @@ def pooled(read_ns: int, *, arena: int, pool: int) -> Plan:
     return plan
 
 
-def test_a_plan_says_what_its_pool_holds() -> None:
+def test_a_plan_says_what_its_pool_holds():
     plan = pooled(1_000, arena=16, pool=8)
     assert plan.pool is not None
     expected, worst = plan.pool.expected_ns[0], plan.pool.worst_ns[0]
@@ -76,7 +72,7 @@ def test_a_plan_says_what_its_pool_holds() -> None:
 
 
 @pytest.mark.parametrize(("share", "told"), [(0.009, False), (0.011, True)])
-def test_waits_for_units_are_told_from_one_percent_on(share: float, told: bool) -> None:
+def test_waits_for_units_are_told_from_one_percent_on(share, told):
     plan = pooled(1_000, arena=4, pool=64)
     assert plan.pool is not None
     waits = int(sum(one.predicted_ns for one in plan.schedules) * share / (1 - share))
@@ -88,19 +84,19 @@ def test_waits_for_units_are_told_from_one_percent_on(share: float, told: bool) 
     assert pool.endswith("its waits are short") != told
 
 
-def test_what_limits_a_plan_is_found_beside_its_pool() -> None:
+def test_what_limits_a_plan_is_found_beside_its_pool():
     assert limit_of(pooled(1_000, arena=4, pool=64)) == "link"
     assert limit_of(pooled(10_000_000, arena=16, pool=64)) == "compute"
 
 
-def test_other_policies_read_whole_what_the_pool_serves() -> None:
+def test_other_policies_read_whole_what_the_pool_serves():
     plan = pooled(1_000, arena=16, pool=8)
     assert other_policies(plan) == {}  # within 24 MiB there is no room for 64
     large = replace(plan, budget=72 * MIB)
     assert min(other_policies(large).values()) > 5 * large.predicted_ns
 
 
-def test_the_page_says_it() -> None:
+def test_the_page_says_it():
     plan = pooled(1_000, arena=16, pool=8)
     assert [card[1] for card in cards_of(plan)][2] == "Units"
     (pool,) = (said for name, said in terms_of(plan) if name == "Pool")
@@ -115,7 +111,7 @@ def test_the_page_says_it() -> None:
     assert any("has not been estimated" in one for one in verdict(without, {}))
 
 
-def test_the_use_of_each_weight() -> None:
+def test_the_use_of_each_weight():
     plan = pooled(1_000, arena=16, pool=8)
     experts, *layers = uses_of(picture_of(plan, 0))
     why = "read by units in s1, from the pool: a call asks for 8 of 64 units at most, 1.00 MiB each"
@@ -123,7 +119,7 @@ def test_the_use_of_each_weight() -> None:
     assert {one.lives for one in layers} == {"outside"}
 
 
-def test_methods_in_turn_have_the_sum_of_their_waits() -> None:
+def test_methods_in_turn_have_the_sum_of_their_waits():
     plan = pooled(1_000, arena=16, pool=8)
     assert plan.pool is not None
     second = replace(plan.traces[0], graph=1, method="backward", follows=0)
@@ -139,7 +135,7 @@ def test_methods_in_turn_have_the_sum_of_their_waits() -> None:
     assert both.expected_ns(1) == both.schedules[1].predicted_ns + 4
 
 
-def test_the_graph_of_reads_says_of_which_units_may_do() -> None:
+def test_the_graph_of_reads_says_of_which_units_may_do():
     graph = PAYLOAD.read_graph()
     assert graph.edges[("storage", 0), ("step", 0, 0)] == {
         "why": "reads",
@@ -153,7 +149,7 @@ def test_the_graph_of_reads_says_of_which_units_may_do() -> None:
 
 
 @pytest.mark.parametrize("payload", [PAYLOAD])
-def test_inspect_lists_what_may_be_read_by_units(payload: Payload) -> None:
+def test_inspect_lists_what_may_be_read_by_units(payload):
     from penstock.cli.inspect import unit_tables
 
     ((title, columns, rows),) = unit_tables(payload)

@@ -1,7 +1,5 @@
 """The graph of reads says of a payload which step reads which storage, and what both are."""
 
-from __future__ import annotations
-
 import json
 
 import networkx
@@ -10,11 +8,11 @@ from penstock.schedule.facts.model import Method, Part, Step, Storage, Trace, We
 from penstock.schedule.payload.codec import Payload
 
 
-def weight(fqn: str, storage: int) -> Weight:
+def weight(fqn, storage):
     return Weight(fqn, "parameter", "cpu", (Part("", "float32", (4, 8), (8, 1), storage, 0),))
 
 
-def quantised(fqn: str, storages: tuple[int, int]) -> Weight:
+def quantised(fqn, storages):
     data = Part("qdata", "int8", (4, 8), (8, 1), storages[0], 0)
     scale = Part("scale", "float32", (4,), (1,), storages[1], 0)
     return Weight(fqn, "parameter", "cpu", (data, scale))
@@ -48,7 +46,7 @@ PAYLOAD = Payload(
 )
 
 
-def test_every_read_and_every_step_in_its_order_is_an_edge() -> None:
+def test_every_read_and_every_step_in_its_order_is_an_edge():
     graph = PAYLOAD.read_graph()
     reads = {edge for edge in graph.edges if graph.edges[edge]["why"] == "reads"}
     assert reads == {
@@ -63,7 +61,7 @@ def test_every_read_and_every_step_in_its_order_is_an_edge() -> None:
     assert networkx.is_directed_acyclic_graph(graph)
 
 
-def test_nodes_say_what_they_are() -> None:
+def test_nodes_say_what_they_are():
     graph = PAYLOAD.read_graph()
     assert graph.nodes["step", 0, 1] == {
         "kind": "step",
@@ -92,7 +90,7 @@ def test_nodes_say_what_they_are() -> None:
     assert graph.graph["methods"]["decode"] == {"shape": "", "tail_ns": 0, "gap_ns": 13, "times": "measured"}
 
 
-def test_the_graph_has_a_form_in_json() -> None:
+def test_the_graph_has_a_form_in_json():
     graph = PAYLOAD.read_graph()
     stored = json.loads(json.dumps(networkx.node_link_data(graph, edges="edges")))
     again = networkx.node_link_graph(stored, edges="edges")

@@ -1,7 +1,5 @@
 """What pictures are drawn from, against the plan itself; the files that are written; the terminal."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib
@@ -9,11 +7,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,14 +17,11 @@ from hypothesis import strategies as st
 
 from penstock.schedule import atomic_file
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace
+from penstock.schedule.facts.model import Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.drawing import page_data, save_report, save_timeline
 from penstock.schedule.report.pictures import (
-    Copy,
-    Views,
     copies_of,
     resident_of,
     stays_of,
@@ -37,16 +30,14 @@ from penstock.schedule.report.pictures import (
 )
 from penstock.schedule.space.layout import packed_arena
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan
-from tests.schedule.traces import RandomProblem, machine, problems
+from tests.schedule.traces import machine, problems
 
 # What is drawn.
 
 
 @settings(max_examples=60)
 @given(problems(), st.data())
-def test_every_byte_that_a_step_reads_is_drawn_once_and_nothing_is_drawn_twice(
-    problem: RandomProblem, data: st.DataObject
-) -> None:
+def test_every_byte_that_a_step_reads_is_drawn_once_and_nothing_is_drawn_twice(problem, data):
     lowest = floor(problem).upper_bytes
     plan = make_plan(problem, max(1, problem.budget(lowest)))
     trace = plan.traces[0]
@@ -71,7 +62,7 @@ def test_every_byte_that_a_step_reads_is_drawn_once_and_nothing_is_drawn_twice(
                 assert covered == place.nbytes == problem.storages[s].nbytes
 
 
-def check_copies(plan: Plan, copies: Sequence[Copy], views: Views) -> None:
+def check_copies(plan, copies, views):
     """Copies have the bytes and the times of their transfers, each transfer once and in order."""
     transfers = plan.schedules[0].transfers
     assert [i for c in copies for i in range(c.first, c.last)] == list(range(len(transfers)))
@@ -84,7 +75,7 @@ def check_copies(plan: Plan, copies: Sequence[Copy], views: Views) -> None:
             assert times.transfers[c.last - 1][1] - times.transfers[c.first][0] == copying
 
 
-def test_neighbouring_transfers_are_one_copy_only_while_they_follow_each_other() -> None:
+def test_neighbouring_transfers_are_one_copy_only_while_they_follow_each_other():
     plan = corpus_plan("llama-3.1-8b, decode", "rtx4090", "paged", 0.3)
     copies = copies_of(plan, plan.schedules[0], views_of(plan, 0).passes)
     assert len(copies) < len(plan.schedules[0].transfers)
@@ -92,7 +83,7 @@ def test_neighbouring_transfers_are_one_copy_only_while_they_follow_each_other()
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_the_steady_view_takes_what_is_predicted(kind: ArenaKind) -> None:
+def test_the_steady_view_takes_what_is_predicted(kind):
     for units in (1.5, 3, 5.5):
         plan = equal_plan(kind=kind, units=units)
         views = views_of(plan, 0)
@@ -102,7 +93,7 @@ def test_the_steady_view_takes_what_is_predicted(kind: ArenaKind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_sizes_of_storages_are_found_without_the_catalog(kind: ArenaKind) -> None:
+def test_sizes_of_storages_are_found_without_the_catalog(kind):
     storages = tuple(Storage(n, "streamable") for n in (100, 640, 64, 1000))
     steps = tuple(Step(f"s{k}", (k,), 0, 100) for k in range(4))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
@@ -118,7 +109,7 @@ def test_sizes_of_storages_are_found_without_the_catalog(kind: ArenaKind) -> Non
         assert 0 <= other.stop - one.stop < 64
 
 
-def test_the_table_says_where_a_weight_lives_and_why() -> None:
+def test_the_table_says_where_a_weight_lives_and_why():
     plan = equal_plan(kind="contiguous")
     data = page_data(plan, [f"w{s}" for s in range(8)])
     weights, uses = data["weights"], data["methods"][0]["uses"]
@@ -135,7 +126,7 @@ def test_the_table_says_where_a_weight_lives_and_why() -> None:
     )
 
 
-def test_the_table_explains_what_never_streams() -> None:
+def test_the_table_explains_what_never_streams():
     storages = (*(Storage(UNIT, "streamable") for _ in range(3)), Storage(10, "mutable"))
     steps = (Step("a", (0,), 0, 10), Step("b", (1,), 0, 10))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
@@ -154,7 +145,7 @@ def test_the_table_explains_what_never_streams() -> None:
 
 
 @pytest.mark.parametrize("save", [save_report, save_timeline])
-def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path: Path, save: Any) -> None:
+def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path, save):
     plan = equal_plan()
     target = tmp_path / "out"
     save(plan, target)
@@ -172,11 +163,11 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path: Path, save:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nowhere", "out"]
 
 
-def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path, monkeypatch):
     target = tmp_path / "plan.html"
     sync = os.fsync
 
-    def meanwhile(fd: int) -> None:
+    def meanwhile(fd):
         sync(fd)
         target.write_text("somebody else's")
 
@@ -190,10 +181,8 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pyte
     assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody else's"]
 
 
-def test_a_folder_that_the_system_does_not_look_at_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> bool:
+def test_a_folder_that_the_system_does_not_look_at_is_named(tmp_path, monkeypatch):
+    def refuse(path):
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
@@ -203,16 +192,14 @@ def test_a_folder_that_the_system_does_not_look_at_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_files_are_written_where_the_system_has_one_way_to_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_where_the_system_has_one_way_to_rename(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_file, "rename_by_rule", lambda *_: False)
     save_report(equal_plan(), tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text().endswith("</html>\n")
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_page_asks_for_nothing(tmp_path: Path) -> None:
+def test_the_page_asks_for_nothing(tmp_path):
     save_report(equal_plan(), tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert "$" not in page.split("<style>")[0]
@@ -222,7 +209,7 @@ def test_the_page_asks_for_nothing(tmp_path: Path) -> None:
     assert not re.search(r"<link(?! rel=\"icon\" href=\"data:,\")|<img|@import|url\(|\ssrc=|fetch\(", page)
 
 
-def test_the_library_of_the_page_is_the_one_that_its_authors_publish(tmp_path: Path) -> None:
+def test_the_library_of_the_page_is_the_one_that_its_authors_publish(tmp_path):
     vendor = resources.files("penstock.schedule.report.page") / "vendor"
     said = Path(__file__).parents[3] / "schedule/report/page/vendor/README.md"  # which no wheel holds
     listed = [line.split() for line in said.read_text().splitlines() if line.startswith("    ")]
@@ -234,7 +221,7 @@ def test_the_library_of_the_page_is_the_one_that_its_authors_publish(tmp_path: P
     assert (vendor / "LICENSE.txt").read_text() in (tmp_path / "plan.html").read_text()
 
 
-def test_a_name_cannot_end_the_data(tmp_path: Path) -> None:
+def test_a_name_cannot_end_the_data(tmp_path):
     names = ["</script><script>alert(1)</script>", "<!--", *"cdefgh"]
     save_report(equal_plan(), tmp_path / "plan.html", names=names)
     page = (tmp_path / "plan.html").read_text()

@@ -1,18 +1,13 @@
 """A plan as a trace for Perfetto, and as a few lines for the terminal."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace
+from penstock.schedule.facts.model import Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report.drawing import page_data, save_report, save_timeline, terminal_timeline
@@ -21,10 +16,10 @@ from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, pl
 from tests.schedule.traces import equal_problem, machine
 
 
-def threads(events: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def threads(events):
     """The complete events of a trace with one process, by the name of their thread."""
     named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in named.values()}
+    found = {name: [] for name in named.values()}
     for event in events:
         assert event["ph"] in {"M", "X"}
         if event["ph"] == "X":
@@ -33,7 +28,7 @@ def threads(events: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_the_timeline_is_a_trace_of_complete_events(tmp_path: Path, kind: ArenaKind) -> None:
+def test_the_timeline_is_a_trace_of_complete_events(tmp_path, kind):
     plan = equal_plan(kind=kind)
     save_timeline(plan, tmp_path / "plan.json", names=[f"w{s}" for s in range(8)], passes=3)
     trace = json.loads((tmp_path / "plan.json").read_text())
@@ -57,7 +52,7 @@ def test_the_timeline_is_a_trace_of_complete_events(tmp_path: Path, kind: ArenaK
     assert {event["args"]["pass"] for event in lanes["link"]} == {0, 1, 2}
 
 
-def test_a_second_link_is_the_disk(tmp_path: Path) -> None:
+def test_a_second_link_is_the_disk(tmp_path):
     plan = two_links(equal_plan())
     save_timeline(plan, tmp_path / "plan.json", passes=1)
     lanes = threads(json.loads((tmp_path / "plan.json").read_text())["traceEvents"])
@@ -66,7 +61,7 @@ def test_a_second_link_is_the_disk(tmp_path: Path) -> None:
     assert named[:3] == ["compute", "link", "disk"]
 
 
-def test_what_the_disk_reads_for_a_host_is_a_lane(tmp_path: Path) -> None:
+def test_what_the_disk_reads_for_a_host_is_a_lane(tmp_path):
     plan = plan_behind_a_disk()
     save_timeline(plan, tmp_path / "plan.json", passes=1)
     lanes = threads(json.loads((tmp_path / "plan.json").read_text())["traceEvents"])
@@ -75,12 +70,12 @@ def test_what_the_disk_reads_for_a_host_is_a_lane(tmp_path: Path) -> None:
     assert named[:3] == ["compute", "link", "disk"]
 
 
-def test_a_timeline_needs_a_pass(tmp_path: Path) -> None:
+def test_a_timeline_needs_a_pass(tmp_path):
     with pytest.raises(PlanError, match="at least 1"):
         save_timeline(equal_plan(), tmp_path / "plan.json", passes=0)
 
 
-def test_the_terminal_shows_what_is_busy() -> None:
+def test_the_terminal_shows_what_is_busy():
     storages = tuple(Storage(1000, "streamable") for _ in range(2))
     steps = (Step("a", (0,), 0, 1000), Step("b", (1,), 0, 1000))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
@@ -96,13 +91,13 @@ def test_the_terminal_shows_what_is_busy() -> None:
 
 
 @pytest.mark.parametrize("width", [10, 40, 79, 200])
-def test_the_terminal_is_as_wide_as_it_is_told(width: int) -> None:
+def test_the_terminal_is_as_wide_as_it_is_told(width):
     lines = terminal_timeline(corpus_plan("whisper-large-v3, decode", "rtx4090", "paged", 0.3), width)
     assert {len(line) for line in lines.splitlines()[:2]} == {max(40, width)}
     assert all(len(line) <= max(40, width) for line in lines.splitlines())
 
 
-def test_several_methods_are_told_apart(tmp_path: Path) -> None:
+def test_several_methods_are_told_apart(tmp_path):
     p = equal_problem(6, 0.5)
     traces = (p.traces[0], replace(p.traces[0], method="decode", graph=1, steps=p.traces[0].steps[::-1]))
     arena = packed_arena(p.storages, traces, kind="paged", granule=64, alignment=64)
@@ -116,7 +111,7 @@ def test_several_methods_are_told_apart(tmp_path: Path) -> None:
     assert len(page_data(plan, "abcdef")["methods"]) == 2
 
 
-def test_a_program_without_steps_has_empty_pictures(tmp_path: Path) -> None:
+def test_a_program_without_steps_has_empty_pictures(tmp_path):
     trace = Trace("forward", 0, "", (), 5, 5, "modelled")
     arena = packed_arena((), [trace], kind="paged", granule=64, alignment=64)
     plan = make_plan(Problem((), (trace,), arena, hardware=machine(1e9)), 1)

@@ -1,21 +1,14 @@
 """Plans by which values leave memory: outs are drawn and named as outs, and take time at their own rate."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
-from selenium.webdriver import Chrome
 
 from penstock.schedule.clock.event_graph import settle, stalls_of
 from penstock.schedule.clock.turns import joined
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.comparison import POLICIES, best_ns, other_policies
 from penstock.schedule.report.drawing import (
@@ -43,13 +36,13 @@ NBYTES, COUNT = 4096, 12
 
 
 @cache
-def spilling(*, units: float = 7, compute: int = 3000, **hardware: Any) -> Plan:
+def spilling(*, units=7, compute=3000, **hardware):
     """Twelve values of 4 KiB on a link of 1 GB/s, with memory for some."""
     problem = layers(COUNT, NBYTES, compute=compute, hardware=replace(machine(1e9), **hardware))
     return make_plan(problem, int(units * NBYTES))
 
 
-def test_bytes_out_are_no_bytes_that_stream() -> None:
+def test_bytes_out_are_no_bytes_that_stream():
     plan = spilling()
     out = sum(t.stop - t.start for t in outs_of(plan))
     assert plan.written_bytes == out > 0
@@ -59,7 +52,7 @@ def test_bytes_out_are_no_bytes_that_stream() -> None:
 
 
 @pytest.mark.parametrize("duplex", [False, True])
-def test_outs_are_drawn_as_outs_in_their_own_time(duplex: bool) -> None:
+def test_outs_are_drawn_as_outs_in_their_own_time(duplex):
     plan = spilling(write_bytes_per_s=2.5e8, duplex=duplex)
     picture = picture_of(joined(plan), 0)
     lanes = lanes_of(picture, picture.views.steady)
@@ -75,7 +68,7 @@ def test_outs_are_drawn_as_outs_in_their_own_time(duplex: bool) -> None:
 
 
 @pytest.mark.parametrize("rate", [None, 2.5e8])
-def test_a_step_that_waits_for_an_out_is_drawn_as_waiting_at_its_end(rate: float | None) -> None:
+def test_a_step_that_waits_for_an_out_is_drawn_as_waiting_at_its_end(rate):
     plan = joined(spilling(write_bytes_per_s=rate))
     picture = picture_of(plan, 0)
     view = picture.views.steady
@@ -92,7 +85,7 @@ def test_a_step_that_waits_for_an_out_is_drawn_as_waiting_at_its_end(rate: float
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_drawn_in_the_arena_fits_into_it(seed: int) -> None:
+def test_what_is_drawn_in_the_arena_fits_into_it(seed):
     problem = random_problem(Random(seed))
     lowest = floor(problem).upper_bytes
     plan = joined(make_plan(problem, lowest + sum(one.nbytes for one in problem.storages) // 3))
@@ -117,7 +110,7 @@ def test_what_is_drawn_in_the_arena_fits_into_it(seed: int) -> None:
                 )
 
 
-def test_the_link_is_said_to_limit_with_the_rate_of_writes() -> None:
+def test_the_link_is_said_to_limit_with_the_rate_of_writes():
     plan = spilling(units=5, compute=10, write_bytes_per_s=2.5e8)
     assert copying_ns(plan) == plan.streamed_bytes + 4 * plan.written_bytes
     assert limit_of(plan) == "link"
@@ -132,7 +125,7 @@ def test_the_link_is_said_to_limit_with_the_rate_of_writes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_link_and_compute_at_best_are_a_bound(seed: int) -> None:
+def test_link_and_compute_at_best_are_a_bound(seed):
     problem = random_problem(Random(seed))
     lowest = floor(problem).upper_bytes
     for share in (0.0, 0.3, 0.7):
@@ -140,7 +133,7 @@ def test_link_and_compute_at_best_are_a_bound(seed: int) -> None:
         assert best_ns(plan, plan.budget) <= plan.predicted_ns
 
 
-def test_other_policies_hold_what_a_forward_keeps() -> None:
+def test_other_policies_hold_what_a_forward_keeps():
     whole = spilling(units=COUNT + 1)
     assert not whole.written_bytes
     assert other_policies(whole)["everything resident"] == whole.compute_ns
@@ -150,7 +143,7 @@ def test_other_policies_hold_what_a_forward_keeps() -> None:
     assert verdict(plan, {})[0].startswith("No other way fits, as each holds all that the forward keeps: ")
 
 
-def test_the_table_says_what_leaves() -> None:
+def test_the_table_says_what_leaves():
     plan = joined(spilling())
     data = page_data(plan, names_of(plan))
     assert [one["value"] for one in data["weights"]] == [False, *[True] * COUNT]
@@ -164,7 +157,7 @@ def test_the_table_says_what_leaves() -> None:
         assert "leave by the end of" in use["why"]
 
 
-def test_the_timeline_names_outs(tmp_path: Path) -> None:
+def test_the_timeline_names_outs(tmp_path):
     plan = spilling(write_bytes_per_s=2.5e8)
     save_timeline(plan, tmp_path / "plan.json", passes=1)
     events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
@@ -180,13 +173,13 @@ def test_the_timeline_names_outs(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Chrome]:
+def browser():
     driver = open_browser()
     yield driver
     driver.quit()
 
 
-def test_the_page_names_what_leaves(browser: Chrome, tmp_path: Path) -> None:
+def test_the_page_names_what_leaves(browser, tmp_path):
     plan = spilling(write_bytes_per_s=2.5e8)
     save_report(plan, tmp_path / "plan.html")
     page = Page(browser, tmp_path / "plan.html")

@@ -1,14 +1,12 @@
 """The verdict: whether streaming pays, what beats it, what limits it, and what makes it twice as fast."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
 import pytest
 
 from penstock.schedule.facts.hardware import PRESETS, host_beside
-from penstock.schedule.facts.model import UNEVEN, Input, Method, Symbol, Wrap
+from penstock.schedule.facts.model import UNEVEN, Input, Method, Symbol
 from penstock.schedule.facts.sizes import format_time, parse_size
 from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.report.comparison import REST, other_policies, replayed_ns
@@ -19,7 +17,7 @@ from tests.schedule.report.report_plans import plan_behind_a_disk
 from tests.schedule.report.test_whatif import GB, plan_for
 
 
-def test_a_decoder_on_a_slow_link_is_beaten_by_its_host() -> None:
+def test_a_decoder_on_a_slow_link_is_beaten_by_its_host():
     plan = plan_for(2 * GB)
     pays, limit, helps = verdict(plan, {"forward": 1})
     rate = 1e9 / plan.predicted_ns
@@ -41,14 +39,14 @@ def test_a_decoder_on_a_slow_link_is_beaten_by_its_host() -> None:
     assert faster.predicted_ns == pytest.approx(plan.predicted_ns / 2, rel=0.02)
 
 
-def test_much_compute_hides_copying() -> None:
+def test_much_compute_hides_copying():
     pays, limit, twice = verdict(plan_for(2 * GB, flops=4e12), {})
     assert pays.startswith("Streaming is as good as any other way here: forward makes ")
     assert limit.startswith("Compute limits it: ")
     assert twice.startswith("Only faster compute makes it twice as fast")
 
 
-def test_streaming_pays_where_nothing_else_is_as_fast() -> None:
+def test_streaming_pays_where_nothing_else_is_as_fast():
     plan = replace(plan_for(3 * GB), hardware=replace(PRESETS["rtx4090"], name="mine"))
     assert REST not in other_policies(plan)  # whose host is not known
     pays, *_ = verdict(plan, {})
@@ -59,14 +57,14 @@ def test_streaming_pays_where_nothing_else_is_as_fast() -> None:
     assert verdict(doubtful, {})[0] == pays.replace("Streaming pays", "Streaming probably pays")
 
 
-def test_one_slot_is_limited_by_memory() -> None:
+def test_one_slot_is_limited_by_memory():
     """Copies and compute take as long as each other and must take turns."""
     plan = plan_for(GB // 10 + (3 << 20), flops=6.6e11)
     assert limit_of(plan) == "memory"
     assert any(one.startswith("Memory limits it: ") for one in verdict(plan, {}))
 
 
-def test_what_fits_does_not_stream() -> None:
+def test_what_fits_does_not_stream():
     plan = plan_for(4 * GB)
     first, second = verdict(plan, {})
     assert re.fullmatch(
@@ -75,7 +73,7 @@ def test_what_fits_does_not_stream() -> None:
     assert second == "Nothing streams, so compute alone sets the time, and only faster compute helps."
 
 
-def test_a_disk_behind_a_small_host_limits() -> None:
+def test_a_disk_behind_a_small_host_limits():
     plan = plan_behind_a_disk()
     assert limit_of(plan) == "disk"
     sentences = verdict(plan, {})
@@ -84,7 +82,7 @@ def test_a_disk_behind_a_small_host_limits() -> None:
 
 
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
-def test_the_thread_that_launches_limits_tiny_steps(wrap: Wrap) -> None:
+def test_the_thread_that_launches_limits_tiny_steps(wrap):
     plan = tiny_plan(8, budget=4, launch_ns=500, wrap=wrap)
     assert limit_of(plan) == "host"
     pays, limit, helps = verdict(plan, {})
@@ -97,7 +95,7 @@ def test_the_thread_that_launches_limits_tiny_steps(wrap: Wrap) -> None:
     assert limit_of(replace(plan, hardware=replace(plan.hardware, host_step_ns=0))) != "host"
 
 
-def test_a_slow_pass_and_a_missing_bound_are_said_plainly() -> None:
+def test_a_slow_pass_and_a_missing_bound_are_said_plainly():
     plan = plan_for(2 * GB, hardware=replace(PRESETS["laptop"], link_bytes_per_s=1e9))
     (schedule,) = plan.schedules
     unbounded = replace(plan, schedules=(replace(schedule, lower_bound_ns=None),))
@@ -111,7 +109,7 @@ def test_a_slow_pass_and_a_missing_bound_are_said_plainly() -> None:
 @pytest.mark.parametrize("flops", [0, 4e11, 4e12])
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 1])
 @pytest.mark.parametrize("name", ["rtx4090", "t4", "laptop"])
-def test_a_verdict_has_three_sentences_at_most(name: str, share: float, flops: float) -> None:
+def test_a_verdict_has_three_sentences_at_most(name, share, flops):
     sentences = verdict(plan_for(int(4 * GB * share), flops=flops, hardware=PRESETS[name]), {"forward": 1})
     assert len(sentences) == (2 if share == 1 else 3)
     for one in sentences:
@@ -136,7 +134,7 @@ def test_a_verdict_has_three_sentences_at_most(name: str, share: float, flops: f
         ),
     ],
 )
-def test_a_plan_says_how_far_its_times_can_be_trusted(note: str, level: str, why: str) -> None:
+def test_a_plan_says_how_far_its_times_can_be_trusted(note, level, why):
     plan = plan_for(2 * GB)
     plan = replace(plan, hardware=replace(plan.hardware, note=note))
     assert (plan.confidence.level, plan.confidence.why) == (level, why)
@@ -146,7 +144,7 @@ def test_a_plan_says_how_far_its_times_can_be_trusted(note: str, level: str, why
 @pytest.mark.parametrize(
     ("name", "host"), [("rtx4090", "desktop"), ("gh200", "grace"), ("h100", "server"), ("laptop", None)]
 )
-def test_a_device_has_a_host_of_its_own(name: str, host: str | None) -> None:
+def test_a_device_has_a_host_of_its_own(name, host):
     found = host_beside(PRESETS[name])
     assert (found.name if found else None) == host
     if found:
@@ -154,7 +152,7 @@ def test_a_device_has_a_host_of_its_own(name: str, host: str | None) -> None:
     assert host_beside(replace(PRESETS["rtx4090"], name="cuda:0")) is None
 
 
-def test_tokens_are_those_of_the_exported_call() -> None:
+def test_tokens_are_those_of_the_exported_call():
     ids = Input("decoder_input_ids", "int64", (2, "s0"))
     image = Input("pixel_values", "float32", (1, 3, 8, 8))
     methods = (Method("generate", 0, (image, ids), (Symbol("s0", 1, None, 7),)), Method("see", 1, (image,)))

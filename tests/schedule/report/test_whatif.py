@@ -1,19 +1,15 @@
 """What if: other budgets, and machines that one does not have."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import PRESETS, find_hardware, host_beside, with_times
-from penstock.schedule.facts.model import Hardware, Step, Storage, Trace, Work
+from penstock.schedule.facts.model import Step, Storage, Trace, Work
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.validity import check_machine
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report import comparison
 from penstock.schedule.space.layout import packed_arena
@@ -22,7 +18,7 @@ GB = 10**9
 STORAGES = tuple(Storage(GB // 10, "streamable") for _ in range(40))
 
 
-def trace_for(hardware: Hardware, *, flops: float) -> Trace:
+def trace_for(hardware, *, flops):
     """Forty products over 100 MB each."""
     steps = tuple(
         Step(f"s{k}", (k,), 0, 0, Work(), Work(int(flops), storage.nbytes))
@@ -31,13 +27,13 @@ def trace_for(hardware: Hardware, *, flops: float) -> Trace:
     return with_times(Trace("forward", 0, "", steps, 0, 0, "modelled"), hardware)
 
 
-def plan_for(budget: int, *, flops: float = 0, hardware: Hardware = PRESETS["rtx4090"]) -> Plan:
+def plan_for(budget, *, flops=0, hardware=PRESETS["rtx4090"]):
     trace = trace_for(hardware, flops=flops)
     arena = packed_arena(STORAGES, [trace], kind="paged", granule=2 << 20, alignment=4096)
     return make_plan(Problem(STORAGES, (trace,), arena, hardware=hardware), budget)
 
 
-def test_a_sweep_goes_from_the_floor_to_everything_and_never_gets_slower() -> None:
+def test_a_sweep_goes_from_the_floor_to_everything_and_never_gets_slower():
     trace = trace_for(PRESETS["l4"], flops=1e11)
     arena = packed_arena(STORAGES, [trace], kind="paged", granule=2 << 20, alignment=4096)
     lowest = floor(Demand(STORAGES, (trace,), arena)).upper_bytes
@@ -57,25 +53,25 @@ def test_a_sweep_goes_from_the_floor_to_everything_and_never_gets_slower() -> No
 @pytest.mark.parametrize(
     ("name", "hint"), [("RTX-4090", "'rtx4090'"), ("H100", "'h100'"), ("gtx3090", "'rtx3090'")]
 )
-def test_a_preset_of_the_same_number_is_suggested(name: str, hint: str) -> None:
+def test_a_preset_of_the_same_number_is_suggested(name, hint):
     with pytest.raises(PlanError, match=f"there is no hardware '{name}': did you mean {hint}"):
         find_hardware(name)
 
 
-def test_the_disk_of_a_host_is_its_link() -> None:
+def test_the_disk_of_a_host_is_its_link():
     assert find_hardware("laptop,link=3GB/s").disk_bytes_per_s is None
     with pytest.raises(PlanError, match="the disk of laptop is its link: write link= for disk="):
         find_hardware("laptop,disk=3GB/s")
 
 
 @pytest.mark.parametrize("name", ["toaster", "rtx3080", "a1000", "auto,memory=2GB"])
-def test_an_unknown_machine_lists_all(name: str) -> None:
+def test_an_unknown_machine_lists_all(name):
     with pytest.raises(PlanError, match=r"one of t4, l4, .*, laptop, server, one with figures of") as raised:
         find_hardware(name)
     assert "did you mean" not in str(raised.value)
 
 
-def test_figures_of_a_preset_may_be_changed() -> None:
+def test_figures_of_a_preset_may_be_changed():
     name = "rtx4090,memory=20GB,link=12.5GB/s,disk=3GB,bandwidth=900GB/s,tflops=150"
     assert find_hardware(name) == replace(
         PRESETS["rtx4090"],
@@ -102,12 +98,12 @@ def test_figures_of_a_preset_may_be_changed() -> None:
         ("tflops=-1", "flops_per_s: expected a rate above 0"),
     ],
 )
-def test_wrong_figures_are_refused(changes: str, words: str) -> None:
+def test_wrong_figures_are_refused(changes, words):
     with pytest.raises(PlanError, match=words):
         find_hardware(f"rtx4090,{changes}")
 
 
-def test_figures_may_come_from_a_file(tmp_path: Path) -> None:
+def test_figures_may_come_from_a_file(tmp_path):
     mine = replace(PRESETS["laptop"], name="mine", link_bytes_per_s=3e9)
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(asdict(mine)))
@@ -124,20 +120,20 @@ def test_figures_may_come_from_a_file(tmp_path: Path) -> None:
         (json.dumps(asdict(PRESETS["laptop"]) | {"link_bytes_per_s": 0}), "expected a rate above 0"),
     ],
 )
-def test_a_file_without_figures_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_without_figures_is_refused(tmp_path, text, words):
     file = tmp_path / "mine.json"
     file.write_text(text)
     with pytest.raises(PlanError, match=words):
         find_hardware(str(file))
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(PlanError, match=r"no file .*: `penstock hardware h200 --json` prints one to begin"):
         find_hardware(str(tmp_path / "mine.json"))
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_machines(name: str) -> None:
+def test_presets_are_machines(name):
     hardware = find_hardware(name)
     check_machine(hardware)
     assert hardware.name == name

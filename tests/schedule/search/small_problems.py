@@ -1,10 +1,8 @@
 """Problems of a few granules, whose plans can be followed by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
-from penstock.schedule.facts.model import ArenaKind, Hardware, Step, Storage, Trace, Wrap
+from penstock.schedule.facts.model import Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.space.layout import packed_arena
 from tests.schedule.traces import machine
@@ -13,22 +11,14 @@ GRANULE = 64
 Reads = Sequence[Sequence[int]]
 
 
-def problem_of(
-    sizes: Sequence[int],
-    *methods: Reads,
-    keep: Sequence[int] = (),
-    made: Sequence[int] = (),
-    kind: ArenaKind = "paged",
-    wrap: Wrap = "overlap",
-    hardware: Hardware | None = None,
-) -> Problem:
+def problem_of(sizes, *methods, keep=(), made=(), kind="paged", wrap="overlap", hardware=None):
     """Storages of so many granules, and methods whose steps of 10 ns read them; `made` ones are produced."""
     storages = tuple(
         Storage(GRANULE * size, "produced" if s in made else "streamable") for s, size in enumerate(sizes)
     )
     traces = []
     for which, reads in enumerate(methods):
-        written: set[int] = set()
+        written = set()
         steps = []
         for some in reads:
             writes = tuple(s for s in some if s in made and s not in written)
@@ -40,5 +30,5 @@ def problem_of(
     return Problem(storages, tuple(traces), arena, frozenset(keep), hardware=given, wrap=wrap)
 
 
-def one_each(count: int) -> list[tuple[int]]:
+def one_each(count):
     return [(s,) for s in range(count)]

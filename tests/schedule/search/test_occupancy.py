@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -28,16 +27,16 @@ class Placed:
     placement: Addressing
 
 
-def block(storage: int, start: int, nbytes: int, *reads: tuple[int, ...], produced: bool = False) -> Block:
+def block(storage, start, nbytes, *reads, produced=False):
     shift = start % GRANULE
     size = -(-(shift + nbytes) // GRANULE) * GRANULE
     return Block(storage, Range(start, start + nbytes), shift, size, reads, False, produced)
 
 
-def random_placed(dice: Random) -> Placed:
+def random_placed(dice):
     """Some blocks that one trace or two read, of a few bytes each, some of them neighbours in the layout."""
     lengths = [dice.randint(1, 6) for _ in range(dice.choice([1, 1, 2]))]
-    blocks: list[Block] = []
+    blocks = []
     end = 0
     for number in range(dice.randint(1, 6)):
         start = end + dice.choice([0, 0, 1, 3])
@@ -70,11 +69,11 @@ def random_placed(dice: Random) -> Placed:
             return Placed(problem, tuple(blocks), Addressing(addresses, nbytes))
 
 
-def _together(one: Block, other: Block) -> bool:
+def _together(one, other):
     return any(set(a) & set(b) for a, b in zip(one.reads, other.reads, strict=True))
 
 
-def _touch(one: tuple[Block, int], other: tuple[Block, int]) -> bool:
+def _touch(one, other):
     return one[1] < other[1] + other[0].size and other[1] < one[1] + one[0].size
 
 
@@ -91,7 +90,7 @@ class Walked:
     drops: set[tuple[int, int]]
 
 
-def walked(placed: Placed, which: int) -> Walked:
+def walked(placed, which):
     """Goes through the reads of every granule of the arena, in order of time."""
     steps = len(placed.problem.traces[which].steps)
     found = Walked(set(), set(), {}, set())
@@ -117,7 +116,7 @@ def walked(placed: Placed, which: int) -> Walked:
     return found
 
 
-def runs_of(some: set[int], begins: set[int]) -> Iterator[Range]:
+def runs_of(some, begins):
     """The bytes as few ranges, none of which goes on into another block."""
     start = stop = -1
     for byte in sorted(some):
@@ -130,7 +129,7 @@ def runs_of(some: set[int], begins: set[int]) -> Iterator[Range]:
         yield Range(start, stop)
 
 
-def expected_transfers(placed: Placed, walk: Walked, steps: int, early: int) -> tuple[Transfer, ...]:
+def expected_transfers(placed, walk, steps, early):
     """In order of steps and of starts, where none starts before the one ahead of it, or before the pass."""
     begins = {one.range.start for one in placed.blocks}
     rows = sorted(
@@ -147,7 +146,7 @@ def expected_transfers(placed: Placed, walk: Walked, steps: int, early: int) -> 
 
 
 @pytest.mark.parametrize("seeds", range(4))
-def test_copies_and_drops_are_those_of_a_walk_over_granules(seeds: int) -> None:
+def test_copies_and_drops_are_those_of_a_walk_over_granules(seeds):
     seen = {"copies": 0, "crossing": 0, "resident": 0, "traces": 0, "early": 0}
     for seed in range(100 * seeds, 100 * seeds + 100):
         dice = Random(seed)
@@ -186,7 +185,7 @@ def test_copies_and_drops_are_those_of_a_walk_over_granules(seeds: int) -> None:
     assert min(seen.values()) > 10, seen
 
 
-def test_no_copy_waits_for_less_than_the_last_one_of_the_pass_before() -> None:
+def test_no_copy_waits_for_less_than_the_last_one_of_the_pass_before():
     """Blocks 0 and 1 take turns, and behind them 2 and 3, the last of which waits for step 4."""
     reads = (0, 1, 4, 5)
     blocks = tuple(block(b, 8 * b, 8, (k,)) for b, k in enumerate(reads))
@@ -197,7 +196,7 @@ def test_no_copy_waits_for_less_than_the_last_one_of_the_pass_before() -> None:
     assert [(t.step, t.after) for t in transfers] == [(0, -2), (1, 0), (4, 0), (5, 4)]
 
 
-def test_small_parts_are_copied_with_a_neighbour_when_both_may_be() -> None:
+def test_small_parts_are_copied_with_a_neighbour_when_both_may_be():
     """Two parts of block 0 wait for different blocks; the second has 4 bytes."""
     blocks = (block(0, 0, 12, (2,)), block(1, 12, 8, (0,)), block(2, 20, 4, (1,)))
     arena = Arena("contiguous", "anonymous", GRANULE, (0, 12, 20), (Range(0, 24),))
@@ -222,14 +221,12 @@ def test_small_parts_are_copied_with_a_neighbour_when_both_may_be() -> None:
         (7, (64, 70), [((0, 64), 1), ((64, 70), 2), ((70, 200), 0), ((201, 202), 5)]),
     ],
 )
-def test_neighbours_are_joined_while_one_is_small(
-    least: int, begins: tuple[int, ...], expected: list[tuple[tuple[int, int], int]]
-) -> None:
+def test_neighbours_are_joined_while_one_is_small(least, begins, expected):
     pieces = [(Range(0, 64), 1), (Range(64, 70), 2), (Range(70, 200), 0), (Range(201, 202), 5)]
     assert list(_joined(pieces, least, begins)) == [(Range(*place), after) for place, after in expected]
 
 
-def test_a_copy_has_no_more_bytes_than_may_be_merged() -> None:
+def test_a_copy_has_no_more_bytes_than_may_be_merged():
     whole = Range(5, 5 + 2 * MERGED_BYTES + 1)
     cuts = [5, 5 + MERGED_BYTES, 5 + 2 * MERGED_BYTES]
     assert list(_parts(whole)) == [Range(a, b) for a, b in zip(cuts, [*cuts[1:], whole.stop], strict=True)]
@@ -239,7 +236,7 @@ def test_a_copy_has_no_more_bytes_than_may_be_merged() -> None:
 # What is produced: step 0 writes block 0, which step 1 uses, too, as no copy of it can be done before that.
 
 
-def waits_for(write_bytes_per_s: float, splits: tuple[tuple[int, ...], ...] = ()) -> _Waits:
+def waits_for(write_bytes_per_s, splits=()):
     """Six steps of 10 ns."""
     steps = tuple(Step("s", (), 4, 6) for _ in range(6))
     trace = Trace("m", 0, "", steps, 0, 0, "modelled")
@@ -258,9 +255,7 @@ def waits_for(write_bytes_per_s: float, splits: tuple[tuple[int, ...], ...] = ()
         (1e8, ((4,),), 3),  # nor than the call
     ],
 )
-def test_what_is_copied_out_stays_twice_as_long_as_its_copy_takes(
-    rate: float, splits: tuple[tuple[int, ...], ...], expected: int
-) -> None:
+def test_what_is_copied_out_stays_twice_as_long_as_its_copy_takes(rate, splits, expected):
     assert waits_for(rate, splits).until(0, 8, 2, 5) == expected
 
 
@@ -268,11 +263,11 @@ READS = ((0, 0), (1, 0), (3, 1), (5, 0))
 """Pairs of a step and a block: block 1 takes the place of block 0, which comes back."""
 
 
-def cell_of(reads: tuple[tuple[int, int], ...] = READS, rate: float = 1e9) -> _Cell:
+def cell_of(reads=READS, rate=1e9):
     return _Cell(reads, {0: Range(0, 8), 1: Range(8, 16)}, {0: 0}, waits_for(rate))
 
 
-def test_uses_of_what_is_produced() -> None:
+def test_uses_of_what_is_produced():
     cell = cell_of()
     assert [cell.writes(j) for j in range(4)] == [True, False, False, False]
     assert [cell.out(j) for j in range(4)] == [False, True, False, False]
@@ -285,7 +280,7 @@ def test_uses_of_what_is_produced() -> None:
     assert [last.leaves(j) for j in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_is_produced_is_copied_out_once_and_never_comes_before_it_is_written() -> None:
+def test_what_is_produced_is_copied_out_once_and_never_comes_before_it_is_written():
     moves = _Moves()
     _move(cell_of(), 6, moves)
     assert moves == _Moves(
@@ -310,7 +305,7 @@ def test_what_is_produced_is_copied_out_once_and_never_comes_before_it_is_writte
     assert alone == _Moves(drops={5: [Range(0, 8)]})
 
 
-def test_copies_out_stand_among_the_copies_in_by_their_starts() -> None:
+def test_copies_out_stand_among_the_copies_in_by_their_starts():
     blocks = (block(0, 0, 8, (0, 1, 5), produced=True), block(1, 8, 8, (3,)), block(2, 16, 8, (2, 4)))
     steps = tuple(Step("s", (), 4, 6) for _ in range(6))
     trace = Trace("m", 0, "", steps, 0, 0, "modelled")

@@ -1,10 +1,6 @@
 """The search for a paged arena: one method, several methods that share it, and runs that take turns."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import pytest
@@ -14,18 +10,17 @@ from penstock.schedule.bound.relaxation import Relaxation
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.transfers import Holding, Loads, Streaming
 from penstock.schedule.facts.model import Arena, Drop, Range, Schedule, Transfer
-from penstock.schedule.facts.problem import Problem
 from penstock.schedule.search import paged
 from penstock.schedule.search.draft import Draft, Task
 from penstock.schedule.search.paged import _clipped, _draft, _search_runs, _share_for_all
 from penstock.schedule.space.spans import Block, Pieces
-from tests.schedule.search.small_problems import GRANULE, Reads, one_each, problem_of
+from tests.schedule.search.small_problems import GRANULE, one_each, problem_of
 from tests.schedule.traces import machine
 
 EMPTY = Draft(0, (), (), (), ())
 
 
-def task_of(problem: Problem, granules: float, bounds: Sequence[int | None] = (None,)) -> Task:
+def task_of(problem, granules, bounds=(None,)):
     relaxed = tuple(None if one is None else Relaxation(one, (), (), (), 0.0) for one in bounds)
     return Task(problem, Pieces(problem), int(granules * GRANULE), relaxed)
 
@@ -36,12 +31,12 @@ def task_of(problem: Problem, granules: float, bounds: Sequence[int | None] = (N
 class Lasting(Draft):
     """A draft with periods that a test gives."""
 
-    def __init__(self, *periods: int) -> None:
+    def __init__(self, *periods):
         super().__init__(0, (), (), (), ())
         object.__setattr__(self, "given", list(periods))
 
-    def periods_ns(self, problem: Problem) -> list[int]:
-        found: list[int] = self.given  # type: ignore[attr-defined]
+    def periods_ns(self, problem):
+        found = self.given  # type: ignore[attr-defined]
         return found
 
 
@@ -57,8 +52,8 @@ class Lasting(Draft):
     ],
 )
 def test_one_method_is_also_searched_as_runs_where_it_is_not_near_its_bound(
-    monkeypatch: Any, bounds: Sequence[int | None], period: int, other: int | None, wins: bool
-) -> None:
+    monkeypatch, bounds, period, other, wins
+):
     first, second = Lasting(period), None if other is None else Lasting(other)
     monkeypatch.setattr(
         paged, "OneTrace", lambda task: type("One", (), {"best": lambda *_: ("one", "stays")})()
@@ -74,7 +69,7 @@ def test_one_method_is_also_searched_as_runs_where_it_is_not_near_its_bound(
     ("bounds", "wins"),
     [((9_000, 1_000), False), ((9_000, 900), True), ((9_000, None), True), ((10_000, 0), False)],
 )
-def test_bounds_of_all_methods_are_summed(monkeypatch: Any, bounds: Sequence[int | None], wins: bool) -> None:
+def test_bounds_of_all_methods_are_summed(monkeypatch, bounds, wins):
     first, second = Lasting(3_000, 7_100), Lasting(2_000, 8_000)
     monkeypatch.setattr(paged, "_share_for_all", lambda problem, pieces, cap: ("streams", cap))
     monkeypatch.setattr(paged, "_draft", lambda pieces, *given: first if given == ("streams", 64) else None)
@@ -83,7 +78,7 @@ def test_bounds_of_all_methods_are_summed(monkeypatch: Any, bounds: Sequence[int
     assert paged.search(task_of(problem, 1, bounds)) is (second if wins else first)
 
 
-def test_a_draft_has_what_stays_and_what_moves() -> None:
+def test_a_draft_has_what_stays_and_what_moves():
     problem = problem_of((2, 1, 1, 1), [(0,), (1,), (2,), (3,)])
     transfers = (Transfer(192, 256, 2, -1), Transfer(256, 320, 3, 2))
     drops = (Drop(192, 256, 2), Drop(256, 320, 3))
@@ -98,7 +93,7 @@ def test_a_draft_has_what_stays_and_what_moves() -> None:
     assert two == Draft(1000, (), resident, resident, moved, ((*resident, Range(192, 256)), resident))
 
 
-def test_what_stays_is_not_joined_over_the_begin_of_a_segment() -> None:
+def test_what_stays_is_not_joined_over_the_begin_of_a_segment():
     problem = problem_of((1, 1), one_each(2))
     segments = (Range(0, 64), Range(64, 128))
     apart = replace(problem, arena=replace(problem.arena, segments=segments))
@@ -109,7 +104,7 @@ def test_what_stays_is_not_joined_over_the_begin_of_a_segment() -> None:
 # Several methods.
 
 
-def held_at_most(problem: Problem, number: int, stays: Sequence[int]) -> int:
+def held_at_most(problem, number, stays):
     """The most bytes at a step of a method: what it reads or keeps, and so many granules of all others."""
     return max(
         sum(
@@ -133,16 +128,16 @@ def held_at_most(problem: Problem, number: int, stays: Sequence[int]) -> int:
     ],
 )
 def test_the_largest_share_that_fits_beside_every_step_of_every_method_is_tried_first(
-    sizes: Sequence[int], methods: Sequence[Reads], granules: int, keep: Sequence[int], share: int
-) -> None:
+    sizes, methods, granules, keep, share
+):
     """Here copies take as long as nothing else, so that the largest share is the fastest."""
     problem = problem_of(sizes, *methods, keep=keep, hardware=machine(1e8))
     streams, stays = _share_for_all(problem, Pieces(problem), granules * GRANULE)
 
-    def count(given: int, s: int) -> int:
+    def count(given, s):
         return sizes[s] if s in keep else sizes[s] * given // 64
 
-    def fits(given: int) -> bool:
+    def fits(given):
         counts = [count(given, s) if _is_read(problem, s) else 0 for s in range(len(sizes))]
         return all(held_at_most(problem, w, counts) <= granules * GRANULE for w in range(len(methods)))
 
@@ -164,12 +159,12 @@ def test_the_largest_share_that_fits_beside_every_step_of_every_method_is_tried_
         }
 
 
-def _is_read(problem: Problem, s: int) -> bool:
+def _is_read(problem, s):
     return any(s in step.reads for trace in problem.traces for step in trace.steps)
 
 
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
-def test_of_all_shares_the_fastest_is_taken(wrap: Any) -> None:
+def test_of_all_shares_the_fastest_is_taken(wrap):
     """Where compute hides copies, memory is better left to copies that are on their way."""
     problem = problem_of((64, 64, 64), one_each(3), [(1,), (2,)], wrap=wrap, hardware=machine(3e12))
     slow = replace(problem, traces=tuple(_slower(trace, 3_000) for trace in problem.traces))
@@ -191,7 +186,7 @@ def test_of_all_shares_the_fastest_is_taken(wrap: Any) -> None:
     )
 
 
-def _period_ns(problem: Problem, number: int, share: int) -> int:
+def _period_ns(problem, number, share):
     """The period of a method when so many of the 64 granules of each storage stay."""
     groups, trace = Pieces(problem).groups, problem.traces[number]
     gaps = gaps_of(groups, trace, number=number)
@@ -203,11 +198,11 @@ def _period_ns(problem: Problem, number: int, share: int) -> int:
     return steady_period_ns(trace, Schedule(number, one.transfers, (), 0), problem.hardware, problem.wrap)
 
 
-def _slower(trace: Any, ns: int) -> Any:
+def _slower(trace, ns):
     return replace(trace, steps=tuple(replace(step, lead_ns=0, read_ns=ns) for step in trace.steps))
 
 
-def test_what_is_produced_never_stays() -> None:
+def test_what_is_produced_never_stays():
     problem = problem_of(
         (32, 64, 32), [(1,), (0,), (2,), (1,)], [(0,), (2,)], made=(1,), hardware=machine(1e8)
     )
@@ -223,7 +218,7 @@ def test_what_is_produced_never_stays() -> None:
 # Runs that take turns.
 
 
-def segmented() -> Problem:
+def segmented():
     """Two files, the second of which begins inside of a granule of the layout."""
     problem = problem_of((1, 1, 1), one_each(3), keep=(1,))
     segments = (Range(0, 128), Range(200, 264))
@@ -231,10 +226,10 @@ def segmented() -> Problem:
     return replace(problem, arena=arena)
 
 
-def test_runs_are_blocks_of_whole_granules(monkeypatch: Any) -> None:
-    given: list[Block] = []
+def test_runs_are_blocks_of_whole_granules(monkeypatch):
+    given = []
 
-    def record(task: Task, blocks: Sequence[Block]) -> None:
+    def record(task, blocks):
         given.extend(blocks)
 
     monkeypatch.setattr(paged, "search_blocks", record)
@@ -250,7 +245,7 @@ def test_runs_are_blocks_of_whole_granules(monkeypatch: Any) -> None:
     assert [(one.produced, one.reads) for one in given] == [(False, ((1,),)), (True, ((0, 1, 2),))]
 
 
-def test_a_draft_is_cut_to_segments() -> None:
+def test_a_draft_is_cut_to_segments():
     found = Draft(
         5,
         (),
@@ -269,7 +264,7 @@ def test_a_draft_is_cut_to_segments() -> None:
     )
 
 
-def test_a_draft_of_runs_is_cut(monkeypatch: Any) -> None:
+def test_a_draft_of_runs_is_cut(monkeypatch):
     found = replace(EMPTY, resident=(Range(192, 264),))
     monkeypatch.setattr(paged, "search_blocks", lambda *_: found)
     cut = _search_runs(task_of(segmented(), 3))

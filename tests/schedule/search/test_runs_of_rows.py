@@ -1,9 +1,6 @@
 """Which rows are copied: memory counted step by step, runs followed by hand, and every neighbour."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
 from random import Random
 
 import numpy
@@ -11,7 +8,6 @@ import pytest
 
 from penstock.schedule.bound.gaps import Residency, gaps_of, needed_bytes
 from penstock.schedule.clock.transfers import Loads
-from penstock.schedule.facts.problem import Problem
 from penstock.schedule.search.paged import Runs, _shuffled_pairs
 from penstock.schedule.space.spans import Pieces
 from tests.schedule.search.small_problems import GRANULE, one_each, problem_of
@@ -23,7 +19,7 @@ SHARED = problem_of((1, 1, 2, 1, 1), [(0,), (1,), (0, 2), (3,), (4, 1), (2,)])
 class Counted(Runs):
     """Notes how much each attempt wants to copy."""
 
-    def __init__(self, problem: Problem, granules: float, kept: Sequence[float] | None = None) -> None:
+    def __init__(self, problem, granules, kept=None):
         groups, (trace,) = Pieces(problem).groups, problem.traces
         gaps = gaps_of(groups, trace)
         steps = len(trace.steps)
@@ -31,15 +27,15 @@ class Counted(Runs):
         residency = Residency(groups, gaps, needed_bytes(groups, steps))
         self.cap = int(granules * GRANULE)
         super().__init__(self.loads, residency, kept or [0.0] * len(gaps), self.cap)
-        self.copied: list[int] = []
-        self.fixed: numpy.ndarray | None = None
+        self.copied = []
+        self.fixed = None
 
-    def _spread(self, copied: int, run: int, ahead: float) -> numpy.ndarray:
+    def _spread(self, copied, run, ahead):
         self.copied.append(copied)
         return super()._spread(copied, run, ahead) if self.fixed is None else self.fixed
 
 
-def fullest(problem: Problem, loads: Loads, rows: Sequence[bool]) -> int:
+def fullest(problem, loads, rows):
     """The bytes of the fullest step, when what no row copies stays."""
     steps = problem.traces[0].steps
     held = [sum(problem.storages[s].nbytes for s in step.reads) for step in steps]
@@ -50,11 +46,11 @@ def fullest(problem: Problem, loads: Loads, rows: Sequence[bool]) -> int:
     return max(held)
 
 
-def mask(text: str) -> list[bool]:
+def mask(text):
     return [one == "x" for one in text]
 
 
-def test_memory_is_counted_at_the_fullest_step() -> None:
+def test_memory_is_counted_at_the_fullest_step():
     runs = Counted(SHARED, 4)
     dice = Random(0)
     sizes = set()
@@ -66,7 +62,7 @@ def test_memory_is_counted_at_the_fullest_step() -> None:
     assert runs._excess == 6 * GRANULE - 4 * GRANULE
 
 
-def test_a_short_gap_is_copied_over_only_where_the_relaxation_does() -> None:
+def test_a_short_gap_is_copied_over_only_where_the_relaxation_does():
     """Storage 0 is read at steps 0, 1, 3 and 7 of 8, storage 1 at step 2 and 2 at step 5."""
     problem = problem_of((1, 1, 1), [(0,), (0,), (1,), (0,), (1,), (2,), (2,), (0,)])
     runs = Counted(problem, 2, kept=[float(GRANULE)] * 8)
@@ -92,9 +88,7 @@ def test_a_short_gap_is_copied_over_only_where_the_relaxation_does() -> None:
         ((-1, 0, 0, 0), 128, (0.5, 0.5, 0.5, 0.5)),
     ],
 )
-def test_shares_of_rows_follow_the_relaxation(
-    kept: Sequence[float], copied: int, wanted: Sequence[float]
-) -> None:
+def test_shares_of_rows_follow_the_relaxation(kept, copied, wanted):
     runs = Counted(problem_of((1,) * 4, one_each(4)), 2, kept=kept)
     assert runs._wanted(copied).tolist() == list(wanted)
 
@@ -111,14 +105,12 @@ def test_shares_of_rows_follow_the_relaxation(
         (0, 64, 0.0, "--------"),
     ],
 )
-def test_runs_begin_when_half_is_owed_and_end_half_in_advance(
-    copied: int, run: int, ahead: float, expected: str
-) -> None:
+def test_runs_begin_when_half_is_owed_and_end_half_in_advance(copied, run, ahead, expected):
     runs = Counted(problem_of((1,) * 8, one_each(8)), 4)
     assert runs._spread(copied, run, ahead).tolist() == mask(expected)
 
 
-def test_rows_that_may_not_be_copied_owe_nothing() -> None:
+def test_rows_that_may_not_be_copied_owe_nothing():
     """The second of two reads in turn is never copied for."""
     runs = Counted(problem_of((1,) * 4, [(0,), (0,), (1,), (1,), (2,), (3,)]), 2)
     inside = [runs.loads.gaps[gap].inside for gap in runs.loads.gap]
@@ -126,7 +118,7 @@ def test_rows_that_may_not_be_copied_owe_nothing() -> None:
     assert runs._spread(128, 64, 0.0).tolist() == mask("x-x---")
 
 
-def test_a_choice_copies_what_does_not_fit_and_more_until_it_does() -> None:
+def test_a_choice_copies_what_does_not_fit_and_more_until_it_does():
     runs = Counted(SHARED, 4)
     found = runs.choose(GRANULE, GRANULE, 0.0)
     assert found is not None
@@ -143,11 +135,11 @@ def test_a_choice_copies_what_does_not_fit_and_more_until_it_does() -> None:
     assert exact.copied == [0]
 
 
-def test_runs_of_all_lengths_are_tried_and_those_that_fit_are_given() -> None:
+def test_runs_of_all_lengths_are_tried_and_those_that_fit_are_given():
     asked = []
 
     class Noted(Counted):
-        def choose(self, shared: int, run: int, ahead: float) -> numpy.ndarray | None:
+        def choose(self, shared, run, ahead):
             asked.append((shared, run, ahead))
             return numpy.array([len(asked)]) if len(asked) % 2 else None
 
@@ -161,7 +153,7 @@ def test_runs_of_all_lengths_are_tried_and_those_that_fit_are_given() -> None:
     assert found == list(range(1, 73, 2))
 
 
-def test_neighbours_move_one_end_then_two_and_then_change_any_two_rows() -> None:
+def test_neighbours_move_one_end_then_two_and_then_change_any_two_rows():
     problem = problem_of((1,) * 8, one_each(8))
     runs = Counted(problem, 8)
     rows = mask("xx--xx--")
@@ -169,7 +161,7 @@ def test_neighbours_move_one_end_then_two_and_then_change_any_two_rows() -> None
     found = [one.tolist() for one in runs.neighbours(numpy.array(rows), any_two=True)]
     ends = [0, 7, 2, 1, 4, 3, 6, 5]
 
-    def changed(*places: int) -> list[bool]:
+    def changed(*places):
         return [one ^ (place in places) for place, one in enumerate(rows)]
 
     pairs = [changed(a, b) for a, b in itertools.combinations(range(8), 2)]
@@ -185,7 +177,7 @@ def test_neighbours_move_one_end_then_two_and_then_change_any_two_rows() -> None
     assert [one.tolist() for one in tight.neighbours(numpy.array(rows), any_two=True)] == fitting
 
 
-def test_neighbours_leave_rows_alone_that_may_not_be_copied() -> None:
+def test_neighbours_leave_rows_alone_that_may_not_be_copied():
     problem = problem_of((1,) * 4, [(0,), (0,), (1,), (1,), (2,), (3,)])
     runs = Counted(problem, 4)
     rows = mask("x-x---")
@@ -198,7 +190,7 @@ def test_neighbours_leave_rows_alone_that_may_not_be_copied() -> None:
     }
 
 
-def test_pairs_are_shuffled_in_the_same_way_every_time() -> None:
+def test_pairs_are_shuffled_in_the_same_way_every_time():
     pairs = _shuffled_pairs(range(9))
     assert pairs == _shuffled_pairs(range(9)) != sorted(pairs)
     assert sorted(pairs) == list(itertools.combinations(range(9), 2))

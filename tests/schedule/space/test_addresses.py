@@ -1,7 +1,5 @@
 """Blocks of a contiguous arena, the least memory they need, and what follows from addresses."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -15,10 +13,10 @@ from penstock.schedule.space import addresses
 from penstock.schedule.space.addresses import Addressing, least_copied, pack_blocks, place_oldest, tight
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import blocks_of
-from tests.schedule.traces import RandomProblem, machine, problems
+from tests.schedule.traces import machine, problems
 
 
-def facts_of(sizes: tuple[int, ...], *reads: tuple[int, ...]) -> Problem:
+def facts_of(sizes, *reads):
     storages = tuple(Storage(size, "streamable") for size in sizes)
     steps = tuple(Step(f"s{k}", one, 0, 10) for k, one in enumerate(reads))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
@@ -26,19 +24,19 @@ def facts_of(sizes: tuple[int, ...], *reads: tuple[int, ...]) -> Problem:
     return Problem(storages, traces, arena, hardware=machine(1e9))
 
 
-def test_storages_of_one_step_lie_apart_and_others_share() -> None:
+def test_storages_of_one_step_lie_apart_and_others_share():
     placement = tight(blocks_of(facts_of((64, 128, 64), (0, 1), (2,))))
     assert placement.nbytes == 192
     assert placement.addresses[0] >= 128 or placement.addresses[1] >= 64
 
 
-def test_three_pairs_need_three_places() -> None:
+def test_three_pairs_need_three_places():
     """Unit storages read as {A,B}, {B,C}, {A,C}: the floor is above the largest step."""
     found = floor(facts_of((64, 64, 64), (0, 1), (1, 2), (0, 2)))
     assert (found.lower_bytes, found.upper_bytes) == (128, 192)
 
 
-def test_the_floor_and_every_budget_share_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_floor_and_every_budget_share_one_search(monkeypatch):
     searched = []
     monkeypatch.setattr(
         addresses, "pack_blocks", lambda *given: searched.append(given) or pack_blocks(*given)
@@ -52,28 +50,28 @@ def test_the_floor_and_every_budget_share_one_search(monkeypatch: pytest.MonkeyP
     assert len(searched) == 2
 
 
-def test_each_storage_takes_the_place_that_was_read_longest_ago() -> None:
+def test_each_storage_takes_the_place_that_was_read_longest_ago():
     blocks = blocks_of(facts_of((64,) * 5, (0,), (1,), (2,), (3,), (4,)))
     found = place_oldest(blocks, (), cap=192)
     assert found is not None
     assert found.addresses == (0, 64, 128, 0, 64)
 
 
-def test_a_large_storage_takes_the_place_of_the_oldest_small_ones() -> None:
+def test_a_large_storage_takes_the_place_of_the_oldest_small_ones():
     blocks = blocks_of(facts_of((64, 64, 64, 128), (0,), (1,), (2,), (3,)))
     found = place_oldest(blocks, (), cap=192)
     assert found is not None
     assert found.addresses == (0, 64, 128, 0)
 
 
-def test_resident_storages_are_apart() -> None:
+def test_resident_storages_are_apart():
     blocks = blocks_of(facts_of((64,) * 4, (0,), (1,), (2,), (3,)))
     found = place_oldest(blocks, {1}, cap=192)
     assert found is not None
     assert found.addresses == (64, 0, 128, 64)
 
 
-def test_two_large_storages_stick_out_of_a_ring() -> None:
+def test_two_large_storages_stick_out_of_a_ring():
     """Of 256 bytes each, 128 are shared with the small ones, and the other 128 stay."""
     blocks = blocks_of(facts_of((256, 64, 64, 256), (0,), (1,), (2,), (3,)))
     found = place_oldest(blocks, (), cap=384, ring=128)
@@ -86,17 +84,17 @@ def test_two_large_storages_stick_out_of_a_ring() -> None:
 
 
 @pytest.mark.parametrize(("cap", "ring"), [(320, 64), (64, None)])
-def test_what_does_not_fit_has_no_place(cap: int, ring: int | None) -> None:
+def test_what_does_not_fit_has_no_place(cap, ring):
     blocks = blocks_of(facts_of((256, 128, 64, 256), (0,), (1,), (2,), (3,)))
     assert place_oldest(blocks, (), cap=cap, ring=ring) is None
 
 
-def test_storages_of_one_step_find_no_place_where_only_one_fits() -> None:
+def test_storages_of_one_step_find_no_place_where_only_one_fits():
     blocks = blocks_of(facts_of((64, 64), (0, 1)))
     assert place_oldest(blocks, (), cap=64) is None
 
 
-def test_neighbours_that_overlap_in_part_are_copied_in_part() -> None:
+def test_neighbours_that_overlap_in_part_are_copied_in_part():
     demand = facts_of((128,) * 2, (0,), (1,))
     blocks = blocks_of(demand)
     one = Occupancy(demand, blocks, Addressing((0, 64), 192)).decide(1, 0)
@@ -106,7 +104,7 @@ def test_neighbours_that_overlap_in_part_are_copied_in_part() -> None:
     assert one.boundary == (*one.resident, Range(64, 128))
 
 
-def test_small_parts_of_a_storage_are_copied_with_their_neighbours() -> None:
+def test_small_parts_of_a_storage_are_copied_with_their_neighbours():
     """The last storage lies over both others: its first part could start a step earlier than its second."""
     demand = facts_of((64, 64, 128), (0,), (1,), (2,))
     blocks = blocks_of(demand)
@@ -116,14 +114,14 @@ def test_small_parts_of_a_storage_are_copied_with_their_neighbours() -> None:
         assert [(t.start, t.stop, t.after) for t in one.streams[0][0] if t.step == 2] == expected
 
 
-def test_bytes_nobody_read_since_are_not_copied_again() -> None:
+def test_bytes_nobody_read_since_are_not_copied_again():
     demand = facts_of((64, 64), (0,), (0,), (1,))
     blocks = blocks_of(demand)
     one = Occupancy(demand, blocks, Addressing((0, 0), 64)).decide(2, 0)
     assert [(t.start, t.step, t.after) for t in one.streams[0][0]] == [(0, 0, -1), (64, 2, 1)]
 
 
-def test_fixed_addresses_copy_what_is_shared_as_well() -> None:
+def test_fixed_addresses_copy_what_is_shared_as_well():
     blocks = blocks_of(facts_of((64,) * 4 + (1024,), (0,), (1,), (2,), (3,), (4,)))
     # 100 bytes too few: small blocks of 64 take turns in 64 bytes, and 164 are copied.
     assert least_copied(blocks, 1280 - 100) == 164
@@ -133,7 +131,7 @@ def test_fixed_addresses_copy_what_is_shared_as_well() -> None:
 
 
 @given(problems("contiguous"))
-def test_no_placement_copies_less(problem: RandomProblem) -> None:
+def test_no_placement_copies_less(problem):
     blocks = blocks_of(problem)
     kept = {b for b, block in enumerate(blocks) if block.kept}
     least = tight(blocks).nbytes
@@ -149,7 +147,7 @@ def test_no_placement_copies_less(problem: RandomProblem) -> None:
 
 
 @given(problems("contiguous"))
-def test_blocks_of_one_step_never_overlap(problem: RandomProblem) -> None:
+def test_blocks_of_one_step_never_overlap(problem):
     blocks = blocks_of(problem)
     kept = {b for b, block in enumerate(blocks) if block.kept}
     found = tight(blocks)

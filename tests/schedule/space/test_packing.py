@@ -1,7 +1,5 @@
 """Packing blocks that are alive at some steps: exact on few, near the bound on hard instances of many."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -9,21 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.allocation import FAMILIES, Instance, make_instance
+from benchmarks.allocation import FAMILIES, make_instance
 from penstock.schedule.space.addresses import conflicts_of, first_fit, height, pack_blocks
 
 
-def test_three_pairs_of_which_each_two_meet_take_three_places() -> None:
+def test_three_pairs_of_which_each_two_meet_take_three_places():
     found = pack_blocks([1, 1, 1], [[0, 2], [0, 1], [1, 2]])
     assert (found.nbytes, found.bound) == (3, 3)
 
 
-def test_nothing_takes_nothing() -> None:
+def test_nothing_takes_nothing():
     assert pack_blocks([], []).nbytes == 0
     assert pack_blocks([5, 0], [[], [1]]).nbytes == 5
 
 
-def overlapping(sizes: list[int], alive: list[list[int]], addresses: tuple[int, ...]) -> bool:
+def overlapping(sizes, alive, addresses):
     return any(
         set(alive[a]) & set(alive[b])
         and addresses[a] < addresses[b] + sizes[b]
@@ -32,7 +30,7 @@ def overlapping(sizes: list[int], alive: list[list[int]], addresses: tuple[int, 
     )
 
 
-def exhaustive(sizes: list[int], alive: list[list[int]]) -> int:
+def exhaustive(sizes, alive):
     """The least height: some order of first fit reaches it."""
     conflicts = conflicts_of(alive)
     orders = itertools.permutations(range(len(sizes)))
@@ -47,7 +45,7 @@ def exhaustive(sizes: list[int], alive: list[list[int]]) -> int:
         max_size=6,
     )
 )
-def test_few_blocks_are_packed_as_well_as_can_be(blocks: list[tuple[int, list[int]]]) -> None:
+def test_few_blocks_are_packed_as_well_as_can_be(blocks):
     sizes, alive = [size for size, _ in blocks], [steps for _, steps in blocks]
     found = pack_blocks(sizes, alive)
     assert not overlapping(sizes, alive, found.addresses)
@@ -56,7 +54,7 @@ def test_few_blocks_are_packed_as_well_as_can_be(blocks: list[tuple[int, list[in
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hard_instances_stay_near_the_bound(family: str) -> None:
+def test_hard_instances_stay_near_the_bound(family):
     for seed in range(3):
         instance = make_instance(family, blocks=60, seed=seed)
         found = pack_blocks(instance.sizes, instance.alive)
@@ -64,12 +62,12 @@ def test_hard_instances_stay_near_the_bound(family: str) -> None:
         assert instance.bound <= found.bound <= found.nbytes <= instance.bound * FAMILIES[family]
 
 
-def test_the_same_instance_is_packed_the_same_way() -> None:
-    instance: Instance = make_instance("cut", blocks=80, seed=1)
+def test_the_same_instance_is_packed_the_same_way():
+    instance = make_instance("cut", blocks=80, seed=1)
     assert pack_blocks(instance.sizes, instance.alive) == pack_blocks(instance.sizes, instance.alive)
 
 
-def test_more_work_is_never_worse() -> None:
+def test_more_work_is_never_worse():
     draw = random.Random(5)
     sizes = [draw.randint(1, 50) for _ in range(40)]
     alive = [range(start := draw.randint(0, 30), start + draw.randint(1, 12)) for _ in range(40)]

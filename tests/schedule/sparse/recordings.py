@@ -1,24 +1,19 @@
 """Made-up routes of made-up tables, for replays."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 from hypothesis import strategies as st
 
 from penstock.schedule.facts.model import Part, SparseRead, Step, Storage, Trace
-from penstock.schedule.sparse.routes import Ask, Profile, Route, Routes, profile_of, routed_reads
+from penstock.schedule.sparse.routes import Ask, Routes, profile_of, routed_reads
 
 PAGE = 4096
 
 Units = Sequence[int]
 
 
-def recording(
-    tables: Sequence[tuple[int, int, int]], calls: Sequence[Sequence[tuple[int, Units]]]
-) -> Profile:
+def recording(tables, calls):
     """Routes of calls, each of which is a list of tables and of the units that it asks of them.
 
     A table has a number of units, the bytes of each, and the route of its step: the tables are read in their
@@ -33,12 +28,12 @@ def recording(
     traces = (Trace("forward", 0, "", tuple(steps), 0, 0, "modelled"),)
     names = [f"table.{number}" for number in range(len(tables))]
     reads = tuple(routed_reads(traces, [0] * len(tables), names))
-    asks: tuple[Route, ...] = tuple(tuple(Ask(t, tuple(units)) for t, units in call) for call in calls)
+    asks = tuple(tuple(Ask(t, tuple(units)) for t, units in call) for call in calls)
     return profile_of(Routes(reads, asks), storages, traces, names)
 
 
 @st.composite
-def recordings(draw: Any, pages: Sequence[int] = (1,)) -> Profile:
+def recordings(draw, pages=(1,)):
     """Calls that ask for random units, of which some are popular, of pairs of tables or of single ones.
 
     Units of the n-th table of a pair have `pages[n]` pages.
@@ -49,7 +44,7 @@ def recordings(draw: Any, pages: Sequence[int] = (1,)) -> Profile:
     tables = [(count, one * PAGE, turn) for turn in range(turns) for one in pages]
     calls = []
     for _ in range(random.randint(2, 20)):
-        call: list[tuple[int, Units]] = []
+        call = []
         for turn in range(turns):
             some = {_one(random, count, skew) for _ in range(random.randint(1, most))}
             call += [(turn * len(pages) + k, sorted(some)) for k in range(len(pages))]
@@ -57,7 +52,7 @@ def recordings(draw: Any, pages: Sequence[int] = (1,)) -> Profile:
     return recording(tables, calls)
 
 
-def _one(random: Random, count: int, skew: float) -> int:
+def _one(random, count, skew):
     """A unit: any one, or, with probability `skew`, one by Zipf's law with exponent 1."""
     if random.random() > skew:
         return random.randrange(count)

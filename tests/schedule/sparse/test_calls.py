@@ -1,10 +1,7 @@
 """Recorded calls on the clock: literal cases computed by hand, and limits that hold for any."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,14 +13,13 @@ from penstock.schedule.facts.model import Arena, Pool, Schedule, Step, Trace, Tr
 from penstock.schedule.plan import Plan
 from penstock.schedule.sparse.pool import timed_pool
 from penstock.schedule.sparse.replay import replay_own, simulated_calls
-from penstock.schedule.sparse.routes import Profile
 from tests.schedule.sparse.recordings import PAGE, recording, recordings
 from tests.schedule.traces import machine
 
 BYTE_PER_NS = machine(1e9)
 
 
-def planned(profile: Profile, pages: int, *transfers: Transfer, **changed: Any) -> Plan:
+def planned(profile, pages, *transfers, **changed):
     """A plan with a pool of some pages; steps lead 10 ns and read 1,000, the tail is 100 and the gap 7."""
     (trace,) = profile.traces
     steps = tuple(replace(step, lead_ns=10, read_ns=1_000) for step in trace.steps)
@@ -48,18 +44,18 @@ def planned(profile: Profile, pages: int, *transfers: Transfer, **changed: Any) 
     return replace(plan, **changed)
 
 
-def times(plan: Plan, profile: Profile) -> list[tuple[int, int]]:
+def times(plan, profile):
     """What calls wait and take, in ns."""
     return [(one.stall_ns, one.total_ns) for one in simulated_calls(plan, profile)]
 
 
-def test_a_call_waits_for_what_it_misses() -> None:
+def test_a_call_waits_for_what_it_misses():
     profile = recording([(8, PAGE, 0)], [[(0, [1, 2])], [(0, [2, 3])], [(0, [3])]])
     waits = [2 * PAGE, PAGE, 0]
     assert times(planned(profile, 2), profile) == [(ns, ns + 1_117) for ns in waits]
 
 
-def test_units_that_come_ahead_hide_behind_the_read_before_theirs() -> None:
+def test_units_that_come_ahead_hide_behind_the_read_before_theirs():
     """The second table's come while the first is read, and the next step waits for the rest of them."""
     profile = recording([(8, PAGE, 0), (8, PAGE, 0)], [[(0, [1]), (1, [1])], [(0, [1]), (1, [1])]])
     wait = PAGE + (PAGE - 1_000 - 10)
@@ -68,13 +64,13 @@ def test_units_that_come_ahead_hide_behind_the_read_before_theirs() -> None:
     assert times(planned(profile, 1), profile) == [(2 * PAGE, 2 * PAGE + 2_127)] * 2
 
 
-def test_rounds_wait_for_one_another() -> None:
+def test_rounds_wait_for_one_another():
     profile = recording([(8, PAGE, 0)], [[(0, [0, 1, 2])]])
     (one,) = simulated_calls(planned(profile, 2), profile)
     assert (one.rounds, one.missed.units, one.stall_ns) == (2, 3, 3 * PAGE)
 
 
-def test_units_take_their_share_of_a_link_that_is_always_busy() -> None:
+def test_units_take_their_share_of_a_link_that_is_always_busy():
     """Transfers of 10,000 ns a call, and then 4,096 for a unit: the link carries 14,096 in each call."""
     calls = [[(0, [k % 2])] for k in range(12)]
     profile = recording([(2, PAGE, 0)], calls)
@@ -84,7 +80,7 @@ def test_units_take_their_share_of_a_link_that_is_always_busy() -> None:
     assert found[0] == (10_000 - 10 + PAGE, 10_000 + PAGE + 1_107)
 
 
-def test_the_link_makes_up_for_units_behind_what_was_issued() -> None:
+def test_the_link_makes_up_for_units_behind_what_was_issued():
     """A unit overtakes the transfer on its way for step 1, and the one issued after it comes later."""
     trace = Trace("f", 0, "", tuple(Step(f"s{k}", (), 0, 10) for k in range(4)), 0, 0, "modelled")
     schedule = Schedule(0, (Transfer(0, 100, 2, -1), Transfer(0, 100, 3, 1)), (), 0)
@@ -96,7 +92,7 @@ def test_the_link_makes_up_for_units_behind_what_was_issued() -> None:
     assert now.reads[3][1] == 260
 
 
-def test_what_nobody_waits_for_still_takes_the_link() -> None:
+def test_what_nobody_waits_for_still_takes_the_link():
     """The next transfer comes behind it, and so do the units of the next pass."""
     trace = Trace("f", 0, "", tuple(Step(f"s{k}", (), 0, 10) for k in range(3)), 0, 0, "modelled")
     schedule = Schedule(0, (Transfer(0, 100, 2, 0),), (), 0)
@@ -109,7 +105,7 @@ def test_what_nobody_waits_for_still_takes_the_link() -> None:
     assert then.reads[0] == (30, 580)
 
 
-def test_methods_take_turns_and_each_begins_cold() -> None:
+def test_methods_take_turns_and_each_begins_cold():
     profile = recording([(8, PAGE, 0)], [[(0, [1])], [(0, [1])], [(0, [2])]])
     (trace,), (read,) = profile.traces, profile.routes.reads
     other = replace(trace, method="other", graph=1)
@@ -130,7 +126,7 @@ def test_methods_take_turns_and_each_begins_cold() -> None:
     ]
 
 
-def test_tiles_are_asked_for_by_every_call() -> None:
+def test_tiles_are_asked_for_by_every_call():
     profile = recording([(8, PAGE, 0)], [[(0, [1])], []])
     plan = planned(profile, 9)
     (step,) = plan.traces[0].steps
@@ -142,7 +138,7 @@ def test_tiles_are_asked_for_by_every_call() -> None:
     assert (one.asked.units, one.missed.units) == (9, 8)
 
 
-def test_what_cannot_be_simulated() -> None:
+def test_what_cannot_be_simulated():
     profile = recording([(8, PAGE, 0), (8, PAGE, 1)], [[(0, [1]), (1, [2])]])
     plan = planned(profile, 2)
     with pytest.raises(PlanError, match="reads all weights whole, so routes change nothing"):
@@ -163,9 +159,7 @@ def test_what_cannot_be_simulated() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(recordings(), st.integers(1, 30), st.data())
-def test_no_call_is_faster_than_compute_and_calls_wait_no_longer_than_at_worst(
-    profile: Profile, pages: int, data: st.DataObject
-) -> None:
+def test_no_call_is_faster_than_compute_and_calls_wait_no_longer_than_at_worst(profile, pages, data):
     """Beside transfers, whose delay another call may pay for, all waits together are at most the worst."""
     n = len(profile.traces[0].steps)
     drawn = data.draw(st.lists(st.tuples(st.integers(1, 9_000), st.integers(0, n - 1)), max_size=4))

@@ -1,7 +1,5 @@
 """Places in a pool, the smallest pool, and how a budget is divided: literal cases."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -35,15 +33,13 @@ MIB = 1 << 20
 HARDWARE = Hardware("toy", 1e12, 1e10, 1e9, 4_000)
 
 
-def rows(
-    storage: int, count: int, width: int, *, asked: int = 4, route: int = 0, offset: int = 0
-) -> SparseRead:
+def rows(storage, count, width, *, asked=4, route=0, offset=0):
     """Reads of rows of `width` items of four bytes."""
     view = Part("", "float32", (count, width), (width, 1), storage, offset)
     return SparseRead(view, "aten.embedding.default", route, asked)
 
 
-def trace(*steps: tuple[tuple[int, ...], tuple[SparseRead, ...]], graph: int = 0) -> Trace:
+def trace(*steps, graph=0):
     made = tuple(Step(f"s{k}", reads, 0, 100, sparse=sparse) for k, (reads, sparse) in enumerate(steps))
     return Trace(f"m{graph}", graph, "", made, 0, 0, "modelled")
 
@@ -52,7 +48,7 @@ TABLE = rows(0, 1024, 1024)  # 4 MiB
 STORAGES = (Storage(4 * MIB, "streamable"), Storage(4 * MIB, "streamable"), Storage(LEAST - 4, "streamable"))
 
 
-def test_only_what_is_worth_it_has_a_place() -> None:
+def test_only_what_is_worth_it_has_a_place():
     small = rows(2, (LEAST - 4) // 4, 1)
     steps = (((0,), (TABLE,)), ((1,), (rows(1, 1024, 1024),)), ((2,), (small,)))
     assert units_layout(STORAGES, [trace(*steps)], granule=4096) == (0, 4 * MIB, -1)
@@ -63,7 +59,7 @@ def test_only_what_is_worth_it_has_a_place() -> None:
     assert units_layout(STORAGES, [trace(((0, 1, 2), ()))], granule=4096) is None
 
 
-def test_a_storage_of_which_methods_read_different_units_has_no_place() -> None:
+def test_a_storage_of_which_methods_read_different_units_has_no_place():
     one, other = trace(((0,), (TABLE,))), trace(((0,), (rows(0, 512, 2048),)), graph=1)
     assert units_layout(STORAGES, [one], granule=4096) == (0, -1, -1)
     assert units_layout(STORAGES, [one, other], granule=4096) is None
@@ -75,20 +71,18 @@ def test_a_storage_of_which_methods_read_different_units_has_no_place() -> None:
     ("file_offset", "phase", "place"),
     [(8192, 0, 0), (8192 + 192, 0, 192), (8192 + 200, 8, 200), (8192 + 200, 0, 0), (70, 40, 40)],
 )
-def test_a_place_is_at_the_phase_and_agrees_with_the_file_where_it_can(
-    file_offset: int, phase: int, place: int
-) -> None:
+def test_a_place_is_at_the_phase_and_agrees_with_the_file_where_it_can(file_offset, phase, place):
     storage = Storage(4 * MIB, "streamable", (Extent(0, file_offset, 0, 4 * MIB),), phase=phase)
     assert units_layout((storage,), [trace(((0,), (TABLE,)))], granule=4096) == (place,)
 
 
-def test_places_are_apart() -> None:
+def test_places_are_apart():
     storages = tuple(Storage(MIB + 1, "streamable", phase=8) for _ in range(3))
     reads = tuple(((s,), (rows(s, 256, 1024),)) for s in range(3))
     assert units_layout(storages, [trace(*reads)], granule=4096) == (8, 2 * MIB + 8, 4 * MIB + 8)
 
 
-def test_what_the_pool_serves_is_not_read_from_the_arena() -> None:
+def test_what_the_pool_serves_is_not_read_from_the_arena():
     both = trace(((0, 1), (TABLE,)), ((0,), ()), ((1,), (rows(1, 1024, 1024),)))
     reduced = without_units(both, Pool(4096, 4096, (0, -1, -1)))
     assert [step.reads for step in reduced.steps] == [
@@ -112,14 +106,14 @@ def test_what_the_pool_serves_is_not_read_from_the_arena() -> None:
         (rows(0, 3, 1024 + 512), 0, 8192),  # 6,144 bytes: two granules, however they lie
     ],
 )
-def test_the_smallest_pool_holds_the_widest_unit(read: SparseRead, place: int, nbytes: int) -> None:
+def test_the_smallest_pool_holds_the_widest_unit(read, place, nbytes):
     pool = smallest_pool([trace(((0,), (read,)))], (place,), 4096)
     assert pool == Pool(nbytes, 4096, (place,))
     widths = [b - a for a, b in (pool.granules(read, k) for k in range(read.count))]
     assert nbytes == max(widths) * 4096
 
 
-def test_tables_are_counted_once_however_often_a_pass_reads_them() -> None:
+def test_tables_are_counted_once_however_often_a_pass_reads_them():
     pool = Pool(MIB, 4096, (0, 4 * MIB, -1))
     some = trace(
         ((0,), (TABLE,)), ((1,), (rows(1, 1024, 1024, asked=64),)), ((0,), (replace(TABLE, route=2),))
@@ -133,7 +127,7 @@ def test_tables_are_counted_once_however_often_a_pass_reads_them() -> None:
     assert [one.missed(1 << 40) for one in tables_of(some, replace(pool, nbytes=8192))] == [64, 8]
 
 
-def test_dense_reads_and_tiles_are_served_only_where_the_pool_says_so() -> None:
+def test_dense_reads_and_tiles_are_served_only_where_the_pool_says_so():
     all_rows = replace(TABLE, asked=1024)
     tiles = replace(all_rows, tiles=True)
     pool = Pool(4096, 4096, (0, -1, -1))
@@ -148,7 +142,7 @@ def test_dense_reads_and_tiles_are_served_only_where_the_pool_says_so() -> None:
     assert [one.steps[0].reads for one in reduced] == [(0,), ()]
 
 
-def test_waiting_falls_with_the_pool_and_is_worst_without_one() -> None:
+def test_waiting_falls_with_the_pool_and_is_worst_without_one():
     some = trace(((0,), (TABLE,)))
     times = [missed(some, Pool(n * MIB, 4096, (0, -1, -1))).ns(HARDWARE) for n in range(6)]
     assert times == sorted(times, reverse=True)
@@ -160,7 +154,7 @@ def test_waiting_falls_with_the_pool_and_is_worst_without_one() -> None:
     assert all(a <= b for a, b in zip(pool.expected_ns, pool.worst_ns, strict=True))
 
 
-def problem(whole_ns: int, asked: int) -> Problem:
+def problem(whole_ns, asked):
     read = replace(TABLE, asked=asked)
     some = without_units(trace(((0,), (read,)), ((1,), ())), Pool(4096, 4096, (0, -1, -1)))
     some = replace(some, steps=(replace(some.steps[0], read_ns=whole_ns), some.steps[1]))
@@ -169,13 +163,13 @@ def problem(whole_ns: int, asked: int) -> Problem:
     return Problem(STORAGES, (some,), arena, pool=pool, hardware=HARDWARE)
 
 
-def divided(given: Problem, nbytes: int, least: int) -> tuple[int, Pool, int]:
+def divided(given, nbytes, least):
     ns, pool, missing = max(divide(given, nbytes, least), key=lambda one: one.pool.nbytes if one.pool else 0)
     assert pool is not None
     return ns, pool, missing
 
 
-def test_a_budget_is_divided_by_what_saves_most() -> None:
+def test_a_budget_is_divided_by_what_saves_most():
     # Copies hide behind compute: as much as that takes less time is for units.
     ns, pool, _ = divided(problem(10_000_000, 512), 4 * MIB, MIB)
     assert 2 * MIB < pool.nbytes < 3 * MIB  # and the rest saves bytes, for nearly no time
@@ -189,14 +183,14 @@ def test_a_budget_is_divided_by_what_saves_most() -> None:
     assert pool.worst_ns[0] >= pool.expected_ns[0] > 0
 
 
-def test_a_pool_is_never_larger_than_what_it_serves_nor_smaller_than_a_unit() -> None:
+def test_a_pool_is_never_larger_than_what_it_serves_nor_smaller_than_a_unit():
     _, pool, _ = divided(problem(10_000_000, 512), 1 << 30, MIB)
     assert 4 * MIB <= pool.nbytes <= 4 * MIB + 4096
     assert pool.nbytes % pool.granule == 0
     assert divided(problem(0, 512), 4096, MIB)[1].nbytes == 4096
 
 
-def test_methods_that_ask_for_fewest_units_count_most() -> None:
+def test_methods_that_ask_for_fewest_units_count_most():
     prompt, token = trace(((0,), (rows(0, 1024, 1024, asked=512),))), trace(((0,), (TABLE,)), graph=1)
     image = trace(((1,), ()), graph=2)
     assert pass_counts([prompt, token, image]) == [1, 32, 1]
@@ -206,7 +200,7 @@ def test_methods_that_ask_for_fewest_units_count_most() -> None:
     assert pass_counts([image]) == [1]
 
 
-def test_a_pool_is_for_tokens_where_prompts_would_rather_have_an_arena() -> None:
+def test_a_pool_is_for_tokens_where_prompts_would_rather_have_an_arena():
     """A prompt copies for longer than it computes; a token copies nothing, as all that it reads stays."""
     prompt = replace(trace(((0,), (replace(TABLE, asked=1024),)), ((1,), ())), gap_ns=1_000_000)
     token = replace(trace(((0,), (replace(TABLE, asked=64),)), graph=1), gap_ns=1_000)

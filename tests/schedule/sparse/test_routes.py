@@ -1,17 +1,14 @@
 """The file of routes: golden bytes, round trips, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 
 from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.sparse import routes as codec
-from penstock.schedule.sparse.routes import Profile, profile_of, routes_from_bytes, routes_to_bytes
+from penstock.schedule.sparse.routes import profile_of, routes_from_bytes, routes_to_bytes
 from tests.schedule.sparse.recordings import PAGE, recording, recordings
 
 PROFILE = recording([(8, PAGE, 0), (4, 256, 1)], [[(0, [1, 5]), (1, [3])], [(0, [])], []])
@@ -27,22 +24,22 @@ BYTES = b"""\
 NAMES = ["table.0", "table.1"]
 
 
-def test_routes_have_these_bytes() -> None:
+def test_routes_have_these_bytes():
     assert routes_to_bytes(PROFILE.routes) == BYTES
     assert routes_from_bytes(BYTES) == PROFILE.routes
 
 
 @given(recordings())
-def test_routes_come_back(profile: Profile) -> None:
+def test_routes_come_back(profile):
     assert routes_from_bytes(routes_to_bytes(profile.routes)) == profile.routes
 
 
-def changed(**fields: Any) -> bytes:
+def changed(**fields):
     header, _, rest = BYTES.partition(b"\n")
     return json.dumps(json.loads(header) | fields).encode() + b"\n" + rest
 
 
-def call(line: str) -> bytes:
+def call(line):
     return BYTES.replace(b"[[0]]", line.encode())
 
 
@@ -75,12 +72,12 @@ READS = json.loads(BYTES.partition(b"\n")[0])["reads"]
         (call("[" * 9999), "nested too deeply|expected one whole JSON"),
     ],
 )
-def test_other_bytes_are_refused(data: bytes, said: str) -> None:
+def test_other_bytes_are_refused(data, said):
     with pytest.raises(PayloadError, match=said):
         routes_from_bytes(data)
 
 
-def test_too_many_bytes_are_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_bytes_are_neither_written_nor_read(monkeypatch):
     monkeypatch.setattr(codec, "MOST_BYTES", len(BYTES) - 1)
     with pytest.raises(PayloadError, match="record fewer calls"):
         routes_to_bytes(PROFILE.routes)
@@ -89,7 +86,7 @@ def test_too_many_bytes_are_neither_written_nor_read(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("field", ["method", "name", "weight", "step", "graph", "count", "unit_nbytes"])
-def test_routes_of_another_program_are_refused(field: str) -> None:
+def test_routes_of_another_program_are_refused(field):
     first, *others = PROFILE.routes.reads
     value = getattr(first, field)
     other = replace(first, **{field: value + 9 if isinstance(value, int) else "other"})
@@ -98,7 +95,7 @@ def test_routes_of_another_program_are_refused(field: str) -> None:
         profile_of(routes, PROFILE.storages, PROFILE.traces, NAMES)
 
 
-def test_a_profile_has_the_recorded_reads_alone() -> None:
+def test_a_profile_has_the_recorded_reads_alone():
     calls = (PROFILE.routes.calls[1], PROFILE.routes.calls[0][:1])
     routes = replace(PROFILE.routes, reads=PROFILE.routes.reads[:1], calls=calls)
     profile = profile_of(routes, PROFILE.storages, PROFILE.traces, NAMES)

@@ -1,13 +1,9 @@
 """The policy of a pool against sets of bytes, on random geometries and routings; and faults that it finds."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +16,7 @@ from tests.pool_oracle import PoolMachine, UnsafeError, granules_of, replay, run
 Problem = tuple[Pool, tuple[Trace, ...]]
 
 
-def random_problem(dice: Random) -> Problem:
+def random_problem(dice):
     """Tables of odd strides, several to a route, read by one or two methods, and a pool of any size."""
     granule = dice.choice([1, 3, 4, 8, 16, 64])
     tables, layout, end, count = [], [], 0, dice.randint(2, 20)
@@ -39,7 +35,7 @@ def random_problem(dice: Random) -> Problem:
     return replace(pool, nbytes=(least + slack) * granule + dice.choice([0, granule - 1])), traces
 
 
-def _table(dice: Random, storage: int, count: int) -> SparseRead:
+def _table(dice, storage, count):
     dtype, item = dice.choice([("int8", 1), ("float16", 2), ("float32", 4)])
     shape = tuple(dice.randint(1, 5) for _ in range(dice.randint(0, 2)))
     order = dice.sample(range(len(shape)), len(shape))
@@ -53,7 +49,7 @@ def _table(dice: Random, storage: int, count: int) -> SparseRead:
     return SparseRead(view, "aten.embedding.default", 0, dice.randint(0, count))
 
 
-def _trace(dice: Random, graph: int, tables: list[SparseRead]) -> Trace:
+def _trace(dice, graph, tables):
     steps = []
     for k in range(dice.randint(1, 6)):
         read = replace(dice.choice(tables), route=dice.randrange(2))
@@ -66,14 +62,14 @@ def _trace(dice: Random, graph: int, tables: list[SparseRead]) -> Trace:
 @pytest.mark.random
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=scaled(300), deadline=None)
-def test_random_calls_are_served_within_the_pool(seed: int) -> None:
+def test_random_calls_are_served_within_the_pool(seed):
     dice = Random(seed)
     pool, traces = random_problem(dice)
     machine = replay(Residency(pool, traces), pool, traces, dice, calls=20)
     assert machine.peak <= pool.nbytes
 
 
-def test_the_same_calls_give_the_same_decisions() -> None:
+def test_the_same_calls_give_the_same_decisions():
     for seed in range(20):
         moved = []
         for _ in range(2):
@@ -86,7 +82,7 @@ def test_the_same_calls_give_the_same_decisions() -> None:
 # Three tables of one route, in a pool that holds the units of the second alone, but not beside the third.
 
 
-def of_one_route(*widths: int, nbytes: int, count: int = 16) -> tuple[Pool, Trace]:
+def of_one_route(*widths, nbytes, count=16):
     layout = tuple(1024 * s for s in range(len(widths)))
     reads = (
         SparseRead(Part("", "int8", (count, width), (width, 1), s, 0), "aten.embedding.default", 0, 4)
@@ -96,7 +92,7 @@ def of_one_route(*widths: int, nbytes: int, count: int = 16) -> tuple[Pool, Trac
     return Pool(nbytes, 8, layout), Trace("m", 0, "", steps, 0, 0, "modelled")
 
 
-def test_what_was_brought_ahead_makes_room_for_what_is_asked_for() -> None:
+def test_what_was_brought_ahead_makes_room_for_what_is_asked_for():
     pool, trace = of_one_route(8, 32, 8, nbytes=128)
     policy, machine = Residency(pool, [trace]), PoolMachine(pool, (trace,))
     policy.begin()
@@ -106,7 +102,7 @@ def test_what_was_brought_ahead_makes_room_for_what_is_asked_for() -> None:
     assert machine.moved >= 4 + 4 + 4
 
 
-def test_rounds_are_not_kept_from_room_by_what_is_held_for_them() -> None:
+def test_rounds_are_not_kept_from_room_by_what_is_held_for_them():
     pool, trace = of_one_route(8, 40, nbytes=96)
     policy, machine = Residency(pool, [trace]), PoolMachine(pool, (trace,))
     for numbers in ([5, 6], [1, 5], [1, 2, 5, 6]):
@@ -115,7 +111,7 @@ def test_rounds_are_not_kept_from_room_by_what_is_held_for_them() -> None:
             run_step(policy, machine, 0, k, numbers)
 
 
-def test_a_turn_brings_ahead_what_its_later_steps_will_ask_for() -> None:
+def test_a_turn_brings_ahead_what_its_later_steps_will_ask_for():
     pool, trace = of_one_route(8, 16, nbytes=1024)
     policy = Residency(pool, [trace])
     policy.begin()
@@ -127,7 +123,7 @@ def test_a_turn_brings_ahead_what_its_later_steps_will_ask_for() -> None:
     assert policy.acquire(0, 1, [3, 7]).bring == []
 
 
-def test_what_is_asked_for_often_stays() -> None:
+def test_what_is_asked_for_often_stays():
     pool, trace = of_one_route(8, nbytes=32)
     policy, machine = Residency(pool, [trace]), PoolMachine(pool, (trace,))
     for call in range(60):
@@ -140,18 +136,18 @@ def test_what_is_asked_for_often_stays() -> None:
 
 
 class LastForgotten(Residency):
-    def parts(self, storage: int, numbers: object) -> list[list[int]]:
+    def parts(self, storage, numbers):
         return [part[:-1] for part in super().parts(storage, numbers) if len(part) > 1]  # type: ignore[arg-type]
 
 
 class EvictsInUse(Residency):
-    def _by_key(self, until: np.ndarray, *, needed: bool) -> list[int]:
+    def _by_key(self, until, *, needed):
         self._used[:] = False
         return super()._by_key(until, needed=needed)
 
 
 class RoundOffByOne(Residency):
-    def parts(self, storage: int, numbers: object) -> list[list[int]]:
+    def parts(self, storage, numbers):
         parts = super().parts(storage, numbers)  # type: ignore[arg-type]
         for one, after in pairwise(parts):
             one.append(after[0])
@@ -159,35 +155,35 @@ class RoundOffByOne(Residency):
 
 
 class RoundTooLong(Residency):
-    def parts(self, storage: int, numbers: object) -> list[list[int]]:
+    def parts(self, storage, numbers):
         return [list(numbers)] if numbers else []  # type: ignore[call-overload]
 
 
 class SharedEdgeDropped(Residency):
-    def in_use(self, granule: int) -> bool:
+    def in_use(self, granule):
         return self._users.get(granule, 0) > 1
 
 
 class SharedEdgeCountedTwice(Residency):
-    def _cost(self, index: int) -> int:
+    def _cost(self, index):
         first, stop = self._edges(index)
         return (stop - first) * self._pool.granule
 
 
 class AheadUncounted(Residency):
-    def acquire(self, graph: int, step: int, numbers: object, *, alone: bool = True):  # type: ignore[no-untyped-def]
+    def acquire(self, graph, step, numbers, *, alone=True):  # type: ignore[no-untyped-def]
         change = super().acquire(graph, step, numbers, alone=alone)  # type: ignore[arg-type]
         self.held_bytes -= len(change.ahead) * self._pool.granule
         return change
 
 
 class ForgetsNothing(Residency):
-    def reset(self) -> None:
+    def reset(self):
         pass
 
 
 class KeepsUsers(Residency):
-    def _drop(self, index: int) -> None:
+    def _drop(self, index):
         users = dict(self._users)
         super()._drop(index)
         self._users = users
@@ -206,7 +202,7 @@ MUTANTS = (
 )
 
 
-def found(mutant: type[Residency]) -> Iterator[str]:
+def found(mutant):
     for seed in range(60):
         dice = Random(seed)
         pool, traces = random_problem(dice)
@@ -217,9 +213,9 @@ def found(mutant: type[Residency]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.__name__)
-def test_faults_of_a_policy_are_found(mutant: type[Residency]) -> None:
+def test_faults_of_a_policy_are_found(mutant):
     assert len(list(found(mutant))) > 3
 
 
-def test_no_fault_is_found_in_the_policy() -> None:
+def test_no_fault_is_found_in_the_policy():
     assert list(found(Residency)) == []

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from random import Random
 
 from penstock.schedule.facts.model import (
     Arena,
-    ArenaKind,
     Drop,
     Hardware,
     Range,
@@ -17,7 +15,6 @@ from penstock.schedule.facts.model import (
     Storage,
     Trace,
     Transfer,
-    Wrap,
 )
 from penstock.schedule.plan import Plan
 
@@ -32,13 +29,13 @@ class Case:
     plan: Plan
 
 
-def random_case(dice: Random) -> Case:
+def random_case(dice):
     """Storages, one or two traces, and a plan whose arena is as big as the layout."""
-    kind: ArenaKind = dice.choice(["paged", "paged", "contiguous"])
+    kind = dice.choice(["paged", "paged", "contiguous"])
     storages = tuple(Storage(dice.randint(0, 5 * GRANULE), "streamable") for _ in range(dice.randint(2, 6)))
     arena = _arena(dice, kind, storages)
     traces = tuple(_trace(dice, graph, len(storages)) for graph in range(dice.randint(1, 2)))
-    wrap: Wrap = dice.choice(["overlap", "barrier"])
+    wrap = dice.choice(["overlap", "barrier"])
     if len(traces) == 2 and wrap == "overlap" and dice.random() < 0.5:
         traces = tuple(replace(trace, follows=1 - trace.graph) for trace in traces)
     pieces = _pieces(dice, arena, storages)
@@ -70,7 +67,7 @@ def random_case(dice: Random) -> Case:
     return Case(storages, traces, plan)
 
 
-def _arena(dice: Random, kind: ArenaKind, storages: tuple[Storage, ...]) -> Arena:
+def _arena(dice, kind, storages):
     layout, end, segments = [], 0, []
     start = end = dice.choice([0, 3, 4]) if kind == "paged" else 0
     for storage in storages:
@@ -88,7 +85,7 @@ def _arena(dice: Random, kind: ArenaKind, storages: tuple[Storage, ...]) -> Aren
     return Arena(kind, "anonymous", GRANULE, tuple(layout), tuple(segments))
 
 
-def _addresses(dice: Random, arena: Arena, storages: tuple[Storage, ...]) -> tuple[int, ...]:
+def _addresses(dice, arena, storages):
     """Often those of the layout, else some storages moved onto others."""
     addresses = list(arena.layout)
     if dice.random() < 0.7:
@@ -99,7 +96,7 @@ def _addresses(dice: Random, arena: Arena, storages: tuple[Storage, ...]) -> tup
     return tuple(addresses)
 
 
-def _trace(dice: Random, graph: int, storages: int) -> Trace:
+def _trace(dice, graph, storages):
     steps = tuple(
         Step(f"step.{k}", tuple(sorted(dice.sample(range(storages), dice.choice([1, 1, 2])))), 1, 1)
         for k in range(dice.randint(1, 6))
@@ -107,7 +104,7 @@ def _trace(dice: Random, graph: int, storages: int) -> Trace:
     return Trace(f"method{graph}", graph, "", steps, 0, 0, "modelled")
 
 
-def _pieces(dice: Random, arena: Arena, storages: tuple[Storage, ...]) -> list[Range]:
+def _pieces(dice, arena, storages):
     """Everything that exists, in runs of one to three granules that stay in a slot where they must."""
     runs = list(arena.segments)
     if arena.kind == "contiguous":
@@ -122,23 +119,23 @@ def _pieces(dice: Random, arena: Arena, storages: tuple[Storage, ...]) -> list[R
     return pieces
 
 
-def _touches(piece: Range, arena: Arena, storages: tuple[Storage, ...], reads: set[int]) -> bool:
+def _touches(piece, arena, storages, reads):
     return any(
         max(piece.start, arena.layout[s]) < min(piece.stop, arena.layout[s] + storages[s].nbytes)
         for s in reads
     )
 
 
-def _readers(piece: Range, trace: Trace, arena: Arena, storages: tuple[Storage, ...]) -> list[int]:
+def _readers(piece, trace, arena, storages):
     """The steps that read a byte of `piece`."""
     steps = enumerate(trace.steps)
     return [k for k, step in steps if _touches(piece, arena, storages, set(step.reads))]
 
 
-def _schedule(dice: Random, trace: Trace, readers: dict[Range, list[int]], boundary: list[Range]) -> Schedule:
+def _schedule(dice, trace, readers, boundary):
     n = len(trace.steps)
-    transfers: list[Transfer] = []
-    drops: list[Drop] = []
+    transfers = []
+    drops = []
     for piece, reads in readers.items():
         if not reads:
             continue
@@ -165,18 +162,18 @@ def _schedule(dice: Random, trace: Trace, readers: dict[Range, list[int]], bound
 # Ways to spoil a plan. Each returns it changed, or as it was where there is nothing to change.
 
 
-def spoil(dice: Random, plan: Plan) -> Plan:
+def spoil(dice, plan):
     """One random change to `plan`."""
     ways = [_spoil_transfers, _spoil_transfers, _spoil_transfers, _spoil_drops, _spoil_state, _spoil_sizes]
     return dice.choice(ways)(dice, plan)
 
 
-def _shifted(dice: Random, granule: int, start: int, stop: int) -> tuple[int, int]:
+def _shifted(dice, granule, start, stop):
     by = dice.choice([1, granule, -1, -granule])
     return dice.choice([(start + by, stop + by), (start + by, stop), (start, stop + by)])
 
 
-def _spoil_transfers(dice: Random, plan: Plan) -> Plan:
+def _spoil_transfers(dice, plan):
     number = dice.randrange(len(plan.schedules))
     items = list(plan.schedules[number].transfers)
     if not items:
@@ -203,7 +200,7 @@ def _spoil_transfers(dice: Random, plan: Plan) -> Plan:
     return _with_schedule(plan, number, replace(plan.schedules[number], transfers=tuple(items)))
 
 
-def _spoil_drops(dice: Random, plan: Plan) -> Plan:
+def _spoil_drops(dice, plan):
     number = dice.randrange(len(plan.schedules))
     items = list(plan.schedules[number].drops)
     if not items:
@@ -224,12 +221,12 @@ def _spoil_drops(dice: Random, plan: Plan) -> Plan:
     return _with_schedule(plan, number, replace(plan.schedules[number], drops=tuple(items)))
 
 
-def _with_schedule(plan: Plan, number: int, schedule: Schedule) -> Plan:
+def _with_schedule(plan, number, schedule):
     schedules = (*plan.schedules[:number], schedule, *plan.schedules[number + 1 :])
     return replace(plan, schedules=schedules)
 
 
-def _spoil_state(dice: Random, plan: Plan) -> Plan:
+def _spoil_state(dice, plan):
     """The boundary, what is resident, what is outside, the addresses."""
     way = dice.choice(["boundary", "resident", "promote", "order", "outside", "address", "own", "turns"])
     boundary, resident = list(plan.boundary), list(plan.resident)
@@ -259,7 +256,7 @@ def _spoil_state(dice: Random, plan: Plan) -> Plan:
     return replace(plan, boundary=tuple(boundary), resident=tuple(resident))
 
 
-def _spoil_sizes(dice: Random, plan: Plan) -> Plan:
+def _spoil_sizes(dice, plan):
     by = dice.choice([-1, 1, -plan.arena.granule])
     way = dice.choice(["budget", "arena", "both"])
     arena_bytes = plan.arena_bytes + (by if way != "budget" else 0)

@@ -1,7 +1,5 @@
 """The oracle against literal faults, and the verifier against the oracle on thousands of random plans."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -13,21 +11,20 @@ from test_verify import CONTIGUOUS, PAGED, STORAGES, TRACES, scheduled, transfer
 
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Drop, Range, Transfer
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
 from tests.hunt import scaled
-from tests.schedule.traces import RandomProblem, problems
+from tests.schedule.traces import problems
 from tests.schedule.verify.random_plans import Case, random_case, spoil
 
 SEEDS = scaled(1_500)
 SPOILED = 6
 
 
-def verdicts(case: Case) -> tuple[str | None, str | None]:
+def verdicts(case):
     """What the verifier and the oracle say against a plan."""
-    said: list[str | None] = []
+    said = []
     for check, error in ((verify_plan, PlanError), (oracle.check_plan, oracle.UnsafeError)):
         try:
             check(case.storages, case.traces, case.plan)
@@ -37,7 +34,7 @@ def verdicts(case: Case) -> tuple[str | None, str | None]:
     return said[0], said[1]
 
 
-def tightened(case: Case) -> Case:
+def tightened(case):
     """The same plan in the smallest paged arena that holds it."""
     if case.plan.arena.kind == "contiguous":
         return case
@@ -72,19 +69,19 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_oracle_sees_what_was_spoiled_by_hand(fault: str) -> None:
+def test_the_oracle_sees_what_was_spoiled_by_hand(fault):
     with pytest.raises(oracle.UnsafeError, match=fault):
         oracle.check_plan(STORAGES, TRACES, FAULTS[fault])
 
 
 @pytest.mark.parametrize("plan", [PAGED, CONTIGUOUS])
-def test_the_oracle_accepts_what_is_safe(plan: Plan) -> None:
+def test_the_oracle_accepts_what_is_safe(plan):
     oracle.check_plan(STORAGES, TRACES, plan)
 
 
 @pytest.mark.random
-def test_verifier_and_oracle_agree_on_random_plans_safe_and_spoiled() -> None:
-    counts: Counter[tuple[str, bool, bool]] = Counter()
+def test_verifier_and_oracle_agree_on_random_plans_safe_and_spoiled():
+    counts = Counter()
     for seed in range(SEEDS):
         dice = Random(seed)
         case = random_case(dice)
@@ -102,12 +99,12 @@ def test_verifier_and_oracle_agree_on_random_plans_safe_and_spoiled() -> None:
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_both_accept_what_the_planner_makes_and_agree_on_it_spoiled(kind: str) -> None:
-    counts: Counter[str] = Counter()
+def test_both_accept_what_the_planner_makes_and_agree_on_it_spoiled(kind):
+    counts = Counter()
 
     @settings(max_examples=100, suppress_health_check=list(HealthCheck))
     @given(st.one_of(problems(kind), problems(kind, methods=2)), st.integers(0, 2**32))
-    def check(problem: RandomProblem, seed: int) -> None:
+    def check(problem, seed):
         plan = planned(problem)
         if plan is None:
             counts["below the floor"] += 1
@@ -126,7 +123,7 @@ def test_both_accept_what_the_planner_makes_and_agree_on_it_spoiled(kind: str) -
     assert counts["refused"] > 15
 
 
-def planned(problem: RandomProblem) -> Plan | None:
+def planned(problem):
     lowest = floor(problem).upper_bytes
     # half-way shares leave nothing to stream in most of the small problems
     budget = lowest + (problem.budget(lowest) - lowest) // 4

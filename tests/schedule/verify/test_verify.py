@@ -1,10 +1,7 @@
 """The verifier on literal plans: each rule, the sentence it gives, and how long it takes."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -27,7 +24,7 @@ GRANULE = 4
 HARDWARE = Hardware("toy", 1e9, 1e9, 1e9, 0)
 
 
-def trace_of(*reads: tuple[int, ...], graph: int = 0) -> Trace:
+def trace_of(*reads, graph=0):
     steps = tuple(Step(f"layer.{k}", r, 1, 1) for k, r in enumerate(reads))
     return Trace(f"method{graph}", graph, "", steps, 0, 0, "modelled")
 
@@ -67,30 +64,30 @@ CONTIGUOUS = replace(
 BOTH = pytest.mark.parametrize("plan", [PAGED, CONTIGUOUS], ids=["paged", "contiguous"])
 
 
-def scheduled(plan: Plan, **changes: Any) -> Plan:
+def scheduled(plan, **changes):
     return replace(plan, schedules=(replace(plan.schedules[0], **changes),))
 
 
-def transfers(plan: Plan, number: int, **changes: Any) -> Plan:
+def transfers(plan, number, **changes):
     items = list(plan.schedules[0].transfers)
     items[number] = replace(items[number], **changes)
     return scheduled(plan, transfers=tuple(items))
 
 
-def refuse(plan: Plan, sentence: str, *, traces: tuple[Trace, ...] = TRACES) -> None:
+def refuse(plan, sentence, *, traces=TRACES):
     with pytest.raises(PlanError) as caught:
         verify_plan(STORAGES, traces, plan)
     assert sentence in str(caught.value)
 
 
 @BOTH
-def test_safe_plans_pass(plan: Plan) -> None:
+def test_safe_plans_pass(plan):
     verify_plan(STORAGES, TRACES, plan)
     verify_plan(STORAGES, TRACES, replace(plan, wrap="barrier"))
 
 
 @BOTH
-def test_times_of_the_program_may_differ_but_not_its_reads(plan: Plan) -> None:
+def test_times_of_the_program_may_differ_but_not_its_reads(plan):
     slower = replace(TRACES[0], tail_ns=9)
     verify_plan(STORAGES, (slower,), plan)
     refuse(
@@ -106,7 +103,7 @@ def test_times_of_the_program_may_differ_but_not_its_reads(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("time", ["tail_ns", "gap_ns", "lead_ns", "read_ns"])
-def test_times_are_not_negative(time: str) -> None:
+def test_times_are_not_negative(time):
     (trace,) = TRACES
     if time in ("tail_ns", "gap_ns"):
         spoiled = replace(trace, **{time: -1})  # type: ignore[arg-type]
@@ -118,7 +115,7 @@ def test_times_are_not_negative(time: str) -> None:
 
 
 @BOTH
-def test_a_read_that_nothing_covers(plan: Plan) -> None:
+def test_a_read_that_nothing_covers(plan):
     missing = scheduled(plan, transfers=plan.schedules[0].transfers[:1], drops=plan.schedules[0].drops[:1])
     refuse(missing, "step 2 (layer.2) reads storage 2, of which")
     half = scheduled(
@@ -130,25 +127,25 @@ def test_a_read_that_nothing_covers(plan: Plan) -> None:
     refuse(half, "no transfer has brought")
 
 
-def test_a_transfer_that_starts_before_room_is_free() -> None:
+def test_a_transfer_that_starts_before_room_is_free():
     early = scheduled(PAGED, transfers=(Transfer(0, 8, 0, -2), Transfer(16, 22, 2, 0)))
     refuse(early, "after step 1 (layer.1) the ranges held may need 22 bytes")
 
 
-def test_a_transfer_that_overwrites_what_is_still_read() -> None:
+def test_a_transfer_that_overwrites_what_is_still_read():
     again = replace(CONTIGUOUS, traces=(trace_of((0,), (0, 1), (2,)),))
     refuse(again, "reads storage 0, of which arena bytes 0:6 then belong to storage 2", traces=again.traces)
     refuse(transfers(CONTIGUOUS, 0, after=-2), "may write arena bytes 0:6 while an earlier copy")
 
 
 @BOTH
-def test_a_transfer_for_a_later_step_does_not_cover_this_read(plan: Plan) -> None:
+def test_a_transfer_for_a_later_step_does_not_cover_this_read(plan):
     swapped = replace(plan, traces=(trace_of((0,), (1, 2), (2,)),))
     refuse(swapped, "a transfer may still be writing", traces=swapped.traces)
 
 
 @BOTH
-def test_drops_of_what_is_not_there(plan: Plan) -> None:
+def test_drops_of_what_is_not_there(plan):
     repeated = (*plan.schedules[0].drops, Drop(16, 22, 2))
     refuse(scheduled(plan, drops=repeated), "which are not on the device")
     early = (Drop(0, 8, 0), Drop(16, 22, 1))
@@ -156,13 +153,13 @@ def test_drops_of_what_is_not_there(plan: Plan) -> None:
     refuse(scheduled(plan, drops=(*plan.schedules[0].drops, Drop(8, 16, 1))), "takes bytes that are resident")
 
 
-def test_a_load_of_what_is_there() -> None:
+def test_a_load_of_what_is_there():
     kept = scheduled(PAGED, drops=(Drop(16, 22, 2),))
     refuse(replace(kept, arena_bytes=22, budget=27), "which are on the device already")
 
 
 @BOTH
-def test_the_boundary_must_come_back(plan: Plan) -> None:
+def test_the_boundary_must_come_back(plan):
     gone = scheduled(plan, transfers=plan.schedules[0].transfers[1:])
     refuse(gone, "at the end of a pass")
     refuse(gone, "are gone, but in the boundary")
@@ -172,13 +169,13 @@ def test_the_boundary_must_come_back(plan: Plan) -> None:
     )
 
 
-def test_what_stays_is_in_the_boundary_or_overwritten() -> None:
+def test_what_stays_is_in_the_boundary_or_overwritten():
     kept = scheduled(PAGED, drops=PAGED.schedules[0].drops[:1])
     refuse(replace(kept, arena_bytes=22, budget=27), "at the end of a pass bytes 16:22 are missing from")
     verify_plan(STORAGES, TRACES, scheduled(CONTIGUOUS, drops=()))
 
 
-def test_every_graph_starts_from_and_returns_to_one_boundary() -> None:
+def test_every_graph_starts_from_and_returns_to_one_boundary():
     second = trace_of((1,), (0,), graph=1)
     traces = (*TRACES, second)
     idle = Schedule(1, (), (), 0)
@@ -198,7 +195,7 @@ def test_every_graph_starts_from_and_returns_to_one_boundary() -> None:
 
 
 @BOTH
-def test_order_within_the_queue(plan: Plan) -> None:
+def test_order_within_the_queue(plan):
     stuck = (Transfer(16, 22, 2, 1), Transfer(0, 8, 1, 0))
     refuse(
         scheduled(plan, transfers=stuck),
@@ -210,7 +207,7 @@ def test_order_within_the_queue(plan: Plan) -> None:
     refuse(transfers(plan, 0, after=-4), "expected one from -3 to -1")
 
 
-def test_issue_order_delays_a_transfer_that_asks_to_start_earlier() -> None:
+def test_issue_order_delays_a_transfer_that_asks_to_start_earlier():
     plan = scheduled(
         replace(
             PAGED, boundary=(Range(8, 16),), arena_bytes=24, budget=29, traces=(trace_of((1,), (0,), (2,)),)
@@ -225,7 +222,7 @@ def test_issue_order_delays_a_transfer_that_asks_to_start_earlier() -> None:
 
 
 @BOTH
-def test_indices_and_kinds(plan: Plan) -> None:
+def test_indices_and_kinds(plan):
     refuse(transfers(plan, 1, step=3, after=2), "names a step that is not one of 3")
     refuse(scheduled(plan, drops=(Drop(0, 8, -1),)), "names a step that is not one of 3")
     refuse(transfers(plan, 1, link=1), "link 1, expected 'in' or 'out' and 0")
@@ -238,7 +235,7 @@ def test_indices_and_kinds(plan: Plan) -> None:
 
 
 @BOTH
-def test_budget(plan: Plan) -> None:
+def test_budget(plan):
     refuse(
         replace(plan, budget=20),
         "the arena of 16 bytes and 5 bytes beside it do not fit into the budget of 20",
@@ -250,7 +247,7 @@ def test_budget(plan: Plan) -> None:
 
 
 @BOTH
-def test_where_ranges_may_lie(plan: Plan) -> None:
+def test_where_ranges_may_lie(plan):
     refuse(transfers(plan, 1, stop=24), "is not inside one segment of the layout, 0:22")
     refuse(transfers(plan, 1, start=17), "is cut at 17, which is no multiple of the granule 4")
     refuse(transfers(plan, 1, start=22), "is not inside one segment")
@@ -269,7 +266,7 @@ def test_where_ranges_may_lie(plan: Plan) -> None:
     )
 
 
-def test_addresses_of_a_contiguous_arena() -> None:
+def test_addresses_of_a_contiguous_arena():
     refuse(replace(CONTIGUOUS, addresses=(0, 8, 4, -1)), "takes bytes that are resident")
     refuse(
         replace(CONTIGUOUS, addresses=(0, 8, 12, -1)),
@@ -286,7 +283,7 @@ def test_addresses_of_a_contiguous_arena() -> None:
     refuse(shared, "storages 0 and 1 overlap in the layout")
 
 
-def test_a_program_that_streams_nothing() -> None:
+def test_a_program_that_streams_nothing():
     trace = trace_of()
     nothing = Plan(
         5, Arena("paged", "anonymous", 4, (), ()), 0, (), (), (), (), "overlap",
@@ -295,7 +292,7 @@ def test_a_program_that_streams_nothing() -> None:
     verify_plan((), (trace,), nothing)
 
 
-def long_plan(steps: int, chunks: int, ahead: int) -> tuple[tuple[Storage, ...], Plan]:
+def long_plan(steps, chunks, ahead):
     """Equal storages in `chunks` pieces, copied `ahead` steps before they are read."""
     nbytes = chunks * GRANULE
     trace = trace_of(*((k,) for k in range(steps)))
@@ -313,7 +310,7 @@ def long_plan(steps: int, chunks: int, ahead: int) -> tuple[tuple[Storage, ...],
     return tuple(Storage(nbytes, "streamable") for _ in range(steps)), plan
 
 
-def test_thousands_of_transfers_take_half_a_second() -> None:
+def test_thousands_of_transfers_take_half_a_second():
     storages, plan = long_plan(1_100, 4, 8)
     seconds = []
     for _ in range(3):  # of the processor: other processes may take the core

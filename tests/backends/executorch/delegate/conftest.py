@@ -1,10 +1,6 @@
 """The delegate and the program that runs it, built once, and the models, exported once."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +8,11 @@ pytest.importorskip(
     "executorch", reason="executorch is not installed: nothing to export to", exc_type=ImportError
 )
 
-from torch.export import ExportedProgram, export
+from torch.export import export
 
 from tests.backends.executorch.delegate.pte_models import (
     DEEP,
     WIDE,
-    Files,
     Mlp,
     decoder_methods,
     for_rows,
@@ -28,7 +23,7 @@ from tests.backends.executorch.delegate.pte_models import (
 from tests.backends.executorch.delegate.pte_runs import Runner
 from tests.engines import built as build
 
-METHODS: dict[str, Callable[[], dict[str, ExportedProgram]]] = {
+METHODS = {
     "mlp": lambda: {"forward": export(Mlp().eval(), (rows(),))},
     "quantised": lambda: {"forward": export(quantised_mlp().eval(), (rows(),))},
     "wide": lambda: {"forward": export(Mlp(width=WIDE, layers=DEEP).eval(), (rows(width=WIDE),))},
@@ -39,22 +34,22 @@ METHODS: dict[str, Callable[[], dict[str, ExportedProgram]]] = {
 
 
 @pytest.fixture(scope="session")
-def built() -> Path:
+def built():
     """The folder of the delegate."""
     return build("executorch/run_pte", "build-delegate").parent
 
 
 @pytest.fixture
-def runner(built: Path, tmp_path: Path) -> Runner:
+def runner(built, tmp_path):
     return Runner(built / "run_pte", built / "libpenstock_executorch.so", tmp_path)
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Files, Files]]:
+def exported(tmp_path_factory):
     """By a model's name, its files with penstock's delegates, and without any."""
 
     @cache
-    def made(name: str) -> tuple[Files, Files]:
+    def made(name):
         folder = tmp_path_factory.mktemp(name)
         plain = write_files(folder / "plain", METHODS[name](), delegated=False)
         return write_files(folder / "delegated", METHODS[name]()), plain
@@ -63,11 +58,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Files]:
+def compiled(tmp_path_factory):
     """By a model's name, its files with code of AOTInductor's."""
 
     @cache
-    def made(name: str) -> Files:
+    def made(name):
         folder = tmp_path_factory.mktemp(name)
         return write_files(folder / "compiled", METHODS[name](), kernels="aotinductor")
 

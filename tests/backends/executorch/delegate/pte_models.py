@@ -6,10 +6,8 @@ Weights have unit gain, so that a weight that is read at the wrong time shows in
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from executorch.exir import (
@@ -18,8 +16,7 @@ from executorch.exir import (
     to_edge_transform_and_lower,
 )
 from executorch.exir.passes import MemoryPlanningPass
-from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch import nn
 
 from penstock.backends.executorch import PenstockPartitioner
 from tests.quantised_models import Shown
@@ -34,7 +31,7 @@ LEAST = 1 << 10
 _LINEAR_STAYS = EdgeCompileConfig(_check_ir_validity=False, preserve_ops=[torch.ops.aten.linear.default])
 
 
-def _linear(width: int, out: int, seed: int, *, bias: bool = True) -> nn.Linear:
+def _linear(width, out, seed, *, bias=True):
     layer = nn.Linear(width, out, bias=bias)
     random = torch.Generator().manual_seed(seed)
     nn.init.orthogonal_(layer.weight, generator=random)
@@ -46,11 +43,11 @@ def _linear(width: int, out: int, seed: int, *, bias: bool = True) -> nn.Linear:
 class Mlp(nn.Module):
     """Linear layers whose outputs keep the size of their inputs."""
 
-    def __init__(self, seed: int = 0, width: int = WIDTH, layers: int = LAYERS) -> None:
+    def __init__(self, seed=0, width=WIDTH, layers=LAYERS):
         super().__init__()
         self.layers = nn.ModuleList(_linear(width, width, seed + k) for k in range(layers))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
@@ -62,13 +59,13 @@ class Attention(nn.Module):
     The last weight has the values of the first, which the `.ptd` has once.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         super().__init__()
         self.q, self.k, self.v, self.o = (_linear(WIDTH, WIDTH, seed + k % 3) for k in range(4))
         self.register_buffer("keys", torch.zeros(ROOM, WIDTH))
         self.register_buffer("values", torch.zeros(ROOM, WIDTH))
 
-    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+    def forward(self, x, at):
         self.keys.index_copy_(0, at, self.k(x))
         self.values.index_copy_(0, at, self.v(x))
         seen = torch.arange(ROOM) <= at.unsqueeze(1)
@@ -79,7 +76,7 @@ class Attention(nn.Module):
 class Decoder(nn.Module):
     """Two layers of attention; the head is the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(Attention(10 * k) for k in range(2))
@@ -87,14 +84,14 @@ class Decoder(nn.Module):
         nn.init.normal_(self.embedding.weight, generator=torch.Generator().manual_seed(5))
         self.head.weight = self.embedding.weight
 
-    def forward(self, words: Tensor, at: Tensor) -> Tensor:
+    def forward(self, words, at):
         x = self.embedding(words)
         for layer in self.layers:
             x = layer(x, at)
         return self.head(x)
 
 
-def quantised_mlp() -> Mlp:
+def quantised_mlp():
     """The MLP with weights of int8 and a scale for each row."""
     model = Mlp(seed=20)
     for layer in model.layers:
@@ -109,19 +106,19 @@ PROMPT = (torch.arange(5), torch.arange(5))
 NEXT = [(torch.tensor([7 * k % WORDS]), torch.tensor([k])) for k in range(5, 9)]
 
 
-def decoder_methods() -> dict[str, ExportedProgram]:
+def decoder_methods():
     """A prompt of five words, and one word."""
     model = Decoder().eval()
     return {"prefill": torch.export.export(model, PROMPT), "decode": torch.export.export(model, NEXT[0])}
 
 
-def for_rows(model: Mlp) -> dict[str, ExportedProgram]:
+def for_rows(model):
     """An MLP for one to eight rows."""
     batch = torch.export.Dim("batch", min=1, max=8)
     return {"forward": torch.export.export(model.eval(), (rows(),), dynamic_shapes=({0: batch},))}
 
 
-def rows(count: int = 3, width: int = WIDTH) -> Tensor:
+def rows(count=3, width=WIDTH):
     """Input of the MLPs."""
     return torch.randn(count, width, generator=torch.Generator().manual_seed(1))
 
@@ -134,21 +131,13 @@ class Files:
     data: tuple[Path, ...] = ()
 
     @property
-    def weights(self) -> Path:
+    def weights(self):
         """The only `.ptd`."""
         (path,) = self.data
         return path
 
 
-def write_files(
-    folder: Path,
-    methods: Mapping[str, ExportedProgram],
-    *,
-    delegated: bool = True,
-    budget: str | None = None,
-    alignment: int = 4096,
-    kernels: Literal["executorch", "aotinductor"] = "executorch",
-) -> Files:
+def write_files(folder, methods, *, delegated=True, budget=None, alignment=4096, kernels="executorch"):
     """Writes the files of a program to a new folder, without the checks of `save`."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # ExecuTorch's own

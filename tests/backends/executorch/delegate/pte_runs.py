@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +23,7 @@ class Program:
     mode: str = "mmap"
     share: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self):
         files = {"pte": str(self.files.pte), "data": [str(path) for path in self.files.data]}
         return {**files, "options": self.options, "mode": self.mode, "share": self.share}
 
@@ -74,15 +73,7 @@ class Runner:
     folder: Path
     said: list[str] = field(default_factory=list)
 
-    def __call__(
-        self,
-        programs: Sequence[Program],
-        calls: Sequence[Call],
-        *,
-        with_library: bool = True,
-        threads: bool = False,
-        late: bool = False,
-    ) -> list[Answer]:
+    def __call__(self, programs, calls, *, with_library=True, threads=False, late=False):
         """Runs calls, one after another; with `threads`, those of each program in a thread of its own.
 
         With `late`, programs are destroyed after everything that is static in the libraries.
@@ -103,7 +94,7 @@ class Runner:
         answers = json.loads(found.stdout)
         return [Answer(**said, outputs=_outputs(one)) for said, one in zip(answers, asked, strict=True)]
 
-    def _asked(self, number: int, call: Call) -> dict[str, Any]:
+    def _asked(self, number, call):
         if call.shell:
             return {"program": call.program, "shell": call.shell}
         if call.reload:
@@ -116,12 +107,12 @@ class Runner:
         paths = {"inputs": str(inputs), "outputs": str(outputs)}
         return {"program": call.program, "method": call.method, "options": call.options, **paths}
 
-    def sentences(self) -> list[str]:
+    def sentences(self):
         """What the delegate said."""
         return [line.partition("penstock: ")[2] for line in self.said if "penstock: " in line]
 
 
-def _outputs(asked: dict[str, Any]) -> list[Tensor]:
+def _outputs(asked):
     path = Path(asked.get("outputs", ""))
     if not path.is_file():
         return []

@@ -1,18 +1,15 @@
 """The library that runs compiled code, by its functions for C: what the delegate never asks it to do."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.backends.executorch import read
-from tests.backends.executorch.delegate.pte_models import DEEP, WIDE, Files
+from tests.backends.executorch.delegate.pte_models import DEEP, WIDE
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,9 +73,7 @@ if code:
 """
 
 
-def lines(
-    built: Path, files: Files, folder: Path, version: str = torch.__version__, **variables: str
-) -> list[str]:
+def lines(built, files, folder, version=torch.__version__, **variables):
     """What the code above says of the package of some files, in a process without penstock and torch."""
     exported = read(files.pte)
     package = folder / "package"

@@ -1,11 +1,8 @@
 """Whole methods of AOTInductor's code in ExecuTorch's run time: the bits of penstock's compiled artifact."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import chain, pairwise
@@ -21,7 +18,7 @@ from penstock.backends.executorch import read
 from penstock.backends.executorch.facts import SMALL
 from tests.backends.executorch.delegate.conftest import METHODS
 from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, WIDE, Files, rows, write_files
-from tests.backends.executorch.delegate.pte_runs import Answer, Call, Program, Runner
+from tests.backends.executorch.delegate.pte_runs import Call, Program
 from tests.backends.executorch.forging import fields, forge
 
 pytestmark = pytest.mark.timeout(300)
@@ -33,11 +30,11 @@ CALLS = {
 
 
 @pytest.fixture(scope="session")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[torch.Tensor]]:
+def expected(tmp_path_factory):
     """By a model's name, what penstock's own compiled artifact of it gives for the calls."""
 
     @cache
-    def outputs(name: str) -> list[torch.Tensor]:
+    def outputs(name):
         path = tmp_path_factory.mktemp("artifact") / f"{name}.penstock"
         program = penstock.compile(METHODS[name](), path, lowering="inductor", resident_below=SMALL)
         with program.load("100%") as module:
@@ -46,16 +43,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[t
     return outputs
 
 
-def outputs_of(answers: list[Answer]) -> list[torch.Tensor]:
+def outputs_of(answers):
     assert [one.error for one in answers] == ["Error::Ok"] * len(answers)
     return [tensor for one in answers for tensor in one.outputs]
 
 
-def assert_equal(answers: list[Answer], expected: list[torch.Tensor]) -> None:
+def assert_equal(answers, expected):
     assert all(torch.equal(one, other) for one, other in zip(outputs_of(answers), expected, strict=True))
 
 
-def moved_by(files: Files, budget: int, calls: list[Call]) -> tuple[int, int]:
+def moved_by(files, budget, calls):
     """The least and the most bytes that the plan for a budget brings in these calls."""
     payload = read(files.pte).payload
     plan = max((one for one in payload.plans if one.budget <= budget), key=lambda one: one.budget)
@@ -119,13 +116,13 @@ class Before(nn.Module):
     It asks for a weight of which it uses no element.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.unread = nn.Linear(64, 64), nn.Parameter(torch.randn(64, 64))
         self.register_buffer("held", torch.randn(3, 64))
         self.register_buffer("count", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x):
         held, count = self.held[:2].clone().view(-1, 32), self.count.clone()
         self.held.add_(x)
         self.count.add_(1)
@@ -145,7 +142,7 @@ def test_results_that_a_buffer_held_before_it_is_written_and_a_weight_that_no_st
         torch.testing.assert_close(outputs_of(runner([program], [Call([rows()])] * 3)), expected)
 
 
-def refused(runner: Runner, files: Files, error: str, sentence: str, budget: str = "100%") -> None:
+def refused(runner, files, error, sentence, budget="100%"):
     (answer,) = runner([Program(files, {"budget": budget})], [Call([rows()])])
     assert answer.error == f"Error::{error}"
     (said,) = runner.sentences()
@@ -153,7 +150,7 @@ def refused(runner: Runner, files: Files, error: str, sentence: str, budget: str
     assert (said.count(". "), answer.programs) == (0, 0)
 
 
-def copied(files: Files, folder: Path) -> Files:
+def copied(files, folder):
     """A copy, to be changed."""
     shutil.copytree(files.pte.parent, folder / "copy")
     return Files(folder / "copy/model.pte", (folder / "copy/weights.ptd",))

@@ -1,7 +1,5 @@
 """The delegate in ExecuTorch's run time: the bits of its kernels without penstock, within every budget."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 
@@ -10,39 +8,37 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.backends.executorch import read
-from penstock.schedule.plan import Plan
 from tests.backends.executorch.delegate.pte_models import (
     NEXT,
     PROMPT,
     WIDE,
-    Files,
     Mlp,
     rows,
     write_files,
 )
-from tests.backends.executorch.delegate.pte_runs import Answer, Call, Program
+from tests.backends.executorch.delegate.pte_runs import Call, Program
 from tests.forked import run_forked
 
 THREE_CALLS = [Call([rows()])] * 3
 SPOKEN = [Call(PROMPT, "prefill"), *(Call(one, "decode") for one in NEXT)]
 
 
-def _outputs(answers: list[Answer]) -> list[torch.Tensor]:
+def _outputs(answers):
     assert [one.error for one in answers] == ["Error::Ok"] * len(answers)
     return [tensor for one in answers for tensor in one.outputs]
 
 
-def _assert_equal(answers: list[Answer], expected: list[Answer]) -> None:
+def _assert_equal(answers, expected):
     pairs = zip(_outputs(answers), _outputs(expected), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def _plan(files: Files, budget: int) -> Plan:
+def _plan(files, budget):
     """The plan of the payload's ladder that a budget allows."""
     return max((p for p in read(files.pte).payload.plans if p.budget <= budget), key=lambda p: p.budget)
 
 
-def _moved(plan: Plan, graph: int = 0) -> int:
+def _moved(plan, graph=0):
     """Bytes that a pass of a method brings, once passes follow one another."""
     (schedule,) = (one for one in plan.schedules if one.graph == graph)
     return sum(one.stop - one.start for one in schedule.transfers)

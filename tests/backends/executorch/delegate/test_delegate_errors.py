@@ -1,10 +1,7 @@
 """What the delegate refuses: one sentence that says what to do, and an error code."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from torch import nn
@@ -14,7 +11,7 @@ import penstock
 from penstock.backends.executorch import read
 from penstock.schedule.payload.codec import VERSION
 from tests.backends.executorch.delegate.pte_models import PROMPT, WIDTH, Files, Mlp, rows, write_files
-from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
+from tests.backends.executorch.delegate.pte_runs import Call, Program
 from tests.backends.executorch.forging import FORGERIES, deep, fields, forge
 
 CALL = Call([rows()])
@@ -23,13 +20,13 @@ _NEWEST = f'"version": {VERSION}'.encode()
 
 
 @pytest.fixture
-def files(exported, tmp_path: Path) -> Files:
+def files(exported, tmp_path):
     """A copy of the MLP's files, to be damaged."""
     shutil.copytree(exported("mlp")[0].pte.parent, tmp_path / "copy")
     return Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
 
 
-def _refused(runner: Runner, program: Program, error: str, sentence: str) -> None:
+def _refused(runner, program, error, sentence):
     (answer,) = runner([program], [CALL])
     assert answer.error == f"Error::{error}"
     (said,) = runner.sentences()
@@ -38,7 +35,7 @@ def _refused(runner: Runner, program: Program, error: str, sentence: str) -> Non
     assert answer.programs == 0
 
 
-def _changed(path: Path, old: bytes, new: bytes) -> None:
+def _changed(path, old, new):
     """Writes other bytes of the same number to the first place where the old ones are."""
     data = path.read_bytes()
     assert old in data
@@ -92,7 +89,7 @@ def test_data_files_that_are_missing_or_cut(runner, files, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Files:
+def other(tmp_path_factory):
     """The files of another model of the same shapes."""
     methods = {"forward": export(Mlp(seed=50).eval(), (rows(),))}
     return write_files(tmp_path_factory.mktemp("other") / "files", methods)

@@ -5,20 +5,17 @@ reads or writes, a value that it never wrote, or a race between two of its own a
 delegate and they share is checked where the delegate touches it, and calls of the C library everywhere.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, Files, rows
-from tests.backends.executorch.delegate.pte_runs import Answer, Call, Program, Runner
-from tests.backends.executorch.forging import FORGERIES, Change, deep, fields, forge
+from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
+from tests.backends.executorch.forging import FORGERIES, deep, fields, forge
 from tests.engines import ROOT
 
 pytestmark = pytest.mark.sanitize
@@ -27,7 +24,7 @@ SPOKEN = [Call(PROMPT, "prefill"), *(Call(one, "decode") for one in NEXT)]
 
 
 @pytest.fixture(scope="module", params=["thread", "address,undefined"])
-def sanitized(request: pytest.FixtureRequest) -> Path:
+def sanitized(request):
     """The folder of a delegate that is compiled with a sanitizer."""
     subprocess.run([ROOT / "scripts/build-delegate", sys.executable, request.param], check=True)
     folder = ROOT / f"build/executorch-{request.param}"
@@ -38,7 +35,7 @@ def sanitized(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def runner(sanitized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+def runner(sanitized, tmp_path, monkeypatch):
     """Fails for what a sanitizer reports, because the program then ends with an error."""
     monkeypatch.setenv("TSAN_OPTIONS", "halt_on_error=1")
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=1")
@@ -46,13 +43,13 @@ def runner(sanitized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def files(exported, tmp_path: Path) -> Files:
+def files(exported, tmp_path):
     """A copy of the MLP's files, to be damaged."""
     shutil.copytree(exported("mlp")[0].pte.parent, tmp_path / "copy")
     return Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
 
 
-def _assert_equal(answers: list[Answer], expected: list[Answer]) -> None:
+def _assert_equal(answers, expected):
     assert [one.error for one in (*answers, *expected)] == ["Error::Ok"] * (len(answers) + len(expected))
     for one, other in zip(answers, expected, strict=True):
         assert all(torch.equal(*pair) for pair in zip(one.outputs, other.outputs, strict=True))
@@ -92,7 +89,7 @@ def test_programs_that_come_and_go_in_threads(runner, exported):
     assert [one.error for one in answers] == ["Error::Ok"] * 3
 
 
-DAMAGES: dict[str, dict[str, Change]] = {
+DAMAGES = {
     **{name: {"region": fields(change)} for name, (change, _) in FORGERIES.items()},
     "deep region": {"region": deep},
     "deep payload": {"payload": deep},
