@@ -447,8 +447,8 @@ def _plan_made_for(path: Path) -> str:
     """What a plan says at its beginning; the rest, which may be long, is not read."""
     with open(open_regular(path), "rb") as file:
         begin = file.read(64 << 10).decode(errors="replace")
-    said, _ = json.JSONDecoder().raw_decode(begin, len(f'{{"{MADE_FOR}": '))
-    return said if isinstance(said, str) and begin.startswith(f'{{"{MADE_FOR}": ') else ""
+    model, _ = json.JSONDecoder().raw_decode(begin, len(f'{{"{MADE_FOR}": '))
+    return model if isinstance(model, str) and begin.startswith(f'{{"{MADE_FOR}": ') else ""
 
 
 def _nbytes(path: Path) -> int:

@@ -239,9 +239,9 @@ class ConstantLeaf:
             _refuse_input(self.name, f"the exported value {self.value!r}", repr(leaf))
 
 
-def failed_check(what: str) -> StreamError:
+def failed_check(message: str) -> StreamError:
     """Return the error for a check that a program makes of its own, by what torch says of it."""
-    first = (what.splitlines() or [""])[0].rstrip(".:; ")
+    first = (message.splitlines() or [""])[0].rstrip(".:; ")
     first = re.sub(r"^Runtime assertion failed for expression (.+) on node '\w+'$", r"\1", first)
     return StreamError(
         f"a check of the program fails for this call: {first}; pass inputs that the model takes"

@@ -155,10 +155,10 @@ def _without_dump(error: RuntimeError) -> Exception:
 
     It says where an operator failed, and of the checks that the program makes only what they say.
     """
-    said, dump, _ = str(error).partition("\nException raised from ")
-    if dump or _CALL_FAILED in said or "out of memory" in said:
-        return RuntimeError(said)
-    return failed_check(said)
+    message, dump, _ = str(error).partition("\nException raised from ")
+    if dump or _CALL_FAILED in message or "out of memory" in message:
+        return RuntimeError(message)
+    return failed_check(message)
 
 
 _CALL_FAILED = "API call failed at"

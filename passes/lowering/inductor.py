@@ -235,8 +235,8 @@ class Emitted:
 
     def read(self, ending: str) -> str:
         """Returns the text of the file whose name has this ending; an empty string if there is none."""
-        found = (file for file in self.files if isinstance(file, str) and file.endswith(ending))
-        return next((Path(file).read_text() for file in found), "")
+        matching = (file for file in self.files if isinstance(file, str) and file.endswith(ending))
+        return next((Path(file).read_text() for file in matching), "")
 
 
 @dataclass(frozen=True)
@@ -356,14 +356,14 @@ def write_package(compiled: Compiled, path: Path) -> None:
     """Writes the package of AOTInductor with a model for each method, by the method's name."""
     from torch._inductor.package.package import package_aoti
 
-    package_aoti(str(path), {name: list(one.files) for name, one in compiled.emitted.items()})
+    package_aoti(str(path), {name: list(emitted.files) for name, emitted in compiled.emitted.items()})
 
 
 def _compile(compiled: Compiled, method: Method) -> Emitted:
     exported = compiled.programs[method.name]
-    what = f"method {method.name!r}"
-    device = only_device(values_of(exported.graph_module), what)
-    check_ahead(device, what)
+    title = f"method {method.name!r}"
+    device = only_device(values_of(exported.graph_module), title)
+    check_ahead(device, title)
     weights = Weights({weight.fqn: weight for weight in compiled.payload.tensors}, compiled.payload.storages)
     shared = shared_memory(weights, device)  # kept until all is compiled
     hollow = without_values(exported, weights, shared)
@@ -405,8 +405,8 @@ def _with_tensor_scales(module: Any) -> Any:
 
     Inductor takes any divisor of an attention's products for a number, and fails when it is a tensor.
     """
-    for one in nested_modules(module):
-        for node in one.graph.nodes:
+    for nested in nested_modules(module):
+        for node in nested.graph.nodes:
             if node.target is not aten.div.Tensor or not isinstance(node.args[1], fx.Node):
                 continue
             product = node.args[0]
@@ -414,7 +414,7 @@ def _with_tensor_scales(module: Any) -> Any:
                 product = product.args[0]
             if isinstance(product, fx.Node) and product.target in _PRODUCTS:
                 node.target, node.kwargs = aten.div.Tensor_mode, {"rounding_mode": None}
-        one.recompile()
+        nested.recompile()
     return module
 
 
@@ -458,12 +458,12 @@ def observed(
     leads = [Work()] * (len(opened) + 1)
     reads = [Work()] * (len(opened) + 1)
     names = [""] * len(opened)
-    for probe, one in enumerate(placed.steps):
+    for probe, step in enumerate(placed.steps):
         # The step that begins with the acquire of this probe, or the next step after that call.
         k = bisect_left(opened, position[2 * probe])
-        leads[k], reads[k] = sum_of(leads[k], one.lead_work), sum_of(reads[k], one.read_work)
+        leads[k], reads[k] = sum_of(leads[k], step.lead_work), sum_of(reads[k], step.read_work)
         if k < len(names) and not names[k]:
-            names[k] = one.name
+            names[k] = step.name
     tail = sum_of(leads[-1], reads[-1], placed.tail)
     steps = [
         Step(name or f"{step.label}_{k}", step.reads, 0, 0, lead, read)
@@ -547,8 +547,14 @@ def own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
     """Returns the user's own passes at the place where probes are inserted, by these options or torch's."""
     from torch._inductor import config
 
-    given = options.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
-    return tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
+    passes_given = options.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
+    return (
+        tuple(passes_given)
+        if isinstance(passes_given, list | tuple)
+        else (passes_given,)
+        if passes_given
+        else ()
+    )
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -558,10 +564,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if not hasattr(_nested(config, name), name.rpartition(".")[2]):
             raise PassError(f"Inductor has no option {name!r}: see torch._inductor.list_options()")
-    for name, what in _DEFEATS_STREAMING.items():
+    for name, reason in _DEFEATS_STREAMING.items():
         default = False if name in FIXED else getattr(_nested(config, name), name.rpartition(".")[2], False)
         if options.get(name, default):
-            raise PassError(f"the option {name!r} {what}, so that nothing is left to stream: turn it off")
+            raise PassError(f"the option {name!r} {reason}, so that nothing is left to stream: turn it off")
 
 
 def _nested(config: Any, name: str) -> Any:
@@ -578,11 +584,15 @@ def raise_own(error: BaseException) -> None:
 
 
 def _causes(error: BaseException) -> Sequence[BaseException]:
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
-        one = waiting.pop()
-        if one is not None and one not in found:
-            found.append(one)
-            waiting += [one.__cause__, one.__context__, getattr(one, "inner_exception", None)]
-    return found
+        candidate = waiting.pop()
+        if candidate is not None and candidate not in errors:
+            errors.append(candidate)
+            waiting += [
+                candidate.__cause__,
+                candidate.__context__,
+                getattr(candidate, "inner_exception", None),
+            ]
+    return errors

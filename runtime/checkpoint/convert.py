@@ -117,7 +117,7 @@ def write_shards(
     for name, shard in zip(names, shards, strict=True):
         write_packed(folder / name, shard, dense=True, progress=report)
     if always_index or len(names) > 1:
-        total = sum(entry.nbytes for entry in entries)
+        total = sum(packed.nbytes for packed in entries)
         (folder / INDEX).write_text(_index(names, shards, total), encoding="utf-8")
     return names
 

@@ -223,8 +223,8 @@ def read_payload_bytes(folder: Path) -> bytes:
             reason = "it is a file"
         elif isinstance(error, FileNotFoundError):
             reason = f"it has no {PAYLOAD}"
-        said = f"is not an artifact: {reason}; give the folder that penstock compile wrote"
-        raise SourceError(f"{folder} {_of_model(folder) or said}") from error
+        sentence = f"is not an artifact: {reason}; give the folder that penstock compile wrote"
+        raise SourceError(f"{folder} {_of_model(folder) or sentence}") from error
 
 
 def _of_model(path: Path) -> str:
@@ -232,10 +232,10 @@ def _of_model(path: Path) -> str:
     folder = path if os.path.isdir(path) else path.parent
     if not os.path.isfile(folder / "config.json") or not os.path.exists(path):
         return ""
-    what = "is a model's folder" if folder == path else "is a file of a model"
+    relation = "is a model's folder" if folder == path else "is a file of a model"
     name = f"{folder.resolve().name}.penstock"
     return (
-        f"{what} and not an artifact: `penstock compile {folder} {name}` makes one of it, and "
+        f"{relation} and not an artifact: `penstock compile {folder} {name}` makes one of it, and "
         f"`penstock generate {folder}` runs a language model as it is"
     )
 

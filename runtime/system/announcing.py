@@ -22,7 +22,7 @@ _outer = threading.local()
 
 
 @contextmanager
-def announced(what: str) -> Iterator[None]:
+def announced(title: str) -> Iterator[None]:
     """Print `what` on stderr once it has taken five seconds, and how long it took when it ends.
 
     Within announced work of the same thread nothing is printed. `PENSTOCK_ANNOUNCE_AFTER` sets the seconds.
@@ -35,7 +35,7 @@ def announced(what: str) -> Iterator[None]:
     if getattr(_outer, "busy", False) or after == math.inf:
         yield
         return
-    begun, line, stream = time.monotonic(), _Line(what), sys.stderr
+    begun, line, stream = time.monotonic(), _Line(title), sys.stderr
     timer = threading.Timer(after, line.begin, (stream,))
     timer.daemon = _outer.busy = True
     timer.start() if after > 0 else line.begin(stream)
@@ -50,8 +50,8 @@ def announced(what: str) -> Iterator[None]:
 class _Line:
     """The two lines about some work. The second one is printed only where the first one was."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._lock, self._begun, self._ended = what, threading.Lock(), False, False
+    def __init__(self, title: str) -> None:
+        self._what, self._lock, self._begun, self._ended = title, threading.Lock(), False, False
 
     def begin(self, stream: TextIO) -> None:
         with self._lock:

@@ -164,7 +164,7 @@ def find_hardware(name: Hardware | str) -> Hardware:
     preset, *changes = name.split(",")
     if preset in PRESETS:
         return _changed(name, PRESETS[preset], changes) if changes else PRESETS[preset]
-    same = [one for one in PRESETS if re.findall(r"\d+", one) == re.findall(r"\d+", preset)]
+    same = [known for known in PRESETS if re.findall(r"\d+", known) == re.findall(r"\d+", preset)]
     near = difflib.get_close_matches(preset.lower(), same, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise PlanError(

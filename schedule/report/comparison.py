@@ -83,7 +83,9 @@ def some_of_every_group(setting: Setting) -> int | None:
             continue
         count = len(streamed)
         before = [streamed[j - 2] - n * (j < 2) if count > 1 else streamed[0] - n for j in range(count)]
-        return _period(setting, [(k, max(one, k - n)) for k, one in zip(streamed, before, strict=True)])
+        return _period(
+            setting, [(k, max(earlier, k - n)) for k, earlier in zip(streamed, before, strict=True)]
+        )
     return on_demand(setting)
 
 
@@ -92,20 +94,20 @@ def least_recently_used(setting: Setting) -> int | None:
 
     On a cyclic scan, such a cache never holds what is read next (Sleator and Tarjan, CACM 28(2), 1985).
     """
-    held: OrderedDict[int, int] = OrderedDict()
+    present: OrderedDict[int, int] = OrderedDict()
     copied: set[int] = set()
     period = 0
     for _ in range(3):  # the third pass is a steady one
         period = setting.trace.compute_ns
         copied.clear()
         for step in setting.trace.steps:
-            missing = [s for s in step.reads if s not in held]
+            missing = [s for s in step.reads if s not in present]
             for s in step.reads:
-                held[s] = setting.sizes[s]
-                held.move_to_end(s)
-            while sum(held.values()) > setting.cap and len(held) > len(step.reads):
-                held.popitem(last=False)
-            if sum(held.values()) > setting.cap:
+                present[s] = setting.sizes[s]
+                present.move_to_end(s)
+            while sum(present.values()) > setting.cap and len(present) > len(step.reads):
+                present.popitem(last=False)
+            if sum(present.values()) > setting.cap:
                 return None
             period += sum(setting.hardware.copy_ns(setting.sizes[s]) for s in missing)
             period += setting.hardware.link_fill_ns * bool(missing)
@@ -144,10 +146,10 @@ POLICIES: dict[str, Callable[[Setting], int | None]] = {
 
 def compare(setting: Setting, host: Hardware | None = None) -> dict[str, int | None]:
     """The period of every policy, by name; with `host`, also that of computing the rest on the host."""
-    found = {name: policy(setting) for name, policy in POLICIES.items()}
+    periods = {name: policy(setting) for name, policy in POLICIES.items()}
     if host is not None:
-        found[REST] = rest_on_host(setting, host)
-    return found
+        periods[REST] = rest_on_host(setting, host)
+    return periods
 
 
 def without_values(trace: Trace) -> Trace:
@@ -156,7 +158,8 @@ def without_values(trace: Trace) -> Trace:
     if not written:
         return trace
     steps = (
-        replace(one, reads=tuple(s for s in one.reads if s not in written), writes=()) for one in trace.steps
+        replace(step, reads=tuple(s for s in step.reads if s not in written), writes=())
+        for step in trace.steps
     )
     return replace(trace, steps=tuple(steps))
 
@@ -181,12 +184,12 @@ def _period(setting: Setting, starts: Sequence[tuple[int, int]]) -> int | None:
 
 def _blocks(setting: Setting, most: int) -> Iterator[int]:
     """Yield the number of each step's block: consecutive steps of at most `most` bytes, or a single step."""
-    block, held = -1, 0
+    block, block_bytes = -1, 0
     for k in range(len(setting.trace.steps)):
         nbytes = setting.read_bytes(k)
-        if block < 0 or held + nbytes > most:
-            block, held = block + 1, 0
-        held += nbytes
+        if block < 0 or block_bytes + nbytes > most:
+            block, block_bytes = block + 1, 0
+        block_bytes += nbytes
         yield block
 
 
@@ -217,7 +220,7 @@ def other_policies(plan: Decisions, host: Hardware | None = None) -> dict[str, i
     The default of `host` is the host beside the plan's hardware. For a plan without sizes there is no result.
     """
     plan, host = joined(plan), host or host_beside(plan.hardware)
-    found: dict[str, int] = {}
+    kept_bytes: dict[str, int] = {}
     for number, trace in enumerate(plan.traces if plan.sizes else ()):
         cap = plan.budget - _fixed(plan) - max(_alive(plan, trace), default=0)
         steps = (replace(step, reads=plan.reads_of(step)) for step in trace.steps)
@@ -225,11 +228,11 @@ def other_policies(plan: Decisions, host: Hardware | None = None) -> dict[str, i
         setting = Setting(plan.sizes, whole, max(0, cap), plan.hardware)
         periods = compare(setting, host) if trace.steps and cap >= 0 else {}
         for name, ns in periods.items():
-            if ns is not None and (number == 0 or name in found):
-                found[name] = found.get(name, 0) + ns
+            if ns is not None and (number == 0 or name in kept_bytes):
+                kept_bytes[name] = kept_bytes.get(name, 0) + ns
             else:
-                found.pop(name, None)
-    return found
+                kept_bytes.pop(name, None)
+    return kept_bytes
 
 
 def point_of(plan: Decisions) -> Point:
@@ -253,14 +256,16 @@ def curve_of(
     other budgets are the lower bounds that link and compute set (`best_ns`).
     """
     at: dict[int, dict[str, int | None]] = {}
-    for one in points:
-        known = {"plans by penstock": one["predicted_ns"], BEST: one["lower_bound_ns"]}
-        at[one["budget"]] = known | one["policies"]
+    for point in points:
+        known = {"plans by penstock": point["predicted_ns"], BEST: point["lower_bound_ns"]}
+        at[point["budget"]] = known | point["policies"]
     if plan.sizes and not points:
         budgets = (sum(plan.sizes) * percent // 100 for percent in range(106))
-        at = {one: {"link and compute at best": best_ns(plan, one)} for one in (*budgets, plan.budget)}
-    own = {"this plan": plan.predicted_ns, BEST: plan.lower_bound_ns}
-    at[plan.budget] = {**policies, **at.get(plan.budget, {}), **own}
+        at = {
+            budget: {"link and compute at best": best_ns(plan, budget)} for budget in (*budgets, plan.budget)
+        }
+    present = {"this plan": plan.predicted_ns, BEST: plan.lower_bound_ns}
+    at[plan.budget] = {**policies, **at.get(plan.budget, {}), **present}
     names = dict.fromkeys(name for times in at.values() for name in times)
     lines = {name: [at[budget].get(name) for budget in sorted(at)] for name in names}
     drawn = [max(1, ns) for line in lines.values() for ns in line if ns is not None]
@@ -276,7 +281,7 @@ def best_ns(plan: Decisions, budget: int) -> int:
     most is alive, what the budget cannot hold of it and the weights is copied in, and what it cannot hold of
     it alone is copied out, too. What is read by units counts nothing.
     """
-    found, hardware = 0, plan.hardware
+    total, hardware = 0, plan.hardware
     for trace in joined(plan).traces:
         alive = max(_alive(plan, trace), default=0)
         weights = {s for step in trace.steps for s in step.reads} - plan.produced
@@ -284,17 +289,17 @@ def best_ns(plan: Decisions, budget: int) -> int:
         brought = max(0, alive + sum(plan.sizes[s] for s in weights) - left) / hardware.link_bytes_per_s
         taken = max(0, alive - left) / (hardware.write_bytes_per_s or hardware.link_bytes_per_s)
         copying = max(brought, taken) if hardware.duplex else brought + taken
-        found += max(trace.compute_ns, int(copying * 1e9))
-    return found
+        total += max(trace.compute_ns, int(copying * 1e9))
+    return total
 
 
 def replayed_ns(plan: Decisions) -> int:
     """Nanoseconds of a pass of each method whose call is replayed as a graph: one launch for all steps."""
-    plan, found = joined(plan), 0
+    plan, total = joined(plan), 0
     alone = replace(plan.hardware, host_step_ns=0)
     for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
-        found += max(plan.hardware.host_step_ns, steady_period_ns(trace, schedule, alone, plan.wrap))
-    return found
+        total += max(plan.hardware.host_step_ns, steady_period_ns(trace, schedule, alone, plan.wrap))
+    return total
 
 
 def _alive(plan: Decisions, trace: Trace) -> list[int]:

@@ -120,12 +120,12 @@ def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
     if plan.streamed_bytes:
         moved = f"{format_size(plan.streamed_bytes)} stream in {_transfers(plan, 'in'):,} copies"
     if plan.arena_bytes:
-        stays = format_size(sum(one.nbytes for one in plan.resident))
+        stays = format_size(sum(piece.nbytes for piece in plan.resident))
         room = f"{format_size(plan.arena_bytes)}, of which {stays} never leave"
-    others = {*plan.outside} - plan.produced
-    outside = _count(len(others), "weight")
-    if plan.sizes and others:
-        outside += f" ({format_size(sum(plan.sizes[s] for s in others))})"
+    outside_weights = {*plan.outside} - plan.produced
+    outside = _count(len(outside_weights), "weight")
+    if plan.sizes and outside_weights:
+        outside += f" ({format_size(sum(plan.sizes[s] for s in outside_weights))})"
     rate = f"{hardware.link_bytes_per_s / 1e9:.3g} GB/s on {hardware.name}"
     yield "Budget", "the memory that weights may take" + (" with kept values" if plan.produced else "")
     yield (
@@ -151,19 +151,19 @@ def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
 def _values(plan: Decisions) -> str:
     """What the forward keeps, what of it leaves in a pass, and at which rate."""
     rate = (plan.hardware.write_bytes_per_s or plan.hardware.link_bytes_per_s) / 1e9
-    what = (
+    values = (
         _count(len(plan.produced), "value")
         + " that a forward keeps for its backward, in memory as weights are"
     )
     if plan.sizes:
-        what += f": {format_size(sum(plan.sizes[s] for s in plan.produced))}"
+        values += f": {format_size(sum(plan.sizes[s] for s in plan.produced))}"
     if not plan.written_bytes:
-        return f"{what}; none leaves"
+        return f"{values}; none leaves"
     beside = (
         "beside what comes in" if plan.hardware.duplex else "on the same link, in turn with what comes in"
     )
     moved = f"{format_size(plan.written_bytes)} leave in {_count(_transfers(plan, 'out'), 'transfer')}"
-    return f"{what}; {moved} a pass, at {rate:.3g} GB/s, {beside}, and come back"
+    return f"{values}; {moved} a pass, at {rate:.3g} GB/s, {beside}, and come back"
 
 
 def _transfers(plan: Decisions, direction: str) -> int:
@@ -186,9 +186,15 @@ def note_of_curve(*, swept: bool, logarithmic: bool) -> str:
 
 def note_of_first(picture: Picture) -> str:
     """The note on the first pass after a cold start."""
-    held = sum(one.nbytes for one in picture.plan.resident)
-    held += sum(stay.range.nbytes for stay in picture.stays if stay.until >= len(picture.trace.steps))
-    there = f" The {format_size(held)} that stay between passes are in memory when it begins." if held else ""
+    resident_bytes = sum(piece.nbytes for piece in picture.plan.resident)
+    resident_bytes += sum(
+        stay.range.nbytes for stay in picture.stays if stay.until >= len(picture.trace.steps)
+    )
+    there = (
+        f" The {format_size(resident_bytes)} that stay between passes are in memory when it begins."
+        if resident_bytes
+        else ""
+    )
     return f"The first pass of {_called(picture)} takes {_time(picture, picture.views.first)}.{there}"
 
 
@@ -234,25 +240,27 @@ class Sayings:
             if not copy.out:
                 self._late.setdefault(copy.step, set()).update(weights)
 
-    def of_interval(self, one: Interval) -> Said:
+    def of_interval(self, interval: Interval) -> Said:
         """The description of an interval; reads and copies have a name that is shown in the picture."""
-        if one.of is None:
+        if interval.of is None:
             titles = {"tail": "Compute after the last step", "gap": "Between two calls", "stall": "Stall"}
-            return _said(titles[one.kind], (), [("for", "copies under way")] if one.kind == "stall" else [])
-        if one.kind in {"copy", "out", "disk"}:
-            return self.of_copy(one.of)
-        step = self._steps[one.of]
-        if one.kind == "lead":
+            return _said(
+                titles[interval.kind], (), [("for", "copies under way")] if interval.kind == "stall" else []
+            )
+        if interval.kind in {"copy", "out", "disk"}:
+            return self.of_copy(interval.of)
+        step = self._steps[interval.of]
+        if interval.kind == "lead":
             return _said(f"Compute before {step.name}", (), [])
-        if one.kind == "hold":
+        if interval.kind == "hold":
             leaving = zip(self._picture.copies, self._brought, strict=True)
-            weights = [s for copy, some in leaving if copy.out and copy.step == one.of for s in some]
+            weights = [s for copy, some in leaving if copy.out and copy.step == interval.of for s in some]
             lines = [("for", f"copies out of\n{self._listed(weights)}")]
             return _said(f"Stall at the end of {step.name}", weights, lines)
-        if one.kind == "stall":
-            weights = [s for s in step.reads if s in self._late.get(one.of, ())] or list(step.reads)
+        if interval.kind == "stall":
+            weights = [s for s in step.reads if s in self._late.get(interval.of, ())] or list(step.reads)
             return _said(f"Stall before {step.name}", weights, [("for", self._listed(weights))])
-        lines = [("step", f"{one.of} (0 to {len(self._steps) - 1})")]
+        lines = [("step", f"{interval.of} (0 to {len(self._steps) - 1})")]
         for verb, some in (("reads", step.reads), ("writes", step.writes)):
             lines += [(verb, self._listed(some))] if some else []
         return _said(step.name, (*step.reads, *step.writes), lines, named=True)
@@ -302,8 +310,8 @@ def _said(title: str, weights: Sequence[int], lines: Lines, *, named: bool = Fal
     return {"title": title, "name": title * named, "weights": weights, "lines": lines}
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 Facts = dict[str, Any]
@@ -324,10 +332,10 @@ def render_page(
     packed = gzip.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), mtime=0)
     headline, *reasons = verdict(plan, origin.tokens, policies)
     budget = format_budget(plan.budget, sum(plan.sizes))
-    made = [origin.artifact, plan.hardware.name, date.today().isoformat()]
+    line = [origin.artifact, plan.hardware.name, date.today().isoformat()]
     return Template(_read("page.html")).substitute(
         title=html.escape(f"{origin.artifact or 'plan'} within {budget} - penstock"),
-        made=html.escape(" \u00b7 ".join(filter(None, made))),
+        made=html.escape(" \u00b7 ".join(filter(None, line))),
         headline=html.escape(headline),
         verdict=html.escape(" ".join(reasons)),
         cards=_listed(cards_of(plan)),
@@ -358,9 +366,9 @@ def page_data(plan: Decisions, names: Sequence[str]) -> Facts:
         "arena": plan.arena.kind,
         "arena_bytes": plan.arena_bytes,
         "addresses": plan.arena_bytes if plan.addresses else max(ends),
-        "resident_bytes": sum(one.nbytes for one in plan.resident),
+        "resident_bytes": sum(piece.nbytes for piece in plan.resident),
         "weights": [dict(zip(fields, weight, strict=True)) for weight in weights],
-        "methods": [_method(picture_of(plan, which), names) for which in range(len(plan.traces))],
+        "methods": [_method(picture_of(plan, number), names) for number in range(len(plan.traces))],
     }
 
 
@@ -373,7 +381,7 @@ def _method(picture: Picture, names: Sequence[str]) -> Facts:
         "uses": [vars(use) for use in uses_of(picture)],
         "steady": _view(picture, views.steady, sayings, about) | {"note": note_of_steady(picture)},
         "first": _view(picture, views.first, sayings, about) | {"note": note_of_first(picture)},
-        "about": [json.loads(said) for said in about],
+        "about": [json.loads(facts) for facts in about],
     }
 
 
@@ -386,26 +394,39 @@ def _view(picture: Picture, view: View, sayings: Sayings, about: dict[str, int])
     plan, lanes, zero = picture.plan, lanes_of(picture, view), view.now.call_start
     boxes = boxes_of(picture, view)
 
-    def piece(paint: str, said: Facts, times: Sequence[int], low: int, high: int) -> Sequence[Any]:
-        at = about.setdefault(json.dumps(said), len(about))
+    def piece(paint: str, facts: Facts, times: Sequence[int], low: int, high: int) -> Sequence[Any]:
+        at = about.setdefault(json.dumps(facts), len(about))
         return (_PAINTS.get(paint, paint), at, *(time - zero for time in times), low, high)
 
-    def bar(one: Interval, lane: int) -> Sequence[Any]:
-        return piece(one.kind, sayings.of_interval(one), (one.start, one.start, one.end), lane, lane + 1)
+    def bar(interval: Interval, lane: int) -> Sequence[Any]:
+        return piece(
+            interval.kind,
+            sayings.of_interval(interval),
+            (interval.start, interval.start, interval.end),
+            lane,
+            lane + 1,
+        )
 
-    def box(one: Box, paint: str, said: Facts) -> Sequence[Any]:
-        moved = plan.addresses[one.storage] - plan.arena.layout[one.storage] if plan.addresses else 0
-        times = (one.start, one.ready, one.end)
-        return piece(paint, said, times, one.range.start + moved, one.range.stop + moved)
+    def box(drawn_box: Box, paint: str, facts: Facts) -> Sequence[Any]:
+        moved = (
+            plan.addresses[drawn_box.storage] - plan.arena.layout[drawn_box.storage] if plan.addresses else 0
+        )
+        times = (drawn_box.start, drawn_box.ready, drawn_box.end)
+        return piece(paint, facts, times, drawn_box.range.start + moved, drawn_box.range.stop + moved)
 
-    drawn = [box(one, "resident" if one.until is None else "held", sayings.of_box(one)) for one in boxes]
-    drawn += [box(one, "out", sayings.of_copy(number)) for number, one in leaving_of(picture, view)]
+    drawn = [
+        box(box_of_view, "resident" if box_of_view.until is None else "held", sayings.of_box(box_of_view))
+        for box_of_view in boxes
+    ]
+    drawn += [
+        box(box_of_view, "out", sayings.of_copy(number)) for number, box_of_view in leaving_of(picture, view)
+    ]
 
     return {
         "limits": (view.begins[0] - zero, view.end - zero),
         "period": view.period_ns,
         "lanes": list(lanes),
-        "bars": [bar(one, at) for at, lane in enumerate(lanes.values()) for one in lane],
+        "bars": [bar(interval, at) for at, lane in enumerate(lanes.values()) for interval in lane],
         "boxes": drawn,
         "held": list(zip(*((time - zero, nbytes) for time, nbytes in held_of(view, boxes)), strict=True)),
     }
@@ -413,8 +434,8 @@ def _view(picture: Picture, view: View, sayings: Sayings, about: dict[str, int])
 
 def _listed(items: Iterable[Sequence[str]]) -> str:
     """The items of an HTML description list; each has a term, and one or two lines that describe it."""
-    rows = ([html.escape(one) for one in item] for item in items)
-    return "".join(f"<div><dt>{term}</dt><dd>{'</dd><dd>'.join(said)}</dd></div>" for term, *said in rows)
+    rows = ([html.escape(cell) for cell in row] for row in items)
+    return "".join(f"<div><dt>{term}</dt><dd>{'</dd><dd>'.join(lines)}</dd></div>" for term, *lines in rows)
 
 
 def _read(name: str) -> str:
@@ -473,7 +494,7 @@ def save_timeline(
         raise PlanError(f"a timeline of {passes} passes shows nothing; ask for at least 1")
     plan, called = joined(plan), names_of(plan, names)
     target = _new_file(path, force=force)
-    events = (event for which in range(len(plan.traces)) for event in _events(plan, which, called, passes))
+    events = (event for number in range(len(plan.traces)) for event in _events(plan, number, called, passes))
     lines = (f"{',' if number else ''}\n{json.dumps(event)}" for number, event in enumerate(events))
     _write(target, ['{"displayTimeUnit": "ms", "traceEvents": [', *lines, "\n]}\n"], force=force)
 
@@ -485,16 +506,16 @@ def terminal_timeline(plan: Decisions, width: int = 100) -> str:
     busy.
     """
     parts, plan = [], joined(plan)
-    for which, trace in enumerate(plan.traces):
+    for number, trace in enumerate(plan.traces):
         if not trace.steps:
             continue
-        lines = _terminal_lines(plan, which, max(_LEAST_WIDTH, width))
+        lines = _terminal_lines(plan, number, max(_LEAST_WIDTH, width))
         parts += [f"{trace.method}:", *lines] if len(plan.traces) > 1 else lines
     return "\n".join(parts)
 
 
-def _terminal_lines(plan: Decisions, which: int, width: int) -> list[str]:
-    picture = picture_of(plan, which)
+def _terminal_lines(plan: Decisions, number: int, width: int) -> list[str]:
+    picture = picture_of(plan, number)
     view = picture.views.steady
     lanes = lanes_of(picture, view)
     label = max(map(len, lanes)) + 1
@@ -512,50 +533,50 @@ def _cells(intervals: Iterable[Interval], view: View, columns: int) -> str:
     """How busy a lane is: a character for each column, and the share of the pass. A gap counts as busy."""
     begin, period = view.begins[view.focus], max(1, view.period_ns)
     shares = [0.0] * columns
-    for one in intervals:
-        if one.kind in {"stall", "hold"}:
+    for interval in intervals:
+        if interval.kind in {"stall", "hold"}:
             continue
-        low = (max(one.start, begin) - begin) * columns / period
-        high = (min(one.end, begin + period) - begin) * columns / period
+        low = (max(interval.start, begin) - begin) * columns / period
+        high = (min(interval.end, begin + period) - begin) * columns / period
         for column in range(int(low), min(columns, int(high) + 1)):
             shares[column] += max(0.0, min(high, column + 1) - max(low, column))
     eighths = [min(8, max(round(share * 8), int(share > 0.01))) for share in shares]
     return "".join(_BLOCKS[eighth] for eighth in eighths) + f"{sum(shares) / columns:>5.0%}"
 
 
-def _events(plan: Decisions, which: int, names: Sequence[str], passes: int) -> Iterator[Event]:
+def _events(plan: Decisions, number: int, names: Sequence[str], passes: int) -> Iterator[Event]:
     """Yield the events of one method in the Trace Event Format."""
-    trace, schedule = plan.traces[which], plan.schedules[which]
-    launched = launched_steps(plan, which)
+    trace, schedule = plan.traces[number], plan.schedules[number]
+    launched = launched_steps(plan, number)
     times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1, launched=launched)
     view = View(times[:-1], 0, times[-1].call_start)
-    picture = Picture(plan, which, Views(view, view), copies_of(plan, schedule), ())
-    copied = list(copied_by(plan, which, names))
-    yield _named("process_name", f"{trace.method} on {plan.hardware.name}", which + 1, 0)
+    picture = Picture(plan, number, Views(view, view), copies_of(plan, schedule), ())
+    copied = list(copied_by(plan, number, names))
+    yield _named("process_name", f"{trace.method} on {plan.hardware.name}", number + 1, 0)
     for tid, (lane, intervals) in enumerate(lanes_of(picture, view).items(), 1):
-        yield _named("thread_name", lane, which + 1, tid)
-        for one in intervals:
-            title, args = one.kind, {}
-            if one.of is not None and one.kind in {"copy", "out", "disk"}:
-                args = copied[one.of]
-                title = f"{title_of(args['weights'])}{' out' * (one.kind == 'out')}"
-            elif one.of is not None:
-                step = trace.steps[one.of]
+        yield _named("thread_name", lane, number + 1, tid)
+        for interval in intervals:
+            title, args = interval.kind, {}
+            if interval.of is not None and interval.kind in {"copy", "out", "disk"}:
+                args = copied[interval.of]
+                title = f"{title_of(args['weights'])}{' out' * (interval.kind == 'out')}"
+            elif interval.of is not None:
+                step = trace.steps[interval.of]
                 said = {"lead": f"{step.name} (lead)", "read": step.name, "hold": "stall for copies out"}
                 title = said.get(title, title)
                 args = {
                     "step": step.name,
-                    "weights": [] if one.kind == "lead" else [names[s] for s in step.reads],
+                    "weights": [] if interval.kind == "lead" else [names[s] for s in step.reads],
                 }
                 if step.writes:
                     args["writes"] = [names[s] for s in step.writes]
-            when = {"ts": one.start / 1000, "dur": one.nanoseconds / 1000}
-            event = {"ph": "X", "name": title, "cat": one.kind, "pid": which + 1, "tid": tid}
-            yield event | when | {"args": {"pass": one.at} | args}
+            when = {"ts": interval.start / 1000, "dur": interval.nanoseconds / 1000}
+            event = {"ph": "X", "name": title, "cat": interval.kind, "pid": number + 1, "tid": tid}
+            yield event | when | {"args": {"pass": interval.at} | args}
 
 
-def _named(what: str, name: str, pid: int, tid: int) -> Event:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+def _named(event: str, name: str, pid: int, tid: int) -> Event:
+    return {"ph": "M", "name": event, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _new_file(path: str | PathLike[str], *, force: bool) -> Path:

@@ -33,16 +33,16 @@ def read_graph(payload: Payload) -> networkx.DiGraph:
     for weight in payload.tensors:
         held_by.setdefault(weight.parts[0].storage, []).append((weight.fqn, weight.parts[0]))
     for s, storage in enumerate(payload.storages):
-        held = held_by.get(s, [])
+        ranges = held_by.get(s, [])
         graph.add_node(
             ("storage", s),
             kind="storage",
             name=names[s],
             bytes=storage.nbytes,
             storage_kind=storage.kind,
-            fqns=[fqn for fqn, _ in held],
-            dtypes=[part.dtype for _, part in held],
-            shapes=[list(part.shape) for _, part in held],
+            fqns=[fqn for fqn, _ in ranges],
+            dtypes=[part.dtype for _, part in ranges],
+            shapes=[list(part.shape) for _, part in ranges],
         )
     for trace in payload.traces:
         for k, step in enumerate(trace.steps):
@@ -51,7 +51,7 @@ def read_graph(payload: Payload) -> networkx.DiGraph:
             graph.add_node(node, kind="step", method=trace.method, index=k, bytes=nbytes, **_facts(step))
             if k:
                 graph.add_edge(("step", trace.graph, k - 1), node, why="order")
-            units = {one.storage: one for one in step.sparse}
+            units = {read.storage: read for read in step.sparse}
             for s in step.reads:
                 graph.add_edge(("storage", s), node, why="reads", **_units(units.get(s)))
             for s in step.writes:
@@ -103,12 +103,12 @@ def event_graph(plan: Decisions, method: str | None = None) -> networkx.DiGraph:
         PlanError: the plan has no method of that name, or several and no name is given.
     """
     plan = joined(plan)
-    which = _number_of(plan, method)
-    trace, schedule = plan.traces[which], plan.schedules[which]
-    launched = launched_steps(plan, which)
+    index = _number_of(plan, method)
+    trace, schedule = plan.traces[index], plan.schedules[index]
+    launched = launched_steps(plan, index)
     graph = build_graph(trace, schedule, plan.hardware, plan.wrap, launched=launched)
     graph.graph |= {"method": trace.method, "shape": trace.shape, "period_ns": schedule.predicted_ns}
-    view = views_of(plan, which).steady
+    view = views_of(plan, index).steady
     times, begin = view.passes[view.focus], view.begins[view.focus]
     spans = {
         "step": dict(enumerate(times.reads)),
@@ -117,7 +117,7 @@ def event_graph(plan: Decisions, method: str | None = None) -> networkx.DiGraph:
         "call": {0: (begin, begin)},
         "launch": dict(zip(launched, times.launches, strict=True)),
     }
-    described = {kind: _described(plan, which, kind) for kind in spans}
+    described = {kind: _described(plan, index, kind) for kind in spans}
     for (kind, number), facts in graph.nodes.items():
         start, end = spans[kind][number]
         facts.update(kind=kind, method=trace.method, start_ns=start - begin, end_ns=end - begin)
@@ -160,9 +160,9 @@ def _number_of(plan: Decisions, method: str | None) -> int:
     return methods.index(method)
 
 
-def _described(plan: Decisions, which: int, kind: str) -> list[dict[str, Any]]:
+def _described(plan: Decisions, number: int, kind: str) -> list[dict[str, Any]]:
     """The name, the bytes and the pass of every event of one kind, in order."""
-    trace, schedule = plan.traces[which], plan.schedules[which]
+    trace, schedule = plan.traces[number], plan.schedules[number]
     if kind == "call":
         return [{"name": "call", "bytes": 0, "pass": 0}]
     if kind == "launch":
@@ -175,20 +175,20 @@ def _described(plan: Decisions, which: int, kind: str) -> list[dict[str, Any]]:
             {"name": step.name, "bytes": nbytes, "pass": 0}
             for step, nbytes in zip(trace.steps, released, strict=True)
         ]
-    copied = list(zip(schedule.transfers, copied_by(plan, which, names_of(plan)), strict=True))
+    copied = list(zip(schedule.transfers, copied_by(plan, number, names_of(plan)), strict=True))
     moved = [
         {
-            "name": ", ".join(one["weights"]),
-            "bytes": one["bytes"],
+            "name": ", ".join(fact["weights"]),
+            "bytes": fact["bytes"],
             "direction": t.direction,
             "pass": -int(t.after < 0),
         }
-        for t, one in copied
+        for t, fact in copied
     ]
     if kind == "transfer":
         return moved
     staged = zip(moved, schedule.staged, strict=False)
-    return [one | {"bytes": nbytes} for one, nbytes in staged if nbytes]
+    return [fact | {"bytes": nbytes} for fact, nbytes in staged if nbytes]
 
 
 def _labelled(node: Any, facts: dict[str, Any]) -> dict[str, Any]:

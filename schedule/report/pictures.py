@@ -65,7 +65,7 @@ class View:
     @property
     def begins(self) -> tuple[int, ...]:
         """The starts of the passes, and the start of the pass after them."""
-        return (*(one.call_start for one in self.passes), self.end)
+        return (*(simulated.call_start for simulated in self.passes), self.end)
 
     @property
     def period_ns(self) -> int:
@@ -86,10 +86,10 @@ class Views:
         return self.first.passes + self.steady.passes
 
 
-def views_of(plan: Decisions, which: int) -> Views:
+def views_of(plan: Decisions, number: int) -> Views:
     """Simulates schedule number `which` until a pass takes the predicted time, or up to a limit of passes."""
-    trace, schedule = plan.traces[which], plan.schedules[which]
-    launched = launched_steps(plan, which)
+    trace, schedule = plan.traces[number], plan.schedules[number]
+    launched = launched_steps(plan, number)
     events = len(trace.steps) + len(schedule.transfers) + 1
     count = 4
     while True:
@@ -110,53 +110,55 @@ def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes] =
     """
     breaks = set(plan.arena.layout) if plan.arena.kind == "contiguous" else set()
     breaks |= {segment.start for segment in plan.arena.segments}
-    found: list[Copy] = []
+    copies: list[Copy] = []
     for i, t in enumerate(schedule.transfers):
-        before = found[-1] if found else None
+        before = copies[-1] if copies else None
         if (
             before is not None
             and passes
             and (before.range.stop, before.step, before.link) == (t.start, t.step, t.link)
             and before.out == (t.direction == "out")
             and t.start not in breaks
-            and all(one.transfers[i - 1][1] == one.transfers[i][0] for one in passes)
+            and all(simulated.transfers[i - 1][1] == simulated.transfers[i][0] for simulated in passes)
         ):
             joined = Range(before.range.start, t.stop)
-            found[-1] = replace(before, range=joined, last=i + 1)
+            copies[-1] = replace(before, range=joined, last=i + 1)
         else:
             way = t.direction == "out"
-            found.append(Copy(Range(t.start, t.stop), t.step, t.after, t.link, i, i + 1, way))
-    return tuple(found)
+            copies.append(Copy(Range(t.start, t.stop), t.step, t.after, t.link, i, i + 1, way))
+    return tuple(copies)
 
 
-def stays_of(plan: Decisions, which: int, copies: Sequence[Copy]) -> tuple[Stay, ...]:
+def stays_of(plan: Decisions, index: int, copies: Sequence[Copy]) -> tuple[Stay, ...]:
     """Returns the stays of what is copied in or written, cut where storages begin and where drops differ."""
     places = storage_ranges(plan)
     arriving: list[tuple[Range, int | None, int]]
     arriving = [(copy.range, c, copy.step) for c, copy in enumerate(copies) if not copy.out]
-    for k, writes in enumerate(step.writes for step in plan.traces[which].steps):
+    for k, writes in enumerate(step.writes for step in plan.traces[index].steps):
         inside = [(places[s], None, k) for s in writes if s not in plan.outside]
         arriving += [(place, c, step) for place, c, step in inside if place is not None]
-    steps, drops = len(plan.traces[which].steps), plan.schedules[which].drops
+    steps, drops = len(plan.traces[index].steps), plan.schedules[index].drops
     edges = sorted({edge for drop in drops for edge in (drop.start, drop.stop)})
     dropped: list[list[int]] = [[] for _ in range(len(edges) + 1)]
     for drop in drops:
         for i in range(bisect_left(edges, drop.start), bisect_left(edges, drop.stop)):
             dropped[i + 1].append(drop.step)
-    found: list[Stay] = []
-    for number, storage, piece in cut_of(plan, [one for one, _, _ in arriving]):
+    stays: list[Stay] = []
+    for number, storage, piece in cut_of(plan, [arrived for arrived, _, _ in arriving]):
         _, c, step = arriving[number]
         low, high = bisect_right(edges, piece.start), bisect_left(edges, piece.stop)
         cuts = (piece.start, *edges[low:high], piece.stop)
         for i, (start, stop) in enumerate(itertools.pairwise(cuts), low):
             # The first drop at or after the step counts, in this pass or the next one.
-            until = min((one + steps * (one < step) for one in dropped[i]), default=step + steps)
-            before = found[-1] if found else None
+            until = min(
+                (drop_step + steps * (drop_step < step) for drop_step in dropped[i]), default=step + steps
+            )
+            before = stays[-1] if stays else None
             if before and replace(before, range=piece) == Stay(storage, piece, c, step, until):
-                found[-1] = replace(before, range=Range(before.range.start, stop))
+                stays[-1] = replace(before, range=Range(before.range.start, stop))
             else:
-                found.append(Stay(storage, Range(start, stop), c, step, until))
-    return tuple(found)
+                stays.append(Stay(storage, Range(start, stop), c, step, until))
+    return tuple(stays)
 
 
 def names_of(plan: Decisions, names: Sequence[str] | None = None) -> Sequence[str]:
@@ -180,16 +182,16 @@ def title_of(weights: Sequence[str]) -> str:
 def weights_of(plan: Decisions, copies: Sequence[Copy]) -> list[list[int]]:
     """The storages of which each copy moves bytes, and not only the padding behind them."""
     places = storage_ranges(plan)
-    found: list[list[int]] = [[] for _ in copies]
+    storages: list[list[int]] = [[] for _ in copies]
     for c, storage, piece in cut_of(plan, [copy.range for copy in copies]):
         if overlap(places[storage], piece):
-            found[c].append(storage)
-    return found
+            storages[c].append(storage)
+    return storages
 
 
-def copied_by(plan: Decisions, which: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def copied_by(plan: Decisions, number: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields the weights, bytes and direction of every transfer, its step and the step that it waits for."""
-    steps, copies = plan.traces[which].steps, copies_of(plan, plan.schedules[which])
+    steps, copies = plan.traces[number].steps, copies_of(plan, plan.schedules[number])
     for copy, weights in zip(copies, weights_of(plan, copies), strict=True):
         yield {
             "weights": [names[s] for s in weights],
@@ -209,10 +211,10 @@ def resident_of(plan: Decisions) -> tuple[tuple[int, Range], ...]:
 def resident_bytes(plan: Decisions) -> list[int]:
     """Bytes of each storage that never leave the arena."""
     places = storage_ranges(plan)
-    held = [0] * len(places)
+    bytes_of = [0] * len(places)
     for s, piece in resident_of(plan):
-        held[s] += overlap(places[s], piece)
-    return held
+        bytes_of[s] += overlap(places[s], piece)
+    return bytes_of
 
 
 def storage_ranges(plan: Decisions) -> tuple[Range | None, ...]:
@@ -239,9 +241,9 @@ def cut_of(plan: Decisions, ranges: Iterable[Range]) -> Iterator[tuple[int, int,
     """
     starts = sorted((offset, s) for s, offset in enumerate(plan.arena.layout) if offset >= 0)
     offsets = [offset for offset, _ in starts]
-    for number, one in enumerate(ranges):
-        first = max(0, bisect_right(offsets, one.start) - 1)
-        edges = [one.start, *offsets[first + 1 : bisect_left(offsets, one.stop)], one.stop]
+    for number, piece in enumerate(ranges):
+        first = max(0, bisect_right(offsets, piece.start) - 1)
+        edges = [piece.start, *offsets[first + 1 : bisect_left(offsets, piece.stop)], piece.stop]
         for at, (start, stop) in enumerate(itertools.pairwise(edges), first):
             yield number, starts[at][1], Range(start, stop)
 
@@ -302,11 +304,11 @@ class Picture:
         return self.plan.schedules[self.which]
 
 
-def picture_of(plan: Decisions, which: int) -> Picture:
+def picture_of(plan: Decisions, number: int) -> Picture:
     """The picture of method number `which` of a plan."""
-    views = views_of(plan, which)
-    copies = copies_of(plan, plan.schedules[which], views.passes)
-    return Picture(plan, which, views, copies, stays_of(plan, which, copies))
+    views = views_of(plan, number)
+    copies = copies_of(plan, plan.schedules[number], views.passes)
+    return Picture(plan, number, views, copies, stays_of(plan, number, copies))
 
 
 def lanes_of(picture: Picture, view: View) -> dict[str, list[Interval]]:
@@ -341,16 +343,24 @@ def _lane(link: int) -> str:
 def _compute(trace: Trace, times: PassTimes, following: int, at: int) -> Iterator[Interval]:
     """The intervals of compute in one pass, without a hole, until the next call at `following`."""
     begin = times.call_start
-    found: list[tuple[str, int, int, int | None]] = []
+    intervals: list[tuple[str, int, int, int | None]] = []
     for k, (step, (start, end)) in enumerate(zip(trace.steps, times.reads, strict=True)):
         ready = begin + step.lead_ns
         done = start + step.read_ns
-        found += [("lead", begin, ready, k), ("stall", ready, start, k), ("read", start, done, k)]
-        found.append(("hold", done, end, k))
+        intervals += [("lead", begin, ready, k), ("stall", ready, start, k), ("read", start, done, k)]
+        intervals.append(("hold", done, end, k))
         begin = end
     done, leaves = begin + trace.tail_ns, following - trace.gap_ns
-    found += [("tail", begin, done, None), ("stall", done, leaves, None), ("gap", leaves, following, None)]
-    return (Interval(*one, at) for one in found if one[1] < one[2] or one[0] == "read")
+    intervals += [
+        ("tail", begin, done, None),
+        ("stall", done, leaves, None),
+        ("gap", leaves, following, None),
+    ]
+    return (
+        Interval(*interval, at)
+        for interval in intervals
+        if interval[1] < interval[2] or interval[0] == "read"
+    )
 
 
 def boxes_of(picture: Picture, view: View) -> list[Box]:
@@ -365,29 +375,29 @@ def boxes_of(picture: Picture, view: View) -> list[Box]:
         at += until // n
         return view.passes[at].reads[until % n][1] if at < len(view.passes) else view.end
 
-    found = [Box(s, piece, None, begin, begin, view.end) for s, piece in resident_of(picture.plan)]
+    boxes = [Box(s, piece, None, begin, begin, view.end) for s, piece in resident_of(picture.plan)]
     for stay in picture.stays:
-        what = (stay.storage, stay.range, stay.until)
+        place = (stay.storage, stay.range, stay.until)
         if stay.until >= n:  # the pass before the view brought this range, which is there from the start
-            found.append(Box(*what, begin, begin, leaves(0, stay.until - n)))
+            boxes.append(Box(*place, begin, begin, leaves(0, stay.until - n)))
         for at, times in enumerate(view.passes):
             start = ready = times.reads[stay.step - 1][1] if stay.step else times.call_start
             if stay.copy is not None:
                 start, ready = _moving(picture.copies[stay.copy], stay.range, times)
-            found.append(Box(*what, start, ready, leaves(at, stay.until)))
-    return found
+            boxes.append(Box(*place, start, ready, leaves(at, stay.until)))
+    return boxes
 
 
 def leaving_of(picture: Picture, view: View) -> list[tuple[int, Box]]:
     """What is copied out of the arena in a view, while it is: the number of the copy, and a box."""
-    places, found = storage_ranges(picture.plan), []
+    places, leaving = storage_ranges(picture.plan), []
     numbers = [c for c, copy in enumerate(picture.copies) if copy.out]
     for number, s, piece in cut_of(picture.plan, [picture.copies[c].range for c in numbers]):
         copy = picture.copies[numbers[number]]
         for times in view.passes if overlap(places[s], piece) else ():
             start, end = _moving(copy, piece, times)
-            found.append((numbers[number], Box(s, piece, copy.step, start, start, end)))
-    return found
+            leaving.append((numbers[number], Box(s, piece, copy.step, start, start, end)))
+    return leaving
 
 
 def _moving(copy: Copy, piece: Range, times: PassTimes) -> tuple[int, int]:
@@ -413,11 +423,11 @@ def held_of(view: View, boxes: Sequence[Box]) -> list[tuple[int, int]]:
         change(box.start, 0 if taken else nbytes, nbytes / taken if taken else 0.0)
         change(box.ready, 0, -nbytes / taken if taken else 0.0)
         change(box.end, -nbytes if box.end < view.end else 0, 0.0)
-    at, rate, held = min(changes), 0.0, 0.0
+    at, rate, level = min(changes), 0.0, 0.0
     corners = []
     for time, (jump, slope) in sorted(changes.items()):
-        held, at = held + rate * (time - at), time
+        level, at = level + rate * (time - at), time
         if view.begins[0] <= time <= view.end:
-            corners += [(time, round(held)), (time, round(held + jump))]
-        held, rate = held + jump, rate + slope
+            corners += [(time, round(level)), (time, round(level + jump))]
+        level, rate = level + jump, rate + slope
     return corners

@@ -63,10 +63,10 @@ def uses_of(picture: Picture) -> list[Use]:
         written |= dict.fromkeys(step.writes, k)
         for s in dict.fromkeys(step.reads):
             reads[s].append(k)
-    found = []
+    uses = []
     for s, (stream, ks) in enumerate(zip(_streams(picture), reads, strict=True)):
         if s in written:
-            found.append(_of_value(picture, s, written[s], stream, waits))
+            uses.append(_of_value(picture, s, written[s], stream, waits))
             continue
         lives: Lives = "resident" if not stream.nbytes else "in part" if stream.share else "streamed"
         if s in plan.outside or not ks:
@@ -82,21 +82,26 @@ def uses_of(picture: Picture) -> list[Use]:
             wait = sum(waits[k] for k in stream.steps.intersection(ks))
             why = f"{times}; {_reason(stream, len(ks), wait)}"
         where = f"{format_share(stream.share)} stays" if lives == "in part" else lives
-        found.append(Use(lives, where, ks[0] if ks else -1, stream.nbytes, why))
-    return [_with_units(picture, s, use) for s, use in enumerate(found)]
+        uses.append(Use(lives, where, ks[0] if ks else -1, stream.nbytes, why))
+    return [_with_units(picture, s, use) for s, use in enumerate(uses)]
 
 
 def _with_units(picture: Picture, s: int, use: Use) -> Use:
     """The use of a storage, with what steps read of it by units."""
     pool, steps = picture.plan.pool, enumerate(picture.trace.steps)
     read = [
-        (k, one) for k, step in steps for one in step.sparse if one.storage == s and pool and pool.has(one)
+        (k, sparse_read)
+        for k, step in steps
+        for sparse_read in step.sparse
+        if sparse_read.storage == s and pool and pool.has(sparse_read)
     ]
     if not read:
         return use
-    first, one = read[0]
-    asked = f"a call asks for {max(one.asked for _, one in read)} of {one.count} units at most"
-    by_units = f"by units in {picture.trace.steps[first].name}, from the pool: {asked}, {_of_each(one)}"
+    first, sparse_read = read[0]
+    asked = f"a call asks for {max(sparse_read.asked for _, sparse_read in read)} of {sparse_read.count} units at most"
+    by_units = (
+        f"by units in {picture.trace.steps[first].name}, from the pool: {asked}, {_of_each(sparse_read)}"
+    )
     if use.lives == "not read":
         return Use("by units", "by units", first, 0, f"read {by_units}")
     return replace(use, first=min(first, use.first), why=f"{use.why}; and {by_units}")
@@ -133,12 +138,12 @@ def _streams(picture: Picture) -> Iterator[_Stream]:
         nbytes = overlap(places[stay.storage], stay.range)
         if nbytes and stay.copy is not None:
             brought[stay.storage][stay.copy] += nbytes
-    ends = [end for one in (view.passes[0], view.now) for _, end in one.reads]
+    ends = [end for simulated in (view.passes[0], view.now) for _, end in simulated.reads]
     n = len(view.now.reads)
-    for place, held, by_copy in zip(places, resident_bytes(picture.plan), brought, strict=True):
+    for place, resident_nbytes, by_copy in zip(places, resident_bytes(picture.plan), brought, strict=True):
         copies = [picture.copies[c] for c in by_copy]
         ahead = [max(0, n + c.step - bisect_right(ends, view.now.transfers[c.first][0])) for c in copies]
-        share = held / place.nbytes if place else 0.0
+        share = resident_nbytes / place.nbytes if place else 0.0
         steps = frozenset(c.step for c in copies)
         yield _Stream(share, by_copy.total(), steps, max(ahead, default=None))
 
@@ -147,13 +152,13 @@ def _reason(stream: _Stream, times: int, wait_ns: int) -> str:
     """How a weight that is read `times` times a pass is copied, and for how long its steps wait."""
     if stream.ahead is None:
         return "stays, so it is never copied"
-    what = "copied whole" if stream.share == 0 else f"{format_share(stream.share)} stays, the rest is copied"
+    moved = "copied whole" if stream.share == 0 else f"{format_share(stream.share)} stays, the rest is copied"
     again = "" if len(stream.steps) >= times else f" for {len(stream.steps)} of {times} reads,"
     when = {0: "when its step is reached", 1: "while the step before runs"}.get(
         stream.ahead, f"from {stream.ahead} steps ahead"
     )
     waits = f"its step waits {format_time(wait_ns)}" if wait_ns > 0 else "in time"
-    return f"{what}{again} {when}; {waits}"
+    return f"{moved}{again} {when}; {waits}"
 
 
 def format_share(share: float) -> str:
@@ -183,13 +188,15 @@ class Origin:
 
 def tokens_of(methods: Iterable[Method]) -> dict[str, int]:
     """The tokens in a pass of each method that takes `input_ids`, at the sizes that it was exported with."""
-    found = {}
+    tokens_of = {}
     for method in methods:
         examples = {symbol.name: symbol.example for symbol in method.symbols}
-        for one in method.inputs:
-            if one.name.endswith("input_ids"):  # if there are two, the decoder's come last
-                found[method.name] = prod(n if isinstance(n, int) else examples[n] for n in one.shape)
-    return found
+        for described in method.inputs:
+            if described.name.endswith("input_ids"):  # if there are two, the decoder's come last
+                tokens_of[method.name] = prod(
+                    n if isinstance(n, int) else examples[n] for n in described.shape
+                )
+    return tokens_of
 
 
 def copying_ns(plan: Decisions) -> int:
@@ -216,7 +223,7 @@ def limit_of(plan: Decisions) -> Limit:
     predicted -= waits
     reading = sum(plan.hardware.disk_ns(nbytes) for s in plan.schedules for nbytes in s.staged if nbytes)
     busiest = max(copying, reading)
-    launching = sum(launches_ns(plan, which) for which in range(len(plan.traces)))
+    launching = sum(launches_ns(plan, number) for number in range(len(plan.traces)))
     if launching >= busiest and predicted <= launching * _ALIKE:
         return "host"
     if predicted > busiest * 1.05:
@@ -289,13 +296,13 @@ def units_of(plan: Decisions) -> tuple[str, str]:
 
 def slow_launches(plan: Decisions) -> str:
     """The methods for whose calls the calling thread is the limit, in words; empty if there is none."""
-    plan, found = joined(plan), []
-    for which, (trace, schedule) in enumerate(zip(plan.traces, plan.schedules, strict=True)):
-        steps, taken = len(launched_steps(plan, which)), launches_ns(plan, which)
+    plan, launched = joined(plan), []
+    for number, (trace, schedule) in enumerate(zip(plan.traces, plan.schedules, strict=True)):
+        steps, taken = len(launched_steps(plan, number)), launches_ns(plan, number)
         if taken >= schedule.predicted_ns and taken > trace.compute_ns * _ALIKE:
             beside = f"{format_time(taken)} a pass, compute {format_time(trace.compute_ns)}"
-            found.append(f"launching the {steps:,} streamed steps of {trace.method} takes {beside}")
-    return f"the calling thread is the limit: {', '.join(found)}" if found else ""
+            launched.append(f"launching the {steps:,} streamed steps of {trace.method} takes {beside}")
+    return f"the calling thread is the limit: {', '.join(launched)}" if launched else ""
 
 
 def _rate(method: str, ns: int, tokens: int | None) -> str:
@@ -304,19 +311,19 @@ def _rate(method: str, ns: int, tokens: int | None) -> str:
     If a token or a pass takes longer than a second, it is the time of one.
     """
     if tokens is None:
-        calls, make, take, one, many = method, "makes", "takes", "pass", "passes"
+        calls, make, take, a_pass, many = method, "makes", "takes", "pass", "passes"
     else:
         calls, make, take = f"calls of {method} with {_count(tokens, 'token')}", "make", "take"
-        one, many = "token", "tokens"
+        a_pass, many = "token", "tokens"
     each = max(1, ns) / (tokens or 1)
     if each > 1e9:
-        return f"{calls} {take} {format_time(each)} a {one}"
+        return f"{calls} {take} {format_time(each)} a {a_pass}"
     rate = f"{1e9 / each:,.0f}" if each <= 1e7 else f"{1e9 / each:.3g}"
     return f"{calls} {make} {rate} {many} a second"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, str]:
@@ -366,9 +373,9 @@ def _limited(plan: Decisions, limit: Limit) -> str:  # noqa: PLR0911 (one for ea
         case "link":
             return f"The link limits it: {_copied(plan)} take {predicted}, compute {compute}"
         case "disk":
-            held, read = format_size(plan.host.nbytes if plan.host else 0), format_size(_staged(plan))
+            host_bytes, read = format_size(plan.host.nbytes if plan.host else 0), format_size(_staged(plan))
             return (
-                f"The disk limits it: of {moved} a pass, {read} are more than a host of {held} holds, and "
+                f"The disk limits it: of {moved} a pass, {read} are more than a host of {host_bytes} holds, and "
                 f"reading them takes {predicted}, compute {compute}"
             )
         case "host":
@@ -419,8 +426,10 @@ def _twice(plan: Decisions) -> str:
     if limit == "disk" and best_ns(plan, plan.budget - pool) > half:
         return "a host with more memory, or a faster disk, makes it faster"
     if limit == "disk" and plan.host and disk:
-        held = format_size(plan.host.nbytes + _staged(plan) // 2)
-        return f"twice as fast takes a host that holds about {held}, or a disk of {_gigabytes(2 * disk)}"
+        host_bytes = format_size(plan.host.nbytes + _staged(plan) // 2)
+        return (
+            f"twice as fast takes a host that holds about {host_bytes}, or a disk of {_gigabytes(2 * disk)}"
+        )
     wanted = max(compute, best_ns(plan, plan.budget - pool) // 2)
     budgets = range(plan.budget, plan.budget + sum(plan.sizes) + 1)
     budget = budgets[bisect_left(budgets, True, key=lambda nbytes: best_ns(plan, nbytes - pool) <= wanted)]

@@ -127,7 +127,7 @@ class Applied:
     def contexts(self) -> list[str]:
         """A sentence for each component that makes text: how long a context may become in its memory."""
         facts = [(part.module, self.cap.room, part.largest_bytes) for part in self.components.values()]
-        return [words for one in facts if (words := context_that_fits(*one, self.memory))]
+        return [words for fact in facts if (words := context_that_fits(*fact, self.memory))]
 
     @property
     def bytes_read(self) -> int:
@@ -152,7 +152,7 @@ class Applied:
         self,
         name: str,
         module: nn.Module,
-        kept: Sequence[KeptWeights],
+        weight_files: Sequence[KeptWeights],
         trained: TrainedParameters | None = None,
         adapting: Adapting | None = None,
     ) -> Any:
@@ -163,7 +163,7 @@ class Applied:
         """
         parameters = trained.parameters if trained else ()
         device = self._options.device
-        facts = make_facts(module, kept, parameters, aligned=device != "cpu")
+        facts = make_facts(module, weight_files, parameters, aligned=device != "cpu")
         sentence = _RESTORE if self._restores else _LOAD
         model: Any = module
         with uninterrupted() if self._restores else nullcontext(), ExitStack() as on_error:
@@ -172,7 +172,7 @@ class Applied:
             @on_error.callback
             def refill() -> None:
                 if self._restores:
-                    hollow.filling(facts, kept)()
+                    hollow.filling(facts, weight_files)()
 
             if device != "cpu":  # which had these bytes already
                 self.cap.reserved += buffer_bytes(module)
@@ -187,7 +187,7 @@ class Applied:
                 name,
                 module,
                 facts,
-                kept,
+                weight_files,
                 self.cap,
                 entries=entries_of(module),
                 keep=partial(store, cache=self.cache, made_for=owner_of(name, module)),

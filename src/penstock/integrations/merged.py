@@ -108,15 +108,15 @@ def _refuse_kind(adapter: Path) -> None:
 
 
 @contextmanager
-def _refusing(what: str) -> Iterator[None]:
+def _refusing(action: str) -> Iterator[None]:
     """Raise SourceError for whatever peft raises in the body."""
     try:
         yield
     except PenstockError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-        raise SourceError(f"{what} ({said}): is it for another model?") from error
+        reason = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+        raise SourceError(f"{action} ({reason}): is it for another model?") from error
 
 
 def _adapted(model: nn.Module, folder: Path, adapter: Path) -> Any:
@@ -127,10 +127,10 @@ def _adapted(model: nn.Module, folder: Path, adapter: Path) -> Any:
         warnings.simplefilter("ignore")
         adapted = PeftModel.from_pretrained(model, str(adapter), torch_device="cpu")
         names = adapted.load_adapter(str(adapter), _NAME, torch_device="cpu")
-    for wrong, said in ((names.unexpected_keys, "has no place for"), (names.missing_keys, "also needs")):
+    for wrong, words in ((names.unexpected_keys, "has no place for"), (names.missing_keys, "also needs")):
         if wrong:
             raise SourceError(
-                f"{adapter} is for another model than {folder}, which {said} {wrong[0]} ({len(wrong)} in all)"
+                f"{adapter} is for another model than {folder}, which {words} {wrong[0]} ({len(wrong)} in all)"
             )
     return adapted
 
@@ -168,9 +168,9 @@ def _unloaded(adapted: Any) -> tuple[nn.Module, dict[str, list[_Merge]]]:
         warnings.simplefilter("ignore")
         model = adapted.merge_and_unload()
     by_parameter: dict[int, list[_Merge]] = {}
-    for one in merges:
-        for key in one.keys:
-            by_parameter.setdefault(id(one.layer.get_base_layer()._parameters[key]), []).append(one)
+    for merge in merges:
+        for key in merge.keys:
+            by_parameter.setdefault(id(merge.layer.get_base_layer()._parameters[key]), []).append(merge)
     named = model.named_parameters(remove_duplicate=False)
     return model, {name: by_parameter[id(value)] for name, value in named if id(value) in by_parameter}
 
@@ -188,16 +188,16 @@ def _deferred(layer: Any, merges: list[_Merge]) -> Callable[..., None]:
 def _merged(parameter: nn.Parameter, merges: list[_Merge]) -> torch.Tensor:
     """Return the values of a parameter with adapters merged into it; it keeps its own."""
     value = _copied(parameter)
-    for one in merges:
-        parameters = one.layer.get_base_layer()._parameters
-        before = {key: parameters[key] for key in one.keys if parameters[key] is not None}
+    for merge in merges:
+        parameters = merge.layer.get_base_layer()._parameters
+        before = {key: parameters[key] for key in merge.keys if parameters[key] is not None}
         try:
             for key, other in before.items():
                 parameters[key] = value if other is parameter else _copied(other)
-            one.run()
+            merge.run()
         finally:
             parameters.update(before)
-            one.layer.merged_adapters.clear()
+            merge.layer.merged_adapters.clear()
     return value.data
 
 

@@ -71,7 +71,7 @@ def save_model(
     with _no_bars():  # the library writes all but the weights
         type(model).save_pretrained(model, folder, state_dict={})
     entries = _entries(model, read or (lambda name, tensor: value_of(tensor)))
-    nbytes = sum(entry.nbytes for entry in entries)
+    nbytes = sum(packed.nbytes for packed in entries)
     check_space(folder, nbytes, dense=True)
     _log.info("writing %s bytes of weights", f"{nbytes:,}")
     names = write_shards(folder, entries, shard_size, count_bytes(progress, "writing", nbytes))

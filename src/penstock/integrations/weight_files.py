@@ -110,7 +110,7 @@ def keep_packed(
     which `whole` returns False or fails, is removed and written again. Raises SourceError where it cannot be
     written, or where a process uses the damaged one.
     """
-    nbytes = sum(entry.nbytes for entry in entries)
+    nbytes = sum(tensor.nbytes for tensor in entries)
 
     def build(unfinished: Path) -> None:
         finish(unfinished, write_packed(unfinished / WEIGHTS, entries))
@@ -219,13 +219,13 @@ def _write(changes: Sequence[_Change], files: Sequence[Path], cache: Cache, made
     in_file = sorted(changes, key=lambda change: [(box.file, box.start) for box in change.tensor.boxes])
     entries = [change.entry(files) for change in in_file]
     headers = [hashlib.sha256(read_header(file).raw).hexdigest() for file in files]
-    facts = f"converted {before} {headers} {[entry.name for entry in entries]}"
+    facts = f"converted {before} {headers} {[tensor.name for tensor in entries]}"
     folder = _place_of(cache, hashlib.sha256(facts.encode()).hexdigest()[:32], entries, ctimes)
 
     def finish(unfinished: Path, placed: Sequence[PackedTensor]) -> None:
         after, now = _states(files)
         written = [tensor.sha256 for tensor in placed]
-        touched = now != ctimes and written != [digest_of_chunks(entry.chunks()) for entry in entries]
+        touched = now != ctimes and written != [digest_of_chunks(tensor.chunks()) for tensor in entries]
         if touched or after != before:
             raise SourceError(
                 f"{files[0].parent} was written to while it was being converted: leave it as it is, and load "

@@ -104,25 +104,25 @@ def read_config(path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         hint = ""
-        if "custom code" in said:
-            said, hint = (
+        if "custom code" in reason:
+            reason, hint = (
                 "it needs code of its own",
                 ": give a function that builds the model (module:function)",
             )
-        raise SourceError(f"{path} is no configuration that transformers knows: {said}{hint}") from error
+        raise SourceError(f"{path} is no configuration that transformers knows: {reason}{hint}") from error
 
 
 def _check_size(folder: Path) -> None:
     """Raise SourceError for a configuration that is too large to be one, also one that it refers to."""
-    others: Any = ()
+    facts_beside: Any = ()
     try:
         facts = json.loads(read_bounded(folder / "config.json", "a configuration"))
-        others = facts.get("configuration_files")
+        facts_beside = facts.get("configuration_files")
     except (ValueError, RecursionError, AttributeError):  # transformers says what is wrong with it
         return
-    for name in others if isinstance(others, list) else ():
+    for name in facts_beside if isinstance(facts_beside, list) else ():
         if isinstance(name, str) and (path := folder / name).is_file():
             with open_bounded(path, "a configuration"):
                 pass
@@ -139,9 +139,9 @@ def model_class(config: Any, source: str) -> Any:
         model = getattr(transformers, names[0], None) if named and names else None
     if isinstance(model, type) and issubclass(model, transformers.PreTrainedModel):
         return model
-    found = f"names the architectures {names!r:.200}, of which this transformers has none"
+    unknown = f"names the architectures {names!r:.200}, of which this transformers has none"
     raise SourceError(
-        f"{source} {found if names else 'names no architectures'}: "
+        f"{source} {unknown if names else 'names no architectures'}: "
         + ("" if names else 'add them ("architectures": ["LlamaForCausalLM"]), or ')
         + "load it with its own code and give it to penstock.integrations.apply; commands take a function "
         "that builds it (module:function)"
@@ -154,14 +154,14 @@ def builder(config: Any, source: str, dtype: str | None) -> Callable[[], nn.Modu
     As the library does when it loads, the model's configuration, and those inside it, say that dtype then.
     """
     model, wanted = model_class(config, source), dtype_of(config, dtype)
-    own = copy.deepcopy(config)
-    for one in (own, *(getattr(own, name, None) for name in own.sub_configs)):
-        if one is not None:
-            one.dtype = wanted
+    copied = copy.deepcopy(config)
+    for part in (copied, *(getattr(copied, name, None) for name in copied.sub_configs)):
+        if part is not None:
+            part.dtype = wanted
 
     def build() -> nn.Module:
         with default_dtype(wanted):
-            built: nn.Module = model(own)
+            built: nn.Module = model(copied)
         _keep_dtypes(built, wanted)
         return built
 
@@ -193,10 +193,10 @@ def dtype_of(config: Any, dtype: str | None) -> torch.dtype:
     Raises SourceError if it is no floating-point dtype of torch.
     """
     asked = dtype or getattr(config, "dtype", None) or torch.float32
-    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    chosen = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
         raise SourceError(f"there is no dtype {asked!r} for weights: give {', '.join(DTYPES)}")
-    return found
+    return chosen
 
 
 def inputs_of(config: Any, source: str, *, tokens: int, dtype: str | None) -> dict[str, Any]:
@@ -256,4 +256,4 @@ def _has(config: Any, *names: str) -> bool:
 
 def _first(config: Any, *names: str) -> int:
     """The first of these numbers that a configuration has, or 0."""
-    return next((int(found) for name in names if (found := getattr(config, name, None))), 0)
+    return next((int(length) for name in names if (length := getattr(config, name, None))), 0)

@@ -61,14 +61,14 @@ class BetweenCalls:
     def __init__(
         self,
         places: Places,
-        own: OwnMemory,
-        kept: list[KeptWeights],
+        own_memory: OwnMemory,
+        weight_files: list[KeptWeights],
         keep: Keep | None,
         make_room: Callable[[int], None],
     ) -> None:
-        self.own, self.twins, self.names = own, places.twins, places.names
+        self.own, self.twins, self.names = own_memory, places.twins, places.names
         self.has_changed = False
-        self._kept, self._keep, self._make_room = kept, keep, make_room
+        self._kept, self._keep, self._make_room = weight_files, keep, make_room
         self._opened: dict[int, _Opened] = {}
         self._written: dict[int, torch.Tensor] = {}
 
@@ -187,10 +187,10 @@ class BetweenCalls:
             for part in parts
         )
 
-    def _place(self, names: Mapping[str, str], kept: KeptWeights, phases: Mapping[str, int]) -> None:
+    def _place(self, names: Mapping[str, str], weights_kept: KeptWeights, phases: Mapping[str, int]) -> None:
         """Have the facts name the file in which weights are now."""
         weights = [weight for weight in self.own.facts.weights if weight.fqn in names]
-        values = find_values(weights, open_checkpoint(kept.files), Rules(names))
+        values = find_values(weights, open_checkpoint(weights_kept.files), Rules(names))
         storages, first = list(self.own.facts.storages), len(self.own.facts.files)
         placed = values.placed(storages)
         for weight in weights:

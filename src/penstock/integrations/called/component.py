@@ -87,14 +87,14 @@ class CalledModule:
         name: str,
         module: nn.Module,
         facts: ModuleFacts,
-        kept: Sequence[KeptWeights],
+        weight_files: Sequence[KeptWeights],
         cap: Cap,
         *,
         entries: Sequence[str] = (),
         keep: Keep | None = None,
         options: LoadOptions | None = None,
     ) -> None:
-        self.name, self.module, self.kept = name, module, list(kept)
+        self.name, self.module, self.kept = name, module, list(weight_files)
         self.plan: Plan | None = None
         self.orders: list[Order] = []
         self._cap, self._options = cap, options or LoadOptions()
@@ -114,8 +114,8 @@ class CalledModule:
             for part, plain in plain_tensors(places.names[twin], value).items():
                 answer_with(plain, Answer(self, twin, part.removeprefix(places.names[twin])))
         self._files = KeptFiles(name, self.kept)
-        own = OwnMemory(facts, device, cap.count_read)
-        self._between = BetweenCalls(places, own, self.kept, keep, self._make_room)
+        own_memory = OwnMemory(facts, device, cap.count_read)
+        self._between = BetweenCalls(places, own_memory, self.kept, keep, self._make_room)
         self._forwards = Forwards(module, entries, self._called)
         self._build(places)
         self._own_bytes = self._places.bytes_of_others()
@@ -186,7 +186,7 @@ class CalledModule:
     @property
     def weights(self) -> list[Path]:
         """The files that hold the weights."""
-        return [file for one in self.kept for file in one.files]
+        return [file for weights in self.kept for file in weights.files]
 
     @property
     def residency(self) -> tuple[plans.Residency, ...]:
@@ -256,9 +256,9 @@ class CalledModule:
 
     def _called(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the method of a module, as a call of its own or within the pass that runs."""
-        own, path = wrapped.own, wrapped.path
+        original, path = wrapped.own, wrapped.path
         if not self._active:
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         current = self._pass
         if current is None or (threading.get_ident() != current.thread and wrapped.entry == current.entry):
             return self._call(wrapped, args, kwargs)
@@ -266,7 +266,11 @@ class CalledModule:
         current.threads.add(threading.get_ident())
         try:
             step = self._steps.steps.get(path) if wrapped.is_forward else None
-            return own(*args, **kwargs) if step is None else self._run_step(current, step, own, args, kwargs)
+            return (
+                original(*args, **kwargs)
+                if step is None
+                else self._run_step(current, step, original, args, kwargs)
+            )
         finally:
             current.running.remove(path)
 
@@ -282,11 +286,11 @@ class CalledModule:
             self._update()
             if unmerge_disabled(self._adapted):
                 self._update()
-            entry = wrapped.entry
-            kind, arguments = kind_of(entry, args, kwargs), self._sizes_of(entry, args, kwargs)
+            method = wrapped.entry
+            kind, arguments = kind_of(method, args, kwargs), self._sizes_of(method, args, kwargs)
             with self._cap.calling(self) as alone, one_pass(), torch.no_grad():
-                order = None if alone else self._order_of(entry, kind, arguments)
-                current = self._pass = Pass(entry, order)
+                order = None if alone else self._order_of(method, kind, arguments)
+                current = self._pass = Pass(method, order)
                 self._units.awake(current)
                 run = functools.partial(wrapped.called, *args, **kwargs)
                 try:
@@ -298,7 +302,7 @@ class CalledModule:
                     if self._units.spoiled:
                         self.unload()
             if beside is not None:
-                self._sizes.add(arguments, self._sizes_of(entry, args, kwargs), beside)
+                self._sizes.add(arguments, self._sizes_of(method, args, kwargs), beside)
                 if order is not None and ROOM * beside > self._room:
                     self.unload()
             self._passes += 1
@@ -306,13 +310,13 @@ class CalledModule:
             self._note(current, kind)
             return self._own_steps.with_weights(output)
 
-    def _order_of(self, entry: str, kind: object, arguments: CallArguments) -> int | None:
+    def _order_of(self, method: str, kind: object, arguments: CallArguments) -> int | None:
         """Return the order that a call probably has; None where it is observed.
 
         That is so, too, where it may take more memory than there is room for beside the plan.
         """
-        own = [graph for graph, one in enumerate(self.orders) if one.entry == entry]
-        order = self._kinds.expected(kind, own[0] if len(own) == 1 else None)
+        orders_of_method = [graph for graph, known in enumerate(self.orders) if known.entry == method]
+        order = self._kinds.expected(kind, orders_of_method[0] if len(orders_of_method) == 1 else None)
         if order is None or not self._sizes or self._terms == self._impossible:
             return None
         if self._memory.weights is None:
@@ -380,9 +384,9 @@ class CalledModule:
         if lists := self._units.siblings.chosen(current.entry, current.steps):
             self._stack(lists)
             return
-        own = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
-        if len(own) == _MOST_ORDERS:
-            self._kinds.note(kind, own[-1])
+        orders_of_method = [graph for graph, order in enumerate(self.orders) if order.entry == current.entry]
+        if len(orders_of_method) == _MOST_ORDERS:
+            self._kinds.note(kind, orders_of_method[-1])
             return
         self._kinds.note(kind, len(self.orders))
         self.orders.append(current.as_order())
@@ -395,7 +399,7 @@ class CalledModule:
         self,
         current: Pass,
         step: Step,
-        own: Callable[..., Any],
+        original: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
@@ -409,10 +413,10 @@ class CalledModule:
             if current.open is None and self._memory.reads_units_only(current, step.path):
                 if not self._units.is_member(step.path):
                     current.steps.append(Seen(step.path, step.path))
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             with self._own_steps.running(current, step, begun):
-                return own(*args, **kwargs)
-        return self._memory.run(current, step, number, begun, functools.partial(own, *args, **kwargs))
+                return original(*args, **kwargs)
+        return self._memory.run(current, step, number, begun, functools.partial(original, *args, **kwargs))
 
     # Plans.
 
@@ -441,7 +445,7 @@ class CalledModule:
             if self._latest is None:
                 return None
             number, steps = self._latest
-            order = self.orders[number].timed([one.time for one in steps])
+            order = self.orders[number].timed([seen.time for seen in steps])
             return self._plan_for([order], memory, memory - self._cap.nbytes + self._cap.room)[0].plan
 
     # Reads and writes that a plan does not foresee.
@@ -451,7 +455,7 @@ class CalledModule:
         current = self._pass
         if current is None:
             self._between.share(twin)
-        elif not any(value is one for one in current.values.values()):
+        elif not any(value is current_value for current_value in current.values.values()):
             name = self._between.names[twin] + suffix
             current.copies.append((name, value, digest_of(value.detach().contiguous())))
 

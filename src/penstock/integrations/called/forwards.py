@@ -95,7 +95,7 @@ class OwnSteps:
             yield
         finally:
             ended = time.perf_counter_ns()
-            used = [(twin, one) for twin, one in watched if one.is_viewed or one.is_written]
+            used = [(twin, weight) for twin, weight in watched if weight.is_viewed or weight.is_written]
             if current.meter is not None and compiled_graphs() == graphs:
                 current.meter.look(current.own_bytes)
             elif current.meter is not None:  # the compiler's own memory is none of later calls
@@ -138,15 +138,15 @@ class OwnSteps:
         self._stay(current, twin, value, "the call writes")
         return value
 
-    def _check_room(self, nbytes: int, taken: int, given: int) -> None:
+    def _check_room(self, nbytes: int, taken: int, given_bytes: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
 
         `given` bytes of caches and inputs were there before. The error's number is for the largest step,
         which may be still to come.
         """
-        beside = max(0, given + taken - SLACK)
+        beside = max(0, given_bytes + taken - SLACK)
         if nbytes + beside > self._cap.room:
-            raise self.too_little(self.bytes_at_once(self.largest), beside, self.largest, given)
+            raise self.too_little(self.bytes_at_once(self.largest), beside, self.largest, given_bytes)
 
     @property
     def largest(self) -> str:
@@ -159,18 +159,18 @@ class OwnSteps:
         left_out = self._units.left_out(path, storages)
         return sum(self._steps.facts.storages[s].nbytes for s in storages if s not in left_out)
 
-    def too_little(self, floor: int, beside: int, path: str = "", given: int = 0) -> BudgetError:
+    def too_little(self, floor: int, beside: int, path: str = "", given_bytes: int = 0) -> BudgetError:
         """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others.
 
         `given` of these are of the caches and inputs of the call.
         """
-        room = ROOM * beside + (ROOM - 1) * min(given, SLACK)  # a call never takes the same
+        room = ROOM * beside + (ROOM - 1) * min(given_bytes, SLACK)  # a call never takes the same
         least = floor + int(room) + self._cap.nbytes - self._cap.room
         who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
         ways = ["or call it with smaller inputs"]
         takes = f"the call takes {format_size(beside)} beside weights"
-        if 2 * given > beside:
-            takes = f"the inputs of the call and the cache of its context take {format_size(given)}"
+        if 2 * given_bytes > beside:
+            takes = f"the inputs of the call and the cache of its context take {format_size(given_bytes)}"
             ways = smaller_caches(on_cpu=self._own.on_cpu)
         return BudgetError(
             f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}, and {who} at once; "

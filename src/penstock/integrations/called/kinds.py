@@ -16,13 +16,13 @@ from penstock.passes.calls.tracers import tracer_of
 from penstock.schedule.facts.errors import StreamError
 
 
-def kind_of(entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+def kind_of(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Return a hashable value that is equal for calls which probably run the same steps.
 
     It has the dimensions of tensors as 0, 1 or more, the values of flags and strings, and whether a cache is
     empty.
     """
-    return entry, tuple(map(_fact, args)), tuple((name, _fact(value)) for name, value in kwargs.items())
+    return method, tuple(map(_fact, args)), tuple((name, _fact(value)) for name, value in kwargs.items())
 
 
 class KnownKinds:

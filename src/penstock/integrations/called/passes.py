@@ -47,9 +47,11 @@ class Pass:
 
     def number_among(self, orders: Sequence[Order], least: int) -> int | None:
         """Return the number of the order in which this ran, or None; units of `least` bytes make another."""
-        paths = tuple(one.path for one in self.steps)
-        for number, one in enumerate(orders):
-            if (one.entry, one.paths) == (self.entry, paths) and self.reads.is_like(one, self.steps, least):
+        paths = tuple(step.path for step in self.steps)
+        for number, order in enumerate(orders):
+            if (order.entry, order.paths) == (self.entry, paths) and self.reads.is_like(
+                order, self.steps, least
+            ):
                 return number
         return None
 
@@ -57,11 +59,11 @@ class Pass:
         """Return the order in which this ran, with its times."""
         return Order(
             self.entry,
-            tuple(one.path for one in self.steps),
-            tuple(one.time for one in self.steps),
+            tuple(step.path for step in self.steps),
+            tuple(step.time for step in self.steps),
             time.perf_counter_ns() - self.mark,
-            tuple(one.as_read() for one in self.steps),
-            tuple(one.owner for one in self.steps),
+            tuple(step.as_read() for step in self.steps),
+            tuple(step.owner for step in self.steps),
         )
 
 

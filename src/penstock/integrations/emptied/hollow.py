@@ -95,7 +95,7 @@ class Hollow:
                 self._absent[name] = _Emptied(*facts, give)
                 on_error.callback(give, data)
             self._put_on(device, module, sentence)
-            describe, freed = module.extra_repr, format_size(sum(one.nbytes for one in self._freed))
+            describe, freed = module.extra_repr, format_size(sum(tensor.nbytes for tensor in self._freed))
             streamed = f"{freed} of parameters streamed by penstock"
             self._replace(module, "extra_repr", lambda: ", ".join(filter(None, (describe(), streamed))))
             for path, child in module.named_modules():
@@ -107,20 +107,22 @@ class Hollow:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that were given back."""
-        return sum(one.nbytes for one in self._freed if one.device.type != "meta")
+        return sum(tensor.nbytes for tensor in self._freed if tensor.device.type != "meta")
 
     @property
     def _freed(self) -> Iterable[_Emptied]:
         """A parameter for each storage that has no memory any more."""
-        return {one.storage: one for one in self._absent.values() if one.storage not in self._shared}.values()
+        return {
+            absent.storage: absent for absent in self._absent.values() if absent.storage not in self._shared
+        }.values()
 
-    def filling(self, facts: ModuleFacts, kept: Iterable[KeptWeights]) -> Callable[[], None]:
+    def filling(self, facts: ModuleFacts, weight_files: Iterable[KeptWeights]) -> Callable[[], None]:
         """Read the values of the parameters; returns a function that gives them to the parameters.
 
         It takes the refusals away too. Raises SourceError where a value cannot be read, or is not what it was
         in memory; nothing has changed then.
         """
-        digests = {name: digest for weights in kept for name, digest in weights.digests.items()}
+        digests = {name: digest for weights in weight_files for name, digest in weights.digests.items()}
         values = self._values(facts) if self._absent else {}
         for name, absent in self._absent.items():
             if absent.storage not in self._shared and digest_of(values[name]) != digests[name]:
@@ -139,15 +141,15 @@ class Hollow:
 
     def _values(self, facts: ModuleFacts) -> dict[str, torch.Tensor]:
         """Return the values of the parameters in new memory, tied as they were."""
-        own, memory = OwnMemory(facts, torch.device("cpu")), dict(self._shared)
+        own_memory, memory = OwnMemory(facts, torch.device("cpu")), dict(self._shared)
         values: dict[str, torch.Tensor] = {}
         for name, absent in self._absent.items():
             part = facts.parts[name]
             if absent.storage not in memory:
-                memory[absent.storage] = own.read([part.storage])[part.storage].to(absent.device)
+                memory[absent.storage] = own_memory.read([part.storage])[part.storage].to(absent.device)
             with torch.inference_mode(absent.is_inference):
                 values[name] = tensor_in(memory[absent.storage], part)
-        own.close()
+        own_memory.close()
         return values
 
     def _put_on(self, device: torch.device, module: nn.Module, sentence: str) -> None:

@@ -86,7 +86,7 @@ class Activations:
         if dims:
             low, high = value.amin(dims, keepdim=True), value.amax(dims, keepdim=True)
         else:
-            low, high = (one.reshape(1) for one in torch.aminmax(value))
+            low, high = (bound.reshape(1) for bound in torch.aminmax(value))
         low, high = low.clamp(max=0), high.clamp(min=0)
         least, most = (-448.0, 448.0) if self.is_float else (-128.0, 127.0)
         width = torch.tensor(most - least).to(value.dtype)
@@ -132,7 +132,7 @@ def _unknown(quantised: Mapping[str, Any], scheme: Mapping[str, Any], weights: M
         "a rounded cache": quantised.get("kv_cache_scheme"),
         "inputs rounded by stored scales, or not symmetrically": inputs and not _is_known(inputs),
     }
-    return next((what for what, there in has.items() if there), "")
+    return next((words for words, there in has.items() if there), "")
 
 
 def _is_known(inputs: Mapping[str, Any]) -> bool:

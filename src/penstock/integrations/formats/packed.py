@@ -79,8 +79,8 @@ def _fits_fp8(shapes: Shapes, shape: tuple[int, ...]) -> bool:
 
 def _fits_mxfp4(shapes: Shapes, shape: tuple[int, ...]) -> bool:
     blocks = shapes["blocks"]
-    made = (blocks[0], prod(blocks[2:]) * 2, blocks[1]) if len(blocks) == 4 else ()
-    return made == shape and shapes["scales"] == blocks[:-1]
+    unpacked = (blocks[0], prod(blocks[2:]) * 2, blocks[1]) if len(blocks) == 4 else ()
+    return unpacked == shape and shapes["scales"] == blocks[:-1]
 
 
 _DTYPES = {

@@ -268,7 +268,7 @@ class TrainedModule(CalledModule):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        run, entry = functools.partial(wrapped.called, *args, **kwargs), wrapped.entry
+        run, method = functools.partial(wrapped.called, *args, **kwargs), wrapped.entry
         refuse_elsewhere((args, kwargs), self.name, self._process)
         with self._cap.lock:
             if self._active and torch._C._current_graph_task_id() != -1:
@@ -282,11 +282,11 @@ class TrainedModule(CalledModule):
             self._trained.refuse_others()
             self._memory.refuse_viewed()
             self._update()
-            arguments = self._sizes_of(entry, args, kwargs)
-            kind = (kind_of(entry, args, kwargs), self.module.training)
+            arguments = self._sizes_of(method, args, kwargs)
+            kind = (kind_of(method, args, kwargs), self.module.training)
             with self._cap.calling(self) as alone:
-                order = None if alone else self._order_with_gradients(entry, kind, arguments)
-                current = _TrainingPass(entry, order, kind=kind, arguments=arguments)
+                order = None if alone else self._order_with_gradients(method, kind, arguments)
+                current = _TrainingPass(method, order, kind=kind, arguments=arguments)
                 self._pass = current
                 try:
                     output = self._forward(current, run)
@@ -301,13 +301,13 @@ class TrainedModule(CalledModule):
             self._check_uses(current)
             return self._own_steps.with_weights(output)
 
-    def _order_with_gradients(self, entry: str, kind: object, arguments: CallArguments) -> int | None:
+    def _order_with_gradients(self, method: str, kind: object, arguments: CallArguments) -> int | None:
         """Return the order that a call with gradients probably has; None where it is observed."""
         evaluation, self._sizes = self._sizes, self._least
         try:
             if self.activations.nbytes + self._whole.beside > self._room and not self._keeps_least:
                 self.unload()
-            return self._order_of(_entry_with_gradients(entry), kind, arguments)
+            return self._order_of(_entry_with_gradients(method), kind, arguments)
         finally:
             self._sizes = evaluation
 
@@ -361,15 +361,15 @@ class TrainedModule(CalledModule):
         self,
         current: Pass,
         step: Step,
-        own: Callable[..., Any],
+        original: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
         def with_hooks(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             with packing(current, current.values, self._places.names, self._unpack, self.activations):
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
 
         if isinstance(current, _TrainingPass) and current.live is not None:
             nbytes = sum(self.facts.storages[s].nbytes for s in self._steps.readers.storages[step.path])
@@ -572,8 +572,8 @@ class TrainedModule(CalledModule):
                 return
 
 
-def _entry_with_gradients(entry: str) -> str:
-    return f"{entry or 'model'} with gradients"
+def _entry_with_gradients(method: str) -> str:
+    return f"{method or 'model'} with gradients"
 
 
 def _with_names(path: str, names: Mapping[str, object]) -> str:

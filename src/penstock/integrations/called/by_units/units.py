@@ -236,13 +236,13 @@ class UnitReads:
         self._by_units = by_units
         if not by_units:
             self.siblings.lists.clear()
-        compiled = tuple(path for path, one in module.named_modules() if is_compiled(one))
-        for path, one in module.named_modules():
-            for key, value in one._parameters.items():
+        compiled = tuple(path for path, part in module.named_modules() if is_compiled(part))
+        for path, part in module.named_modules():
+            for key, value in part._parameters.items():
                 name = f"{path}.{key}" if path else key
                 if value is None or name not in facts.parts or CLASS in vars(value):
                     continue
-                if not path.startswith(compiled) and self._may_have_units(one, facts.parts[name]):
+                if not path.startswith(compiled) and self._may_have_units(part, facts.parts[name]):
                     self.watch(name, value)
 
     @property
@@ -305,10 +305,10 @@ class UnitReads:
         groups: list[tuple[str, list[str]]] = []
         small: set[int] = set()
         for path in paths:
-            found = self.siblings.groups(path)
-            assert found is not None, "the list was seen to have units"
-            groups += [(path, fqns) for fqns in found[0]]
-            small |= found[1]
+            groups_of_list = self.siblings.groups(path)
+            assert groups_of_list is not None, "the list was seen to have units"
+            groups += [(path, fqns) for fqns in groups_of_list[0]]
+            small |= groups_of_list[1]
         for path in paths:
             del self.siblings.lists[path]
         first = len(self.facts.storages)
@@ -358,13 +358,13 @@ class UnitReads:
 
     def settle(self, orders: Sequence[Order]) -> None:
         """Stop watching what the steps of modules read whole only."""
-        kept = {
+        storages = {
             read if isinstance(read, int) else read.storage
             for order in orders
             for read in order.operators
             if read is not None
         }
-        for s in {s for _, s in self.whole} & (self.roots.keys() - kept):
+        for s in {s for _, s in self.whole} & (self.roots.keys() - storages):
             self._let_go(s)
 
     # Plans.
@@ -384,7 +384,7 @@ class UnitReads:
     def run_to_end(self, current: Any, run: Callable[[], Any]) -> Any:
         """Run a call. What it returns of watched weights becomes tensors with memory of their own."""
         output = run()
-        if self._twins and any(not isinstance(one, nn.Parameter) for one in watched_in(output)):
+        if self._twins and any(not isinstance(value, nn.Parameter) for value in watched_in(output)):
             output = pytree.tree_map_only(WatchedTensor, _cloned, output)
         self.release(current)
         return output
@@ -419,18 +419,20 @@ class UnitReads:
             finally:
                 ended = time.perf_counter_ns()
                 took = ended - begun - self.own.read_ns
-                for one in seen:
+                for seen_read in seen:
                     lead = 0 if current.open is not None else max(0, begun - current.mark)
-                    one.time = StepTime(one.time.lead_ns + lead, one.time.read_ns + took // len(seen))
+                    seen_read.time = StepTime(
+                        seen_read.time.lead_ns + lead, seen_read.time.read_ns + took // len(seen)
+                    )
                 current.inner_ns += ended - begun
                 if current.open is None:
                     current.mark = ended
 
-    def _measure(self, held: int) -> None:
+    def _measure(self, unit_bytes: int) -> None:
         """Have the memory of an observed pass measured, of which `held` bytes are units."""
         current = self._current
         if current is not None and current.meter is not None:
-            current.meter.look(current.own_bytes + held)
+            current.meter.look(current.own_bytes + unit_bytes)
 
     def _room(self) -> int:
         """Return the bytes that reads by units without a plan may take at once."""
@@ -442,8 +444,8 @@ class UnitReads:
 
     def _have_stay(self, storage: int) -> None:
         if storage not in self._stayed:
-            name, ((twin, _), *others) = self._twins[storage]
-            if others:
+            name, ((twin, _), *more) = self._twins[storage]
+            if more:
                 raise StreamError(f"{self.roots[storage].says}, and the call writes to one: {IN_MEMORY}")
             self._let_go(storage)
             value = self._stay(self._current, id(twin))
@@ -468,14 +470,14 @@ class UnitReads:
         route = ("index", id(index), contract.ends) if index is not None else ("tiles", s)
         current.reads.kept.append(index)
         seen.append(self._note(current, path, read, route))
-        given = contract.replaced(form.arguments, geometry_of(weight), index)
+        replaced = contract.replaced(form.arguments, geometry_of(weight), index)
         if plan is not None and planned is not None:
             call = plan.call(current.order, *planned)
-            return lambda: call(*given)
+            return lambda: call(*replaced)
         if plan is not None and plan.takes_step(current, path, s):
             plain = root_of(weight).tensor(weight, plan.arena[s])
             return lambda: operator_of(read)(*contract.replaced(form.arguments, plain, index))
-        return lambda: self.own.call(read)(*given)
+        return lambda: self.own.call(read)(*replaced)
 
     def _by_geometry(
         self,
@@ -490,14 +492,14 @@ class UnitReads:
         """Run any other operator: all units in which its operands have bytes are held."""
         spans: dict[int, list[tuple[int, int]]] = {}
         anywhere = "as_strided" in getattr(func, "__name__", "")  # it may read all that lies around a view
-        for one in watched_in(args, kwargs):
-            place = (0, root_of(one).nbytes) if anywhere else bytes_of_view(part_of(one))
-            spans.setdefault(root_of(one).storage, []).append(place)
+        for value in watched_in(args, kwargs):
+            place = (0, root_of(value).nbytes) if anywhere else bytes_of_view(part_of(value))
+            spans.setdefault(root_of(value).storage, []).append(place)
         addresses: dict[int, int] = {}
-        with ExitStack() as held:
+        with ExitStack() as stack:
             plan = self._planned
             bringing = Bringing(
-                current, held, seen, plan.units.pool.nbytes if plan and plan.pool else 0, may_be_whole
+                current, stack, seen, plan.units.pool.nbytes if plan and plan.pool else 0, may_be_whole
             )
             for s, places in spans.items():
                 fixed = self._fixed(s)
@@ -533,39 +535,47 @@ class UnitReads:
 
     def _fixed(self, storage: int) -> int | None:
         """Return the address of a storage that is in memory throughout."""
-        found = self._stayed.get(storage)
-        return found if found is not None or self._planned is None else self._planned.fixed.get(storage)
+        fixed = self._stayed.get(storage)
+        return fixed if fixed is not None or self._planned is None else self._planned.fixed.get(storage)
 
     def _plainly(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], addresses: Mapping[int, int]
     ) -> Any:
         """Run a function on plain tensors. What it returns of their memory is watched again."""
-        roots = {root_of(one) for one in watched_in(args, kwargs)}
+        roots = {root_of(value) for value in watched_in(args, kwargs)}
         moving = [root for root in roots if root.storage not in self._stayed]
 
-        def opened(one: Any) -> torch.Tensor:
-            return root_of(one).tensor(one, addresses[root_of(one).storage])
+        def opened(watched: Any) -> torch.Tensor:
+            return root_of(watched).tensor(watched, addresses[root_of(watched).storage])
 
-        def closed(one: Any) -> Any:
+        def closed(value: Any) -> Any:
             for root in roots:
                 address = addresses[root.storage]
-                if type(one) is torch.Tensor and one.layout == torch.strided and root.covers(address, one):
-                    return root.like(one, address)
-                array = getattr(one, "__array_interface__", None) if type(one).__module__ == "numpy" else None
+                if (
+                    type(value) is torch.Tensor
+                    and value.layout == torch.strided
+                    and root.covers(address, value)
+                ):
+                    return root.like(value, address)
+                array = (
+                    getattr(value, "__array_interface__", None) if type(value).__module__ == "numpy" else None
+                )
                 if array is not None and address <= array["data"][0] < address + root.nbytes:
-                    return one.copy()
-            return one
+                    return value.copy()
+            return value
 
         args, kwargs = pytree.tree_map_only(WatchedTensor, opened, (tuple(args), dict(kwargs)))
         before = [root.versions() for root in moving]
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if [root.versions() for root in moving] != before:
             self.spoiled = True
             raise StreamError(f"{moving[0].says}, and {func.__name__} has written to it: {IN_MEMORY}")
         plain = (
-            isinstance(made, tuple | list) or type(made) is torch.Tensor or type(made).__module__ == "numpy"
+            isinstance(result, tuple | list)
+            or type(result) is torch.Tensor
+            or type(result).__module__ == "numpy"
         )
-        return pytree.tree_map(closed, made) if plain else made
+        return pytree.tree_map(closed, result) if plain else result
 
     # What a pass has read.
 
@@ -590,19 +600,19 @@ class UnitReads:
             last: Seen | None = current.steps[-1] if current.steps else None
             if last is not None and (last.owner, last.read) == (path, read):
                 return last
-            one = Seen(f"{path or 'model'}: {name}", path, read=read)
+            new = Seen(f"{path or 'model'}: {name}", path, read=read)
         else:
             key = path, storage
             if read.operator == SLICES and key in reads.slices:
-                found: Seen = reads.slices[key]
-                return found
+                known: Seen = reads.slices[key]
+                return known
             number = reads.routes.setdefault(route, len(reads.routes))
-            one = Seen(f"{path or 'model'}: units of {name}", path, read=replace(read, route=number))
+            new = Seen(f"{path or 'model'}: units of {name}", path, read=replace(read, route=number))
             if read.operator == SLICES:
-                reads.slices[key] = one
-        current.steps.append(one)
-        return one
+                reads.slices[key] = new
+        current.steps.append(new)
+        return new
 
 
-def _cloned(one: torch.Tensor) -> torch.Tensor:
-    return one if isinstance(one, nn.Parameter) else one.clone()
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
