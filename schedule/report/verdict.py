@@ -98,7 +98,8 @@ def _with_units(picture: Picture, s: int, use: Use) -> Use:
     if not read:
         return use
     first, sparse_read = read[0]
-    asked = f"a call asks for {max(sparse_read.asked for _, sparse_read in read)} of {sparse_read.count} units at most"
+    most = max(wanted.asked for _, wanted in read)
+    asked = f"a call asks for {most} of {sparse_read.count} units at most"
     by_units = (
         f"by units in {picture.trace.steps[first].name}, from the pool: {asked}, {_of_each(sparse_read)}"
     )
@@ -375,8 +376,8 @@ def _limited(plan: Decisions, limit: Limit) -> str:  # noqa: PLR0911 (one for ea
         case "disk":
             host_bytes, read = format_size(plan.host.nbytes if plan.host else 0), format_size(_staged(plan))
             return (
-                f"The disk limits it: of {moved} a pass, {read} are more than a host of {host_bytes} holds, and "
-                f"reading them takes {predicted}, compute {compute}"
+                f"The disk limits it: of {moved} a pass, {read} are more than a host of {host_bytes} holds, "
+                f"and reading them takes {predicted}, compute {compute}"
             )
         case "host":
             both = f"launching the streamed steps takes {predicted}, compute {compute}"

@@ -130,7 +130,8 @@ def _adapted(model: nn.Module, folder: Path, adapter: Path) -> Any:
     for wrong, words in ((names.unexpected_keys, "has no place for"), (names.missing_keys, "also needs")):
         if wrong:
             raise SourceError(
-                f"{adapter} is for another model than {folder}, which {words} {wrong[0]} ({len(wrong)} in all)"
+                f"{adapter} is for another model than {folder}, which {words} {wrong[0]} "
+                f"({len(wrong)} in all)"
             )
     return adapted
 
