@@ -84,20 +84,20 @@ class Result:
 
 
 KEYS: dict[str, Callable[..., object]] = {
-    "space.pieces:span_groups": lambda runs, granule: (len(runs), granule),
+    "space.spans:span_groups": lambda runs, granule: (len(runs), granule),
     "planner:relax": lambda problem, pieces, tiers, which: (which, *(tier.nbytes for tier in tiers)),
-    "search.one_trace:steady_period_ns": lambda trace, schedule, *_, enough=None, launched=(): (
+    "search.paged:steady_period_ns": lambda trace, schedule, *_, enough=None, launched=(): (
         schedule.transfers,
         enough,
     ),
-    "search.task:steady_period_ns": lambda trace, schedule, *_, enough=None, launched=(): (
+    "search.draft:steady_period_ns": lambda trace, schedule, *_, enough=None, launched=(): (
         trace.graph,
         schedule.transfers,
         enough,
     ),
     "search.contiguous:place_oldest": lambda blocks, resident, cap, ring=None: (resident, cap, ring),
-    "search.one_trace:Joiner.fastest": lambda joiner, pieces: tuple(pieces),
-    "search.one_trace:Loads.stream": lambda loads, rows, resident, cap, early, join=object, put_off=0: (
+    "search.paged:Joiner.fastest": lambda joiner, pieces: tuple(pieces),
+    "search.paged:Loads.stream": lambda loads, rows, resident, cap, early, join=object, put_off=0: (
         (rows.tobytes(), cap, early, put_off) if join is None else object()
     ),
 }

@@ -109,7 +109,7 @@ def _by_size(sizes: Sequence[int], alive: Any) -> Iterator[list[int]]:
     yield sorted(range(len(sizes)), key=lambda block: -sizes[block])
 
 
-_ONE_TRACE, _CONTIGUOUS = "search.one_trace", "search.contiguous"
+_ONE_TRACE, _CONTIGUOUS = "search.paged", "search.contiguous"
 
 STAGES = (
     Stage("a quarter of the search", "`effort=0.25`", {}, "planner:_fastest", 0.25),
@@ -139,19 +139,19 @@ STAGES = (
     Stage(
         "joining",
         "the copies of runs stay apart",
-        {"clock.joining:Joiner.fastest": lambda self, pieces: list(pieces)},
+        {"clock.transfers:Joiner.fastest": lambda self, pieces: list(pieces)},
     ),
     Stage(
         "runs",
         "no choice of runs is tried, only the roundings",
-        {"search.runs:Runs.choices": lambda *_: iter(())},
+        {"search.paged:Runs.choices": lambda *_: iter(())},
     ),
     Stage("ends moved", "runs stay as rounded", {f"{_ONE_TRACE}:OneTrace._improve": lambda *_: None}),
     Stage(
         "ends moved in pairs",
         "one end at a time, where spans are few too",
-        {"search.runs:_shuffled_pairs": lambda _: []},
-        "search.runs:Runs.neighbours",
+        {"search.paged:_shuffled_pairs": lambda _: []},
+        "search.paged:Runs.neighbours",
     ),
     Stage(
         "plans by age",
@@ -198,7 +198,7 @@ STAGES = (
     Stage(
         "joining parts of blocks",
         "each is copied by itself",
-        {"search.occupancy:_joined": lambda pieces, *_: iter(pieces)},
+        {"search.draft:_joined": lambda pieces, *_: iter(pieces)},
         f"{_CONTIGUOUS}:search",
     ),
     Stage(
@@ -212,20 +212,20 @@ STAGES = (
     Stage(
         "orders",
         "first fit by size alone is improved",
-        {"space.packing:_orders": _by_size},
-        "space.packing:_squeaked",
+        {"space.addresses:_orders": _by_size},
+        "space.addresses:_squeaked",
     ),
     Stage(
         "squeaky wheel",
         "the best of the orders",
-        {"space.packing:_tries": lambda *_: 0},
-        "space.packing:_squeaked",
+        {"space.addresses:_tries": lambda *_: 0},
+        "space.addresses:_squeaked",
     ),
     Stage(
         "branch and bound",
         "few blocks as many",
-        {"space.packing:_EXACT": -1},
-        "space.packing:_BranchAndBound.run",
+        {"space.addresses:_EXACT": -1},
+        "space.addresses:_BranchAndBound.run",
     ),
 )
 """In the order of the tables. Those of the search for a contiguous arena are left out of its plans only."""

@@ -35,7 +35,14 @@ def hollow(checkpoint: Path) -> Callable[[], nn.Module]:
     """What builds the module without memory, its weights of the classes that the checkpoint says."""
     from penstock.integrations.folders import open_model
 
-    return open_model(checkpoint).build
+    stored = open_model(checkpoint)
+
+    def build() -> nn.Module:
+        module = stored.build()
+        stored.quantise(module)
+        return module
+
+    return build
 
 
 def entries() -> tuple[Entry, ...]:

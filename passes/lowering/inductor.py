@@ -74,7 +74,7 @@ def values_of(graph_module: fx.GraphModule) -> Placed:
 
 
 def only_device(placed: Placed, title: str) -> torch.device:
-    """Returns the device of all tensors of `what`; the CPU where there are none.
+    """Returns the device of all tensors of `title`; the CPU where there are none.
 
     Raises PassError, which names a tensor on each, if they lie on two.
     """

@@ -48,7 +48,7 @@ def align(
 ) -> dict[fx.Node, fx.Node]:
     """Adds a trace to the graph of a first one, and returns the nodes there of all nodes of the other.
 
-    `given` are the names of the other's placeholders of gradients, which become further inputs; all others
+    `pairs_given` are the names of the other's placeholders of gradients, which become further inputs; all others
     are those of equal names. Raises PassError where the other trace would have an effect a second time.
     """
     keys = _Keys()

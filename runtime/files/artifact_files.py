@@ -78,7 +78,7 @@ def check_open_file(fd: int, path: Path, file: WeightFile, *, in_place: bool) ->
 
 
 def compare_header(path: Path, file: WeightFile, present: WeightFile) -> None:
-    """Raise SourceError where size or header of the stamp `found` of `path` are not those of `file`."""
+    """Raise SourceError where size or header of the stamp `present` of `path` are not those of `file`."""
     _compare(path, "size in bytes", file.nbytes, present.nbytes)
     _compare(path, "sha256 of its header", file.header_sha256, present.header_sha256)
 

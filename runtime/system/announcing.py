@@ -23,7 +23,7 @@ _outer = threading.local()
 
 @contextmanager
 def announced(title: str) -> Iterator[None]:
-    """Print `what` on stderr once it has taken five seconds, and how long it took when it ends.
+    """Print `title` on stderr once it has taken five seconds, and how long it took when it ends.
 
     Within announced work of the same thread nothing is printed. `PENSTOCK_ANNOUNCE_AFTER` sets the seconds.
 

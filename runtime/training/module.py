@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from penstock.passes.calls.tracers import outside_dynamo
 from penstock.passes.training.facts import EVALUATE, PREDICT, TRAINABLE, Backward, Rung, Training
 from penstock.runtime.files.artifact_files import file_chunks
-from penstock.runtime.files.safetensors_file import open_tensors, reading
+from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.module import LoadedMethod, Part, StreamedModule, without_grad
 from penstock.runtime.stream.loaded import LoadedWeights

@@ -70,7 +70,7 @@ class Residency:
         self._closes = numpy.array([gap.closes for gap in gaps], dtype=numpy.int64)
 
     def rounded(self, kept_bytes: Sequence[float], *, quantum: int = 0) -> list[int]:
-        """The number of leading spans to keep over each gap, so that about `kept` bytes are kept.
+        """The number of leading spans to keep over each gap, so that about `kept_bytes` bytes are kept.
 
         Gaps are rounded in the order of their closing steps. Each one makes up for the rounding error of
         those before it, so that sums over neighbouring gaps stay close. Gaps of less than `quantum` bytes are
@@ -110,7 +110,7 @@ class Residency:
     def trim(self, counts: Sequence[int], kept_bytes: Sequence[float], limit: int) -> list[int]:
         """The counts, lowered so that no step holds more than `limit` bytes, or more than it needs itself.
 
-        Where a step holds too much, the count is lowered first at the gap whose spans exceed its `kept` bytes
+        Where a step holds too much, the count is lowered first at the gap whose spans exceed its `kept_bytes` bytes
         by most.
         """
         counts = list(counts)
@@ -136,7 +136,7 @@ class Residency:
         return counts
 
     def _short(self, gap: int, counts: Sequence[int], kept_bytes: Sequence[float]) -> float:
-        """Bytes that the spans kept over a gap lack of its `kept` bytes; negative if they have more."""
+        """Bytes that the spans kept over a gap lack of its `kept_bytes` bytes; negative if they have more."""
         return kept_bytes[gap] - self.groups[self.gaps[gap].group].bytes_of_first[counts[gap]]
 
     def _profile(self, gaps: Sequence[int], counts: Sequence[int]) -> numpy.ndarray:

@@ -139,7 +139,7 @@ def acting_steps(plan: Decisions, graph: int, sizes: Sequence[int]) -> tuple[int
 
 
 def launched_steps(plan: Decisions, number: int) -> tuple[int, ...]:
-    """The streamed steps of trace number `which` whose launches take time; none if no launch does.
+    """The streamed steps of trace number `number` whose launches take time; none if no launch does.
 
     In a plan without `sizes`, the first byte of a storage stands for all.
     """
@@ -149,7 +149,7 @@ def launched_steps(plan: Decisions, number: int) -> tuple[int, ...]:
 
 
 def launches_ns(plan: Decisions, number: int) -> int:
-    """Nanoseconds of the calling thread for the streamed steps of a pass of trace number `which`."""
+    """Nanoseconds of the calling thread for the streamed steps of a pass of trace number `number`."""
     return plan.hardware.host_step_ns * len(launched_steps(plan, number))
 
 

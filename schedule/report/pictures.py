@@ -87,7 +87,7 @@ class Views:
 
 
 def views_of(plan: Decisions, number: int) -> Views:
-    """Simulates schedule number `which` until a pass takes the predicted time, or up to a limit of passes."""
+    """Simulates schedule number `number` until a pass takes the predicted time, or up to a limit of passes."""
     trace, schedule = plan.traces[number], plan.schedules[number]
     launched = launched_steps(plan, number)
     events = len(trace.steps) + len(schedule.transfers) + 1
@@ -305,7 +305,7 @@ class Picture:
 
 
 def picture_of(plan: Decisions, number: int) -> Picture:
-    """The picture of method number `which` of a plan."""
+    """The picture of method number `number` of a plan."""
     views = views_of(plan, number)
     copies = copies_of(plan, plan.schedules[number], views.passes)
     return Picture(plan, number, views, copies, stays_of(plan, number, copies))

@@ -287,7 +287,7 @@ class OneTrace:
                 self._time(rows, partial(in_sizes, most=copy, breaks=self.breaks))
 
     def _time_rounded(self, kept_bytes: Sequence[float], margin: int, *, quantum: int, most: int) -> None:
-        """Time the rounding of `kept` bytes of each gap that leaves `margin` bytes of memory free.
+        """Time the rounding of `kept_bytes` bytes of each gap that leaves `margin` bytes of memory free.
 
         Bytes are rounded in units of `quantum` (0: whole spans), and copies are joined up to `most` bytes (0:
         they are not joined).

@@ -380,7 +380,7 @@ def _staging_faults(schedule: Schedule, host_ranges: Sequence[Range]) -> Iterato
 
 
 def _lacks(piece: Range, host_ranges: Sequence[Range], resident: Sequence[Range]) -> bool:
-    """Tell whether a byte of `item` is in none of the ranges `held` and `resident`."""
+    """Tell whether a byte of `piece` is in none of the ranges `host_ranges` and `resident`."""
     position = piece.start
     for known in sorted((*host_ranges, *resident)):
         if known.start > position:
@@ -390,7 +390,7 @@ def _lacks(piece: Range, host_ranges: Sequence[Range], resident: Sequence[Range]
 
 
 def _missing(transfer: Transfer, host_ranges: Sequence[Range]) -> int:
-    """Bytes of a transfer in none of the ranges `held` by the host, which are sorted and disjoint."""
+    """Bytes of a transfer in none of the ranges `host_ranges` by the host, which are sorted and disjoint."""
     position, missing = transfer.start, 0
     for piece in host_ranges:
         if piece.stop <= position:

@@ -77,7 +77,7 @@ class Memory:
         return Range(self._edges[cell], self._edges[cell + 1])
 
     def check_item(self, move: Item, title: str) -> None:
-        """Raise PlanError unless `item` is a run of granules inside a segment and, if contiguous, a slot."""
+        """Raise PlanError unless `move` is a run of granules inside a segment and, if contiguous, a slot."""
         arena = self._plan.arena
         span = f"{title} of bytes {move.start}:{move.stop}"
         segment = self._segment(move.start)
@@ -241,7 +241,7 @@ NEVER_YET = -1
 def lay(items: Sequence[Item], memory: Memory, title: str) -> list[int]:
     """The content of every cell if it holds `items` and nothing else.
 
-    Raises PlanError if two of the items take the same bytes; `what` names them in the message.
+    Raises PlanError if two of the items take the same bytes; `title` names them in the message.
     """
     owner = [ABSENT] * memory.cells
     for i, move in enumerate(items):

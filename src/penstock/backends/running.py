@@ -38,7 +38,7 @@ def check_probes(
 ) -> None:
     """Raises PayloadError unless the probes of the graph are those of the trace, around the same weights.
 
-    `held` has the weights by the names of the graph's inputs.
+    `weights` has the weights by the names of the graph's inputs.
     """
     probed = {
         int(node.args[2]): {weights[operand.name].parts[0].storage for operand in node.args[0]}

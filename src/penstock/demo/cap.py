@@ -92,7 +92,7 @@ def run_cap(console: Console, *, size: str | None = None) -> Runs:
 
 def measure_smallest_cap() -> int:
     """Return the least cap in bytes; torch built for CUDA takes twice the memory of another build."""
-    code = "import torch; from penstock.runtime.system import own_memory; print(own_memory.anonymous_bytes())"
+    code = "import torch; from penstock.runtime.system import memory; print(memory.anonymous_bytes())"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     return max(SMALLEST_CAP, (int(done.stdout) + BESIDE_TORCH) * 4 // 3)  # a quarter of the cap is the budget
 

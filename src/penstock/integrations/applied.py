@@ -156,7 +156,7 @@ class Applied:
         trained: TrainedParameters | None = None,
         adapting: Adapting | None = None,
     ) -> Any:
-        """Let the weights of a module stream, which `kept` holds in files, and free their memory.
+        """Let the weights of a module stream, which `weight_files` holds in files, and free their memory.
 
         Parameters that are `trained` stay in memory, and those of an adapter that `adapting` puts on the
         module. Returns the model that has it, or the module.

@@ -12,7 +12,12 @@ import torch
 
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of, target_device
 from penstock.runtime.system.limits import memory_limit
-from penstock.runtime.system.memory import anonymous_bytes, give_back_unused, give_back_when_freed
+from penstock.runtime.system.memory import (
+    anonymous_bytes,
+    give_back_free,
+    give_back_unused,
+    give_back_when_freed,
+)
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_size, parse_size
 
@@ -126,9 +131,22 @@ class Cap:
         return max(0, self._left - self.beside)
 
     @property
+    def spare(self) -> int:
+        """Bytes beside the cap that a call without a plan may take, for all that it makes and for kernels.
+
+        What planning has left in use takes its part of them, and kernels always have theirs.
+        """
+        return max(self.kernels, SLACK - self._left) if self._counts_own else SLACK
+
+    @property
     def room(self) -> int:
         """Bytes that remain for weights and calls."""
         return max(0, self.nbytes - self.reserved - self.own)
+
+    def give_back(self) -> None:
+        """Give free pages of the heap back to the system, before a call takes the most."""
+        if self._counts_own:
+            give_back_free()
 
     def count_read(self, nbytes: int) -> None:
         """Count bytes of weights that came into memory."""

@@ -41,7 +41,8 @@ from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.artifact_files import PAYLOAD
-from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, open_tensors, own_place, reading
+from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, own_place, reading
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.bounded_file import open_bounded, read_bounded
 from penstock.schedule.facts.errors import PassError, SourceError
 

@@ -23,7 +23,8 @@ from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.binding import Names, listed, tensor_names
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
-from penstock.runtime.files.safetensors_file import TORCH_NAMES, open_tensors
+from penstock.runtime.files.safetensors_file import TORCH_NAMES
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.facts.model import ALIGNMENT
 
 _log = logging.getLogger(__name__)

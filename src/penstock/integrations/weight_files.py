@@ -28,7 +28,8 @@ from penstock.runtime.checkpoint.opening import Checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
 from penstock.runtime.files.artifact_files import file_chunks
 from penstock.runtime.files.pack import PackedTensor, PackEntry, tensor_chunks, write_packed
-from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES, open_tensors, read_header
+from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES, read_header
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.bounded_file import read_bounded

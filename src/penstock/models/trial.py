@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.checkpoint.binding import listed
-from penstock.runtime.files.safetensors_file import open_tensors
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.stream.engine import Stats

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.backends.executorch.facts import floors
+from penstock.backends.executorch.plans import floors
 from penstock.schedule.payload.codec import VERSION
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 

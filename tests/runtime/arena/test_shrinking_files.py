@@ -15,8 +15,8 @@ from penstock.runtime.stream import native, streamer
 
 engine, path, guarded = sys.argv[1], sys.argv[2], sys.argv[3] == "guarded"
 if not guarded:
-    from penstock.runtime.arena import mapped
-    mapped.library = lambda: None
+    from penstock.runtime.arena import mapping
+    mapping.library = lambda: None
 torch.set_num_threads(1)
 kind = native.NativeStreamer if engine == "native" else streamer.ArenaStreamer
 acquire, calls = kind.acquire, []

@@ -8,7 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from penstock.runtime.files import safetensors_file
-from penstock.runtime.files.safetensors_file import TORCH_NAMES, open_tensors
+from penstock.runtime.files.safetensors_file import TORCH_NAMES
+from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.facts.errors import SourceError
 from tests.runtime.files.weight_files import header_bytes
 

@@ -18,16 +18,15 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from penstock.backends.executorch.code import METHOD, compile_methods, region_program, text_of
 from penstock.backends.executorch.facts import (
-    BLOCK,
     Facts,
     RegionProgram,
     as_torch_exports,
     find_facts,
-    make_plans,
     named_without_use,
 )
 from penstock.backends.executorch.files import PAYLOAD, PROGRAM, STORAGE, Appended, RegionCode
 from penstock.backends.executorch.options import MethodFacts, RegionFacts, Settings, from_specs, settings_of
+from penstock.backends.executorch.plans import BLOCK, make_plans
 from penstock.backends.executorch.regions import dim_order_of
 from penstock.passes.graph.nodes import with_aten_operators
 from penstock.passes.weights.lifted import has_values, storage_bytes

@@ -26,7 +26,6 @@ from penstock.passes.trace import sum_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import (
-    Arena,
     Method,
     Step,
     Storage,
@@ -36,14 +35,7 @@ from penstock.schedule.facts.model import (
     join_parts,
     read_together,
 )
-from penstock.schedule.facts.problem import Demand, Problem
-from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload
-from penstock.schedule.plan import Plan, ladder
-from penstock.schedule.planner import Floor, check_floor, floor, make_plan
-from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.spans import merged
-from penstock.schedule.verify.proof import verify_plan
 
 
 def operators_of(exported: ExportedProgram) -> list[OpOverload]:
@@ -335,80 +327,6 @@ def _sort_inputs(graph: fx.Graph, order: Mapping[str, int]) -> None:
     inputs = sorted((node for node in graph.nodes if node.op == "placeholder"), key=lambda n: order[n.name])
     for before, node in pairwise(inputs):
         before.append(node)
-
-
-BLOCK = 4096
-"""Bytes that named data in a `.ptd` is aligned to, and the unit of direct reads."""
-
-_POOL = 2 << 20
-"""The granule of an arena whose pages come and go: a large page of the system."""
-
-
-def arenas(payload: Payload) -> dict[str, Arena]:
-    """The kinds of arena, the preferred first. In both a storage lies as its bytes in the `.ptd` do."""
-    facts = payload.storages, payload.traces
-    return {
-        "pooled": packed_arena(*facts, kind="paged", granule=_POOL, alignment=BLOCK),
-        "contiguous": packed_arena(*facts, kind="contiguous", granule=BLOCK, alignment=BLOCK),
-    }
-
-
-def floors(payload: Payload, keep: frozenset[int] = frozenset()) -> dict[str, Floor]:
-    """The floor of each kind of arena."""
-    return {name: floor(_demand(payload, arena, keep)) for name, arena in arenas(payload).items()}
-
-
-def kept_by_all(payload: Payload) -> frozenset[int]:
-    """The storages that no plan of a payload lets leave memory: those that its export was asked to keep.
-
-    At the floor there may be others, for which there is room in its arena all the same.
-    """
-    kept = {s for s, one in enumerate(payload.storages) if payload.plans and one.kind == "streamable"}
-    for plan in payload.plans:
-        held = merged(plan.resident)
-        for s in kept - set(plan.outside):
-            start, nbytes = plan.arena.layout[s], payload.storages[s].nbytes
-            if not any(one.start <= start and start + nbytes <= one.stop for one in held):
-                kept.discard(s)
-    return frozenset(kept)
-
-
-def make_plans(
-    payload: Payload, keep: frozenset[int], settings: Settings
-) -> tuple[tuple[Plan, ...], int | None]:
-    """The plans by ascending budget, one of them for the budget that was asked for, and that budget in bytes.
-
-    Raises BudgetError for a budget below the floor.
-    """
-    total = sum(storage.nbytes for storage in payload.storages)
-    found = floors(payload, keep)
-    lowest = min(found, key=lambda name: found[name].upper_bytes)
-    made: dict[int, Plan] = {}
-
-    def make(budget: int) -> Plan:
-        if budget not in made:
-            name = next((n for n, one in found.items() if one.upper_bytes <= budget), lowest)
-            made[budget] = _make(payload, arenas(payload)[name], keep, budget, settings)
-        return made[budget]
-
-    plans = ladder(make, max(1, found[lowest].upper_bytes), max(1, total))
-    if not settings.budget:
-        return plans, None
-    budget = parse_size(settings.budget, total=max(total, 100))
-    check_floor(_demand(payload, arenas(payload)[lowest], keep), budget, payload.storage_names())
-    asked = make(min(budget, max(1, total)))
-    return tuple(sorted({*plans, asked}, key=lambda plan: plan.budget)), budget
-
-
-def _demand(payload: Payload, arena: Arena, keep: frozenset[int]) -> Demand:
-    return Demand(payload.storages, payload.traces, arena, keep)
-
-
-def _make(payload: Payload, arena: Arena, keep: frozenset[int], budget: int, settings: Settings) -> Plan:
-    problem = Problem(payload.storages, payload.traces, arena, keep, hardware=settings.hardware)
-    plan = make_plan(problem, budget, names=payload.storage_names())
-    verify_plan(payload.storages, payload.traces, plan)
-    return plan
 
 
 SMALL = 4096

@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, Literal
 
-from penstock.backends.executorch.facts import BLOCK, arenas, floors, kept_by_all
+from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
 from penstock.runtime.system.atomic import replace_files
 from penstock.schedule.atomic_file import reporting, write_all
 from penstock.schedule.bounded_file import CEILINGS, open_regular

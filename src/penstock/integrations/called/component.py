@@ -359,6 +359,7 @@ class CalledModule:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self._check_files()
         self.unload()
+        self._cap.give_back()
         begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
         current.given_bytes = arguments.allocated
         with live, announced(f"a call of a new kind of {self.name}, one module at a time,"):

@@ -29,7 +29,7 @@ from penstock.integrations.called.measuring import (
 from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import COMPILED, Step, StepWeights, Watched, is_compiled
 from penstock.integrations.called.plans import PlanMemory
-from penstock.integrations.cap import SLACK, Cap
+from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.hollow import copy_part, replace_attribute
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.schedule.facts.errors import BudgetError
@@ -141,10 +141,10 @@ class OwnSteps:
     def _check_room(self, nbytes: int, taken: int, given_bytes: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
 
-        `given` bytes of caches and inputs were there before. The error's number is for the largest step,
+        `given_bytes` bytes of caches and inputs were there before. The error's number is for the largest step,
         which may be still to come.
         """
-        beside = max(0, given_bytes + taken - SLACK)
+        beside = max(0, given_bytes + taken - self._cap.spare)
         if nbytes + beside > self._cap.room:
             raise self.too_little(self.bytes_at_once(self.largest), beside, self.largest, given_bytes)
 
@@ -162,9 +162,9 @@ class OwnSteps:
     def too_little(self, floor: int, beside: int, path: str = "", given_bytes: int = 0) -> BudgetError:
         """Return the error of a cap that is too small for `floor` bytes of weights, and `beside` others.
 
-        `given` of these are of the caches and inputs of the call.
+        `given_bytes` of these are of the caches and inputs of the call.
         """
-        room = ROOM * beside + (ROOM - 1) * min(given_bytes, SLACK)  # a call never takes the same
+        room = ROOM * beside + (ROOM - 1) * min(given_bytes, self._cap.spare)  # a call never takes the same
         least = floor + int(room) + self._cap.nbytes - self._cap.room
         who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
         ways = ["or call it with smaller inputs"]

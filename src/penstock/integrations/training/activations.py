@@ -475,7 +475,7 @@ def packing(
         values: The weights that are in memory for the call, by twin.
         names: The FQNs of twins.
         unpack: Returns the tensor of a packed weight.
-        others: Keeps what is no weight, if no hooks are there already.
+        activations: Keeps what is no weight, if no hooks are there already.
     """
     packer = _Packer(owner, values, names, unpack, activations)
     try:

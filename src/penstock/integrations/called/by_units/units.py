@@ -41,7 +41,7 @@ from penstock.integrations.called.by_units.watched import (
 from penstock.integrations.called.facts import ModuleFacts, Order, StepTime
 from penstock.integrations.called.kinds import IN_MEMORY
 from penstock.integrations.called.places import StepWeights, is_compiled
-from penstock.integrations.cap import SLACK, Cap
+from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.absent import CLASS
 from penstock.passes.sparse.calls import SparseCall
 from penstock.passes.sparse.contracts import CONTRACTS, LINEAR
@@ -429,7 +429,7 @@ class UnitReads:
                     current.mark = ended
 
     def _measure(self, unit_bytes: int) -> None:
-        """Have the memory of an observed pass measured, of which `held` bytes are units."""
+        """Have the memory of an observed pass measured, of which `unit_bytes` bytes are units."""
         current = self._current
         if current is not None and current.meter is not None:
             current.meter.look(current.own_bytes + unit_bytes)
@@ -439,7 +439,7 @@ class UnitReads:
         current = self._current
         if current is None or current.meter is None:
             return self._cap.room
-        taken: int = current.own_bytes + max(0, current.meter.peak - SLACK)
+        taken: int = current.own_bytes + max(0, current.meter.peak - self._cap.spare)
         return max(0, self._cap.room - taken)
 
     def _have_stay(self, storage: int) -> None:
