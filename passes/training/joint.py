@@ -48,8 +48,9 @@ def align(
 ) -> dict[fx.Node, fx.Node]:
     """Adds a trace to the graph of a first one, and returns the nodes there of all nodes of the other.
 
-    `pairs_given` are the names of the other's placeholders of gradients, which become further inputs; all others
-    are those of equal names. Raises PassError where the other trace would have an effect a second time.
+    `pairs_given` are the names of the other's placeholders of gradients, which become further inputs; all
+    others are those of equal names. Raises PassError where the other trace would have an effect a second
+    time.
     """
     keys = _Keys()
     known = {

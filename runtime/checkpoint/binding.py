@@ -338,7 +338,7 @@ def _candidates(fqn: str, part: str, rename: Rename) -> Iterator[tuple[str, ...]
 
 
 def _check_parts(weights: Sequence[Weight], storages: Mapping[int, object]) -> None:
-    """Raise SourceError for a weight of which the files, with the storages `storages`, have only some parts."""
+    """Raise SourceError for a weight of which the files, with `storages`, have only some parts."""
     for weight in weights:
         missing = [part for part in weight.parts if part.storage not in storages]
         if missing and len(missing) < len(weight.parts):

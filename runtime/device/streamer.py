@@ -115,7 +115,7 @@ class Staging:
         self._read_ahead()
 
     def slot_of(self, wanted: Range) -> StagedRead | None:
-        """Returns the read for the next copy, which is of `wanted`, or None where the host holds all of it."""
+        """Returns the read for the next copy, which is of `wanted`; None where the host holds all of it."""
         if not self._host.missing(wanted):
             return None
         if not self._ready or self._ready[0].item != wanted:

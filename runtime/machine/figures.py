@@ -235,7 +235,7 @@ class _File:
 
 
 def noted(note: str, sentences: Iterable[str], figures: Iterable[Measurement | None]) -> str:
-    """A note of hardware with more `sentences`, which ends with UNEVEN if it did, or if a figure is doubtful."""
+    """A note of hardware with more `sentences`; UNEVEN ends it if it did, or if a figure is doubtful."""
     uneven = note.endswith(UNEVEN) or any(True for figure in figures if figure for _ in figure.doubts())
     known = note.removesuffix(UNEVEN).removesuffix("; ")
     return "; ".join(filter(None, (known, *sentences, UNEVEN if uneven else "")))

@@ -110,8 +110,8 @@ class Residency:
     def trim(self, counts: Sequence[int], kept_bytes: Sequence[float], limit: int) -> list[int]:
         """The counts, lowered so that no step holds more than `limit` bytes, or more than it needs itself.
 
-        Where a step holds too much, the count is lowered first at the gap whose spans exceed its `kept_bytes` bytes
-        by most.
+        Where a step holds too much, the count is lowered first at the gap whose spans exceed its `kept_bytes`
+        bytes by most.
         """
         counts = list(counts)
         held_at_step, steps = self.held(counts), len(self.needed)

@@ -87,7 +87,7 @@ class Views:
 
 
 def views_of(plan: Decisions, number: int) -> Views:
-    """Simulates schedule number `number` until a pass takes the predicted time, or up to a limit of passes."""
+    """Simulates schedule `number` until a pass takes the predicted time, or up to a limit of passes."""
     trace, schedule = plan.traces[number], plan.schedules[number]
     launched = launched_steps(plan, number)
     events = len(trace.steps) + len(schedule.transfers) + 1

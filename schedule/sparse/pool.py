@@ -111,7 +111,7 @@ class Table:
     cut: int = 0
 
     def missed(self, pool_bytes: int) -> float:
-        """Units that a pass misses where `pool_bytes` bytes are in a pool and all are asked for equally often.
+        """Units that a pass misses where a pool has `pool_bytes` bytes and all are asked for equally often.
 
         A read that does not fit finds none: each of its rounds takes the whole pool.
         """

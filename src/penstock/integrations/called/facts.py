@@ -258,7 +258,7 @@ def make_facts(
     *,
     aligned: bool = False,
 ) -> ModuleFacts:
-    """Return the facts of a module whose weights `weight_files` holds in files, without those that are trained.
+    """Return the facts of a module whose weights are in `weight_files`, without those that are trained.
 
     The parameters may be on the meta device. With `aligned`, no weight has a phase. Raises SourceError for a
     parameter that no file holds.

@@ -141,8 +141,8 @@ class OwnSteps:
     def _check_room(self, nbytes: int, taken: int, given_bytes: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
 
-        `given_bytes` bytes of caches and inputs were there before. The error's number is for the largest step,
-        which may be still to come.
+        `given_bytes` bytes of caches and inputs were there before. The error's number is for the largest
+        step, which may be still to come.
         """
         beside = max(0, given_bytes + taken - self._cap.spare)
         if nbytes + beside > self._cap.room:

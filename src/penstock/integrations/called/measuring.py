@@ -436,7 +436,7 @@ class Meter:
     peak = now = 0
 
     def look(self, own_bytes: int = 0) -> int:
-        """Return the highest peak of all looks; `own_bytes` bytes of memory are left out of the present look."""
+        """Return the highest peak of all looks; the present look leaves out `own_bytes` bytes."""
         return self.peak
 
     def restart(self) -> None:
