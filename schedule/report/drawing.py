@@ -562,8 +562,12 @@ def _events(plan: Decisions, number: int, names: Sequence[str], passes: int) -> 
                 title = f"{title_of(args['weights'])}{' out' * (interval.kind == 'out')}"
             elif interval.of is not None:
                 step = trace.steps[interval.of]
-                said = {"lead": f"{step.name} (lead)", "read": step.name, "hold": "stall for copies out"}
-                title = said.get(title, title)
+                titles_shown = {
+                    "lead": f"{step.name} (lead)",
+                    "read": step.name,
+                    "hold": "stall for copies out",
+                }
+                title = titles_shown.get(title, title)
                 args = {
                     "step": step.name,
                     "weights": [] if interval.kind == "lead" else [names[s] for s in step.reads],

@@ -104,7 +104,7 @@ def _print(output: Path, compiled: Program, rungs: tuple[int, ...]) -> None:
         ("plans for", ", ".join(map(format_size, rungs))),
         ("next", f"penstock run {output} --budget 50%"),
     ]
-    console.print_facts(f"Wrote {output}", [one for one in facts if one[1]])
+    console.print_facts(f"Wrote {output}", [fact for fact in facts if fact[1]])
 
 
 def _program(model: str, tokens: int, files: Any, *, trust: bool) -> tuple[Any, Any, dict[str, Any]]:

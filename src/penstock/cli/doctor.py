@@ -29,6 +29,6 @@ def doctor(
     if json:
         console.print_json(facts(checks))
     else:
-        console.print_facts(model, [(f"{one.outcome:7} {one.name}", one.message) for one in checks])
-    if any(one.outcome == "problem" for one in checks):
+        console.print_facts(model, [(f"{check.outcome:7} {check.name}", check.message) for check in checks])
+    if any(check.outcome == "problem" for check in checks):
         raise typer.Exit(1)

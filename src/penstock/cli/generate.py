@@ -381,18 +381,18 @@ class _Session:
         ids, stream = inputs["input_ids"], stream or self.stream()
         if not ids.shape[1]:
             fail("the prompt has no tokens: give --prompt some text")
-        given = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+        prompt = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
         beams = (self._model.generation_config.num_beams or 1) > 1
         read, begun = self._applied.bytes_read, time.perf_counter()
         try:
-            made = self._model.generate(**given, **self.limits, streamer=None if beams else stream)
+            tokens = self._model.generate(**prompt, **self.limits, streamer=None if beams else stream)
         except ValueError as error:
             raise PassError(
                 f"transformers cannot generate with these options: {first_line(error)}"
             ) from error
         if beams:  # known only now
             stream.put(ids)
-            stream.put(made[0, 1 if self._model.config.is_encoder_decoder else ids.shape[1] :])
+            stream.put(tokens[0, 1 if self._model.config.is_encoder_decoder else ids.shape[1] :])
             stream.end()
         return self._measured(stream, ids.shape[1], begun, read)
 

@@ -129,7 +129,7 @@ def _facts(program: _Inspected) -> dict[str, Any]:
         "lowering": payload.lowering,
         "torch": payload.torch,
         "weight_bytes": program.weight_bytes,
-        "value_bytes": sum(one.nbytes for one in payload.storages if one.kind == "produced"),
+        "value_bytes": sum(storage.nbytes for storage in payload.storages if storage.kind == "produced"),
         "floors": {name: program.floor(arena=name) for name in program.arenas()},
         "files": [asdict(f) for f in payload.files],
         "methods": [asdict(m) for m in payload.methods],
@@ -137,7 +137,7 @@ def _facts(program: _Inspected) -> dict[str, Any]:
         "storages": [asdict(s) for s in payload.storages],
         "traces": [asdict(t) for t in payload.traces],
         "dynamic_values": list(_dynamic(program)),
-        "activations": [asdict(one) for one in _activations(program)],
+        "activations": [asdict(activations) for activations in _activations(program)],
     }
     return facts if payload.lowering != "executorch" else facts | _delegate_facts(program)
 
@@ -153,7 +153,7 @@ def _delegate_facts(program: _Inspected) -> dict[str, Any]:
 
 def _totals(program: _Inspected) -> list[tuple[str, str]]:
     payload = program.payload
-    values = [one.nbytes for one in payload.storages if one.kind == "produced"]
+    values = [storage.nbytes for storage in payload.storages if storage.kind == "produced"]
     machine = payload.program.machine if payload.program else ""
     named = {(f.path, f.key): f for f in payload.files if f.kind == "named"}
     sizes = [(f.path, f.nbytes) for f in payload.files if f.kind == "file"]
@@ -173,12 +173,14 @@ def _values(program: _Inspected, sizes: Sequence[int]) -> list[tuple[str, str]]:
     """What a forward keeps among the weights, and what it keeps beside them because its size is dynamic."""
     if not sizes:
         return []
-    said = f"{format_size(sum(sizes))} in {len(sizes)} places, within the budget; what leaves goes to a file"
+    summary = (
+        f"{format_size(sum(sizes))} in {len(sizes)} places, within the budget; what leaves goes to a file"
+    )
     from penstock.runtime.checkpoint.binding import listed
 
     dynamic = _dynamic(program)
     named = f"{len(dynamic)} of dynamic size stay in memory, beside the budget: {listed(dynamic, 4)}"
-    return [("kept values", said), *([("kept beside them", named)] if dynamic else [])]
+    return [("kept values", summary), *([("kept beside them", named)] if dynamic else [])]
 
 
 def _dynamic(program: _Inspected) -> Sequence[str]:
@@ -200,8 +202,11 @@ def _activations(program: _Inspected) -> Sequence[RungBytes]:
 def activation_tables(rungs: Sequence[RungBytes]) -> list[Table]:
     """The table of what is kept for a backward, at the exported sizes; none for what is not trained."""
     rows = [
-        [one.activations, *map(format_size, (one.kept_bytes, one.activation_bytes, one.backward_read_bytes))]
-        for one in rungs
+        [
+            rung.activations,
+            *map(format_size, (rung.kept_bytes, rung.activation_bytes, rung.backward_read_bytes)),
+        ]
+        for rung in rungs
     ]
     columns = ("activations", "kept", "at most", "weights read by the backward")
     return [("Kept for the backward", columns, rows)] if rows else []
@@ -218,7 +223,7 @@ def delegate_tables(exported: Exported) -> list[Table]:
     for region in exported.regions[:_ROWS]:
         method, of_method = steps[region.graph]
         reads = [names[s] for step in of_method[slice(*region.steps)] for s in step.reads]
-        states = [one.name for one in region.appended if one.mutable]
+        states = [appended.name for appended in region.appended if appended.mutable]
         regions.append([method, str(region.region), ", ".join(reads), ", ".join(states)])
     plans = [
         [
@@ -259,12 +264,18 @@ def unit_tables(payload: Payload) -> list[Table]:
     """The table of what may be read by units, the largest first; none if nothing may."""
     names = payload.storage_names()
     reads: dict[tuple[int, str], SparseRead] = {}
-    for one in (one for trace in payload.traces for step in trace.steps for one in step.sparse):
-        reads.setdefault((one.storage, one.operator), one)
-    largest = sorted(reads.values(), key=lambda one: -one.count * one.unit_nbytes)
+    for read in (read for trace in payload.traces for step in trace.steps for read in step.sparse):
+        reads.setdefault((read.storage, read.operator), read)
+    largest = sorted(reads.values(), key=lambda read: -read.count * read.unit_nbytes)
     rows = [
-        [names[one.storage], one.operator, f"{one.count:,}", format_size(one.unit_nbytes), f"{one.asked:,}"]
-        for one in largest[:_ROWS]
+        [
+            names[read.storage],
+            read.operator,
+            f"{read.count:,}",
+            format_size(read.unit_nbytes),
+            f"{read.asked:,}",
+        ]
+        for read in largest[:_ROWS]
     ]
     title = "May be read by units" + (f" (the largest {_ROWS} of {len(reads)})" if len(reads) > _ROWS else "")
     return (
@@ -272,7 +283,7 @@ def unit_tables(payload: Payload) -> list[Table]:
     )
 
 
-def _largest(payload: Payload, title: str, what: str, weights: Sequence[Weight]) -> Table:
+def _largest(payload: Payload, title: str, noun: str, weights: Sequence[Weight]) -> Table:
     """The table of the largest weights, or of the largest values that a forward keeps among them."""
     parts = [(w.fqn, w.parts[0], payload.storages[w.parts[0].storage]) for w in weights]
     rows = [
@@ -280,7 +291,7 @@ def _largest(payload: Payload, title: str, what: str, weights: Sequence[Weight])
         for name, p, s in sorted(parts, key=lambda row: -row[2].nbytes)[:_ROWS]
     ]
     title = f"{title} (the largest {_ROWS} of {len(parts)})" if len(parts) > _ROWS else title
-    return title, (what, "dtype", "shape", "bytes", "kind", "storage"), rows
+    return title, (noun, "dtype", "shape", "bytes", "kind", "storage"), rows
 
 
 def _shape(shape: Sequence[int | str]) -> str:

@@ -71,12 +71,12 @@ def _add(app: typer.Typer, path: str) -> None:
 
     command, name = import_module(f"penstock.cli.{path}"), path.rpartition(".")[2]
     title = "Examples:" if len(command.EXAMPLES) > 1 else "Example:"
-    examples = "\n\n".join([title, *(f"- `{one}`" for one in command.EXAMPLES)])
-    made = getattr(command, name)
-    if isinstance(made, typer.Typer):
-        app.add_typer(made, name=name, epilog=examples)
+    examples = "\n\n".join([title, *(f"- `{example}`" for example in command.EXAMPLES)])
+    function = getattr(command, name)
+    if isinstance(function, typer.Typer):
+        app.add_typer(function, name=name, epilog=examples)
     else:
-        app.command(name, epilog=examples)(made)
+        app.command(name, epilog=examples)(function)
 
 
 def main() -> None:

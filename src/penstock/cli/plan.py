@@ -68,85 +68,85 @@ def plan(
             say(f"planning for {format_size(nbytes)}")
             return decide(nbytes, hardware=decided.hardware)
 
-        found = advise(program, decided, again, compare=compare, sweep=sweep)
+        advice = advise(program, decided, again, compare=compare, sweep=sweep)
     if report is not None:
-        _write_report(found, artifact.absolute().name, report, force=force)
-    _write(found, output=output, timeline=timeline, force=force)
+        _write_report(advice, artifact.absolute().name, report, force=force)
+    _write(advice, output=output, timeline=timeline, force=force)
     if json:
-        _print_json(program, found)
+        _print_json(program, advice)
     else:
-        _print(artifact, program, found)
+        _print(artifact, program, advice)
 
 
-def _write_report(found: Advice, artifact: str, report: Path, *, force: bool) -> None:
+def _write_report(advice: Advice, artifact: str, report: Path, *, force: bool) -> None:
     from penstock.schedule.report.drawing import save_report
     from penstock.schedule.report.verdict import Origin
 
-    origin = Origin(artifact, console.command(), found.tokens)
-    sweep = [asdict(point) for point in found.points or ()]
-    save_report(found.plan, report, sweep=sweep, origin=origin, force=force)
+    origin = Origin(artifact, console.command(), advice.tokens)
+    sweep = [asdict(point) for point in advice.points or ()]
+    save_report(advice.plan, report, sweep=sweep, origin=origin, force=force)
 
 
-def _write(found: Advice, *, output: Path | None, timeline: Path | None, force: bool) -> None:
+def _write(advice: Advice, *, output: Path | None, timeline: Path | None, force: bool) -> None:
     from penstock.schedule.atomic_file import replace_file, write_all
 
     if output is not None:
         with replace_file(output, force=force) as fd:
-            write_all(fd, found.plan.to_json().encode())
+            write_all(fd, advice.plan.to_json().encode())
     if timeline is not None:
-        found.plan.save_timeline(timeline, force=force)
+        advice.plan.save_timeline(timeline, force=force)
 
 
-def _print_json(program: Program, found: Advice) -> None:
+def _print_json(program: Program, advice: Advice) -> None:
     """Print the verdict, the figures behind it, and the plan itself as JSON."""
     facts: dict[str, Any] = {
-        "verdict": list(found.verdict),
-        "predicted_seconds": found.plan.predicted_seconds,
-        "lower_bound_seconds": found.plan.lower_bound_seconds,
-        "floor_bytes": found.floor_bytes,
-        "confidence": asdict(found.plan.confidence),
-        "plan": json_module.loads(found.plan.to_json()),
+        "verdict": list(advice.verdict),
+        "predicted_seconds": advice.plan.predicted_seconds,
+        "lower_bound_seconds": advice.plan.lower_bound_seconds,
+        "floor_bytes": advice.floor_bytes,
+        "confidence": asdict(advice.plan.confidence),
+        "plan": json_module.loads(advice.plan.to_json()),
     }
-    if found.plan.pool is not None:
+    if advice.plan.pool is not None:
         facts["units"] = {
-            "pool_bytes": found.plan.pool.nbytes,
-            "weight_bytes": sum(found.plan.sizes[s] for s in found.plan.pool.storages),
-            "expected_wait_seconds": sum(found.plan.pool.expected_ns) / 1e9,
-            "worst_wait_seconds": sum(found.plan.pool.worst_ns) / 1e9,
+            "pool_bytes": advice.plan.pool.nbytes,
+            "weight_bytes": sum(advice.plan.sizes[s] for s in advice.plan.pool.storages),
+            "expected_wait_seconds": sum(advice.plan.pool.expected_ns) / 1e9,
+            "worst_wait_seconds": sum(advice.plan.pool.worst_ns) / 1e9,
         }
-    if lacking := _lacking(program, found.plan):
+    if lacking := _lacking(program, advice.plan):
         facts["no_room_here"] = lacking
-    if found.plan.produced:
-        facts["value_bytes"], facts["written_bytes"] = program.value_bytes, found.plan.written_bytes
+    if advice.plan.produced:
+        facts["value_bytes"], facts["written_bytes"] = program.value_bytes, advice.plan.written_bytes
     if program.rung is not None:
         facts["kept_bytes"], facts["activation_bytes"] = program.kept_bytes, program.activation_bytes
-    if found.comparison is not None:
-        facts["comparison"] = found.comparison
-    if found.points is not None:
-        facts["sweep"] = [asdict(point) for point in found.points]
+    if advice.comparison is not None:
+        facts["comparison"] = advice.comparison
+    if advice.points is not None:
+        facts["sweep"] = [asdict(point) for point in advice.points]
     console.print_json(facts)
 
 
-def _print(artifact: Path, program: Program, found: Advice) -> None:
+def _print(artifact: Path, program: Program, advice: Advice) -> None:
     from penstock.schedule.report.drawing import terminal_timeline
 
-    plan = found.plan
-    console.print_sentences(found.verdict)
-    facts = [("floor", format_size(found.floor_bytes)), *_facts(program, plan)]
+    plan = advice.plan
+    console.print_sentences(advice.verdict)
+    facts = [("floor", format_size(advice.floor_bytes)), *_facts(program, plan)]
     console.print_facts(f"{artifact} within {format_budget(plan.budget, program.largest_budget)}", facts)
     if plan.streamed_bytes:
         console.print_text(terminal_timeline(plan, console.width()))
-    if found.comparison is not None:
+    if advice.comparison is not None:
         console.print_table(
             "Beside other policies, in the same model",
             ("policy", "a pass", "times the plan"),
             [
                 [row["policy"], format_time(row["seconds"] * 1e9), f"{row['times']:.2f}"]
-                for row in found.comparison
+                for row in advice.comparison
             ],
         )
-    if found.points is not None:
-        _print_sweep(found.points)
+    if advice.points is not None:
+        _print_sweep(advice.points)
 
 
 def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
@@ -192,20 +192,20 @@ def _lacking(program: Program, plan: Plan) -> str:
 
 def _values(program: Program, plan: Plan, transfers: int) -> str:
     """What a forward keeps in the arena, and how much of it is written to the spill file in a pass."""
-    kept = f"{format_size(program.value_bytes)} from forward to backward, within the budget"
+    kept_bytes = f"{format_size(program.value_bytes)} from forward to backward, within the budget"
     if not plan.written_bytes:
-        return f"{kept}; none leaves memory"
+        return f"{kept_bytes}; none leaves memory"
     hardware = plan.hardware
     rate = f"{(hardware.write_bytes_per_s or hardware.link_bytes_per_s) / 1e9:.3g} GB/s"
     assumed = "" if hardware.write_bytes_per_s else ", taken to be that of reads"
     written = f"{format_size(plan.written_bytes)} in {transfers} transfers"
-    return f"{kept}; each pass writes {written} and reads them again, at {rate}{assumed}"
+    return f"{kept_bytes}; each pass writes {written} and reads them again, at {rate}{assumed}"
 
 
 def _kept(program: Program) -> str:
     assert program.rung is not None
-    kept, most = format_size(program.kept_bytes), format_size(program.activation_bytes)
-    return f"{program.rung.name}: {kept} kept for the backward, {most} at most, beside the budget"
+    kept_bytes, most = format_size(program.kept_bytes), format_size(program.activation_bytes)
+    return f"{program.rung.name}: {kept_bytes} kept for the backward, {most} at most, beside the budget"
 
 
 def _print_sweep(points: Sequence[Point]) -> None:

@@ -54,18 +54,18 @@ def preflight(
         from penstock.models.preflight import find, read_model
 
         say(f"exporting {model} without building it")
-        found = read_model(model, tokens=tokens, context=context, dtype=dtype)
+        read = read_model(model, tokens=tokens, context=context, dtype=dtype)
         findings = []
         for name in hardware:
             for asked in budget or (None,):
                 say(f"planning for {name}" + (f" within {asked}" if asked else ""))
-                findings.append(find(found, name, asked, host_memory))
+                findings.append(find(read, name, asked, host_memory))
     if report is not None:
-        _write_report(found, findings, report, force=force)
+        _write_report(read, findings, report, force=force)
     if json:
-        console.print_json(found.facts() | {"findings": [finding.facts() for finding in findings]})
+        console.print_json(read.facts() | {"findings": [finding.facts() for finding in findings]})
     else:
-        _print(found, findings)
+        _print(read, findings)
     if not any(finding.plan for finding in findings):
         raise typer.Exit(1)
 

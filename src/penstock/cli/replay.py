@@ -68,9 +68,9 @@ def replay(
     with console.spinner("replaying") as say:
         decide = partial(program.plan, keep=keep or [], hardware=hardware)
         asked = _planned(profile, budget, decide) if budget else _sized(profile, pool or [])
-        for given, of, one in asked:
-            say(f"replaying {format_size(one.nbytes)}" if one else "planning")
-            rows.append((given, replayed(of, one) if one else None))
+        for label, of, asked_pool in asked:
+            say(f"replaying {format_size(asked_pool.nbytes)}" if asked_pool else "planning")
+            rows.append((label, replayed(of, asked_pool) if asked_pool else None))
     if json:
         console.print_json(_facts(artifact, profile, rows))
     else:
@@ -83,58 +83,69 @@ def _planned(
     """The pool of the plan within each budget, and the profile with what that pool serves."""
     from penstock.schedule.sparse.routes import served_profile
 
-    for one in budgets:
-        plan = decide(one)
+    for budget in budgets:
+        plan = decide(budget)
         of = served_profile(profile, plan.traces, plan.pool, plan.names) if plan.pool else profile
-        yield one, of, plan.pool
+        yield budget, of, plan.pool
 
 
 def _sized(profile: Profile, sizes: Sequence[str]) -> Iterator[tuple[str | None, Profile, Pool | None]]:
     from penstock.schedule.facts.sizes import parse_size
     from penstock.schedule.sparse.replay import ladder_of
 
-    given = [profile.pool(parse_size(one, name="--pool")) for one in sizes]
-    yield from ((None, profile, one) for one in given or ladder_of(profile))
+    pools = [profile.pool(parse_size(size, name="--pool")) for size in sizes]
+    yield from ((None, profile, pool) for pool in pools or ladder_of(profile))
 
 
 def _facts(artifact: Path, profile: Profile, rows: Sequence[Row]) -> dict[str, Any]:
     replays = [
-        {"budget": budget, "replay": one and asdict(one) | {"hits": dict(_hits(one))}} for budget, one in rows
+        {
+            "budget": budget,
+            "replay": replayed_calls and asdict(replayed_calls) | {"hits": dict(_hits(replayed_calls))},
+        }
+        for budget, replayed_calls in rows
     ]
     return {"artifact": str(artifact), "calls": len(profile.routes.calls), "replays": replays}
 
 
-def _hits(one: Replay) -> Iterator[tuple[str, float]]:
-    moved = {"penstock": one.penstock, "lru": one.lru, "lfu": one.lfu}
-    yield from ((name, one.hits(policy.nbytes)) for name, policy in moved.items())
-    yield "most", one.hits(one.least_bytes)
+def _hits(replayed_calls: Replay) -> Iterator[tuple[str, float]]:
+    moved = {"penstock": replayed_calls.penstock, "lru": replayed_calls.lru, "lfu": replayed_calls.lfu}
+    yield from ((name, replayed_calls.hits(policy.nbytes)) for name, policy in moved.items())
+    yield "most", replayed_calls.hits(replayed_calls.least_bytes)
 
 
 def _print(profile: Profile, rows: Sequence[Row]) -> None:
     calls = len(profile.routes.calls)
-    done = [one for _, one in rows if one]
+    done = [replayed_calls for _, replayed_calls in rows if replayed_calls]
     budgets = any(budget for budget, _ in rows)
     cells = []
-    for budget, one in rows:
-        if one is None:
+    for budget, replayed_calls in rows:
+        if replayed_calls is None:
             row = ["read whole", *["-"] * 6]
         else:
-            missed = [format_size(round(n / calls)) for n in (one.penstock.nbytes, one.least_bytes)]
-            row = [format_size(one.pool_bytes), *missed, *(f"{share:.1%}" for _, share in _hits(one))]
+            missed = [
+                format_size(round(n / calls))
+                for n in (replayed_calls.penstock.nbytes, replayed_calls.least_bytes)
+            ]
+            row = [
+                format_size(replayed_calls.pool_bytes),
+                *missed,
+                *(f"{share:.1%}" for _, share in _hits(replayed_calls)),
+            ]
         cells.append([budget or "", *row] if budgets else row)
     columns = ("pool", "missed a call", "at least", "penstock", "LRU", "LFU", "Belady")
     title = f"Bytes missed, and hits by policy: {calls} calls"
     if done:
         title += f" of {format_size(round(done[0].asked.nbytes / calls))} each"
     console.print_table(title, ("budget", *columns) if budgets else columns, cells)
-    if not all(one.exact for one in done):
-        said = (
+    if not all(replayed_calls.exact for replayed_calls in done):
+        sentence = (
             "Units have several sizes or share pages: Belady's hits are a bound, which may be out of reach."
         )
-        console.print_sentences([said])
-    if any(one.cut for one in done):
-        said = (
+        console.print_sentences([sentence])
+    if any(replayed_calls.cut for replayed_calls in done):
+        sentence = (
             "Some reads do not fit into the smallest pools and run there in rounds, which each pool cuts "
             "differently."
         )
-        console.print_sentences([said])
+        console.print_sentences([sentence])

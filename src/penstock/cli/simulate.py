@@ -56,31 +56,35 @@ def simulate(
     if json:
         console.print_json(on_clock + on_device)
         return
-    for one in on_clock:
-        _print_on_clock(artifact, one)
-    for one in on_device:
-        console.print_facts(f"{artifact}: {one['method']} on {one['device']}", _ran(one))
+    for result in on_clock:
+        _print_on_clock(artifact, result)
+    for result in on_device:
+        console.print_facts(f"{artifact}: {result['method']} on {result['device']}", _ran(result))
 
 
-def _print_on_clock(artifact: Path, one: dict[str, Any]) -> None:
+def _print_on_clock(artifact: Path, result: dict[str, Any]) -> None:
     def time(key: str) -> str:
-        return format_time(one[key])
+        return format_time(result[key])
 
     console.print_facts(
-        f"{artifact}: {one['method']}",
+        f"{artifact}: {result['method']}",
         [
             ("first pass", f"{time('first_ns')}, {time('first_stall_ns')} of it waiting"),
             ("steady pass", f"{time('period_ns')}, {time('stall_ns')} of it waiting"),
             ("predicted", f"{time('predicted_ns')}, compute {time('compute_ns')}"),
-            ("copied", f"{format_size(one['copied_bytes'])} a pass"),
-            *([("written", f"{format_size(one['written_bytes'])} a pass")] if one["written_bytes"] else []),
+            ("copied", f"{format_size(result['copied_bytes'])} a pass"),
+            *(
+                [("written", f"{format_size(result['written_bytes'])} a pass")]
+                if result["written_bytes"]
+                else []
+            ),
         ],
     )
-    if "calls" in one:
-        _print_calls(one["calls"])
-    longest = sorted(one["stalls"], key=lambda stall: -stall["ns"])[:_STALLS]
+    if "calls" in result:
+        _print_calls(result["calls"])
+    longest = sorted(result["stalls"], key=lambda stall: -stall["ns"])[:_STALLS]
     if longest:
-        title = f"Steps that wait, the longest {len(longest)} of {len(one['stalls'])}"
+        title = f"Steps that wait, the longest {len(longest)} of {len(result['stalls'])}"
         console.print_table(title, ("step", "waits"), [[s["step"], format_time(s["ns"])] for s in longest])
 
 
@@ -89,7 +93,7 @@ def _print_calls(calls: list[dict[str, Any]]) -> None:
 
     def cells(name: str, some: list[dict[str, Any]]) -> list[str]:
         asked, missed, copied, waits, takes = (
-            sum(one[key] for one in some) / len(some)
+            sum(call[key] for call in some) / len(some)
             for key in ("asked_bytes", "missed_bytes", "copied_bytes", "stall_ns", "total_ns")
         )
         sizes = [format_size(round(nbytes)) for nbytes in (missed, copied)]
@@ -98,17 +102,17 @@ def _print_calls(calls: list[dict[str, Any]]) -> None:
 
     if not calls:
         return
-    longest = sorted(enumerate(calls), key=lambda one: -one[1]["stall_ns"])[:_CALLS]
-    rows = [cells("all, on the average", calls), *(cells(str(number), [one]) for number, one in longest)]
+    longest = sorted(enumerate(calls), key=lambda pair: -pair[1]["stall_ns"])[:_CALLS]
+    rows = [cells("all, on the average", calls), *(cells(str(number), [call]) for number, call in longest)]
     title = f"{len(calls)} recorded calls, and the longest {len(longest)}, numbered from 0"
     console.print_table(title, ("call", "hits", "missed", "copied", "waits", "takes"), rows)
 
 
-def _ran(one: dict[str, Any]) -> list[tuple[str, str]]:
+def _ran(result: dict[str, Any]) -> list[tuple[str, str]]:
     return [
-        ("passes", ", ".join(format_time(seconds * 1e9) for seconds in one["pass_seconds"])),
-        ("outputs", ", ".join(f"{name} {shape}" for name, shape in one["outputs"].items())),
-        ("copied", format_size(one["bytes_moved"])),
-        *([("written", format_size(one["bytes_written"]))] if one["bytes_written"] else []),
+        ("passes", ", ".join(format_time(seconds * 1e9) for seconds in result["pass_seconds"])),
+        ("outputs", ", ".join(f"{name} {shape}" for name, shape in result["outputs"].items())),
+        ("copied", format_size(result["bytes_moved"])),
+        *([("written", format_size(result["bytes_written"]))] if result["bytes_written"] else []),
         ("races", "none: an event orders every two accesses of the same bytes"),
     ]

@@ -83,15 +83,15 @@ def make_group(limit_bytes: int, *, own: Sequence[OwnGroup] | None = None) -> It
             group.remove()
 
 
-def list_parents(own: Sequence[OwnGroup]) -> list[tuple[Path, int]]:
+def list_parents(groups: Sequence[OwnGroup]) -> list[tuple[Path, int]]:
     """The folders in which a group could be made, the best first, each with the controller's version."""
     parents = []
-    for group in own:
+    for group in groups:
         folder = group.folder if group.folder.is_dir() else group.mount
         parents.append((folder, group.version))
         if group.version == 2 and folder != group.mount:
             parents.append((folder.parent, 2))
-    return sorted(parents, key=lambda entry: entry[1])
+    return sorted(parents, key=lambda parent: parent[1])
 
 
 def _try_group(folder: Path, version: int, limit_bytes: int) -> MemoryGroup | None:

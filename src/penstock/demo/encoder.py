@@ -34,8 +34,8 @@ class Embedder(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         vectors: Tensor = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        kept = mask.unsqueeze(-1).to(vectors.dtype)
-        mean = (vectors * kept).sum(1) / kept.sum(1).clamp(min=1e-9)
+        weights = mask.unsqueeze(-1).to(vectors.dtype)
+        mean = (vectors * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
         return functional.normalize(mean, dim=1)
 
 

@@ -50,9 +50,9 @@ def choose_shape(weight_bytes: int) -> Shape:
     while hidden * hidden * 4 * 21.5 * 16 <= weight_bytes and hidden < 8192:
         hidden *= 2
     shape = Shape(hidden, 1, 8 * hidden)
-    one = sum(math.prod(size) * 2 for size in list_weights(shape).values())
+    one_layer = sum(math.prod(size) * 2 for size in list_weights(shape).values())
     two = sum(math.prod(size) * 2 for size in list_weights(Shape(hidden, 2, 8 * hidden)).values())
-    return Shape(hidden, 1 + max(0, math.ceil((weight_bytes - one) / (two - one))), 8 * hidden)
+    return Shape(hidden, 1 + max(0, math.ceil((weight_bytes - one_layer) / (two - one_layer))), 8 * hidden)
 
 
 class Attention(nn.Module):

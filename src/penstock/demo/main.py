@@ -58,9 +58,9 @@ def _run_parts(console: Console, part: str, size: str | None) -> tuple[dict[str,
     if part in {"all", "real"}:
         from penstock.demo.real import run_real
 
-        found = run_real(console)
-        facts["real"] = asdict(found)
-        holds = holds and found.holds
+        embedded = run_real(console)
+        facts["real"] = asdict(embedded)
+        holds = holds and embedded.holds
     facts["seconds"] = time.perf_counter() - start
     console.print(f"\n  {facts['seconds']:.0f} s in all", style="dim", highlight=False)
     return facts, holds

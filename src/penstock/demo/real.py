@@ -81,9 +81,9 @@ def run_real(console: Console) -> Embedded:
     """
     sentences = files("penstock.demo").joinpath("sentences.txt").read_text("utf-8").splitlines()
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
-        found = embed(console, sentences, Path(folder) / "minilm.penstock")
-    print_embedded(console, found, len(sentences))
-    return found
+        embedded = embed(console, sentences, Path(folder) / "minilm.penstock")
+    print_embedded(console, embedded, len(sentences))
+    return embedded
 
 
 def embed(console: Console, sentences: list[str], artifact: Path) -> Embedded:
@@ -180,34 +180,34 @@ def _compile(encoder: Encoder, artifact: Path) -> Any:
     )
 
 
-def print_embedded(console: Console, found: Embedded, count: int) -> None:
+def print_embedded(console: Console, embedded: Embedded, count: int) -> None:
     """Print the nearest sentences, and the table of budgets, which says whether the bits are equal."""
     say = partial(console.print, highlight=False)
     say(
         f"\n  [bold]all-MiniLM-L6-v2, trained weights, streamed from the file they came in[/bold]\n"
-        f"  {shorten(found.weight_bytes)} of float32 weights, {count} sentences; the nearest are\n"
+        f"  {shorten(embedded.weight_bytes)} of float32 weights, {count} sentences; the nearest are\n"
     )
-    for first, second, similarity in found.nearest[:SHOWN_PAIRS]:
+    for first, second, similarity in embedded.nearest[:SHOWN_PAIRS]:
         say(f"  {similarity:.2f}  {first}\n        {second}")
     say()
     table = make_table("", "budget", "memory", "moved", "stalled", "time", "vectors")
-    whole = format_time(found.memory_seconds * 1e9)
-    table.add_row("memory", "", shorten(found.weight_bytes), "", "", whole, "reference")
-    for run in found.runs:
+    whole = format_time(embedded.memory_seconds * 1e9)
+    table.add_row("memory", "", shorten(embedded.weight_bytes), "", "", whole, "reference")
+    for run in embedded.runs:
         table.add_row(
             "penstock",
             shorten(run.budget),
             shorten(run.memory),
             shorten(run.moved),
             format_time(run.stall_seconds * 1e9),
-            f"{run.seconds / found.memory_seconds:.2f} x",
+            f"{run.seconds / embedded.memory_seconds:.2f} x",
             "[green]same bits[/green]" if run.equal else "[red]different[/red]",
         )
     say(Padding.indent(table, 2))
-    misses = sum(run.misses for run in found.runs)
+    misses = sum(run.misses for run in embedded.runs)
     notes = (
         f"\nthe first budget is the least that works; moved, stalled and time are for all sentences once: "
         f"medians and means of {ROUNDS} interleaved rounds, after one to warm up; {misses} misses\n"
-        f"{found.runs[0].arena}"
+        f"{embedded.runs[0].arena}"
     )
     say(Padding.indent(notes, 2), style="dim")

@@ -194,20 +194,22 @@ def _lower(
 def _regions(
     programs: Mapping[str, Sequence[ExportedProgram]], specs: Mapping[str, Sequence[Sequence[CompileSpec]]]
 ) -> list[RegionProgram]:
-    found = []
+    regions = []
     for method, of_method in programs.items():
         for number, (program, spec) in enumerate(zip(of_method, specs[method], strict=True)):
             facts = from_specs(spec).get(RegionFacts, RegionFacts())
             assert isinstance(facts, RegionFacts)
             region = copy.copy(with_aten_operators(program))
             region._guards_code = []  # those of its method, whose inputs have other names
-            found.append(RegionProgram(method, number, region, facts))
-    return found
+            regions.append(RegionProgram(method, number, region, facts))
+    return regions
 
 
 def _method_facts(specs: Sequence[Sequence[CompileSpec]]) -> MethodFacts:
-    found = [facts for spec in specs for facts in from_specs(spec).values() if isinstance(facts, MethodFacts)]
-    return found[0] if found else MethodFacts()
+    method_facts = [
+        facts for spec in specs for facts in from_specs(spec).values() if isinstance(facts, MethodFacts)
+    ]
+    return method_facts[0] if method_facts else MethodFacts()
 
 
 def _add_programs(store: NamedDataStore, programs: Mapping[str, Sequence[ExportedProgram]]) -> dict[str, str]:
@@ -229,7 +231,7 @@ def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tup
     """The weights and states of a region, in the order of its program's inputs."""
     signature = edge.graph_signature
     written = [spec.target for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
-    found = []
+    inputs = []
     for spec in signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
             continue
@@ -242,7 +244,7 @@ def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tup
                 f"weight {weight.fqn!r} has gaps between its elements, which no tensor of ExecuTorch can "
                 "have: make it contiguous before the export"
             )
-        found.append(
+        inputs.append(
             Appended(
                 storage=part.storage,
                 offset=part.offset,
@@ -253,4 +255,4 @@ def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tup
                 mutable=spec.target in written,
             )
         )
-    return tuple(found)
+    return tuple(inputs)

@@ -55,13 +55,13 @@ def compile_methods(
     PassError for a method without weights, and for one that AOTInductor cannot compile.
     """
     refuse_without_weights(regions)
-    programs = {one.method: one.program for one in regions}
+    programs = {region.method: region.program for region in regions}
     annotated = annotate_with_values(programs, hardware=settings.hardware)
     compiled = lower(annotated.payload, annotated.programs, resident_below=max(SMALL, settings.least))
     code = _package(compiled)
     digest = sha256(code).hexdigest()
     tensors = {weight.fqn: weight for weight in compiled.payload.tensors}
-    parts = {part.name: (part.fqn, part.part) for one in methods.values() for part in one.parts}
+    parts = {part.name: (part.fqn, part.part) for facts in methods.values() for part in facts.parts}
     weights = join_parts([*tensors.values(), *aliases_of(tensors, methods)], parts)
     payload = replace(
         compiled.payload,
@@ -69,8 +69,8 @@ def compile_methods(
         program=ProgramFile(COMPILED + digest, digest, compiled.machine),
         weights=weights,
         methods=tuple(
-            replace(one, inputs=methods[one.name].inputs, symbols=methods[one.name].symbols)
-            for one in compiled.payload.methods
+            replace(method, inputs=methods[method.name].inputs, symbols=methods[method.name].symbols)
+            for method in compiled.payload.methods
         ),
         traces=tuple(
             read_together(with_times(trace, settings.hardware), weights) for trace in compiled.payload.traces
@@ -79,8 +79,11 @@ def compile_methods(
     )
     steps = {trace.method: (0, len(trace.steps)) for trace in payload.traces}
     of_regions = {region.name: steps[region.method] for region in regions}
-    own = {method.name: method for method in annotated.payload.methods}
-    takes = {one.name: checked_inputs(own[one.method], methods[one.method]) for one in regions}
+    methods_by_name = {method.name: method for method in annotated.payload.methods}
+    takes = {
+        region.name: checked_inputs(methods_by_name[region.method], methods[region.method])
+        for region in regions
+    }
     return Facts(payload, annotated.values, of_regions, tensors, takes), code
 
 
@@ -90,11 +93,11 @@ def checked_inputs(region: Method, method: MethodFacts) -> Method:
     It knows sizes and symbols, no expressions of symbols (`2*batch`) and no guards: where there are any, only
     the sizes of the export are taken, and the log says so.
     """
-    known = {one.name: one for one in method.inputs}
-    inputs = tuple(known.get(one.name, one) for one in region.inputs)
-    names = {size for one in inputs for size in one.shape}
-    symbols = tuple(one for one in method.symbols if one.name in names)
-    expressions = [one.name for one in symbols if not re.fullmatch(r"[\w.]+(\[\d+\])?", one.name)]
+    known = {input_facts.name: input_facts for input_facts in method.inputs}
+    inputs = tuple(known.get(input_facts.name, input_facts) for input_facts in region.inputs)
+    names = {size for input_facts in inputs for size in input_facts.shape}
+    symbols = tuple(symbol for symbol in method.symbols if symbol.name in names)
+    expressions = [symbol.name for symbol in symbols if not re.fullmatch(r"[\w.]+(\[\d+\])?", symbol.name)]
     if not (method.guards or expressions):
         return replace(region, inputs=inputs, symbols=symbols)
     _log.warning(
@@ -102,12 +105,14 @@ def checked_inputs(region: Method, method: MethodFacts) -> Method:
         region.name,
         [*method.guards, *expressions][0],
     )
-    examples = {one.name: one.example for one in symbols}
-    return replace(region, inputs=tuple(_with_sizes(one, examples) for one in inputs), symbols=())
+    examples = {symbol.name: symbol.example for symbol in symbols}
+    return replace(
+        region, inputs=tuple(_with_sizes(input_facts, examples) for input_facts in inputs), symbols=()
+    )
 
 
-def _with_sizes(given: Input, examples: Mapping[str, int]) -> Input:
-    return replace(given, shape=tuple(examples.get(str(size), size) for size in given.shape))
+def _with_sizes(input_facts: Input, examples: Mapping[str, int]) -> Input:
+    return replace(input_facts, shape=tuple(examples.get(str(size), size) for size in input_facts.shape))
 
 
 def _package(compiled: Compiled) -> bytes:
@@ -176,7 +181,7 @@ def _fit_to_kernel(put: fx.Node) -> None:
     graph, written = put.graph, _rows_of(put)
     assert written is not None  # as it was written in place
     number, index, rows = written
-    state, indices, values, *others = list[Any](put.args)
+    state, indices, values, *more = list[Any](put.args)
     with graph.inserting_before(put):
         from_end = _call(graph, edge.aten.add.Scalar, index, state.meta["val"].shape[number])
         is_negative = _call(graph, edge.aten.lt.Scalar, index, 0)
@@ -186,7 +191,7 @@ def _fit_to_kernel(put: fx.Node) -> None:
                 values = _call(graph, edge.aten.unsqueeze_copy.default, values, 0)
         elif list(values.meta["val"].shape) != rows:
             values = _call(graph, edge.aten.expand_copy.default, values, rows)
-    put.args = (state, [counted if one is index else one for one in indices], values, *others)
+    put.args = (state, [counted if operand is index else operand for operand in indices], values, *more)
 
 
 def _rows_of(put: fx.Node) -> tuple[int, fx.Node, list[Any]] | None:
@@ -205,10 +210,10 @@ def _rows_of(put: fx.Node) -> tuple[int, fx.Node, list[Any]] | None:
         return None
     rows: list[Any] = list(state.meta["val"].shape)
     rows[number] = index.meta["val"].shape[0]
-    own = list(values.meta["val"].shape)
-    if not all(isinstance(size, int) for size in (*own, *rows)):
-        own = [1] * (len(rows) - len(own)) + own
-        if not all(statically_known_true(size == row) for size, row in zip(own, rows, strict=True)):
+    sizes = list(values.meta["val"].shape)
+    if not all(isinstance(size, int) for size in (*sizes, *rows)):
+        sizes = [1] * (len(rows) - len(sizes)) + sizes
+        if not all(statically_known_true(size == row) for size, row in zip(sizes, rows, strict=True)):
             return None
     return number, index, rows
 
@@ -216,8 +221,8 @@ def _rows_of(put: fx.Node) -> tuple[int, fx.Node, list[Any]] | None:
 def _call(graph: fx.Graph, operator: Any, *args: Any) -> fx.Node:
     """Add a call of an operator of the edge dialect, with the value that it has on fakes."""
     node = graph.call_function(operator, args)
-    values = fx.map_arg(args, lambda one: one.meta["val"])
-    (fake, *_) = (one for one in values if isinstance(one, FakeTensor))
+    values = fx.map_arg(args, lambda operand: operand.meta["val"])
+    (fake, *_) = (value for value in values if isinstance(value, FakeTensor))
     with fake.fake_mode:
         node.meta["val"] = operator(*values)
     return node
@@ -229,18 +234,18 @@ def text_of(exported: ExportedProgram) -> str:
     lines = []
     for position, node in enumerate(exported.graph.nodes):
         names[node.name] = f"%{position}"
-        args = fx.map_arg((node.args, dict(node.kwargs)), lambda one: _Name(names[one.name]))
+        args = fx.map_arg((node.args, dict(node.kwargs)), lambda operand: _Name(names[operand.name]))
         lines.append(
             f"{names[node.name]} = {node.op} {_target(node)} {args} -> {_described(node.meta.get('val'))}"
         )
     signature = exported.graph_signature
     inputs = [(spec.kind.name, names.get(spec.arg.name)) for spec in signature.input_specs]
-    held = {str(spec.target): names.get(spec.arg.name) for spec in signature.input_specs if spec.target}
+    name_of = {str(spec.target): names.get(spec.arg.name) for spec in signature.input_specs if spec.target}
     outputs = [
-        (spec.kind.name, names.get(getattr(spec.arg, "name", "")), held.get(str(spec.target)))
+        (spec.kind.name, names.get(getattr(spec.arg, "name", "")), name_of.get(str(spec.target)))
         for spec in signature.output_specs
     ]
-    ranges = sorted(f"{symbol}: {found}" for symbol, found in exported.range_constraints.items())
+    ranges = sorted(f"{symbol}: {limits}" for symbol, limits in exported.range_constraints.items())
     return "\n".join([*lines, str(inputs), str(outputs), str(ranges)])
 
 
@@ -263,12 +268,12 @@ def _with_weights_as_inputs(exported: ExportedProgram) -> ExportedProgram:
     """Returns the program whose own inputs come first, then its weights; it writes its states in place."""
     signature = copy.deepcopy(exported.graph_signature)  # ExecuTorch writes names into its parts
     specs = {spec.arg.name: spec for spec in signature.input_specs}
-    own = [name for name, spec in specs.items() if spec.kind is InputKind.USER_INPUT]
-    order = [*own, *(name for name in specs if name not in own)]
+    user_inputs = [name for name, spec in specs.items() if spec.kind is InputKind.USER_INPUT]
+    order = [*user_inputs, *(name for name in specs if name not in user_inputs)]
     graph_module = _with_inputs_in_order(exported.graph_module, order)
-    held = {str(spec.target): name for name, spec in specs.items() if spec.target is not None}
+    input_of = {str(spec.target): name for name, spec in specs.items() if spec.target is not None}
     outputs = [
-        OutputSpec(OutputKind.USER_INPUT_MUTATION, spec.arg, held[str(spec.target)])
+        OutputSpec(OutputKind.USER_INPUT_MUTATION, spec.arg, input_of[str(spec.target)])
         if spec.kind is OutputKind.BUFFER_MUTATION
         else spec
         for spec in signature.output_specs
@@ -293,9 +298,9 @@ def _with_inputs_in_order(graph_module: fx.GraphModule, order: list[str]) -> fx.
     """Returns a copy of a graph module whose placeholders stand in another order."""
     nodes: Mapping[str, fx.Node] = {node.name: node for node in graph_module.graph.nodes}
     graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
+    copied: dict[fx.Node, Any] = {}
     for node in [*(nodes[name] for name in order), *graph_module.graph.nodes]:
-        if node not in made:
-            made[node] = graph.node_copy(node, lambda one: made[one])
-            made[node].name = node.name
+        if node not in copied:
+            copied[node] = graph.node_copy(node, lambda operand: copied[operand])
+            copied[node].name = node.name
     return fx.GraphModule(graph_module, graph)

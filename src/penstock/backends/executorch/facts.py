@@ -71,7 +71,7 @@ def as_torch_exports(exported: ExportedProgram) -> ExportedProgram:
 def _operators(graph_module: fx.GraphModule) -> list[fx.Node]:
     """The nodes that call operators, in the bodies of control flow too."""
     modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
-    return [node for one in modules for node in one.graph.nodes if isinstance(node.target, OpOverload)]
+    return [node for module in modules for node in module.graph.nodes if isinstance(node.target, OpOverload)]
 
 
 def _restore_view(node: fx.Node) -> None:
@@ -81,7 +81,7 @@ def _restore_view(node: fx.Node) -> None:
     elif namespace == "aten" and name.endswith("_copy"):
         overload = node.target._overloadname  # type: ignore[union-attr]
         view = getattr(getattr(torch.ops.aten, name.removesuffix("_copy"), None), overload, None)
-        if view is not None and any(one.alias_info is not None for one in view._schema.returns):
+        if view is not None and any(returned.alias_info is not None for returned in view._schema.returns):
             node.target = view
 
 
@@ -89,8 +89,8 @@ def _numbers(exported: ExportedProgram) -> dict[str, torch.Tensor]:
     """What ExecuTorch has made of numbers, by the names of inputs."""
     values = exported.state_dict
     named = exported.graph_signature.inputs_to_buffers.items()
-    made = {name: values[fqn] for name, fqn in named if fqn.startswith(_MADE) and fqn in values}
-    return {name: value for name, value in made.items() if value.dim() == 0}
+    constants = {name: values[fqn] for name, fqn in named if fqn.startswith(_MADE) and fqn in values}
+    return {name: value for name, value in constants.items() if value.dim() == 0}
 
 
 def _restore_number(node: fx.Node, numbers: Mapping[str, torch.Tensor]) -> None:
@@ -123,8 +123,8 @@ def _restore_format(node: fx.Node) -> None:
         return
     order = node.kwargs.get("dim_order")
     node.target = _FORMATTED[name]
-    kept = {key: value for key, value in node.kwargs.items() if key != "dim_order"}
-    node.kwargs = {**kept, "memory_format": _memory_format(node, order)}
+    other_options = {key: value for key, value in node.kwargs.items() if key != "dim_order"}
+    node.kwargs = {**other_options, "memory_format": _memory_format(node, order)}
 
 
 _FORMATTED = {
@@ -145,10 +145,10 @@ def _memory_format(node: fx.Node, order: object) -> torch.memory_format:
     An order that has no format there is the input's: values are the same in any.
     """
     source = node.args[0]
-    given = source.meta.get("val") if isinstance(source, fx.Node) else None
+    value = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(order, list | tuple):
         return torch.preserve_format
-    if isinstance(given, torch.Tensor) and given.dim_order() == tuple(order):
+    if isinstance(value, torch.Tensor) and value.dim_order() == tuple(order):
         return torch.preserve_format
     if list(order) == sorted(order):
         return torch.contiguous_format
@@ -204,13 +204,13 @@ def takes_part(node: fx.Node) -> bool:
         return False
     if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
-    values = [node.meta.get("val"), *(one.meta.get("val") for one in node.all_input_nodes)]
+    values = [node.meta.get("val"), *(operand.meta.get("val") for operand in node.all_input_nodes)]
     return all(_is_tensors(value) for value in values)
 
 
 def _is_tensors(value: object) -> bool:
     if isinstance(value, list | tuple):
-        return all(one is None or isinstance(one, torch.Tensor) for one in value)
+        return all(element is None or isinstance(element, torch.Tensor) for element in value)
     return isinstance(value, torch.Tensor)
 
 
@@ -239,10 +239,10 @@ def _give_own_updates(exported: ExportedProgram) -> None:
     for position, (value, spec) in enumerate(zip(values, specs, strict=True)):
         if spec.kind is OutputKind.BUFFER_MUTATION and (value.op == "placeholder" or values.count(value) > 1):
             with graph.inserting_before(output):
-                own = graph.call_function(torch.ops.aten.clone.default, (value,))
-            own.meta = dict(value.meta)
-            values[position] = own
-            specs[position] = OutputSpec(spec.kind, TensorArgument(name=own.name), spec.target)
+                copied = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copied.meta = dict(value.meta)
+            values[position] = copied
+            specs[position] = OutputSpec(spec.kind, TensorArgument(name=copied.name), spec.target)
     output.args = (tuple(values),)
     exported.graph_signature.output_specs = specs
 
@@ -251,8 +251,10 @@ def _give_own_copies(exported: ExportedProgram, least: int) -> None:
     """Computes what is computed from weights alone anew for each node that reads `least` bytes of it."""
     signature = exported.graph_signature
     written = set(signature.buffers_to_mutate.values())
-    kept = {spec.arg.name for spec in signature.input_specs if spec.target and spec.target not in written}
-    computed = {node for node in placeholders_of(exported.graph) if node.name in kept}
+    unwritten = {
+        spec.arg.name for spec in signature.input_specs if spec.target and spec.target not in written
+    }
+    computed = {node for node in placeholders_of(exported.graph) if node.name in unwritten}
     owned: set[fx.Node] = set()
     for node in list(exported.graph.nodes):
         inputs = node.all_input_nodes
@@ -261,10 +263,10 @@ def _give_own_copies(exported: ExportedProgram, least: int) -> None:
         if computed.issuperset(inputs):
             computed.add(node)
             continue
-        copies = [one for one in inputs if one in computed and one.op != "placeholder"]
-        if sum(tensor.nbytes for one in copies for tensor in tensors_of(one.meta["val"])) < least:
+        copies = [operand for operand in inputs if operand in computed and operand.op != "placeholder"]
+        if sum(tensor.nbytes for operand in copies for tensor in tensors_of(operand.meta["val"])) < least:
             continue
-        computing = needed(copies, lambda one: one.op != "placeholder")
+        computing = needed(copies, lambda node: node.op != "placeholder")
         if owned.isdisjoint(computing):
             owned.update(computing)
             continue
@@ -276,12 +278,12 @@ def _give_own_copies(exported: ExportedProgram, least: int) -> None:
 
 def _compute_again(graph: fx.Graph, nodes: set[fx.Node], reader: fx.Node) -> None:
     """Copies nodes for one that reads some of them."""
-    own: dict[fx.Node, fx.Node] = {}
+    copies_of: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(reader):
         for node in [node for node in graph.nodes if node in nodes]:
-            own[node] = graph.node_copy(node, lambda one: own.get(one, one))
+            copies_of[node] = graph.node_copy(node, lambda operand: copies_of.get(operand, operand))
     for node in set(reader.all_input_nodes) & nodes:
-        reader.replace_input_with(node, own[node])
+        reader.replace_input_with(node, copies_of[node])
 
 
 def _give_own_inputs(exported: ExportedProgram) -> None:
@@ -300,11 +302,11 @@ def _give_own_inputs(exported: ExportedProgram) -> None:
                 continue
             name = f"{spec.target}{_USE}{number}"
             with graph.inserting_after(node):
-                own = graph.placeholder(f"{node.name}{_USE}{number}")
-            own.meta = {**node.meta, "val": _shared(node.meta["val"])}
-            user.replace_input_with(node, own)
+                placeholder = graph.placeholder(f"{node.name}{_USE}{number}")
+            placeholder.meta = {**node.meta, "val": _shared(node.meta["val"])}
+            user.replace_input_with(node, placeholder)
             values[name] = _shared(values[spec.target])
-            specs.append(InputSpec(spec.kind, TensorArgument(name=own.name), name, spec.persistent))
+            specs.append(InputSpec(spec.kind, TensorArgument(name=placeholder.name), name, spec.persistent))
     _sort_inputs(graph, {spec.arg.name: position for position, spec in enumerate(specs)})
     exported.graph_signature.input_specs = specs
     exported._state_dict = values
@@ -371,23 +373,27 @@ def find_facts(
     Raises PassError for a region without weights.
     """
     refuse_without_weights(regions)
-    found = annotate_with_values({one.name: one.program for one in regions}, hardware=settings.hardware)
-    storages = tuple(_kind(storage) for storage in found.payload.storages)
-    tensors = {weight.fqn: weight for weight in found.payload.tensors}
-    parts = {part.name: (part.fqn, part.part) for one in methods.values() for part in one.parts}
+    annotated = annotate_with_values(
+        {region.name: region.program for region in regions}, hardware=settings.hardware
+    )
+    storages = tuple(_kind(storage) for storage in annotated.payload.storages)
+    tensors = {weight.fqn: weight for weight in annotated.payload.tensors}
+    parts = {part.name: (part.fqn, part.part) for facts in methods.values() for part in facts.parts}
     named = _named(tensors, regions)
     weights = join_parts([*named.values(), *aliases_of(named, methods)], parts)
     traces: list[Trace] = []
     steps: dict[str, tuple[int, int]] = {}
-    of_region = {trace.method: trace for trace in found.payload.traces}
+    of_region = {trace.method: trace for trace in annotated.payload.traces}
     for graph, name in enumerate(methods):
-        own = [one for one in regions if one.method == name]
-        trace, ranges = _joined(graph, name, [(one, of_region[one.name]) for one in own], storages)
+        of_method = [region for region in regions if region.method == name]
+        trace, ranges = _joined(
+            graph, name, [(region, of_region[region.name]) for region in of_method], storages
+        )
         traces.append(read_together(with_times(trace, settings.hardware), weights))
         steps |= ranges
     payload = Payload(
         lowering="executorch",
-        torch=found.payload.torch,
+        torch=annotated.payload.torch,
         storages=storages,
         weights=weights,
         methods=tuple(
@@ -397,7 +403,7 @@ def find_facts(
         traces=tuple(traces),
         hardware=settings.hardware,
     )
-    return Facts(payload, found.values, steps, tensors)
+    return Facts(payload, annotated.values, steps, tensors)
 
 
 def refuse_without_weights(regions: Sequence[RegionProgram]) -> None:
@@ -420,9 +426,9 @@ def _named(tensors: Mapping[str, Weight], regions: Sequence[RegionProgram]) -> d
     methods = {region.name: region.method for region in regions}
     named: dict[str, Weight] = {}
     for name, weight in tensors.items():
-        region, _, rest = name.partition(".")
+        region, _, own_name = name.partition(".")
         constant = weight.role == "constant" and region in methods
-        fqn = f"{methods[region]}.{rest}" if constant else named_without_use(name)
+        fqn = f"{methods[region]}.{own_name}" if constant else named_without_use(name)
         known = named.setdefault(fqn, replace(weight, fqn=fqn))
         if known.parts != weight.parts:
             named[name] = weight
@@ -431,7 +437,7 @@ def _named(tensors: Mapping[str, Weight], regions: Sequence[RegionProgram]) -> d
 
 def aliases_of(known: Mapping[str, Weight], methods: Mapping[str, MethodFacts]) -> list[Weight]:
     """The weights that are other names of known ones."""
-    found: dict[str, Weight] = {}
+    aliases: dict[str, Weight] = {}
     for facts in methods.values():
         memory: dict[int, Weight] = {}
         for alias in facts.aliases:
@@ -441,8 +447,8 @@ def aliases_of(known: Mapping[str, Weight], methods: Mapping[str, MethodFacts]) 
             weight = memory.get(alias.part.storage)
             if weight is not None and alias.fqn not in known:
                 part = replace(alias.part, storage=weight.parts[0].storage)
-                found[alias.fqn] = Weight(alias.fqn, alias.role, weight.device, (part,))
-    return list(found.values())
+                aliases[alias.fqn] = Weight(alias.fqn, alias.role, weight.device, (part,))
+    return list(aliases.values())
 
 
 def _joined(

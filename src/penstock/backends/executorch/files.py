@@ -84,7 +84,8 @@ def read_open_pte(file: BinaryIO, wanted: Callable[[str], bool]) -> Pte:
         pieces = _Pieces(file, end)
         program = _Table.root(memoryview(pieces.read(0, min(size, end))))
         segments = [
-            (base + one.number(_OFFSET, "Q"), one.number(_SIZE, "Q")) for one in program.tables(_SEGMENTS)
+            (base + segment.number(_OFFSET, "Q"), segment.number(_SIZE, "Q"))
+            for segment in program.tables(_SEGMENTS)
         ]
         if sum(size for _, size in segments) > end:
             raise ValueError(f"its segments have more bytes than its {end}")
@@ -93,18 +94,18 @@ def read_open_pte(file: BinaryIO, wanted: Callable[[str], bool]) -> Pte:
         def segment(index: int) -> bytes:
             return pieces.read(*segments[index])
 
-        keys = [(one.text(_KEY), one.number(_SEGMENT, "I")) for one in program.tables(_NAMED)]
+        keys = [(named.text(_KEY), named.number(_SEGMENT, "I")) for named in program.tables(_NAMED)]
         named = {key: segment(index) for key, index in keys if wanted(key)}
         inline = list(program.tables(_INLINE))
         delegates = []
         for plan in program.tables(_PLANS):
             method = plan.text(_PLAN_NAME)
-            for one in plan.tables(_DELEGATES):
-                backend, place = one.text(_BACKEND_FIELD), one.table(_PROCESSED)
+            for delegate in plan.tables(_DELEGATES):
+                backend, place = delegate.text(_BACKEND_FIELD), delegate.table(_PROCESSED)
                 index, in_segment = place.number(_INDEX, "I"), place.number(_LOCATION, "b")
                 if not in_segment or wanted(backend):
-                    own = segment(index) if in_segment else inline[index].vector(0)
-                    delegates.append(Delegate(method, backend, own))
+                    processed = segment(index) if in_segment else inline[index].vector(0)
+                    delegates.append(Delegate(method, backend, processed))
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise ValueError(f"it is cut off or damaged ({error})") from None
     return Pte(named, tuple(delegates))
@@ -134,10 +135,12 @@ def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:
         file.seek(0)
         tensors = _Table.root(memoryview(file.read(most)))
         segments = [
-            inside(base + one.number(_OFFSET, "Q"), one.number(_SIZE, "Q"))
-            for one in tensors.tables(_DATA_SEGMENTS)
+            inside(base + segment.number(_OFFSET, "Q"), segment.number(_SIZE, "Q"))
+            for segment in tensors.tables(_DATA_SEGMENTS)
         ]
-        return {one.text(_KEY): segments[one.number(_SEGMENT, "I")] for one in tensors.tables(_DATA_NAMED)}
+        return {
+            named.text(_KEY): segments[named.number(_SEGMENT, "I")] for named in tensors.tables(_DATA_NAMED)
+        }
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise ValueError(f"it is cut off or damaged ({error})") from None
 
@@ -216,8 +219,8 @@ class _Table:
 
     def _place(self, field: int) -> int | None:
         fields = self.at - int(struct.unpack_from("<i", self.data, self.at)[0])
-        size, entry = struct.unpack_from("<H", self.data, fields)[0], 4 + 2 * field
-        offset = struct.unpack_from("<H", self.data, fields + entry)[0] if entry < size else 0
+        size, position = struct.unpack_from("<H", self.data, fields)[0], 4 + 2 * field
+        offset = struct.unpack_from("<H", self.data, fields + position)[0] if position < size else 0
         return self.at + offset if offset else None
 
     def _follow(self, place: int) -> int:
@@ -298,17 +301,18 @@ def check_regions(regions: Sequence[RegionCode], payload: Payload, source: str) 
     docs/payload.md, "A region", has the rules; native/executorch/catalog.cpp checks the same of one region.
     """
     catalog = _Catalog(payload)
-    for one in regions:
-        name = f"{source}, region {one.region} of graph {one.graph}"
-        for fault in catalog.faults(one):
+    for region in regions:
+        name = f"{source}, region {region.region} of graph {region.graph}"
+        for fault in catalog.faults(region):
             raise PayloadError(f"{name}: {fault}; export again")
     for graph in catalog.steps:
-        own = [one for one in regions if one.graph == graph]
-        for position, one in enumerate(sorted(own, key=lambda one: one.region)):
-            if (one.region, one.regions) != (position, len(own)):
+        of_graph = [region for region in regions if region.graph == graph]
+        for position, region in enumerate(sorted(of_graph, key=lambda region: region.region)):
+            if (region.region, region.regions) != (position, len(of_graph)):
                 raise PayloadError(
-                    f"{source}, graph {graph}: $.region and $.regions: expected {position} of the {len(own)} "
-                    f"regions that there are, got {one.region} of {one.regions}; export again"
+                    f"{source}, graph {graph}: $.region and $.regions: expected {position} of the "
+                    f"{len(of_graph)} regions that there are, got {region.region} of "
+                    f"{region.regions}; export again"
                 )
 
 
@@ -338,60 +342,64 @@ class _Catalog:
         if len(region.takes) != taken:
             yield f"$.takes: expected {taken} inputs, got {len(region.takes)}"
         there = self.stay.union(*(step.reads for step in steps[first:behind]))
-        for i, one in enumerate(region.appended):
+        for i, appended in enumerate(region.appended):
             path = f"$.appended[{i}]"
-            if not 0 <= one.storage < len(self.storages):
-                yield f"{path}.storage: expected one of {len(self.storages)} storages, got {one.storage}"
+            if not 0 <= appended.storage < len(self.storages):
+                yield f"{path}.storage: expected one of {len(self.storages)} storages, got {appended.storage}"
                 continue
-            storage = self.storages[one.storage]
+            storage = self.storages[appended.storage]
             untouched = (
                 region.kernels == "aotinductor"
             )  # what no step reads, the code asks for and never reads
-            if storage.kind == "streamable" and one.storage not in there and not untouched:
-                yield f"{path}.storage: expected one that $.steps read, {sorted(there)}, got {one.storage}"
-            if one.mutable and storage.kind != "mutable":
+            if storage.kind == "streamable" and appended.storage not in there and not untouched:
+                got = appended.storage
+                yield f"{path}.storage: expected one that $.steps read, {sorted(there)}, got {got}"
+            if appended.mutable and storage.kind != "mutable":
                 yield f"{path}.mutable: expected false, as the storage is {storage.kind}, got true"
-            yield from _tensor_faults(one, path, storage.nbytes)
-            yield from _part_faults(one, path, self.parts.get(one.name))
+            yield from _tensor_faults(appended, path, storage.nbytes)
+            yield from _part_faults(appended, path, self.parts.get(appended.name))
 
 
-def _tensor_faults(one: Appended, path: str, nbytes: int) -> Iterator[str]:
+def _tensor_faults(appended: Appended, path: str, nbytes: int) -> Iterator[str]:
     """What no tensor in a storage of `nbytes` has."""
-    if one.dtype not in ITEM_SIZES:
-        yield f"{path}.dtype: expected torch's name of a dtype, got {one.dtype!r}"
-    elif sorted(one.dim_order) != list(range(len(one.shape))):
-        yield f"{path}.dim_order: expected each dimension of $.shape once, got {list(one.dim_order)}"
-    elif not _fits(one, nbytes):
-        yield f"{path}.shape: expected a tensor inside of its {nbytes} bytes, got {list(one.shape)}"
+    if appended.dtype not in ITEM_SIZES:
+        yield f"{path}.dtype: expected torch's name of a dtype, got {appended.dtype!r}"
+    elif sorted(appended.dim_order) != list(range(len(appended.shape))):
+        yield f"{path}.dim_order: expected each dimension of $.shape once, got {list(appended.dim_order)}"
+    elif not _fits(appended, nbytes):
+        yield f"{path}.shape: expected a tensor inside of its {nbytes} bytes, got {list(appended.shape)}"
 
 
-def _fits(one: Appended, nbytes: int) -> bool:
+def _fits(appended: Appended, nbytes: int) -> bool:
     if (
-        len(one.shape) > _DIMENSIONS
-        or not 0 <= min(one.shape, default=0) <= max(one.shape, default=0) <= _SIDE
+        len(appended.shape) > _DIMENSIONS
+        or not 0 <= min(appended.shape, default=0) <= max(appended.shape, default=0) <= _SIDE
     ):
         return False
-    item = ITEM_SIZES[one.dtype]
+    size = ITEM_SIZES[appended.dtype]
     # The strides of a tensor without items count the other sizes.
-    room = LARGEST_SIZE if 0 in one.shape else nbytes - one.offset
-    return 0 <= one.offset <= nbytes and item * math.prod(max(1, size) for size in one.shape) <= room
+    room = LARGEST_SIZE if 0 in appended.shape else nbytes - appended.offset
+    return (
+        0 <= appended.offset <= nbytes and size * math.prod(max(1, size) for size in appended.shape) <= room
+    )
 
 
-def _part_faults(one: Appended, path: str, part: Part | None) -> Iterator[str]:
+def _part_faults(appended: Appended, path: str, part: Part | None) -> Iterator[str]:
     """How a tensor differs from that of its name in the payload, where there is one."""
     if part is None:
         return
     for name in ("storage", "offset", "dtype", "shape"):
-        expected, got = getattr(part, name), getattr(one, name)
+        expected, got = getattr(part, name), getattr(appended, name)
         if expected != got:
-            yield f"{path}.{name}: expected {expected!r}, as {one.name} has in the payload, got {got!r}"
+            yield f"{path}.{name}: expected {expected!r}, as {appended.name} has in the payload, got {got!r}"
             return
     dense = 1
-    for d in reversed(one.dim_order):
-        if one.shape[d] > 1 and part.stride[d] != dense and 0 not in one.shape:
-            yield f"{path}.dim_order: expected that of {one.name} in the payload, got {list(one.dim_order)}"
+    for d in reversed(appended.dim_order):
+        if appended.shape[d] > 1 and part.stride[d] != dense and 0 not in appended.shape:
+            got = list(appended.dim_order)
+            yield f"{path}.dim_order: expected that of {appended.name} in the payload, got {got}"
             return
-        dense *= one.shape[d]
+        dense *= appended.shape[d]
 
 
 _REMEDY = "export with to_executorch(ExecutorchBackendConfig(segment_alignment=4096))"
@@ -467,7 +475,8 @@ def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Pat
     exported = _exported(path, _contents(path, BytesIO(pte)))
     verify_payload(exported.payload)
     data = {
-        name if name.endswith(".ptd") else f"{name}.ptd": one for name, one in program._tensor_data.items()
+        name if name.endswith(".ptd") else f"{name}.ptd": content
+        for name, content in program._tensor_data.items()
     }
     if missing := sorted({file.path for file in exported.payload.files} - {path.name, *data}):
         raise SourceError(f"the program has no values for {', '.join(missing)}: export again")
@@ -509,16 +518,16 @@ def _places(
     path: Path, payload: Payload, open_file: Callable[[Path], BinaryIO]
 ) -> dict[str, tuple[Path, int]]:
     """Where the files that a payload names have the bytes of storages, by key; `open_file` opens them."""
-    found: dict[str, tuple[Path, int, int]] = {}
+    places: dict[str, tuple[Path, int, int]] = {}
     for target in sorted({path.parent / file.path for file in payload.files}):
-        found |= {key: (target, *place) for key, place in _entries(target, open_file).items()}
+        places |= {key: (target, *place) for key, place in _entries(target, open_file).items()}
     for file in payload.files:
-        if file.key not in found:
+        if file.key not in places:
             raise SourceError(
                 f"{path.parent / file.path} is not the file that was exported with {path.name}: it has no "
                 f"entry {file.key!r}; put the original back, or export again"
             )
-        where, offset, nbytes = found[file.key]
+        where, offset, nbytes = places[file.key]
         if nbytes != file.nbytes:
             raise SourceError(
                 f"{where} has {nbytes} bytes as {file.key!r}, expected {file.nbytes}: put the original "
@@ -529,7 +538,7 @@ def _places(
                 f"{where} has weights at byte {offset}, expected a multiple of {BLOCK}, from which they are "
                 f"read in place: {_REMEDY}"
             )
-    return {key: (where, offset) for key, (where, offset, _) in found.items()}
+    return {key: (where, offset) for key, (where, offset, _) in places.items()}
 
 
 def _entries(path: Path, open_file: Callable[[Path], BinaryIO]) -> dict[str, tuple[int, int]]:
@@ -560,13 +569,14 @@ def _exported(path: Path, contents: Pte) -> Exported:
             "once, with PenstockPartitioner before other backends"
         )
     payload = Payload.from_bytes(_checked(path, named, payloads[0]), source=str(path))
-    own = [one for one in contents.delegates if one.backend == _BACKEND]
-    if len({one.processed for one in own}) < len(own):
+    delegates = [delegate for delegate in contents.delegates if delegate.backend == _BACKEND]
+    if len({delegate.processed for delegate in delegates}) < len(delegates):
         raise PayloadError(f"{path} has the same region of penstock twice, expected it once: export again")
     regions = tuple(
-        RegionCode.from_bytes(one.processed, source=f"{path}, a delegate of {one.method!r}") for one in own
+        RegionCode.from_bytes(delegate.processed, source=f"{path}, a delegate of {delegate.method!r}")
+        for delegate in delegates
     )
-    for key in {key for one in regions for key in (one.payload, one.program)}:
+    for key in {key for region in regions for key in (region.payload, region.program)}:
         _checked(path, named, key)
     check_regions(regions, payload, str(path))
     programs = {key: value for key, value in named.items() if key.startswith(_OWN[1:])}

@@ -95,7 +95,7 @@ def to_spec(facts: Settings | RegionFacts | MethodFacts) -> CompileSpec:
 
 def from_specs(specs: Iterable[CompileSpec]) -> dict[type, object]:
     """The facts that compile specs carry, by their class. Raises PassError for an unknown spec."""
-    found: dict[type, object] = {}
+    options: dict[type, object] = {}
     for spec in specs:
         if spec.key not in _KINDS:
             raise PassError(
@@ -104,20 +104,20 @@ def from_specs(specs: Iterable[CompileSpec]) -> dict[type, object]:
             )
         kind = _KINDS[spec.key]
         text, tree = parse(spec.value, f"the compile spec {spec.key!r}")
-        found[kind] = decode(kind, text, tree, f"the compile spec {spec.key!r}")
-    return found
+        options[kind] = decode(kind, text, tree, f"the compile spec {spec.key!r}")
+    return options
 
 
 def settings_of(specs: Sequence[Sequence[CompileSpec]]) -> Settings:
     """The settings that all regions share. Raises PassError if there are none, or two that differ."""
-    given = [from_specs(one).get(Settings) for one in specs]
-    for settings in given:
-        if not isinstance(settings, Settings) or settings != given[0]:
-            what = "none" if settings is None else "other ones for another region"
+    every_settings = [from_specs(spec).get(Settings) for spec in specs]
+    for settings in every_settings:
+        if not isinstance(settings, Settings) or settings != every_settings[0]:
+            difference = "none" if settings is None else "other ones for another region"
             raise PassError(
                 f"a region needs the settings of a PenstockPartitioner, the same for all methods, and has "
-                f"{what}: lower all methods with one PenstockPartitioner"
+                f"{difference}: lower all methods with one PenstockPartitioner"
             )
-    first = given[0]
+    first = every_settings[0]
     assert isinstance(first, Settings)
     return first

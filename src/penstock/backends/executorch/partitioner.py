@@ -154,16 +154,16 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         Raises PassError for a program with weights that are no inputs, or have no values.
         """
         self._partitioned = True
-        found = whole_method(exported_program) if self._compiles else self._regions(exported_program)
-        others = other_backends(exported_program)
-        if others and not found.regions:
+        regions = whole_method(exported_program) if self._compiles else self._regions(exported_program)
+        backends = other_backends(exported_program)
+        if backends and not regions.regions:
             _log.warning(
                 "penstock streams nothing of a program: %s took what reads weights before; name "
                 "PenstockPartitioner first to have them streamed",
-                " and ".join(others),
+                " and ".join(backends),
             )
-        tags = tag(exported_program, found.regions, "penstock")
-        specs = self._specs(exported_program, found)
+        tags = tag(exported_program, regions.regions, "penstock")
+        specs = self._specs(exported_program, regions)
         return PartitionResult(
             tagged_exported_program=compiled_late(exported_program),
             partition_tags={
@@ -175,32 +175,35 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
     def _regions(self, exported: ExportedProgram) -> Regions:
         plain = with_aten_operators(exported)
         catalog = Catalog()
-        held = catalog.add(plain)
-        usage = find_usage(plain, Weights(held, catalog.storages))
+        weights_of = catalog.add(plain)
+        usage = find_usage(plain, Weights(weights_of, catalog.storages))
         wholes = {name: weight for name, (weight, _) in self._parts.items()}
         worth = Worth(self._settings.least, frozenset(self._written), wholes)
-        return find_regions(plain, usage, held, worth)
+        return find_regions(plain, usage, weights_of, worth)
 
-    def _specs(self, exported: ExportedProgram, found: Regions) -> list[list[Any]]:
+    def _specs(self, exported: ExportedProgram, regions: Regions) -> list[list[Any]]:
         """The compile specs of every region."""
         specs = []
-        for number, region in enumerate(found.regions):
-            last = number == len(found.regions) - 1
-            one = [
+        for number, region in enumerate(regions.regions):
+            last = number == len(regions.regions) - 1
+            spec = [
                 to_spec(self._settings),
-                to_spec(RegionFacts(region.lead, found.tail if last else RegionFacts().tail)),
+                to_spec(RegionFacts(region.lead, regions.tail if last else RegionFacts().tail)),
             ]
             if number == 0:
-                one.append(to_spec(self._method_facts(exported)))
-            specs.append(one)
+                spec.append(to_spec(self._method_facts(exported)))
+            specs.append(spec)
         return specs
 
     def _method_facts(self, exported: ExportedProgram) -> MethodFacts:
         method = describe_method(exported, "method", 0)
         parts = tuple(PartName(name, *pair) for name, pair in self._parts.items())
         symbols = [
-            replace(one, lower=min(one.lower, self._lowest.get(_place(method.inputs, one), one.lower)))
-            for one in method.symbols
+            replace(
+                known,
+                lower=min(known.lower, self._lowest.get(_place(method.inputs, known), known.lower)),
+            )
+            for known in method.symbols
         ]
         guards = tuple(text for text, _ in guards_of(exported)) if self._compiles else ()
         return MethodFacts(method.inputs, tuple(symbols), tuple(self._aliases), parts, guards)
@@ -209,18 +212,22 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
 def _place(inputs: Sequence[Input], symbol: Symbol) -> object:
     """Where a symbol stands among the inputs, by types: ExecuTorch renames an input called `input`."""
     types = tuple(
-        (one.dtype, *(size if isinstance(size, int) else None for size in one.shape)) for one in inputs
+        (described.dtype, *(size if isinstance(size, int) else None for size in described.shape))
+        for described in inputs
     )
     places = tuple(
-        (k, d) for k, one in enumerate(inputs) for d, size in enumerate(one.shape) if size == symbol.name
+        (k, d)
+        for k, described in enumerate(inputs)
+        for d, size in enumerate(described.shape)
+        if size == symbol.name
     )
     return types, places
 
 
 def _unwrapped(name: str) -> tuple[str, str] | None:
     """The weight and the part of a tensor that torchao's `unwrap_tensor_subclass` has named."""
-    module, _, rest = name.partition("parametrizations.")
-    attribute, _, part = rest.rpartition(".")
+    module, _, original = name.partition("parametrizations.")
+    attribute, _, part = original.rpartition(".")
     return (f"{module}{attribute}", part) if part.startswith("original") else None
 
 
@@ -232,10 +239,10 @@ def _aliases(exported: ExportedProgram, first: int) -> list[Alias]:
         if isinstance(value, torch.Tensor):
             by_memory.setdefault(storage_identity(value), []).append(name)
     roles = {str(s.target): s.kind.name.lower() for s in exported.graph_signature.input_specs}
-    found: list[Alias] = []
+    aliases: list[Alias] = []
     for number, names in enumerate((names for names in by_memory.values() if len(names) > 1), first):
         for name in names:
             buffer = roles.get(name, roles.get(names[0])) == "buffer"
             role: Literal["buffer", "parameter"] = "buffer" if buffer else "parameter"
-            found.append(Alias(name, role, part_of(values[name], number)))
-    return found
+            aliases.append(Alias(name, role, part_of(values[name], number)))
+    return aliases

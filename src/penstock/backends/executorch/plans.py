@@ -39,14 +39,16 @@ def kept_by_all(payload: Payload) -> frozenset[int]:
 
     At the floor there may be others, for which there is room in its arena all the same.
     """
-    kept = {s for s, one in enumerate(payload.storages) if payload.plans and one.kind == "streamable"}
+    staying = {
+        s for s, storage in enumerate(payload.storages) if payload.plans and storage.kind == "streamable"
+    }
     for plan in payload.plans:
-        held = merged(plan.resident)
-        for s in kept - set(plan.outside):
+        resident = merged(plan.resident)
+        for s in staying - set(plan.outside):
             start, nbytes = plan.arena.layout[s], payload.storages[s].nbytes
-            if not any(one.start <= start and start + nbytes <= one.stop for one in held):
-                kept.discard(s)
-    return frozenset(kept)
+            if not any(piece.start <= start and start + nbytes <= piece.stop for piece in resident):
+                staying.discard(s)
+    return frozenset(staying)
 
 
 def make_plans(
@@ -57,17 +59,17 @@ def make_plans(
     Raises BudgetError for a budget below the floor.
     """
     total = sum(storage.nbytes for storage in payload.storages)
-    found = floors(payload, keep)
-    lowest = min(found, key=lambda name: found[name].upper_bytes)
+    least_of = floors(payload, keep)
+    lowest = min(least_of, key=lambda name: least_of[name].upper_bytes)
     made: dict[int, Plan] = {}
 
     def make(budget: int) -> Plan:
         if budget not in made:
-            name = next((n for n, one in found.items() if one.upper_bytes <= budget), lowest)
+            name = next((n for n, least in least_of.items() if least.upper_bytes <= budget), lowest)
             made[budget] = _make(payload, arenas(payload)[name], keep, budget, settings)
         return made[budget]
 
-    plans = ladder(make, max(1, found[lowest].upper_bytes), max(1, total))
+    plans = ladder(make, max(1, least_of[lowest].upper_bytes), max(1, total))
     if not settings.budget:
         return plans, None
     budget = parse_size(settings.budget, total=max(total, 100))

@@ -75,14 +75,14 @@ class Worth:
 
 
 def find_regions(
-    exported: ExportedProgram, usage: Usage, held: Mapping[str, Weight], worth: Worth
+    exported: ExportedProgram, usage: Usage, weights: Mapping[str, Weight], worth: Worth
 ) -> Regions:
     """Returns the regions of a program whose operators are ATen's.
 
     `held` has the weights by the names of their inputs. A storage is left to ExecuTorch if some node that
     reads it cannot be in a region.
     """
-    graph = _Graph(exported, usage, held, worth)
+    graph = _Graph(exported, usage, weights, worth)
     states = list(_states(graph))
     left: set[int] = set()
     while True:
@@ -155,12 +155,12 @@ def _readers(graph: _Graph, left: set[int]) -> Iterator[set[fx.Node]]:
         inputs = node.all_input_nodes
         if not inputs or not takes_part(node):
             continue
-        if all(one in read for one in inputs):
-            read[node] = set().union(*(read[one] for one in inputs))
+        if all(operand in read for operand in inputs):
+            read[node] = set().union(*(read[operand] for operand in inputs))
             continue
-        if worth.intersection(*[set().union(*(read.get(one, set()) for one in inputs))]):
+        if worth.intersection(*[set().union(*(read.get(operand, set()) for operand in inputs))]):
             group = {node, *_computed_for(node, read, owned)}
-            if any(one.name in graph.held for member in group for one in member.all_input_nodes):
+            if any(operand.name in graph.held for member in group for operand in member.all_input_nodes):
                 owned |= group
                 yield {*group, *(user for user in node.users if user.target is operator.getitem)}
 
@@ -172,23 +172,25 @@ def _whole_weights(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx
     """
     of_whole: dict[str, list[int]] = {}
     for number, group in enumerate(groups):
-        read = {one.name for node in group for one in node.all_input_nodes if one.name in graph.held}
+        read = {
+            operand.name for node in group for operand in node.all_input_nodes if operand.name in graph.held
+        }
         names = {named_without_use(graph.held[name].fqn) for name in read}
         for whole in {graph.asked.wholes[name] for name in names if name in graph.asked.wholes}:
             of_whole.setdefault(whole, []).append(number)
     joined = []
     for numbers in of_whole.values():
         hull = _hull(graph, set().union(*(groups[number] for number in numbers)))
-        others = set().union(*(group for number, group in enumerate(groups) if number not in numbers))
-        if len(numbers) > 1 and hull.isdisjoint(others) and all(takes_part(node) for node in hull):
+        elsewhere = set().union(*(group for number, group in enumerate(groups) if number not in numbers))
+        if len(numbers) > 1 and hull.isdisjoint(elsewhere) and all(takes_part(node) for node in hull):
             joined.append(hull)
     return [*groups, *joined]
 
 
 def _computed_for(reader: fx.Node, read: Mapping[fx.Node, set[int]], owned: set[fx.Node]) -> set[fx.Node]:
     """The nodes that a reader's inputs are computed by from weights alone, and that no earlier reader has."""
-    inputs = (one for one in reader.all_input_nodes if one in read)
-    return needed(inputs, lambda one: one.op != "placeholder" and one not in owned)
+    inputs = (operand for operand in reader.all_input_nodes if operand in read)
+    return needed(inputs, lambda node: node.op != "placeholder" and node not in owned)
 
 
 def _states(graph: _Graph) -> Iterator[set[fx.Node]]:
@@ -216,7 +218,9 @@ def _states(graph: _Graph) -> Iterator[set[fx.Node]]:
 def _writes_what_stays(graph: _Graph, group: set[fx.Node], states: Sequence[set[fx.Node]]) -> bool:
     """Tell whether a group computes a state that stays with ExecuTorch, and something else uses it."""
     outputs = graph.exported.graph_signature.output_specs
-    written = {graph.nodes[one.arg.name] for one in outputs if one.kind is OutputKind.BUFFER_MUTATION}
+    written = {
+        graph.nodes[output.arg.name] for output in outputs if output.kind is OutputKind.BUFFER_MUTATION
+    }
     stays = (written & group).difference(*states)
     return any(user not in group and user.op != "output" for node in stays for user in node.users)
 
@@ -227,15 +231,15 @@ def _users(graph: _Graph, state: Sequence[fx.Node]) -> set[fx.Node]:
     ExecuTorch has no value for an updated state outside of the delegate that owns it.
     """
     same = set(state)
-    found = {node for node in state if node.op != "placeholder"}
+    computed = {node for node in state if node.op != "placeholder"}
     for node in graph.order:
         inputs = set(node.all_input_nodes)
         if node.op == "output" or inputs.isdisjoint(same):
             continue
-        found.add(node)
+        computed.add(node)
         if inputs <= same:
             same.add(node)
-    return found
+    return computed
 
 
 def _inputs_of(graph: _Graph, name: str) -> list[str]:
@@ -250,7 +254,7 @@ def _hull(graph: _Graph, nodes: set[fx.Node]) -> set[fx.Node]:
     between = [node for node, position in graph.order.items() if first <= position <= last]
     below, above = set(nodes), set(nodes)
     for node in between:
-        if any(one in below for one in node.all_input_nodes):
+        if any(operand in below for operand in node.all_input_nodes):
             below.add(node)
     for node in reversed(between):
         if any(user in above for user in node.users):
@@ -263,8 +267,8 @@ def _merged(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.Node]]
     merged: list[set[fx.Node]] = []
     for group in groups:
         whole = group
-        while common := [one for one in merged if not one.isdisjoint(whole)]:
-            merged = [one for one in merged if one not in common]
+        while common := [other for other in merged if not other.isdisjoint(whole)]:
+            merged = [other for other in merged if other not in common]
             whole = _hull(graph, whole.union(*common))
         merged.append(whole)
     return merged
@@ -275,19 +279,25 @@ def _with_results(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.
 
     ExecuTorch drops a delegate of which nobody uses a result.
     """
-    kept = [group for group in groups if _has_result(graph, group)]
+    with_results = [group for group in groups if _has_result(graph, group)]
     for group in (group for group in groups if not _has_result(graph, group)):
         first = min(map(graph.order.__getitem__, group))
-        for other in sorted(kept, key=lambda one: abs(min(map(graph.order.__getitem__, one)) - first)):
+        for other in sorted(
+            with_results, key=lambda candidate: abs(min(map(graph.order.__getitem__, candidate)) - first)
+        ):
             joined = _hull(graph, group | other)
             if all(takes_part(node) for node in joined):
-                kept = _merged(graph, [*(one for one in kept if one is not other), joined])
+                with_results = _merged(
+                    graph, [*(candidate for candidate in with_results if candidate is not other), joined]
+                )
                 break
         else:
             outputs = graph.exported.graph_signature.output_specs
-            names = ", ".join(str(one.target) for one in outputs if graph.nodes.get(one.arg.name) in group)
+            names = ", ".join(
+                str(output.target) for output in outputs if graph.nodes.get(output.arg.name) in group
+            )
             _log.warning(_STAYS, names, "delegates nothing else that it could be written with")
-    return kept
+    return with_results
 
 
 def _has_result(graph: _Graph, group: set[fx.Node]) -> bool:
@@ -301,7 +311,9 @@ def _has_result(graph: _Graph, group: set[fx.Node]) -> bool:
 def _in_order(usage: Usage, groups: Iterable[set[fx.Node]]) -> Regions:
     """The groups as regions, in the order of their last nodes, with the work between them."""
     of = {node: number for number, group in enumerate(groups) for node in group}
-    left = {number: sum(1 for one in of.values() if one == number) for number in of.values()}
+    left = {
+        number: sum(1 for group_number in of.values() if group_number == number) for number in of.values()
+    }
     regions: list[Region] = []
     lead = Work()
     members: dict[int, list[str]] = {}
@@ -325,15 +337,15 @@ def whole_method(exported: ExportedProgram) -> Regions:
     ExecuTorch can have: a number, or a buffer that the program writes too.
     """
     nodes = exported.graph_module.graph.nodes
-    others = other_backends(exported)
-    if others:
+    backends = other_backends(exported)
+    if backends:
         weights = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.target is not None}
         readers = {user for node in nodes if node.name in weights for user in node.users}
         if all(_is_delegate(user) or user.op == "output" for user in readers):
             return Regions(())
         raise PassError(
-            f"{' and '.join(others)} took a part of the program before, and a compiled method is whole: name "
-            'PenstockPartitioner first, or export with kernels="executorch"'
+            f"{' and '.join(backends)} took a part of the program before, and a compiled method is whole: "
+            'name PenstockPartitioner first, or export with kernels="executorch"'
         )
     specs = exported.graph_signature.output_specs
     for spec in specs:

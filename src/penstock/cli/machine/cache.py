@@ -67,10 +67,10 @@ def list(*, cache: Folder = None, json: Json = False) -> None:
     """List what is in the cache: what it is made for, its size and its last use."""
     folder = cache or user_cache()
     entries = list_entries(folder)
-    total = sum(one.nbytes for one in entries)
+    total = sum(cached.nbytes for cached in entries)
     limit = _limit()
     if json:
-        facts = [_facts(one) | {"in_use": one.in_use} for one in entries]
+        facts = [_facts(cached) | {"in_use": cached.in_use} for cached in entries]
         console.print_json({"cache": str(folder), "bytes": total, "limit": limit, "entries": facts})
         return
     if not entries:
@@ -128,21 +128,21 @@ def clear(
     """Remove all entries that are not in use, or those of a model. On a terminal, you are asked first."""
     folder = cache or user_cache()
     entries = list_entries(folder)
-    going = [one for one in entries if model is None or model.lower() in one.made_for.lower()]
+    going = [cached for cached in entries if model is None or model.lower() in cached.made_for.lower()]
     if model is not None and not going:
-        models = ", ".join(sorted({one.made_for for one in entries} - {""})) or "no model"
+        models = ", ".join(sorted({cached.made_for for cached in entries} - {""})) or "no model"
         fail(f"nothing in {folder} was made for {model!r}: it has entries of {models}")
     if not yes and not dry_run and sys.stdin.isatty():
-        total = sum(one.nbytes for one in going)
+        total = sum(cached.nbytes for cached in going)
         if not typer.confirm(f"remove {format_size(total)} from {folder}?", err=True):
             fail("nothing was removed")
-    done = prune_entries(folder, before=math.inf, dry_run=dry_run, only={one.path for one in going})
+    done = prune_entries(folder, before=math.inf, dry_run=dry_run, only={cached.path for cached in going})
     _report(done, dry_run, json)
 
 
 def _limit() -> int | None:
-    said = os.environ.get(LIMIT)
-    return parse_size(said, name=LIMIT) if said else None
+    limit = os.environ.get(LIMIT)
+    return parse_size(limit, name=LIMIT) if limit else None
 
 
 def _seconds(age: str) -> float:
@@ -153,13 +153,13 @@ def _seconds(age: str) -> float:
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 
-def _facts(one: Entry) -> dict[str, Any]:
-    used = datetime.fromtimestamp(one.used, UTC).isoformat(timespec="seconds")
+def _facts(cached: Entry) -> dict[str, Any]:
+    used = datetime.fromtimestamp(cached.used, UTC).isoformat(timespec="seconds")
     return {
-        "kind": one.kind,
-        "path": str(one.path),
-        "made_for": one.made_for,
-        "bytes": one.nbytes,
+        "kind": cached.kind,
+        "path": str(cached.path),
+        "made_for": cached.made_for,
+        "bytes": cached.nbytes,
         "last_used": used,
     }
 
@@ -167,17 +167,21 @@ def _facts(one: Entry) -> dict[str, Any]:
 def _rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row for the entries of a kind that are made for one model, by model: kinds as in _WORDS."""
     groups: dict[tuple[str, str], Group] = {}
-    for one in sorted(entries, key=lambda one: (not one.made_for, _for(one), [*_WORDS].index(one.kind))):
-        groups.setdefault((one.kind, _for(one)), []).append(one)
+    for cached in sorted(
+        entries, key=lambda cached: (not cached.made_for, _for(cached), [*_WORDS].index(cached.kind))
+    ):
+        groups.setdefault((cached.kind, _for(cached)), []).append(cached)
     for (kind, made_for), some in groups.items():
-        what = _WORDS[kind].format(number=len(some), s="" if len(some) == 1 else "s")
-        used = "in use" if any(one.in_use for one in some) else _ago(max(one.used for one in some))
-        yield made_for, what, format_size(sum(one.nbytes for one in some)), used
+        words = _WORDS[kind].format(number=len(some), s="" if len(some) == 1 else "s")
+        used = (
+            "in use" if any(cached.in_use for cached in some) else _ago(max(cached.used for cached in some))
+        )
+        yield made_for, words, format_size(sum(cached.nbytes for cached in some)), used
 
 
-def _for(one: Entry) -> str:
+def _for(cached: Entry) -> str:
     """The model that an entry was made for, in words."""
-    return one.made_for or _FOR.get(one.kind, "unknown")
+    return cached.made_for or _FOR.get(cached.kind, "unknown")
 
 
 def _ago(used: float) -> str:
@@ -191,8 +195,8 @@ def _report(done: Pruned, dry_run: bool, json: bool) -> None:
         console.print_json(
             {
                 "dry_run": dry_run,
-                "removed": [_facts(one) for one in done.removed],
-                "in_use": [_facts(one) for one in done.in_use],
+                "removed": [_facts(cached) for cached in done.removed],
+                "in_use": [_facts(cached) for cached in done.in_use],
                 "freed_bytes": done.freed_bytes,
                 "left_bytes": done.left_bytes,
             }
@@ -201,6 +205,8 @@ def _report(done: Pruned, dry_run: bool, json: bool) -> None:
     if done.removed:
         would = "would be removed" if dry_run else "removed"
         console.print_table(would, _COLUMNS, _rows(done.removed))
-    kept = f", of which {len(done.in_use)} in use should have gone" if done.in_use else ""
+    in_use = f", of which {len(done.in_use)} in use should have gone" if done.in_use else ""
     freed = "would be freed" if dry_run else "freed"
-    console.print_text(f"{format_size(done.freed_bytes)} {freed}, {format_size(done.left_bytes)} left{kept}")
+    console.print_text(
+        f"{format_size(done.freed_bytes)} {freed}, {format_size(done.left_bytes)} left{in_use}"
+    )

@@ -41,7 +41,7 @@ def hardware(
         str | None,
         typer.Argument(
             help="A preset, one with other figures, a .json file, or auto: this machine.",
-            callback=lambda given: given and check_hardware(given),
+            callback=lambda name: name and check_hardware(name),
             autocompletion=offer("auto", *PRESETS),
             show_default=False,
         ),
@@ -63,51 +63,54 @@ def hardware(
             measure_again()
     from penstock.runtime.machine.figures import measurements
 
-    found, presets = measurements(), [] if name else list(PRESETS.values())
+    figures, presets = measurements(), [] if name else list(PRESETS.values())
     if json:
-        measured = [_facts(one) for one in found]
-        console.print_json({"presets": [asdict(one) for one in presets], "measured": measured})
+        measured = [_facts(figure) for figure in figures]
+        console.print_json({"presets": [asdict(preset) for preset in presets], "measured": measured})
         return
     if presets:
         console.print_table("Presets", *_presets(presets))
         console.print_sentences([_PRESET_LEGEND])
-    _print_measured(found)
+    _print_measured(figures)
     if measure:
         console.print_text("How fast weights arrive is measured again when the next plan needs it.")
 
 
-def _print_measured(found: Sequence[Measurement]) -> None:
+def _print_measured(figures: Sequence[Measurement]) -> None:
     """Print a table of the figures of each machine, what its columns mean, and the reasons for doubts.
 
     Of figures that read alike, as those of a file that was written again, only the newest is shown; figures
     of one file stand together.
     """
     newest = {
-        (one.subject.machine, *_subject(one)): one for one in sorted(found, key=lambda one: one.taken_at)
+        (figure.subject.machine, *_subject(figure)): figure
+        for figure in sorted(figures, key=lambda figure: figure.taken_at)
     }
-    found = sorted(newest.values(), key=_subject)
-    for machine in dict.fromkeys(one.subject.machine for one in found):
+    figures = sorted(newest.values(), key=_subject)
+    for machine in dict.fromkeys(figure.subject.machine for figure in figures):
         threads = f"{machine.threads} thread{'' if machine.threads == 1 else 's'}"
         title = f"Measured on {machine.processor}, {threads}, torch {machine.torch}"
-        console.print_table(title, *_measured([one for one in found if one.subject.machine == machine]))
-    if not found:
+        console.print_table(
+            title, *_measured([figure for figure in figures if figure.subject.machine == machine])
+        )
+    if not figures:
         console.print_text("Nothing has been measured yet: plans do it, and --measure.")
         return
     console.print_sentences([_MEASURED_LEGEND])
-    used = [one for one in found if one.is_fresh(time.time())]
-    if doubts := [(one, ", ".join(one.doubts())) for one in used if any(one.doubts())]:
+    used = [figure for figure in figures if figure.is_fresh(time.time())]
+    if doubts := [(figure, ", ".join(figure.doubts())) for figure in used if any(figure.doubts())]:
         console.print_sentences([_DOUBTFUL])
-        console.print_sentences([f"{_named(one)} {why}" for one, why in doubts], indent="  ")
+        console.print_sentences([f"{_named(figure)} {why}" for figure, why in doubts], indent="  ")
 
 
-def _named(one: Measurement) -> str:
-    return one.subject.title + (f" of {one.subject.what}" if one.subject.where else "")
+def _named(figure: Measurement) -> str:
+    return figure.subject.title + (f" of {figure.subject.what}" if figure.subject.where else "")
 
 
-def _subject(one: Measurement) -> tuple[str, str, str]:
+def _subject(figure: Measurement) -> tuple[str, str, str]:
     """What a reader sees of the subject of a figure: the file or the like, where it is, and the quantity."""
-    of_file = one.subject.where != ""
-    return (one.subject.what if of_file else "", one.subject.where, one.subject.title)
+    of_file = figure.subject.where != ""
+    return (figure.subject.what if of_file else "", figure.subject.where, figure.subject.title)
 
 
 def _show_preset(preset: Hardware, *, json: bool) -> None:
@@ -136,14 +139,14 @@ def _presets(presets: Sequence[Hardware]) -> tuple[tuple[str, ...], list[list[st
     columns = ("name", "TFLOP/s", "memory GB/s", "weights GB/s", "disk GB/s", "memory GB")
     rows = [
         [
-            one.name,
-            f"{one.flops_per_s / 1e12:g}",
-            _gb(one.memory_bytes_per_s),
-            _gb(one.link_bytes_per_s),
-            _gb(one.disk_bytes_per_s),
-            _gb(one.memory_nbytes),
+            preset.name,
+            f"{preset.flops_per_s / 1e12:g}",
+            _gb(preset.memory_bytes_per_s),
+            _gb(preset.link_bytes_per_s),
+            _gb(preset.disk_bytes_per_s),
+            _gb(preset.memory_nbytes),
         ]
-        for one in presets
+        for preset in presets
     ]
     return columns, rows
 
@@ -152,28 +155,28 @@ def _gb(amount: float | None) -> str:
     return "-" if amount is None else f"{amount / 1e9:g}"
 
 
-def _measured(found: Sequence[Measurement]) -> tuple[tuple[str, ...], list[list[str]]]:
+def _measured(figures: Sequence[Measurement]) -> tuple[tuple[str, ...], list[list[str]]]:
     rows, above = [], None
-    for one in found:
-        place = (one.subject.what, one.subject.where)
-        of = [] if one.subject.where == "" or place == above else list(place)
+    for figure in figures:
+        place = (figure.subject.what, figure.subject.where)
+        of = [] if figure.subject.where == "" or place == above else list(place)
         above = place
-        taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.taken_at))
-        believed = "" if one.is_fresh(time.time()) else "expired"
-        doubt = "doubtful" if any(one.doubts()) else ""
+        taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(figure.taken_at))
+        believed = "" if figure.is_fresh(time.time()) else "expired"
+        doubt = "doubtful" if any(figure.doubts()) else ""
         rows.append(
             [
-                "\n".join([one.subject.title, *of]),
-                one.amount,
-                f"{one.spread:.0%}",
-                f"{one.waited:.0%}",
+                "\n".join([figure.subject.title, *of]),
+                figure.amount,
+                f"{figure.spread:.0%}",
+                f"{figure.waited:.0%}",
                 "\n".join(filter(None, (taken, doubt, believed))),
             ]
         )
     return ("measured", "median", "spread", "waited", "taken"), rows
 
 
-def _facts(one: Measurement) -> dict[str, Any]:
+def _facts(figure: Measurement) -> dict[str, Any]:
     """A figure for JSON: its remembered fields, its unit, and whether it is doubtful or expired now."""
-    opinion = {"title": one.subject.title, "unit": one.unit, "doubts": list(one.doubts())}
-    return asdict(one) | opinion | {"fresh": one.is_fresh(time.time())}
+    opinion = {"title": figure.subject.title, "unit": figure.unit, "doubts": list(figure.doubts())}
+    return asdict(figure) | opinion | {"fresh": figure.is_fresh(time.time())}

@@ -93,7 +93,7 @@ _SHORTEST = 12
 
 
 @contextmanager
-def byte_progress(what: str) -> Iterator[Progress]:
+def byte_progress(title: str) -> Iterator[Progress]:
     """Draw a bar on stderr for each task, below the log messages.
 
     Without a terminal there are no bars, and long work is announced as `what`.
@@ -110,7 +110,7 @@ def byte_progress(what: str) -> Iterator[Progress]:
     with (
         progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
         shown(),
-        announced(what),
+        announced(title),
     ):
 
         def report(what: str, done: int, total: int) -> None:
@@ -122,12 +122,12 @@ def byte_progress(what: str) -> Iterator[Progress]:
 
 
 @contextmanager
-def spinner(what: str) -> Iterator[Callable[[str], None]]:
+def spinner(title: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr for work without a known length; yields a function that changes its text.
 
     Without a terminal there is none, and long work is announced.
     """
-    with Console(file=sys.stderr).status(what) as status, announced(what):
+    with Console(file=sys.stderr).status(title) as status, announced(title):
         yield status.update
 
 
@@ -235,7 +235,7 @@ def _widest(values: Sequence[str]) -> int:
 def _narrow(table: Table, columns: Sequence[str], cells: list[list[str]]) -> None:
     """Make columns narrower, so that the table fits the terminal if values and words of headings allow it."""
     least = [_widest(column.split() or [""]) for column in columns]
-    widths = [max(one, _widest(["", *(row[k] for row in cells)])) for k, one in enumerate(least)]
+    widths = [max(width, _widest(["", *(row[k] for row in cells)])) for k, width in enumerate(least)]
     spare = width() - sum(widths) - len(widths) + 1
     table.padding = (0, 1 if spare >= len(widths) else 0, 0, 0)
     texts = [k for k, column in enumerate(table.columns) if column.justify == "left"]
@@ -261,7 +261,7 @@ def _stacked(columns: Sequence[str], cells: list[list[str]]) -> list[str]:
 
     def line(values: Sequence[str]) -> str:
         padded = zip(values, widths, right, strict=True)
-        aligned = [one.rjust(most) if is_number else one.ljust(most) for one, most, is_number in padded]
+        aligned = [value.rjust(most) if is_number else value.ljust(most) for value, most, is_number in padded]
         return ("  " + " ".join(aligned[1:])).rstrip()
 
     lines = [columns[0], line(columns), "\u2500" * (1 + sum(widths[1:]) + len(widths))]

@@ -112,10 +112,10 @@ def weight_files(weights: list[Path] | None) -> Path | list[Path] | None:
 
 def pairs(items: list[str], option: str, form: str) -> list[tuple[str, str]]:
     """The name and the value of each `NAME=VALUE` of an option; fails for an item of another form."""
-    for item in items:
-        if "=" not in item:
-            fail(f"{option} {item!r} is not of the form {form}")
-    return [(name, value) for name, _, value in (item.partition("=") for item in items)]
+    for pair in items:
+        if "=" not in pair:
+            fail(f"{option} {pair!r} is not of the form {form}")
+    return [(name, value) for name, _, value in (pair.partition("=") for pair in items)]
 
 
 def integer(value: str, name: str) -> int:
@@ -134,58 +134,56 @@ _ANY_TOTAL = 1 << 60
 """The bytes of which a percentage is taken when only the form of a size is checked."""
 
 
-def check_hardware(given: str) -> str:
+def check_hardware(name: str) -> str:
     """Raise PlanError for what names no hardware and is not `auto`."""
-    if given != "auto":
-        find_hardware(given)
-    return given
+    if name != "auto":
+        find_hardware(name)
+    return name
 
 
-def check_presets(given: list[str]) -> list[str]:
+def check_presets(names: list[str]) -> list[str]:
     """Raise PlanError for a name that is no preset, for a command that cannot measure this machine."""
-    if "auto" in given:
+    if "auto" in names:
         raise PlanError(
             "--hardware auto measures how fast this machine reads a model's files, and a model that was "
             f"never built has none: give one of {', '.join(PRESETS)}, or compile it for `penstock plan`"
         )
-    return [check_hardware(name) for name in given]
+    return [check_hardware(name) for name in names]
 
 
 def check_size(name: str, *, share: bool = True) -> Callable[[_Given], _Given]:
     """A check that raises BudgetError, naming the option, for a value that is no size; `share` allows 50%."""
 
-    def check(given: _Given) -> _Given:
-        for size in [given] if isinstance(given, str) else given or []:
+    def check(sizes: _Given) -> _Given:
+        for size in [sizes] if isinstance(sizes, str) else sizes or []:
             parse_size(size, total=_ANY_TOTAL if share else None, name=name)
-        return given
+        return sizes
 
     return check
 
 
-def check_arena(given: str | None) -> str | None:
+def check_arena(name: str | None) -> str | None:
     """Raise PlanError for a name that no arena has; the weights decide later whether they can be in it."""
-    if given is not None and given not in _ARENAS:
-        raise PlanError(f"there is no arena {given!r}: choose {', '.join(_ARENAS[:-1])} or {_ARENAS[-1]}")
-    return given
+    if name is not None and name not in _ARENAS:
+        raise PlanError(f"there is no arena {name!r}: choose {', '.join(_ARENAS[:-1])} or {_ARENAS[-1]}")
+    return name
 
 
-def check_engine(given: str) -> str:
+def check_engine(name: str) -> str:
     """Raise StreamError for a name that no engine has."""
-    if given not in _ENGINES:
-        raise StreamError(
-            f"there is no engine {given!r}: choose {', '.join(_ENGINES[:-1])} or {_ENGINES[-1]}"
-        )
-    return given
+    if name not in _ENGINES:
+        raise StreamError(f"there is no engine {name!r}: choose {', '.join(_ENGINES[:-1])} or {_ENGINES[-1]}")
+    return name
 
 
-def check_device(given: str) -> str:
+def check_device(name: str) -> str:
     """Raise StreamError for a name that no device has, and PlanError for a preset that does not exist."""
-    if given != "cpu":
+    if name != "cpu":
         from penstock.runtime.device.opening import device_kind, hardware_of
 
-        device_kind(given)
-        hardware_of(given)
-    return given
+        device_kind(name)
+        hardware_of(name)
+    return name
 
 
 def offer(*names: str) -> Callable[[str], list[str]]:
