@@ -45,7 +45,7 @@ class TensorFile:
         return read.view(getattr(torch, TORCH_NAMES[stored.dtype])).view(stored.shape)
 
     def holds(self, name: str, expected: torch.Tensor) -> bool:
-        """Whether the bytes of a tensor are those in `held`, which are one-dimensional, on any device."""
+        """Whether the bytes of a tensor are those in `expected`, which are one-dimensional, on any device."""
         stored = self.entries[name]
         return stored.nbytes == expected.numel() and all(
             torch.equal(expected[start : start + chunk.numel()].cpu(), chunk)

@@ -79,7 +79,7 @@ def find_regions(
 ) -> Regions:
     """Returns the regions of a program whose operators are ATen's.
 
-    `held` has the weights by the names of their inputs. A storage is left to ExecuTorch if some node that
+    `weights` has the weights by the names of their inputs. A storage is left to ExecuTorch if some node that
     reads it cannot be in a region.
     """
     graph = _Graph(exported, usage, weights, worth)

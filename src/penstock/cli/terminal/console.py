@@ -96,7 +96,7 @@ _SHORTEST = 12
 def byte_progress(title: str) -> Iterator[Progress]:
     """Draw a bar on stderr for each task, below the log messages.
 
-    Without a terminal there are no bars, and long work is announced as `what`.
+    Without a terminal there are no bars, and long work is announced as `title`.
     """
     columns = (
         progress.TextColumn("{task.description}"),
