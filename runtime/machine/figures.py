@@ -104,6 +104,9 @@ Cache = Literal["", "past", "warm", "cold"]
 WEEK, HOUR = 7 * 24 * 3600, 3600
 """The seconds for which a figure is used: a reliable one, and a doubtful one."""
 
+MOST_FILES = 500
+"""How many figures of files are remembered: reading 5,000 left 10 MiB in use in each process."""
+
 WIDE = 0.25
 """The spread of trials above which their median is doubtful."""
 
@@ -318,11 +321,12 @@ def _read(path: Path, state: tuple[int, ...]) -> tuple[Measurement, ...]:
 
 
 def _write(known: tuple[Measurement, ...]) -> None:
+    """Remember figures that are not too old: all of the machine, and the newest ones of files."""
     now = time.time()
-    remember(
-        _path(),
-        encode(_File(tuple(measurement for measurement in known if now - measurement.taken_at < WEEK))),
-    )
+    recent = [measurement for measurement in known if now - measurement.taken_at < WEEK]
+    of_files = [measurement for measurement in recent if measurement.subject.identity]
+    dropped = {measurement.subject for measurement in of_files[:-MOST_FILES]}
+    remember(_path(), encode(_File(tuple(figure for figure in recent if figure.subject not in dropped))))
 
 
 def _path() -> Path:

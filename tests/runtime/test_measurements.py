@@ -162,6 +162,17 @@ def test_what_has_expired_goes_when_something_else_is_remembered(cache, clock):
     assert [one.subject.quantity for one in figures.measurements()] == ["products"]
 
 
+def test_of_files_the_newest_figures_are_remembered_and_of_the_machine_all(cache, clock, monkeypatch):
+    monkeypatch.setattr(figures, "MOST_FILES", 3)
+    machine = measured(memory(), lambda: STEADY)
+    for number in range(5):
+        clock.now += 1
+        measured(Subject("reads", this_machine(), f"/{number}.safetensors", f"{number}"), lambda: STEADY)
+    stored = [entry["subject"]["what"] for entry in json.loads(cache.read_text())["measurements"]]
+    assert stored == ["", "/2.safetensors", "/3.safetensors", "/4.safetensors"]
+    assert recall(memory()) == machine
+
+
 def test_every_doubt_says_why(cache):
     steady = Measurement(memory(), 1e9, 0.1, 0.05, 9, 0)
     assert list(steady.doubts()) == []
