@@ -201,7 +201,7 @@ def test_what_is_no_name_of_a_folder_is_refused(source, words):
 
 def test_an_artifact_is_not_a_model(tmp_path):
     (tmp_path / "payload.json").write_text("{}")
-    with pytest.raises(SourceError, match=r"is an artifact of penstock: open it with penstock\.open"):
+    with pytest.raises(SourceError, match=r"is an artifact of penstock: penstock\.open opens it"):
         load(tmp_path, "16MB")
     with pytest.raises(SourceError, match="expected the folder of an artifact, got NoneType"):
         penstock.open(None)

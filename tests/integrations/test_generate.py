@@ -179,5 +179,5 @@ def test_options_that_are_none_are_refused_before_memory_is_given_back(options, 
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(PassError, match=r"expected a module.* got dict"):
+    with pytest.raises(PassError, match=r"expected a module.* got a dict"):
         apply({}, "1MB", cache=tmp_path)

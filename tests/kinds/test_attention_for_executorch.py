@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.export import export
 
-pytest.importorskip("executorch", reason="executorch is not installed: pip install 'penstock[executorch]'")
+pytest.importorskip("executorch", reason="executorch is not installed")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ExecuTorch's own, as it is imported

@@ -383,7 +383,7 @@ RUN = Path("build/run/penstock-run")
 @pytest.mark.parametrize("name", ["payload.json", "payload.json.sha256", "program.zip"])
 def test_penstock_run_refuses_what_is_too_large(tmp_path, name):
     data = json.dumps(
-        {"format": "penstock", "version": 9, "lowering": "inductor", "program": {"path": "program.zip"}}
+        {"format": "penstock", "version": 12, "lowering": "inductor", "program": {"path": "program.zip"}}
     ).encode()
     (tmp_path / "payload.json").write_bytes(data)
     (tmp_path / "payload.json.sha256").write_bytes(digest_line(data))

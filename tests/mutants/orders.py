@@ -55,19 +55,19 @@ ORDER_FAULTS = {
         "self._position.method.steps + step",
     ),
     "closing does not wait for replays": OrderFault(
-        f"{DEVICE}/pass_order.py",
+        f"{DEVICE}/streamer.py",
         "PassOrder.close",
         "self.captured or not self._known",
         "not self._known",
     ),
     "events of a thread that has failed look done": OrderFault(
-        f"{DEVICE}/pageable.py", "PageableStream._recorded", "self.error is not None", "False"
+        f"{DEVICE}/accelerator.py", "PageableStream._recorded", "self.error is not None", "False"
     ),
     "a pass follows the reads ahead of another method": OrderFault(
         f"{DEVICE}/streamer.py", "DeviceStreamer._can_follow", "expected or not self._ring_bytes", "True"
     ),
     "a read skips bytes of the ring that are not free": OrderFault(
-        f"{DEVICE}/staging.py", "Staging._align", "self._used + nbytes + skip", "self._used + nbytes"
+        f"{DEVICE}/streamer.py", "Staging._align", "self._used + nbytes + skip", "self._used + nbytes"
     ),
     "copies have a stream that the caller can get": OrderFault(
         f"{DEVICE}/accelerator.py",

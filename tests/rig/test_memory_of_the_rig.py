@@ -366,7 +366,7 @@ def test_memory_of_a_closed_module_is_the_devices_again(program, order):
 def test_large_copies_are_cut_and_bring_the_same(program, order, monkeypatch):
     host, there = torch.arange(250, dtype=torch.uint8), torch.zeros(300, dtype=torch.uint8, device="rig")
     torch.accelerator.synchronize()  # zeros are written on another stream than copies
-    monkeypatch.setattr(accelerator, "PIECE", 64)
+    monkeypatch.setattr(accelerator, "COPY_PIECE", 64)
     pairs = accelerator._views(there, [Move(host, 3, 50, 200)])
     assert [(held.storage_offset(), into.storage_offset(), held.numel()) for into, held in pairs] == [
         (3, 50, 64),

@@ -33,24 +33,32 @@ def token_bytes(module: nn.Module) -> TokenBytes | None:
         return None
     config = config.get_text_config(decoder=True)
     layers, hidden, heads = (
-        getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        _most(config, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
-    if not (isinstance(layers, int) and isinstance(hidden, int) and isinstance(heads, int)):
+    if not (layers and hidden and heads):
         return None
-    head = getattr(config, "head_dim", None) or hidden // heads
+    head = _most(config, "head_dim") or hidden // heads
     nbytes = _dtype_bytes(module)
-    each = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head * nbytes
-    if getattr(config, "kv_lora_rank", None):  # keys and values of all heads are kept
-        each = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) * nbytes
+    each = 2 * (_most(config, "num_key_value_heads") or heads) * head * nbytes
+    if _most(config, "kv_lora_rank"):  # keys and values of all heads are kept
+        sizes = sum(_most(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        each = heads * sizes * nbytes
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     full = sum(kind == "full_attention" for kind in kinds)
     near = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
-    wide = getattr(config, "intermediate_size", None) or 4 * hidden
-    if experts := getattr(config, "num_experts_per_tok", None):
-        wide = max(wide, (getattr(config, "moe_intermediate_size", None) or wide) * experts)
+    window = _most(config, "sliding_window") or _most(config, "attention_chunk_size")
+    wide = _most(config, "intermediate_size") or 4 * hidden
+    if experts := _most(config, "num_experts_per_tok"):
+        wide = max(wide, (_most(config, "moe_intermediate_size") or wide) * experts)
     computing = (4 * hidden + 2 * heads * head + 3 * wide) * nbytes
     return TokenBytes(full * each, near * each, window, computing)
+
+
+def _most(config: Any, name: str) -> int:
+    """Return a number of a configuration, the largest where layers have their own; 0 where it is none."""
+    value = getattr(config, name, None)
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
 def largest_context(token: TokenBytes, left: int) -> int | None:

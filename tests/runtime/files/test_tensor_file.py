@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from penstock.runtime.files import safetensors_file
+from penstock.runtime.files import tensor_file
 from penstock.runtime.files.safetensors_file import TORCH_NAMES
 from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.facts.errors import SourceError
@@ -16,7 +16,7 @@ from tests.runtime.files.weight_files import header_bytes
 
 @pytest.fixture(autouse=True)
 def in_small_pieces(monkeypatch):
-    monkeypatch.setattr(safetensors_file, "_PIECE", 64)
+    monkeypatch.setattr(tensor_file, "_PIECE", 64)
 
 
 def bytes_in(value):

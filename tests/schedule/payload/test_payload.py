@@ -109,7 +109,8 @@ TITLES = {"Payload": "## The top level", "ProgramFile": "### Program", "Decision
 
 def test_every_field_is_specified() -> None:
     page = (ROOT / "docs" / "payload.md").read_text()
-    classes = [c for c in vars(model).values() if isinstance(c, type) and is_dataclass(c)]
+    classes = {c for c in vars(model).values() if isinstance(c, type) and is_dataclass(c)}
+    classes -= {model.Confidence}  # it is worked out from a plan, and never written
     for cls in (*classes, Payload, ProgramFile):
         title = TITLES.get(cls.__name__, f"### {cls.__name__}")
         section = page.split(f"\n{title}\n", 1)[1].split("\n## ")[0].split("\n### ")[0]

@@ -169,7 +169,7 @@ class OwnSteps:
         who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
         ways = ["or call it with smaller inputs"]
         takes = f"the call takes {format_size(beside)} beside weights"
-        if 2 * given_bytes > beside:
+        if beside and 2 * given_bytes > beside:
             takes = f"the inputs of the call and the cache of its context take {format_size(given_bytes)}"
             ways = smaller_caches(on_cpu=self._own.on_cpu)
         return BudgetError(
