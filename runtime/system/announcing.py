@@ -51,19 +51,19 @@ class _Line:
     """The two lines about some work. The second one is printed only where the first one was."""
 
     def __init__(self, title: str) -> None:
-        self._what, self._lock, self._begun, self._ended = title, threading.Lock(), False, False
+        self._title, self._lock, self._begun, self._ended = title, threading.Lock(), False, False
 
     def begin(self, stream: TextIO) -> None:
         with self._lock:
             if not self._ended:
                 self._begun = True
-                _print(stream, f"penstock: {self._what} ...")
+                _print(stream, f"penstock: {self._title} ...")
 
     def end(self, stream: TextIO, took: str) -> None:
         with self._lock:
             self._ended = True
             if self._begun:
-                _print(stream, f"penstock: {self._what} took {took}")
+                _print(stream, f"penstock: {self._title} took {took}")
 
 
 def _print(stream: TextIO, line: str) -> None:

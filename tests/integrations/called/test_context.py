@@ -114,3 +114,10 @@ def test_smaller_caches_are_named_where_they_work(monkeypatch):
     assert "offloaded" in offloaded
     monkeypatch.setattr(forwards.importlib.util, "find_spec", lambda name: object())
     assert "quantized" in forwards.smaller_caches(on_cpu=True)[-1]
+
+
+def test_sizes_that_each_layer_has_of_its_own_count_by_the_largest():
+    model = make_llama()
+    alike = token_bytes(model)
+    vars(model.config)["intermediate_size"] = [64, SIZES["intermediate_size"]]  # as Gemma 3n has them
+    assert token_bytes(model) == alike
