@@ -59,8 +59,9 @@ def folder(tmp_path_factory):
         "hardware",
     ],
 )
-def test_no_line_is_longer_and_no_value_is_broken(folder, penstock, monkeypatch, command):
+def test_no_line_is_longer_and_no_value_is_broken(folder, penstock, monkeypatch, tmp_path, command):
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where other tests' long paths are not remembered
     monkeypatch.setenv("COLUMNS", "80")
     done = penstock(*command.split())
     assert done.out, done.err
