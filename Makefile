@@ -39,7 +39,8 @@ sparse: $(STAMP) ## measure reads by units, into docs/: experts in memory groups
 			--docs docs/benchmarks.md || exit 1; \
 	done
 
-nightly: $(STAMP) ## the long hunts, one after another: 200 random programs, and a share of each of those below
+nightly: $(STAMP) ## the long tests and hunts, one after another: 200 random programs, and a share of each of those below
+	@OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m nightly --timeout=0
 	@$(VENV)/bin/python -m tests.random_programs --programs 200
 	@$(VENV)/bin/python -m tests.soak.endurance
 	@PENSTOCK_SOAK=10 $(VENV)/bin/python -m pytest -n $(WORKERS) -m random --timeout=0 --ignore=tests/faults \
