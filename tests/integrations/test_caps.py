@@ -63,3 +63,18 @@ def test_the_memory_of_a_gpu_is_elsewhere(held):
     with one.working():
         held[0] += 1 << 30
     assert one.own == 0
+
+
+def test_what_calls_leave_counts_as_long_as_the_process_has_it(held, monkeypatch):
+    monkeypatch.setattr(cap, "give_back_free", lambda: None)
+    one = Cap(100 * MIB)
+    one.begin(0)
+    held[0] += BESIDE + 10 * MIB
+    one.leave(lambda: BESIDE + 10 * MIB)
+    assert (one.own, one.spare) == (12 * MIB, one.kernels)  # in multiples of 4 MiB
+    held[0] += 500 * MIB  # of the user's
+    one.begin(0)
+    assert one.own == 12 * MIB
+    held[0] -= 500 * MIB + BESIDE + 4 * MIB  # most of what was left has gone, and a cache of 2 MiB has come
+    one.begin(2 * MIB)
+    assert (one.own, one.spare) == (0, 64 * MIB - 4 * MIB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from penstock.runtime.system.memory import (
     give_back_free,
     give_back_unused,
     give_back_when_freed,
+    round_up,
 )
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_size, parse_size
@@ -35,6 +36,8 @@ _LEAST = 16 << 20
 Planning leaves 19 MiB for a model of 150 layers, and 47 MiB for one of 1,500.
 """
 
+_STEP = 4 << 20
+"""What calls have left in use is taken from the cap in multiples of this: each other cap is planned anew."""
 
 _RESERVE = 5
 """Without `memory=`, one part in so many of what is free is left to other programs, and SLACK at least."""
@@ -95,9 +98,12 @@ class Holder(Protocol):
 class Cap:
     """The bytes that all components may hold together. One component holds them at a time.
 
-    A thread needs `lock` to use them, so one call runs at a time. With `counts_own`, what planning leaves in
-    memory counts too, as far as it is more than `beside` bytes, and large blocks that are freed go back to
-    the system. The memory of a GPU is elsewhere.
+    A thread needs `lock` to use them, so one call runs at a time. With `counts_own`, what planning and calls
+    leave in memory counts too, as far as it is more than `beside` bytes, and large blocks that are freed go
+    back to the system. The memory of a GPU is elsewhere.
+
+    What calls leave is code that oneDNN keeps of its kernels, 2.2 MiB for each length of a prompt of a Llama
+    in bfloat16, modules that were imported, and holes in the heap.
     """
 
     def __init__(self, nbytes: int, *, counts_own: bool = True) -> None:
@@ -106,7 +112,8 @@ class Cap:
         self.reserved = 0  # bytes of trained parameters and what comes with them, and of buffers on a device
         self.bytes_read = 0  # of weights, by calls without a plan and by plans that were closed
         self._counts_own = counts_own
-        self._left = 0
+        self._left = self._calls_left = 0  # by planning, and by calls
+        self._before_calls: int | None = None  # bytes of this process without weights, before the first call
         self._working = False
         self._holder: Holder | None = None
         self._running: Holder | None = None
@@ -127,26 +134,40 @@ class Cap:
 
     @property
     def own(self) -> int:
-        """Bytes of the cap that planning has left in use."""
-        return max(0, self._left - self.beside)
+        """Bytes of the cap that planning and calls have left in use."""
+        return max(0, self._left + round_up(self._calls_left, _STEP) - self.beside)
 
     @property
     def spare(self) -> int:
         """Bytes beside the cap that a call without a plan may take, for all that it makes and for kernels.
 
-        What planning has left in use takes its part of them, and kernels always have theirs.
+        What planning and calls have left in use takes its part of them, and kernels always have theirs.
         """
-        return max(self.kernels, SLACK - self._left) if self._counts_own else SLACK
+        return max(self.kernels, SLACK - self._left - self._calls_left) if self._counts_own else SLACK
 
     @property
     def room(self) -> int:
         """Bytes that remain for weights and calls."""
         return max(0, self.nbytes - self.reserved - self.own)
 
-    def give_back(self) -> None:
-        """Give free pages of the heap back to the system, before a call takes the most."""
+    def begin(self, given_bytes: int) -> None:
+        """Give free pages of the heap back before a call without a plan, which is given `given_bytes`.
+
+        No weights are in memory. What earlier calls have left is no more than the process has more by now.
+        """
+        if not self._counts_own:
+            return
+        give_back_free()
+        now = anonymous_bytes() - given_bytes - self._left
+        if self._before_calls is None:
+            self._before_calls = now
+        self._calls_left = max(0, min(self._calls_left, now - self._before_calls))
+
+    def leave(self, nbytes: Callable[[], int]) -> None:
+        """Count what a call without a plan has left in memory: the bytes that `nbytes` then returns."""
         if self._counts_own:
             give_back_free()
+            self._calls_left += nbytes()
 
     def count_read(self, nbytes: int) -> None:
         """Count bytes of weights that came into memory."""

@@ -359,12 +359,19 @@ class CalledModule:
         """Run a call with one step at a time in memory, and measure what it takes beside that."""
         self._check_files()
         self.unload()
-        self._cap.give_back()
+        self._cap.begin(arguments.allocated)
         begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
         current.given_bytes = arguments.allocated
         with live, announced(f"a call of a new kind of {self.name}, one module at a time,"):
             output = run()
-        beside = arguments.allocated + taken_by(live, current.meter, self._cap.kernels)
+        meter = current.meter
+        beside = arguments.allocated + taken_by(live, meter, self._cap.kernels)
+
+        def left() -> int:
+            meter.look()
+            return meter.stays(live)
+
+        self._cap.leave(left)
         words = "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights"
         _log.info(words, self.name, seconds_since(begun), format_size(beside))
         return output, None if current.has_compiled else beside
@@ -415,7 +422,7 @@ class CalledModule:
                 if not self._units.is_member(step.path):
                     current.steps.append(Seen(step.path, step.path))
                 return original(*args, **kwargs)
-            with self._own_steps.running(current, step, begun):
+            with self._own_steps.running(current, step, begun, (args, kwargs)):
                 return original(*args, **kwargs)
         return self._memory.run(current, step, number, begun, functools.partial(original, *args, **kwargs))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import StepTime
 from penstock.integrations.called.measuring import (
     ROOM,
+    Meter,
     compiled_graphs,
     like,
     plain_tensors_only,
@@ -38,12 +39,22 @@ from penstock.schedule.facts.sizes import format_budget, format_size
 _log = logging.getLogger(__name__)
 
 
+class _Began(NamedTuple):
+    """What there was before a step: its number among those of the call, and bytes of inputs and others."""
+
+    number: int
+    graphs: int
+    input_bytes: int
+    there: int
+
+
 class OwnSteps:
     """Runs steps that no plan has. `name` is the module's in messages."""
 
     def __init__(self, name: str, steps: StepWeights, units: UnitReads, memory: PlanMemory, cap: Cap) -> None:
         self._name, self._steps, self._own, self._units = name, steps, steps.own, units
         self._memory, self._cap = memory, cap
+        self._took: dict[str, tuple[int, int]] = {}  # of steps: bytes of inputs, and what came then
 
     def weight(self, twin: int, memory: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return a weight over `memory`, which this completes from the files."""
@@ -62,14 +73,13 @@ class OwnSteps:
         return pytree.tree_unflatten(leaves, spec)
 
     @contextmanager
-    def running(self, current: Pass, step: Step, begun: int) -> Iterator[None]:
+    def running(self, current: Pass, step: Step, begun: int, inputs: object) -> Iterator[None]:
         """Have the weights of a step that no plan has in memory of their own, which is then given back."""
         storages = self._steps.readers.storages[step.path]
         left_out = self._units.left_out(step.path, storages)
         storages = tuple(s for s in storages if s not in left_out)
         nbytes = self.bytes_at_once(step.path)
-        if current.meter is not None:
-            self._check_room(nbytes, current.meter.look(), current.given_bytes)
+        began = self._measured(current, step.path, nbytes, inputs)
         nested = current.open is not None
         seen = Seen(step.path, step.path)
         if not nested and not self._units.is_member(step.path):
@@ -88,7 +98,6 @@ class OwnSteps:
         current.open, current.values = before[0] or step, {**before[1], **values}
         _start(watched)
         current.own_bytes += nbytes
-        graphs = compiled_graphs()
         inner = current.inner_ns
         ready = time.perf_counter_ns()
         try:
@@ -96,11 +105,7 @@ class OwnSteps:
         finally:
             ended = time.perf_counter_ns()
             used = [(twin, weight) for twin, weight in watched if weight.is_viewed or weight.is_written]
-            if current.meter is not None and compiled_graphs() == graphs:
-                current.meter.look(current.own_bytes)
-            elif current.meter is not None:  # the compiler's own memory is none of later calls
-                current.has_compiled = True
-                current.meter.forget()
+            self._measure(current, step.path, began)
             current.own_bytes -= nbytes
             current.open, current.values = before
             step.empty(filled)
@@ -138,15 +143,42 @@ class OwnSteps:
         self._stay(current, twin, value, "the call writes")
         return value
 
-    def _check_room(self, nbytes: int, taken: int, given_bytes: int) -> None:
+    def _measured(self, current: Pass, path: str, nbytes: int, inputs: object) -> _Began:
+        """Note what there is before a step reads `nbytes` of weights. Raises BudgetError as `_check_room`."""
+        current.own_steps += 1
+        if current.meter is None:
+            return _Began(current.own_steps, compiled_graphs(), 0, 0)
+        input_bytes = sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
+        self._check_room(current, current.meter, path, nbytes, input_bytes)
+        return _Began(current.own_steps, compiled_graphs(), input_bytes, current.meter.now)
+
+    def _measure(self, current: Pass, path: str, began: _Began) -> None:
+        """Note what a step has taken. What a compiler has taken in it is none of later calls."""
+        if current.meter is None:
+            return
+        if compiled_graphs() != began.graphs:
+            current.has_compiled = True
+            current.meter.forget()
+            return
+        current.meter.look(current.own_bytes)
+        if current.own_steps == began.number:  # none within this one
+            took = began.input_bytes, max(0, current.meter.recent - began.there)
+            self._took[path] = max(took, self._took.get(path, took))
+
+    def _check_room(self, current: Pass, meter: Meter, path: str, nbytes: int, input_bytes: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
 
-        `given_bytes` bytes of caches and inputs were there before. The error's number is for the largest
-        step, which may be still to come.
+        A step with inputs no larger than before takes no more than it did then, and another as much as any of
+        this call. The error's number is for the largest step, which may be still to come.
         """
-        beside = max(0, given_bytes + taken - self._cap.spare)
+        taken = meter.look(current.own_bytes)
+        before, took = self._took.get(path, (-1, 0))
+        if input_bytes <= before:
+            taken = meter.now + took
+        beside = max(0, current.given_bytes + current.own_bytes + taken - self._cap.spare)
         if nbytes + beside > self._cap.room:
-            raise self.too_little(self.bytes_at_once(self.largest), beside, self.largest, given_bytes)
+            floor = self.bytes_at_once(self.largest)
+            raise self.too_little(floor, beside, self.largest, current.given_bytes)
 
     @property
     def largest(self) -> str:
@@ -172,6 +204,9 @@ class OwnSteps:
         if beside and 2 * given_bytes > beside:
             takes = f"the inputs of the call and the cache of its context take {format_size(given_bytes)}"
             ways = smaller_caches(on_cpu=self._own.on_cpu)
+        if self._cap.own:
+            takes = f"plans and kernels of earlier calls keep {format_size(self._cap.own)}, {takes}"
+            ways.append("or a new process")
         return BudgetError(
             f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}, and {who} at once; "
             f"give at least {format_size(least, up=True)}, {', '.join(ways)}",

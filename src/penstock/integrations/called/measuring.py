@@ -376,7 +376,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self.now = 0
+        self.peak = self.now = self.recent = 0  # the highest, the present, and the highest since a look
         self._device = device
         self._known: set[int] = set()
 
@@ -396,7 +396,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._known.add(id(memory))
                     self.now += memory.nbytes()
                     weakref.finalize(memory, self._free, id(memory), memory.nbytes())
-        self.peak = max(self.peak, self.now)
+        self.peak, self.recent = max(self.peak, self.now), max(self.recent, self.now)
         return result
 
     def _free(self, memory: int, nbytes: int) -> None:
@@ -430,10 +430,11 @@ class Meter:
 
     Attributes:
         peak: The highest peak of all looks.
+        recent: The peak between the last look and the one before.
         now: What was taken at the last look.
     """
 
-    peak = now = 0
+    peak = recent = now = 0
 
     def look(self, own_bytes: int = 0) -> int:
         """Return the highest peak of all looks; the present look leaves out `own_bytes` bytes."""
@@ -444,6 +445,10 @@ class Meter:
 
     def forget(self) -> None:
         """Take all that there is now for granted."""
+
+    def stays(self, live: LiveBytes) -> int:
+        """Return the bytes beside tensors that a call has left at the last look."""
+        return max(0, self.now - live.now)
 
 
 def meters_of(device: str, *, beside_arena: bool = False) -> tuple[LiveBytes, Meter]:
@@ -466,7 +471,7 @@ def taken_by(live: LiveBytes, meter: Meter, allowed: int) -> int:
     either: code of modules that were imported in the call.
     """
     peak = meter.look()
-    return max(live.peak, peak - max(0, meter.now - live.now) - allowed)
+    return max(live.peak, peak - meter.stays(live) - allowed)
 
 
 class LiveMeter(Meter):
@@ -476,7 +481,8 @@ class LiveMeter(Meter):
         self._live = live
 
     def look(self, own_bytes: int = 0) -> int:
-        self.peak, self.now = self._live.peak, self._live.now
+        self.peak, self.recent, self.now = self._live.peak, self._live.recent, self._live.now
+        self._live.recent = self.now
         return self.peak
 
 
@@ -492,8 +498,10 @@ class AllocatorMeter(Meter):
         self.restart()
 
     def look(self, own_bytes: int = 0) -> int:
-        taken = torch.accelerator.max_memory_allocated(self._device) - self._base - own_bytes
-        self.peak = max(self.peak, taken)
+        before = self._base + own_bytes
+        self.recent = torch.accelerator.max_memory_allocated(self._device) - before
+        self.now = torch.accelerator.memory_allocated(self._device) - before
+        self.peak = max(self.peak, self.recent)
         self.restart()
         return self.peak
 
@@ -503,6 +511,10 @@ class AllocatorMeter(Meter):
     def forget(self) -> None:
         self._base = torch.accelerator.memory_allocated(self._device)
         self.restart()
+
+    def stays(self, live: LiveBytes) -> int:
+        """Return 0: the allocator rounds what tensors take up, and keeps nothing of a call."""
+        return 0
 
 
 def highest_resident() -> int:
@@ -549,11 +561,12 @@ class PeakMeter(Meter):
         peak, resident, file = self._look()
         self._alone = self._alone and RUNNING.begun == self._begun
         if not self._alone:
-            self.peak = self.now = 0
+            self.peak = self.recent = self.now = 0
             return 0
         before = self._base + max(0, file - self._file) + own_bytes
         self.now = max(0, resident - before)
-        self.peak = max(self.peak, (peak if self._can_reset else resident) - before, self.now)
+        self.recent = max((peak if self._can_reset else resident) - before, self.now)
+        self.peak = max(self.peak, self.recent)
         return self.peak
 
     def restart(self) -> None:

@@ -33,6 +33,7 @@ class Pass:
     reads: PassReads = field(default_factory=PassReads)
     inner_ns: int = 0  # of reads by units
     own_bytes: int = 0  # of weights in memory of their own
+    own_steps: int = 0  # that have begun with weights in memory of their own
     given_bytes: int = 0  # of caches and inputs that there were before
     copies: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
     meter: Meter | None = None
