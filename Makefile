@@ -10,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 .PHONY: run test check docs bench sparse nightly soak fuzz faults mutants sanitize zoo gpu cuda-dry wheels clean help
 
 run: $(DEMO) ## make the environment of the demo, then run it
-	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/penstock demo
+	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m examples.demo
 
 test: $(STAMP) ## make the whole environment, then run every check and test (WORKERS=2)
 	@scripts/install-browser

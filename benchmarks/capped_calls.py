@@ -22,7 +22,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.capped import SLACK
-from penstock.demo.cgroup import join_group, make_group
+from examples.demo.cgroup import join_group, make_group
 from penstock.runtime.system.memory import anonymous_bytes
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size

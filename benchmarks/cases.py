@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from penstock.demo.llama import choose_shape, make_meta_decoder
+from examples.demo.llama import choose_shape, make_meta_decoder
 
 MODELS = ("linears", "llama", "small")
 _DATA_ALIGNMENT = 4096

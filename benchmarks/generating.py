@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.loading import Peak, checkpoint
 from benchmarks.loading_ways import forget_pages, shards, warm_pages
 from benchmarks.machine import describe_machine
-from penstock.demo.cgroup import join_group, make_group
+from examples.demo.cgroup import join_group, make_group
 from penstock.schedule.facts.sizes import format_size, parse_size
 
 PROMPT = 32

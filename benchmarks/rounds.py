@@ -16,7 +16,7 @@ from benchmarks.competitors import Job
 from benchmarks.machine import drop_cache
 from benchmarks.process import Worker, WorkerError
 from benchmarks.reader import choose_fastest, measure_readers
-from penstock.demo.cgroup import make_group
+from examples.demo.cgroup import make_group
 from penstock.schedule.facts.sizes import format_size, parse_size
 
 STATES = ("cold", "warm", "resident", "cgroup")

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import typer
 
 from benchmarks.machine import read_memory
-from penstock.demo.cgroup import MemoryGroup, make_group
+from examples.demo.cgroup import MemoryGroup, make_group
 from penstock.schedule.facts.sizes import format_size
 
 _SCRATCH = "penstock-ways-"

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import capped
-from penstock.demo.cgroup import make_group
+from examples.demo.cgroup import make_group
 from tests.hunt import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*`:FutureWarning")

@@ -12,7 +12,7 @@ import torch
 
 import penstock
 from benchmarks.training import TRAINED, Decoder
-from penstock.demo.cgroup import make_group
+from examples.demo.cgroup import make_group
 from tests.hunt import sampled
 
 ROOT = Path(__file__).parents[3]

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.demo.cgroup import join_group
+from examples.demo.cgroup import join_group
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.demo.llama import Shape
+    from examples.demo.llama import Shape
 
 
 OUT_OF_MEMORY = 75
@@ -77,7 +77,7 @@ def main() -> int:
         join_group(Path(job.group))  # before torch is imported, so that all memory of this process counts
     import torch
 
-    from penstock.demo.llama import Shape
+    from examples.demo.llama import Shape
 
     if job.spare_bytes is not None:
         _limit_address_space(job.spare_bytes)
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def _run_plain(job: Job, shape: Shape) -> Result:
-    from penstock.demo.llama import load_decoder
+    from examples.demo.llama import load_decoder
 
     start = time.perf_counter()
     decoder = load_decoder(shape, Path(job.weights))
@@ -116,7 +116,7 @@ def _generate(job: Job, call: Any, load_seconds: float, stats: Callable[[], Any]
     """Make the tokens with `call`; the result has what the streamed module's `stats` counted meanwhile."""
     import torch
 
-    from penstock.demo.llama import generate, make_prompt
+    from examples.demo.llama import generate, make_prompt
 
     digest = hashlib.sha256()
     done = 0

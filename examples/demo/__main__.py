@@ -1,7 +1,12 @@
-"""Runs the two parts of the demo, and turns their results into a screen or JSON and an exit status."""
+"""The demo, from a checkout: `make run`, or `python -m examples.demo --part real`.
+
+Part `cap` runs a decoder four times as big as its memory, and part `real` a sentence encoder with trained
+weights. Their results become a screen or JSON, and an exit status.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json as json_module
 import signal
 import sys
@@ -28,7 +33,7 @@ def run(*, part: Literal["all", "cap", "real"] = "all", size: str | None = None,
     try:
         facts, holds = _run_parts(console, part, size)
     except PenstockError as error:
-        print(f"penstock demo: {error}", file=sys.stderr)
+        print(f"demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         console.print("interrupted; the temporary files are gone", style="dim")
@@ -50,13 +55,13 @@ def _run_parts(console: Console, part: str, size: str | None) -> tuple[dict[str,
     holds = True
     start = time.perf_counter()
     if part in {"all", "cap"}:
-        from penstock.demo.cap import run_cap
+        from examples.demo.cap import run_cap
 
         runs = run_cap(console, size=size)
         facts["cap"] = {**asdict(runs), "equal": runs.equal}
         holds = holds and runs.holds
     if part in {"all", "real"}:
-        from penstock.demo.real import run_real
+        from examples.demo.real import run_real
 
         embedded = run_real(console)
         facts["real"] = asdict(embedded)
@@ -64,3 +69,19 @@ def _run_parts(console: Console, part: str, size: str | None) -> tuple[dict[str,
     facts["seconds"] = time.perf_counter() - start
     console.print(f"\n  {facts['seconds']:.0f} s in all", style="dim", highlight=False)
     return facts, holds
+
+
+def main() -> int:
+    """Run what the command line asks for, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo",
+        description="Show penstock at work: a decoder four times its memory, and a real sentence encoder.",
+    )
+    parser.add_argument("--part", choices=("all", "cap", "real"), default="all")
+    parser.add_argument("--size", help="weights of the decoder, for example 4GiB")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, the screen on stderr")
+    return run(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

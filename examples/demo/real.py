@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.padding import Padding
 
-from penstock.demo.screen import make_table, shorten, show_progress
+from examples.demo.screen import make_table, shorten, show_progress
 from penstock.schedule.facts.sizes import format_time, parse_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.demo.encoder import Encoder
+    from examples.demo.encoder import Encoder
 
 ROUNDS = 5
 SHOWN_PAIRS = 5
@@ -79,7 +78,7 @@ def run_real(console: Console) -> Embedded:
 
     Raises `MissingExtraError` if the packages of the extra `demo` are missing.
     """
-    sentences = files("penstock.demo").joinpath("sentences.txt").read_text("utf-8").splitlines()
+    sentences = Path(__file__).with_name("sentences.txt").read_text("utf-8").splitlines()
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
         embedded = embed(console, sentences, Path(folder) / "minilm.penstock")
     print_embedded(console, embedded, len(sentences))
@@ -91,7 +90,7 @@ def embed(console: Console, sentences: list[str], artifact: Path) -> Embedded:
     import torch
 
     with show_progress(console, "loading all-MiniLM-L6-v2"):
-        from penstock.demo.encoder import load_encoder
+        from examples.demo.encoder import load_encoder
 
         encoder = load_encoder(sentences)
     with show_progress(console, "exporting and compiling it, weights in place"):
@@ -161,7 +160,7 @@ def _summarise(rounds: _Rounds, reference: Tensor) -> BudgetRun:
 
 
 def _name_nearest(vectors: Tensor, sentences: list[str]) -> tuple[tuple[str, str, float], ...]:
-    from penstock.demo.encoder import find_nearest
+    from examples.demo.encoder import find_nearest
 
     return tuple((sentences[a], sentences[b], value) for a, b, value in find_nearest(vectors))
 
@@ -169,7 +168,7 @@ def _name_nearest(vectors: Tensor, sentences: list[str]) -> tuple[tuple[str, str
 def _compile(encoder: Encoder, artifact: Path) -> Any:
     """The compiled program, whose weights stay in the package's own file."""
     import penstock
-    from penstock.demo.encoder import PREFIX, export_encoder
+    from examples.demo.encoder import PREFIX, export_encoder
 
     return penstock.compile(
         export_encoder(encoder),

@@ -18,10 +18,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.padding import Padding
 
-from penstock.demo.child import Job
-from penstock.demo.disk import ReadRate, find_folder, measure_read
-from penstock.demo.processes import Ending, run_capped, run_child
-from penstock.demo.screen import make_table, shorten, show_progress
+from examples.demo.child import Job
+from examples.demo.disk import ReadRate, find_folder, measure_read
+from examples.demo.processes import Ending, run_capped, run_child
+from examples.demo.screen import make_table, shorten, show_progress
 from penstock.schedule.facts.errors import BudgetError, SourceError
 from penstock.schedule.facts.sizes import format_size, format_time, parse_size
 
@@ -118,7 +118,7 @@ def run_three(console: Console, folder: Path, weight_bytes: int, *, cap: int | N
 def prepare(console: Console, folder: Path, weight_bytes: int) -> Job:
     """Write the weights and the artifact; returns the job that runs the plain model."""
     import penstock
-    from penstock.demo.llama import choose_shape, export_decoder, write_weights
+    from examples.demo.llama import choose_shape, export_decoder, write_weights
 
     shape = choose_shape(weight_bytes)
     weights, artifact = folder / "decoder.safetensors", folder / "decoder.penstock"

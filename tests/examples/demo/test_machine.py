@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.demo import cgroup, disk
+from examples.demo import cgroup, disk
 from penstock.runtime.system.limits import find_mount, own_groups
-from tests.demo.screens import MIB
+from tests.examples.demo.screens import MIB
 
 
 def write_file(path):
@@ -41,7 +41,7 @@ def test_a_folder_needs_room_on_a_disk(monkeypatch):
 
 def test_a_group_kills_what_takes_too_much_and_leaves_nothing(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from penstock.demo.cgroup import join_group;"
+        "import sys; from pathlib import Path; from examples.demo.cgroup import join_group;"
         "join_group(Path(sys.argv[1])); print('in', flush=True); bytearray(1 << 28)"
     )
     with cgroup.make_group(64 * MIB) as group:

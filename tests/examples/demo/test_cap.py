@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.demo import cap, cgroup, llama, processes
-from penstock.demo.child import Result
+from examples.demo import cap, cgroup, llama, processes
+from examples.demo.child import Result
 from penstock.schedule.facts.errors import StreamError
-from tests.demo.screens import CONSOLE, MIB, capture, make_runs
+from tests.examples.demo.screens import CONSOLE, MIB, capture, make_runs
 
 
 def test_plain_and_streamed_runs_make_the_same_logits(prepared):

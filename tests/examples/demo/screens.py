@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from penstock.demo import cap, disk, processes
-from penstock.demo.child import Result
+from examples.demo import cap, disk, processes
+from examples.demo.child import Result
 
 MIB = 1 << 20
 CONSOLE = Console(file=io.StringIO())

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from penstock.demo import llama
-from tests.demo.screens import MIB
+from examples.demo import llama
+from tests.examples.demo.screens import MIB
 
 
 def test_the_shape_has_the_size_asked_for():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.demo.cap import prepare
-from tests.demo.screens import CONSOLE
+from examples.demo.cap import prepare
+from tests.examples.demo.screens import CONSOLE
 
 
 @pytest.fixture(scope="session")

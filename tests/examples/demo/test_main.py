@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.demo import cap, main, real
-from tests.demo.screens import CONSOLE, MIB, capture, make_runs
+from examples.demo import __main__ as main
+from examples.demo import cap, real
+from tests.examples.demo.screens import CONSOLE, MIB, capture, make_runs
 
 
 def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path):
@@ -82,3 +83,13 @@ def test_json_is_all_that_standard_output_carries(monkeypatch, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["cap"]["streamed"]["result"]["moved"] == 10**9
     assert facts["cap"]["equal"] is False
+
+
+def test_the_command_line_hands_its_options_on(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo", "--part", "cap", "--size", "1GiB", "--json"])
+    monkeypatch.setattr(main, "run", lambda **options: options)
+    assert main.main() == {"part": "cap", "size": "1GiB", "json": True}
+    monkeypatch.setattr(sys, "argv", ["demo", "--part", "moon"])
+    with pytest.raises(SystemExit, match="2"):
+        main.main()
+    assert "invalid choice: 'moon'" in capsys.readouterr().err

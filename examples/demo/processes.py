@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.demo.cgroup import MemoryGroup, make_group
-from penstock.demo.child import OUT_OF_MEMORY, Job, Result
-from penstock.demo.disk import drop_cache
-from penstock.demo.screen import show_progress
+from examples.demo.cgroup import MemoryGroup, make_group
+from examples.demo.child import OUT_OF_MEMORY, Job, Result
+from examples.demo.disk import drop_cache
+from examples.demo.screen import show_progress
 from penstock.schedule.facts.errors import StreamError
 
 
@@ -50,7 +50,7 @@ def run_capped(console: Console, job: Job, cap: int, description: str) -> tuple[
 def run_child(console: Console, job: Job, description: str, group: MemoryGroup | None = None) -> Ending:
     """Run the job in a process of its own. Raises `StreamError` if it fails for any reason but the cap."""
     drop_cache(Path(job.weights))
-    command = [sys.executable, "-m", "penstock.demo.child", job.to_json()]
+    command = [sys.executable, "-m", "examples.demo.child", job.to_json()]
     with (
         show_progress(console, description, job.tokens) as report,
         tempfile.TemporaryFile("w+") as complaints,
