@@ -1,8 +1,8 @@
-"""Capped models in a memory cgroup of their libraries, the cap and 64 MiB, as in `benchmarks/capped.py`."""
+"""Capped models in a memory cgroup of their libraries, the cap and 64 MiB, as benchmarks/calls/capped.py."""
 
 import pytest
 
-from benchmarks import capped
+from benchmarks.calls import capped
 from examples.demo.cgroup import make_group
 from tests.hunt import sampled
 
