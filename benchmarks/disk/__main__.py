@@ -52,7 +52,7 @@ from benchmarks.disk.rounds import STATES, Bench, Case, Options, list_cases
 from benchmarks.disk.summary import judge, summarise
 from benchmarks.disk.tables import render, write_tables
 from benchmarks.machine import describe_machine, read_available_memory
-from penstock.runtime.loading import ENGINES
+from penstock.runtime.options import ENGINES
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_size, parse_size
 
