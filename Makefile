@@ -10,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 .PHONY: run test check docs bench sparse nightly soak fuzz faults mutants sanitize zoo gpu cuda-dry wheels clean help
 
 run: $(DEMO) ## make the environment of the demo, then run it
-	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/penstock demo
+	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m examples.demo
 
 test: $(STAMP) ## make the whole environment, then run every check and test (WORKERS=2)
 	@scripts/install-browser
@@ -28,14 +28,14 @@ docs: $(STAMP) ## these pages and the reference of the Python interface, in buil
 	@echo "Open build/docs/index.html"
 
 bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
-	@$(VENV)/bin/python benchmarks/disk.py $(if $(SIZE),--size $(SIZE))
+	@$(VENV)/bin/python -m benchmarks.disk $(if $(SIZE),--size $(SIZE))
 
 sparse: $(STAMP) ## measure reads by units, into docs/: experts in memory groups (root), rows, routes; 42 GiB of disk
-	@test -e benchmarks/results/routes-128-prose.jsonl || $(VENV)/bin/python benchmarks/recorded_routes.py --experts 128
-	@$(VENV)/bin/python benchmarks/replay.py --docs docs/sparse.md
-	@$(VENV)/bin/python benchmarks/rows.py --json benchmarks/results/rows.json --docs docs/benchmarks.md
+	@test -e benchmarks/results/routes-128-prose.jsonl || $(VENV)/bin/python -m benchmarks.experts.recorded_routes --experts 128
+	@$(VENV)/bin/python -m benchmarks.experts.replay --docs docs/sparse.md
+	@$(VENV)/bin/python -m benchmarks.experts.rows --json benchmarks/results/rows.json --docs docs/benchmarks.md
 	@for model in olmoe qwen3-30b; do \
-		$(VENV)/bin/python benchmarks/experts.py --model $$model --json benchmarks/results/experts-$$model.json \
+		$(VENV)/bin/python -m benchmarks.experts --model $$model --json benchmarks/results/experts-$$model.json \
 			--docs docs/benchmarks.md || exit 1; \
 	done
 
@@ -48,7 +48,7 @@ nightly: $(STAMP) ## the long tests and hunts, one after another: 200 random pro
 	@$(VENV)/bin/python -m pytest -n $(WORKERS) --timeout=0 tests/faults
 	@$(MAKE) --no-print-directory fuzz FOR=60
 	@$(MAKE) --no-print-directory sanitize
-	@$(VENV)/bin/python benchmarks/zoo_random.py --transformers 15 --diffusers 5
+	@$(VENV)/bin/python -m benchmarks.zoo.random_models --transformers 15 --diffusers 5
 	@$(MAKE) --no-print-directory mutants SAMPLE=10
 
 soak: $(STAMP) ## a long run of passes and loads (LOADS=1000), and random problems, many times as many as in the tests (TIMES=50)
@@ -65,7 +65,7 @@ mutants: $(STAMP) ## one change at a time, which the closest tests must see (ROO
 	@$(VENV)/bin/python -m tests.mutants.run $(ROOM) --sample $(or $(SAMPLE),30) --seed $(or $(SEED),1)
 
 zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour (SEED=7)
-	@$(VENV)/bin/python benchmarks/zoo_random.py $(if $(SEED),--seed $(SEED))
+	@$(VENV)/bin/python -m benchmarks.zoo.random_models $(if $(SEED),--seed $(SEED))
 
 sanitize: $(STAMP) ## the native engine and ExecuTorch's delegate under sanitizers of threads, addresses, undefined behaviour
 	@$(VENV)/bin/python -m pytest -n 0 -m sanitize --timeout=0 tests/native tests/backends/executorch/delegate

@@ -23,7 +23,8 @@ from typing import Any, Protocol
 import typer
 
 from benchmarks.machine import read_memory
-from penstock.demo.cgroup import MemoryGroup, make_group
+from examples.demo.cgroup import MemoryGroup, make_group
+from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 
 _SCRATCH = "penstock-ways-"
@@ -35,6 +36,25 @@ class Job(Protocol):
     @property
     def way(self) -> str:
         """The name of the way."""
+
+
+def run_apart(module: str, *arguments: str, **environment: str) -> Any:
+    """Run `python -m module` with these arguments, and return the last line of its output, which is JSON.
+
+    Raises StreamError where the process fails, or is killed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+    if done.returncode:
+        killed = ["killed by the kernel"]
+        last = (killed if done.returncode < 0 else done.stderr.strip().splitlines() or killed)[-1]
+        raise StreamError(f"the process ended with {done.returncode}: {last}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def answer(load: Callable[[], Callable[[str], dict[str, Any]]]) -> None:
@@ -49,14 +69,14 @@ def answer(load: Callable[[], Callable[[str], dict[str, Any]]]) -> None:
 
 
 class Way:
-    """The process of one way: `script --serve JOB`, in a control group if there is one, not yet loaded.
+    """The process of one way: `python -m module --serve JOB`, in a control group or not, not yet loaded.
 
     `bare` has its anonymous bytes before it loads, `steps` what it has answered since, and `failure` what
     it said before it ended too early; then it takes no more steps. Close it.
     """
 
-    def __init__(self, script: str, job: Any, group: Path | None) -> None:
-        command = [sys.executable, script, "--serve", json.dumps(dataclasses.asdict(job))]
+    def __init__(self, module: str, job: Any, group: Path | None) -> None:
+        command = [sys.executable, "-m", module, "--serve", json.dumps(dataclasses.asdict(job))]
         if group is not None:
             command = ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *command]
         self.steps: list[dict[str, Any]] = []
@@ -116,7 +136,7 @@ class Way:
 
 
 @contextlib.contextmanager
-def started(script: str, jobs: Sequence[Job], limits: Mapping[str, int]) -> Iterator[dict[str, Way]]:
+def started(module: str, jobs: Sequence[Job], limits: Mapping[str, int]) -> Iterator[dict[str, Way]]:
     """The processes of all ways, loaded one after another.
 
     A way that `limits` has bytes for runs in a control group of these and a bare process, page cache
@@ -125,7 +145,7 @@ def started(script: str, jobs: Sequence[Job], limits: Mapping[str, int]) -> Iter
     with contextlib.ExitStack() as stack:
         bare = 0
         if limits:
-            with contextlib.closing(Way(script, jobs[0], None)) as alone:
+            with contextlib.closing(Way(module, jobs[0], None)) as alone:
                 bare = alone.bare
         ways = {}
         for job in jobs:
@@ -135,7 +155,7 @@ def started(script: str, jobs: Sequence[Job], limits: Mapping[str, int]) -> Iter
                 if group is None:
                     raise typer.BadParameter("no memory group can be made here: run as root, or without")
             folder = group.folder if group else None
-            ways[job.way] = stack.enter_context(contextlib.closing(Way(script, job, folder)))
+            ways[job.way] = stack.enter_context(contextlib.closing(Way(module, job, folder)))
             ways[job.way].load()
         yield ways
 

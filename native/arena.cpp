@@ -235,7 +235,7 @@ void PagedArena::refuse_inside_page(Range range, const Range &segment) {
 std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const ps_options &options) {
     if (options.debug && plan.arena_bytes && !plan.contiguous)
         throw Failure(PS_PLAN, "the native engine cannot make reads of dropped weights fault in a paged arena: leave "
-                               "debug=True out, or plan with arena='contiguous'");
+                               "check_reads=True out, or plan with arena='contiguous'");
     const int64_t units = plan.pool ? plan.pool->nbytes + UNIT_BYTES * plan.pool->units : 0;
     const int64_t beside = plan.outside_bytes + units;  // what stays outside of the arena comes later, and so do units
     const int64_t whole = plan.arena_bytes + beside;

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,7 @@ from penstock.runtime.files.source import HeldStorages, Mode, Source, open_sourc
 from penstock.runtime.machine.calibrate import THIS_CPU, Sightings
 from penstock.runtime.memory_split import MemorySplit, check_host, check_room
 from penstock.runtime.module import LoadedMethod, StreamedModule
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.planning import least_budget
 from penstock.runtime.sparse.trust import check_experts, check_trusted
 from penstock.runtime.sparse.units import LoadedUnits, NativeUnits, PooledUnits
@@ -42,7 +43,7 @@ from penstock.runtime.stream.engine import MemoryUse
 from penstock.runtime.stream.loaded import HostClock, LoadedWeights, Resources
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.streamer import ArenaStreamer
-from penstock.runtime.system.threads import READERS, ParkedTeam
+from penstock.runtime.system.threads import ParkedTeam
 from penstock.runtime.training.module import TrainingModule, read_parameters
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Method, Part
@@ -53,38 +54,26 @@ if TYPE_CHECKING:
     from penstock.runtime.program import Program
 
 
-ENGINES = ("auto", "native", "python")
-"""What executes a plan on a CPU: the library in C++ if it was built, that library, Python's streamer."""
-
-
 @dataclass(frozen=True)
-class LoadOptions:
-    """How a verified plan is run; `Program.load` documents every field.
-
-    `arena` is the kind of arena that `apply` and `load` of integrations plan for; None chooses.
-    """
+class LoadRequest(LoadOptions):
+    """The options of a load, the device of its weights, and the folder of its spill file."""
 
     device: str = "cpu"
-    page_lock: bool = True
-    readers: int = READERS
-    engine: str = "auto"
-    debug: bool = False
-    poison: bool = False
     spill: str | PathLike[str] | None = None
-    arena: str | None = None
+
+    @classmethod
+    def of(cls, options: LoadOptions | None, **where: Any) -> LoadRequest:
+        """Return a request with these options, or the default ones; `where` has `device` and `spill`."""
+        return cls(**(vars(options or LoadOptions()) | where))
 
     @property
     def native(self) -> bool:
-        """Tells whether the library in C++ executes the plan: by default where it is, unless debugging."""
-        chosen = self.engine == "auto" and not self.debug and library() is not None
+        """Tells whether the library in C++ executes the plan: if it was built and reads are not checked."""
+        chosen = self.engine == "auto" and not self.check_reads and library() is not None
         return chosen or self.engine == "native"
 
     def check(self, payload: Payload) -> None:
-        """Raise StreamError for an engine that is not there or not for the device, and for other code."""
-        if self.engine not in ENGINES:
-            raise StreamError(
-                f"there is no engine {self.engine!r}: choose {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
-            )
+        """Raise StreamError for an engine that is not for the device, and for code of another device."""
         if device_kind(self.device) != "cpu" and self.engine == "native":
             raise StreamError(
                 f"the native engine streams on a CPU, not on {self.device}: leave engine='auto'"
@@ -95,7 +84,7 @@ class LoadOptions:
 def load_module(
     program: Program,
     plan: Plan,
-    options: LoadOptions,
+    options: LoadRequest,
     *,
     split: MemorySplit | None = None,
     device: Device | None = None,
@@ -147,7 +136,7 @@ def load_module(
         weights.close()
         raise
     sightings = None
-    if device is None and plan.hardware.name == THIS_CPU and not (options.debug or options.poison):
+    if device is None and plan.hardware.name == THIS_CPU and not (options.check_reads or options.poison):
         sightings = Sightings(program.path, payload, plan, lambda: weights.counters)
     return StreamedModule(methods, weights, program.path.name, sightings)
 
@@ -187,7 +176,7 @@ def _training_module(
 
 
 def load_weights(
-    folder: Path, payload: Payload, plan: Plan, options: LoadOptions, beside: int = 0
+    folder: Path, payload: Payload, plan: Plan, options: LoadRequest, beside: int = 0
 ) -> LoadedWeights:
     """Returns the weights of a verified plan, with readers at work; an error closes all again.
 
@@ -209,13 +198,13 @@ def load_weights(
         memory: WeightArena | NativeStreamer | None = None
         streamer: ArenaStreamer | NativeStreamer | None = None
         team: ParkedTeam | None = None
-        at_once = options.debug or options.poison
+        at_once = options.check_reads or options.poison
         if options.native and (plan.arena_bytes or plan.pool):
             how = _native_options(source, options, drop_early=at_once)
             memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
             opened.callback(streamer.free)
         elif plan.arena_bytes:
-            memory = open_arena(plan, storages, source, debug=options.debug, poison=options.poison)
+            memory = open_arena(plan, storages, source, debug=options.check_reads, poison=options.poison)
             opened.callback(memory.close)
             streamer = ArenaStreamer(
                 plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
@@ -223,7 +212,7 @@ def load_weights(
             opened.callback(streamer.close)
         units: PooledUnits | None = None
         if plan.pool:
-            units = _load_units(plan, payload, source, streamer, debug=options.debug)
+            units = _load_units(plan, payload, source, streamer, debug=options.check_reads)
             opened.callback(units.close)
         if plan.arena_bytes or units:
             team = ParkedTeam()
@@ -279,7 +268,7 @@ def _load_units(
     return LoadedUnits(plan, payload.storages, source, names=names, debug=debug)
 
 
-def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:
+def _native_options(source: Source, options: LoadRequest, *, drop_early: bool) -> Options:
     """What the native engine is told: it reads the files that are open here, as they are read here."""
     files = [File(file.fd, file.mtime_ns, file.contents.ctime_ns) for file in source.files if file.contents]
     spill = None
@@ -290,7 +279,7 @@ def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -
         buffered=source.mode == "buffered",
         drop_early=drop_early,
         poison=options.poison,
-        debug=options.debug,
+        debug=options.check_reads,
         opened=(File * len(files))(*files),
         spill=pointer(spill) if spill else None,
     )
@@ -340,7 +329,7 @@ def load_on_accelerator(folder: Path, payload: Payload, plan: Plan, device: str)
     return _load_on_device(folder, payload, plan, open_device(device, plan), poison=False)
 
 
-def _open_device(payload: Payload, plan: Plan, options: LoadOptions, beside: int, activations: int) -> Device:
+def _open_device(payload: Payload, plan: Plan, options: LoadRequest, beside: int, activations: int) -> Device:
     check_host(plan, options.device, beside)
     floor = partial(least_budget, payload, options.device)
     check_room(plan, payload, floor, device=options.device, beside=beside)

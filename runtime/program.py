@@ -28,7 +28,7 @@ from penstock.runtime.files.artifact_files import (
 )
 from penstock.runtime.files.safetensors_file import read_header, reading
 from penstock.runtime.files.source import Source
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import LoadRequest, load_module
 from penstock.runtime.machine.calibrate import THIS_CPU
 from penstock.runtime.memory_split import (
     WORKSPACE,
@@ -39,6 +39,7 @@ from penstock.runtime.memory_split import (
     reserved_bytes,
 )
 from penstock.runtime.module import StreamedModule
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.planning import (
     PlanRequest,
     checked_patterns,
@@ -49,7 +50,6 @@ from penstock.runtime.planning import (
     least_budget,
 )
 from penstock.runtime.sparse.units import read_routes
-from penstock.runtime.system.threads import READERS
 from penstock.runtime.training.module import (
     AUTO,
     PARAMETERS,
@@ -176,7 +176,7 @@ class Program:
     def floor_bytes(self) -> int:
         """The smallest budget that `load` accepts on the default device, in the arena that needs least.
 
-        Another arena may need more (`floor`), and so does `load(arena=)` that names it.
+        Another arena may need more (`floor`), and so does a load whose options name it.
         """
         return self.floor()
 
@@ -213,9 +213,9 @@ class Program:
         fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware. `traces` replaces
         the modelled times, by those of `StreamedModule.measure` for example. `host_memory` limits what the
         host of that hardware holds of the weights: the rest comes from its disk. `activations` is the rung of
-        a program that is trained, as for `load`; a budget is of weights only, so "auto" keeps all. Without a
-        `wrap`, copies go on across calls ("overlap"), or join at their ends ("barrier") where replays as
-        graphs are faster.
+        a program that is trained, as in `LoadOptions`; a budget is of weights only, so "auto" keeps all.
+        Without a `wrap`, copies go on across calls ("overlap"), or join at their ends ("barrier") where
+        replays as graphs are faster.
 
         With measured hardware and modelled times, an equal plan that was made before on this machine is used
         again, and `load` runs the plan that this returns. A plan for this machine that a load would find no
@@ -276,53 +276,41 @@ class Program:
         context_length: int | None = None,
         host_memory: int | str | None = None,
         keep: Sequence[str] = (),
-        arena: str | None = None,
-        activations: str = AUTO,
-        page_lock: bool = True,
-        readers: int = READERS,
-        engine: str = "auto",
-        debug: bool = False,
-        poison: bool = False,
         spill: str | PathLike[str] | None = None,
         digest: str | None = None,
+        options: LoadOptions | None = None,
     ) -> StreamedModule:
         """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
         Results have the bits of the exported model's call under `torch.no_grad()`, in whatever mode they are
         asked for; with grad mode on, torch itself takes another kernel for an LSTM.
-        `debug` makes a read of a unit that is not there fault, and one of a dropped granule of a paged arena;
-        `poison` overwrites freed bytes of a contiguous arena with NaN. `device_memory` is a cap on all memory
-        of the device, in place of a budget; the bytes that it leaves for weights are logged (`split_memory`).
-        `host_memory` is a cap on the weights that the host of a device holds, by default 80 % of the
-        available memory; other weights are read from the files in every pass. `activations` says what a
-        program that is trained keeps for its backward: "keep" everything, or
-        what goes from layer to layer ("layers"); of these, "auto" is the one that is predicted to be fastest
-        within `device_memory`, and "keep" with a budget. `spill` is the folder for what leaves memory in
-        training, by default the system's for temporary files. `page_lock=False` uses ordinary memory if the
-        system refuses to lock memory. `engine` executes the plan on a CPU: "native" in C++, "python" in
-        Python; "auto" is "native" where it was built, and "python" with `debug`. `digest` is what all bytes
-        must have (`Program.digest`), which are read first. Close the module, or use it as a context manager.
+        `device_memory` is a cap on all memory of the device, in place of a budget; the bytes that it leaves
+        for weights are logged (`split_memory`). `host_memory` is a cap on the weights that the host of a
+        device holds, by default 80 % of the available memory; other weights are read from the files in every
+        pass. `spill` is the folder for what leaves memory in training, by default the system's for temporary
+        files. `digest` is what all bytes must have (`Program.digest`), which are read first. `options` say
+        how weights are brought into memory (`LoadOptions`). Close the module, or use it as a context manager.
         """
-        (run := LoadOptions(device, page_lock, readers, engine, debug, poison, spill)).check(self.payload)
+        (run := LoadRequest.of(options, device=device, spill=spill)).check(self.payload)
         if digest is not None:
             self.verify(strict=True, digest=digest)
         asked = PlanRequest(
             budget=0,
             device=device,
-            arena=arena,
+            arena=run.arena,
             keep=checked_patterns(keep),
             host_memory=parse_host_memory(host_memory, self.largest_budget),
             spill=None if spill is None else fspath(spill),
         )
         _check_modes(budget, plan, device_memory, asked)
-        _check_rest(plan, device_memory, activations, reserve)
+        _check_rest(plan, device_memory, run.activations, reserve)
         if plan is not None:
             planned = planned_for(self, plan)
             verify_plan(planned.payload.storages, planned.payload.traces, plan)
             return load_module(planned, plan, run)
         split = partial(self._split, device_memory, reserve, context_length, device)
         request = replace(asked, budget=0 if budget is None else self._nbytes(budget))
-        programs = candidates(self, activations)
+        programs = candidates(self, run.activations)
         chosen = choose(programs if budget is None else programs[:1], partial(_choice, request, split))
         return load_module(chosen.program, chosen.plan, run, split=chosen.split)
 

@@ -15,7 +15,7 @@ import pytest
 
 import penstock
 import penstock.integrations
-from benchmarks import floors
+from benchmarks.plans import floors
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Decisions, Trace

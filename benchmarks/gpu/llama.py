@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.target import Report, Target, require
-from penstock.demo.llama import choose_shape, make_meta_decoder
+from examples.demo.llama import choose_shape, make_meta_decoder
 from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Wrap
 from penstock.schedule.plan import Plan

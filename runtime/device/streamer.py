@@ -402,7 +402,7 @@ class DeviceStreamer(StreamEngine):
         """Enqueue the next transfers, in issue order, as long as they wait for steps that have ended.
 
         Stops at a transfer whose bytes the disk still reads, unless `block` says to wait for the disk. This
-        is what a streamed step costs the host: benchmarks/steps.py --device null measures it.
+        is what a streamed step costs the host: python -m benchmarks.calls.steps --device null measures it.
         """
         position, device, spent = self._position, self._device, self._spent[1]
         while position.may_start(position.index):

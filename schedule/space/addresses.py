@@ -120,8 +120,8 @@ def _tries(conflicts: Sequence[Sequence[int]], work: int) -> int:
 def _orders(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> Iterator[list[int]]:
     """Yield orders that do well: by size, by lifetime, by the product of both, and by first use.
 
-    By size alone, `benchmarks/allocation.py` takes up to 3.9 % more memory (60 scattered blocks), and 1.7 %
-    more in the mean of its kind `cut` with 60 blocks.
+    By size alone, benchmarks/plans/allocation.py takes up to 3.9 % more memory (60 scattered blocks), and
+    1.7 % more in the mean of its kind `cut` with 60 blocks.
     """
     blocks = range(len(sizes))
     yield sorted(blocks, key=lambda b: -sizes[b])

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.runtime.artifact import compile
     from penstock.runtime.checkpoint.binding import bind
     from penstock.runtime.dynamo.backend import offload
+    from penstock.runtime.options import LoadOptions
     from penstock.runtime.program import open
     from penstock.runtime.training.artifact import compile_training
     from penstock.schedule.facts.errors import (
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetError",
+    "LoadOptions",
     "MissingExtraError",
     "PassError",
     "Payload",
@@ -70,6 +72,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "LoadOptions": "penstock.runtime.options",
     "Payload": "penstock.schedule.payload.codec",
     "Pipeline": "penstock.passes.pipeline",
     "annotate": "penstock.passes.annotate",

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import ablation, schedule
-from benchmarks.ablation import Case
-from benchmarks.stages import STAGES, replaced
+from benchmarks.plans import __main__ as schedule
+from benchmarks.plans import ablation
+from benchmarks.plans.ablation import Case
+from benchmarks.plans.stages import STAGES, replaced
 
 SHOWING = {
     Case("blocks", "scattered", "280", "", 8): ("branch and bound",),

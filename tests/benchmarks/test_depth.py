@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import depth
+from benchmarks.disk import depth
 
 
 def test_a_budget_within_which_nothing_streams_is_refused(

@@ -14,19 +14,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import machine, rounds
-from benchmarks.cases import load_weights, make_inputs, make_meta_module, name_weights, write_weights
-from benchmarks.competitors import Job
-from benchmarks.disk import application
-from benchmarks.process import Worker, WorkerError
-from benchmarks.reader import Reader, choose_fastest, list_ways, measure_readers
-from benchmarks.rounds import list_cases
-from benchmarks.summary import judge, summarise
-from benchmarks.table import BEGIN, END, render, write_between
-from benchmarks.worker import Session
+from benchmarks import machine
+from benchmarks.disk import rounds
+from benchmarks.disk.__main__ import application
+from benchmarks.disk.cases import load_weights, make_inputs, make_meta_module, name_weights, write_weights
+from benchmarks.disk.competitors import Job
+from benchmarks.disk.process import Worker, WorkerError
+from benchmarks.disk.reader import Reader, choose_fastest, list_ways, measure_readers
+from benchmarks.disk.rounds import list_cases
+from benchmarks.disk.summary import judge, summarise
+from benchmarks.disk.tables import BEGIN, render
+from benchmarks.disk.worker import Session
+from benchmarks.table import END, write_between
 from tests.engines import ENGINES
 
-DISK = Path(__file__).resolve().parents[2] / "benchmarks" / "disk.py"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 class Here:
-    """A competitor in this process; `benchmarks.process.Worker` gives it one of its own."""
+    """A competitor in this process; `benchmarks.disk.process.Worker` gives it one of its own."""
 
     peak_anonymous = 0
 
@@ -68,7 +70,7 @@ def test_tiny_run_measures_every_competitor(
     (case,) = result["cases"]
     assert not case["failures"]
     rows = {row["name"]: row for row in case["rows"]}
-    disk = {f"disk, {way}" for way in list_ways(DISK)}
+    disk = {f"disk, {way}" for way in list_ways(Path(__file__))}
     ours = {"penstock 50%", *(f"penstock 50%, {engine}" for engine in ENGINES[1:])}
     assert set(rows) == {"memory", "mmap"} | ours | disk
     assert all(row["equal"] for name, row in rows.items() if name not in disk)
@@ -103,9 +105,9 @@ def test_a_process_of_its_own_answers_as_one_here_and_says_why_it_ends(folder: P
     log.unlink()
 
 
-def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
-    command = [sys.executable, str(DISK), "--budgets", "much"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+def test_the_command_runs_in_the_root_of_a_checkout() -> None:
+    command = [sys.executable, "-m", "benchmarks.disk", "--budgets", "much"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert "much" in done.stderr
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import experts, mixture
-from benchmarks.experts_table import BEGIN, judge, render
-from benchmarks.mixture import SHAPES, draw
+from benchmarks.experts import __main__ as experts
+from benchmarks.experts import mixture
+from benchmarks.experts.mixture import SHAPES, draw
+from benchmarks.experts.table import BEGIN, judge, render
 from benchmarks.table import END
 from tests.benchmarks.in_process import started_here
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import generating
+from benchmarks.calls import generating
 
 
 def test_all_ways_say_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_all_ways_say_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
 
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     config = LlamaConfig(**sizes, num_attention_heads=4, vocab_size=128, dtype="bfloat16")
-    monkeypatch.setattr("benchmarks.loading.make_config", lambda *_: config)
+    monkeypatch.setattr("benchmarks.calls.loading.make_config", lambda *_: config)
     command = ["--cap", "300KB", "--limit", "0", "--rounds", "1", "--json", str(tmp_path / "all.json")]
     monkeypatch.setattr(generating, "run_apart", generating.measure_here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

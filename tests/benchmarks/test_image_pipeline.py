@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from benchmarks.pipeline import BEGIN, main
-from benchmarks.pipeline_table import BEST, WHOLE, Image, Turn
+from benchmarks.calls.pipeline import BEGIN, main
+from benchmarks.calls.pipeline_table import BEST, WHOLE, Image, Turn
 
 
 def run(*options: str) -> Result:

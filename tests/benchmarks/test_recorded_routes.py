@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import recorded_routes
-from benchmarks.mixture import recorded_experts, routes_path
-from benchmarks.recorded_routes import KINDS, make_model, texts, train
+from benchmarks.experts import recorded_routes
+from benchmarks.experts.mixture import recorded_experts, routes_path
+from benchmarks.experts.recorded_routes import KINDS, make_model, texts, train
 
 SIZES = {"layers": 1, "experts": 32, "asked": 2, "words": 300}
 

@@ -1,7 +1,7 @@
-"""The tables of benchmarks/replay.py, small."""
+"""The tables of benchmarks/experts/replay.py, small."""
 
-from benchmarks import replay
-from benchmarks.mixture import recorded_experts, routes_path
+from benchmarks.experts import replay
+from benchmarks.experts.mixture import recorded_experts, routes_path
 
 
 def test_penstock_beats_lru_and_nothing_beats_the_bound(monkeypatch):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import rounds
-from benchmarks.process import WorkerError
-from benchmarks.rounds import Bench, Case, Options
+from benchmarks.disk import rounds
+from benchmarks.disk.process import WorkerError
+from benchmarks.disk.rounds import Bench, Case, Options
 
 
 class Answering:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import rows
-from benchmarks.rows import BEGIN, COUNTS, render
+from benchmarks.experts import rows
+from benchmarks.experts.rows import BEGIN, COUNTS, render
 from benchmarks.table import END
 from tests.benchmarks.in_process import started_here
 

@@ -1,7 +1,7 @@
-"""The table of benchmarks/speculation.py, small, and what it counts."""
+"""The table of benchmarks/experts/speculation.py, small, and what it counts."""
 
-from benchmarks import speculation
-from benchmarks.replay import TOP, UNIT
+from benchmarks.experts import speculation
+from benchmarks.experts.replay import TOP, UNIT
 
 
 def test_the_table_has_a_row_for_each_preference_and_size():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -19,9 +20,9 @@ import typer
 from benchmarks import ways
 from benchmarks.ways import Way, in_turn, scratch, started
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json, sys
-sys.path.insert(0, {root!r})
 from benchmarks.ways import answer
 job = json.loads(sys.argv[2])
 
@@ -29,7 +30,7 @@ def load():
     print("a library says this")
     if job["way"] == "broken":
         raise SystemExit("it has no weights")
-    return lambda line: {{"said": line, "way": job["way"], "size": job["size"]}}
+    return lambda line: {"said": line, "way": job["way"], "size": job["size"]}
 
 answer(load)
 """
@@ -42,10 +43,12 @@ class Job:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT.format(root=str(Path(ways.__file__).resolve().parent.parent)))
-    return str(path)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that is a way."""
+    (tmp_path / "own_ways.py").write_text(SCRIPT)
+    paths = (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    return "own_ways"
 
 
 def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(script: str) -> None:

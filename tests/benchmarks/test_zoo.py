@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from benchmarks.zoo import ENTRIES, main, render, works
-from benchmarks.zoo_entry import Entry
-from benchmarks.zoo_visit import CLOSE, Row, Run, Streamed, visit
+from benchmarks.zoo.__main__ import ENTRIES, main, render, works
+from benchmarks.zoo.entry import Entry
+from benchmarks.zoo.visit import CLOSE, Row, Run, Streamed, visit
 from tests.engines import COMPILER
 
 RENAMED = {"Qwen3-MoE", "Mixtral", "DeepSeek-V3", "ViT", "AutoencoderKL decode"}
@@ -115,7 +115,7 @@ def test_the_command_writes_a_table_and_figures(tmp_path: Path) -> None:
     application = typer.Typer()
     application.command()(main)
     document = tmp_path / "zoo.md"
-    document.write_text("before\n<!-- benchmarks/zoo.py writes from here -->\n<!-- to here -->\nafter\n")
+    document.write_text("before\n<!-- benchmarks.zoo writes from here -->\n<!-- to here -->\nafter\n")
     paths = ["--json", str(tmp_path / "zoo.json"), "--docs", str(document)]
 
     done = CliRunner().invoke(application, ["--only", "ViT", "--lowering", "eager", *paths])

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import penstock
-from benchmarks import zoo_random
-from benchmarks.zoo_random import ARENAS, Found, names_of, render, visit
-from benchmarks.zoo_visit import first_line, is_listed
+from benchmarks.zoo import random_models as zoo_random
+from benchmarks.zoo.random_models import ARENAS, Found, names_of, render, visit
+from benchmarks.zoo.visit import first_line, is_listed
 from tests.hunt import scaled
 
 SEED, COUNT = 1909, scaled(1)

@@ -290,16 +290,6 @@ def test_what_cannot_be_compiled(penstock, files, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["text.pt2"]
 
 
-def test_demo_hands_its_options_on(penstock, monkeypatch):
-    def run(*, part, size, json):
-        print(f'{{"asked": ["{part}", "{size}", {str(json).lower()}]}}')
-        return 1
-
-    monkeypatch.setattr("penstock.demo.run", run)
-    done = penstock("demo", "--part", "cap", "--size", "1GiB", "--json")
-    assert (done.status, json.loads(done.out), done.err) == (1, {"asked": ["cap", "1GiB", True]}, "")
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -309,7 +299,6 @@ def test_demo_hands_its_options_on(penstock, monkeypatch):
         ["run", "a.penstock", "--budget", "1", "--passes", "0"],
         ["run", "a.penstock", "--budget", "1", "--seed", "9" * 30],
         ["run", "a.penstock", "--budget", "1", "--seed", "x"],
-        ["demo", "--part", "moon"],
         ["inspect", "--colour"],
     ],
 )

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import capped_calls
-from penstock.demo.cgroup import make_group
+from benchmarks.calls import capped_calls
+from examples.demo.cgroup import make_group
 
 CAP = 64_000_000
 SMALL = {"layers": 8, "hidden": 512, "vocabulary": 16000}

@@ -1,9 +1,9 @@
-"""Capped models in a memory cgroup of their libraries, the cap and 64 MiB, as in `benchmarks/capped.py`."""
+"""Capped models in a memory cgroup of their libraries, the cap and 64 MiB, as benchmarks/calls/capped.py."""
 
 import pytest
 
-from benchmarks import capped
-from penstock.demo.cgroup import make_group
+from benchmarks.calls import capped
+from examples.demo.cgroup import make_group
 from tests.hunt import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*`:FutureWarning")

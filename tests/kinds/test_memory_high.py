@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.demo.cgroup import make_group
+from examples.demo.cgroup import make_group
 from penstock.runtime.system.limits import available_bytes, memory_limit
 from tests.engines import COMPILER, ROOT
 

@@ -22,9 +22,9 @@ with warnings.catch_warnings():
 from executorch.exir._serialize._program import deserialize_pte_binary, serialize_pte_binary
 from torch.export import export
 
+from examples.demo.cgroup import make_group
 from penstock.backends.executorch import read
 from penstock.backends.executorch.files import PROGRAM
-from penstock.demo.cgroup import make_group
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.validity import LARGEST_SIZE
 from tests.backends.executorch.delegate.pte_models import Files, Mlp, rows, write_files

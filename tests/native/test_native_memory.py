@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.demo.cgroup import join_group, make_group
+from examples.demo.cgroup import join_group, make_group
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Storage
 from tests.runtime.stream.cases import one_case

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import penstock
-from benchmarks.zoo_visit import first_line, is_listed
+from benchmarks.zoo.visit import first_line, is_listed
 from penstock.schedule.facts.errors import PayloadError, PenstockError
 from tests.engines import ENGINES
 from tests.random_programs.drawn import Arguments, DifferentError, copied, difference, draw

@@ -29,7 +29,7 @@ from benchmarks.gpu import (
 from benchmarks.gpu.isolation import ROOT, environment
 from benchmarks.gpu.steps import NEED_STREAMS, STEPS, SkippedError
 from benchmarks.gpu.target import Target, WrongResultError
-from penstock.demo.llama import Shape, make_meta_decoder
+from examples.demo.llama import Shape, make_meta_decoder
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from tests.forked import run_forked
 from tests.rig import machine

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.demo.cgroup import make_group
+from examples.demo.cgroup import make_group
 from penstock.runtime import memory_split
 from penstock.runtime.machine import figures
 from penstock.runtime.machine.figures import MEASURING
@@ -28,7 +28,7 @@ LAYERS, WIDTH = 24, 1024
 CHILD = """
 import hashlib, json, os, re, sys
 from pathlib import Path
-from penstock.demo.cgroup import join_group
+from examples.demo.cgroup import join_group
 group, folder, budget, options = Path(sys.argv[1]), *sys.argv[2:5]
 join_group(group)
 import torch, scipy.optimize, scipy.sparse, scipy.sparse.csgraph, penstock

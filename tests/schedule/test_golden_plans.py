@@ -1,6 +1,6 @@
 """Plans without produced storages are those of the day on which produced storages came, to the byte.
 
-Where a change of the planner is intended to change plans, `benchmarks/schedule.py --against` first shows
+Where a change of the planner is intended to change plans, `python -m benchmarks.plans --against` first shows
 that they are no worse. Then the digests that the failing tests print take the place of those here, in the
 commit of that change, whose message says why. A change that is not about plans, or about produced storages
 only, changes none of them.

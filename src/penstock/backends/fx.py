@@ -32,6 +32,7 @@ from penstock.passes.weights.lifted import Weights, add_facts, weights_among
 from penstock.passes.weights.usage import usage_of
 from penstock.runtime.artifact import write_weights
 from penstock.runtime.checkpoint.opening import Paths
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import Step, read_together
@@ -115,9 +116,9 @@ class FxBackend:
         budget: int | str,
         *,
         keep: tuple[str, ...] = (),
-        arena: str | None = None,
+        options: LoadOptions | None = None,
     ) -> LoadedPayload:
-        return load_payload(payload, budget, self._folder, keep=keep, arena=arena)
+        return load_payload(payload, budget, self._folder, keep=keep, options=options)
 
     def _known(self) -> Annotated:
         if self._annotated is None:

@@ -20,6 +20,7 @@ from penstock.backends.fx import FxBackend
 from penstock.backends.running import LoadedPayload, Reading
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PassError, PayloadError
 from penstock.schedule.facts.model import Part, Weight
@@ -128,12 +129,17 @@ class StreamedModel:
     """What `write_onnx` wrote, within `budget` bytes of weights; a context manager.
 
     It is called with numpy arrays in the order of the model's inputs, and returns a list of them. `keep` and
-    `arena` are those of `load_payload`. Raises PayloadError for a payload of another model, BudgetError for a
-    budget below the floor.
+    `options` are those of `load_payload`. Raises PayloadError for a payload of another model, BudgetError for
+    a budget below the floor.
     """
 
     def __init__(
-        self, folder: Path, budget: int | str, *, keep: tuple[str, ...] = (), arena: str | None = None
+        self,
+        folder: Path,
+        budget: int | str,
+        *,
+        keep: tuple[str, ...] = (),
+        options: LoadOptions | None = None,
     ) -> None:
         require("onnx", "onnxruntime", purpose="running an ONNX model")
         import onnx
@@ -149,7 +155,7 @@ class StreamedModel:
             raise PayloadError(f"{folder / MODEL} names no payload: write it with write_onnx")
         with reading(folder):
             data = read_bounded(folder / PAYLOAD, "a payload")
-        self.weights = FxBackend(folder).load((keys[0], data), budget, keep=keep, arena=arena)
+        self.weights = FxBackend(folder).load((keys[0], data), budget, keep=keep, options=options)
         self._inputs = [value.name for value in model.graph.input]
         self._outputs = [value.name for value in model.graph.output]
         self._views: dict[str, Any] = {}  # which sessions do not keep alive

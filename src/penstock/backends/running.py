@@ -19,8 +19,9 @@ from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.probes import ACQUIRE, RELEASE, CompiledCalls
 from penstock.passes.weights.lifted import tensor_in, weights_among
 from penstock.passes.weights.usage import is_view
-from penstock.runtime.loading import LoadOptions, load_weights
+from penstock.runtime.loading import LoadRequest, load_weights
 from penstock.runtime.module import without_grad
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.planning import PlanRequest, find_plan
 from penstock.runtime.stream.engine import Stats
 from penstock.runtime.stream.loaded import Gate, probe_calls
@@ -162,12 +163,12 @@ def load_payload(
     folder: Path,
     *,
     keep: tuple[str, ...] = (),
-    arena: str | None = None,
+    options: LoadOptions | None = None,
 ) -> LoadedPayload:
     """Plan the payload of a container for `budget` (bytes, `8GB`, `50%`), and start to load its weights.
 
     `folder` holds the weight files that lie beside the container. Weights whose FQNs match a pattern of
-    `keep` never leave memory; `arena` asks for a kind of arena. Raises PayloadError for bytes that are not
+    `keep` never leave memory. Raises PayloadError for bytes that are not
     those of the key, BudgetError for a budget below the floor, SourceError for other weight files.
     """
     key, data = payload
@@ -176,7 +177,7 @@ def load_payload(
             f"the container names the payload {key} and got {payload_key(data)}: this payload is of another "
             "model, or damaged; load the one that was written with this program"
         )
-    return LoadedPayload(Payload.from_bytes(data, source=key), budget, folder, keep=keep, arena=arena)
+    return LoadedPayload(Payload.from_bytes(data, source=key), budget, folder, keep=keep, options=options)
 
 
 class LoadedPayload:
@@ -187,12 +188,20 @@ class LoadedPayload:
     """
 
     def __init__(
-        self, payload: Payload, budget: int | str, folder: Path, *, keep: tuple[str, ...], arena: str | None
+        self,
+        payload: Payload,
+        budget: int | str,
+        folder: Path,
+        *,
+        keep: tuple[str, ...],
+        options: LoadOptions | None,
     ) -> None:
-        self.payload = payload
+        self.payload, run = payload, LoadRequest.of(options)
         nbytes = parse_size(budget, total=sum(storage.nbytes for storage in payload.storages))
-        self.plan = find_plan(folder, payload, PlanRequest(nbytes, keep=keep, arena=arena, by_units=False))
-        self._weights = load_weights(folder, payload, self.plan, LoadOptions())
+        self.plan = find_plan(
+            folder, payload, PlanRequest(nbytes, keep=keep, arena=run.arena, by_units=False)
+        )
+        self._weights = load_weights(folder, payload, self.plan, run)
         self._gate = Gate("a loaded payload", "load the payload")
         self._passes = 0
 

@@ -32,7 +32,6 @@ COMMANDS = (
     "run",
     "machine.hardware",
     "machine.cache",
-    "demo",
 )
 """The files of the commands below this folder, in the order of `penstock --help`.
 

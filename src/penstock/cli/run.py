@@ -51,6 +51,7 @@ def run(
     sizes = {name: integer(value, name) for name, value in pairs(size or [], "--size", "NAME=N")}
     with console.spinner(f"loading {artifact}") as say:
         from penstock.models.trial import Trial, run_trial
+        from penstock.runtime.options import LoadOptions
         from penstock.runtime.program import open as open_program
 
         program = open_program(artifact, trust=trust)
@@ -58,10 +59,9 @@ def run(
             program.load,
             budget,
             keep=keep or (),
-            arena=arena,
             device=device,
             host_memory=host_memory,
-            engine=engine,
+            options=LoadOptions(engine=engine, arena=arena),
             digest=digest,
         )
         done = run_trial(program, Trial(method, passes, input, output, sizes, seed, force), load, say)

@@ -42,7 +42,8 @@ from penstock.integrations.weight_files import store, stored_tensors
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.cache import Cache
 from penstock.runtime.device.opening import target_device
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.loading import LoadRequest
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
@@ -86,7 +87,7 @@ class Applied:
         self.cap = Cap(most, counts_own=device == "cpu")  # until the weights are known: `settle`
         self.cache = Cache.at(cache)
         self.components: dict[str, CalledModule] = {}
-        self._options, self._restores = replace(options or LoadOptions(), device=device), restores
+        self._options, self._restores = LoadRequest.of(options, device=device), restores
         self._hollow: dict[str, Hollow] = {}
         self._training: list[nn.Module] = []  # modules that were in training mode
         self._trained_bytes = 0  # of trained parameters and what comes with them
@@ -317,7 +318,7 @@ def apply(
             `memory` counts them four times, with their gradients and two moments of AdamW, and what a forward
             saves for its backward. Gradients of gradients are refused.
         verbose: Print the log to stderr from now on, as PENSTOCK_LOG=info does.
-        options: How weights are loaded, for measurements and debugging.
+        options: How weights are brought into memory; `activations` is for exported programs alone.
 
     Returns:
         What restores the model, at the end of a `with` statement too.

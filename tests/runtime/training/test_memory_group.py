@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import penstock
-from benchmarks.training import TRAINED, Decoder
-from penstock.demo.cgroup import make_group
+from benchmarks.training.__main__ import TRAINED, Decoder
+from examples.demo.cgroup import make_group
 from tests.hunt import sampled
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +23,7 @@ CHILD = """
 import hashlib, json, sys
 import torch
 import penstock
-from benchmarks.training import Decoder
+from benchmarks.training.__main__ import Decoder
 from penstock.runtime.system.memory import anonymous_bytes
 from tests.runtime.training.test_memory_group import TOKENS, digest_of
 

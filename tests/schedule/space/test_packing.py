@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.allocation import FAMILIES, make_instance
+from benchmarks.plans.allocation import FAMILIES, make_instance
 from penstock.schedule.space.addresses import conflicts_of, first_fit, height, pack_blocks
 
 

@@ -52,7 +52,8 @@ from penstock.integrations.emptied.absent import Answer, answer_with
 from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of
 from penstock.passes.weights.subclasses import has_parts, plain_tensors
 from penstock.runtime.device.opening import target_device
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.loading import LoadRequest
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.stream.engine import Stats
 from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.runtime.system.announcing import announced
@@ -97,7 +98,10 @@ class CalledModule:
         self.name, self.module, self.kept = name, module, list(weight_files)
         self.plan: Plan | None = None
         self.orders: list[Order] = []
-        self._cap, self._options = cap, options or LoadOptions()
+        self._cap, self._options = (
+            cap,
+            LoadRequest.of(options),
+        )
         self._process = os.getpid()
         self._state = threading.Lock()  # held while a step begins
         self._kinds = KnownKinds()

@@ -20,7 +20,7 @@ from penstock.integrations.called.measuring import CallSizes, like, plain_tensor
 from penstock.integrations.called.passes import Pass, positions_of
 from penstock.integrations.called.places import NO_VALUES, Place, Step, StepWeights, Values, Watched
 from penstock.integrations.kept import digest_of
-from penstock.runtime.loading import LoadOptions, load_weights
+from penstock.runtime.loading import LoadRequest, load_weights
 from penstock.runtime.planning import PlanRequest, decide_to_load
 from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, StreamError
@@ -67,7 +67,7 @@ class PlannedOrders:
 
 def plan_calls(
     orders: Sequence[Order],
-    options: LoadOptions,
+    options: LoadRequest,
     steps: StepWeights,
     units: UnitReads,
     *,
@@ -95,7 +95,7 @@ def plan_calls(
 
 def plan_orders(
     orders: Sequence[Order],
-    options: LoadOptions,
+    options: LoadRequest,
     steps: StepWeights,
     units: UnitReads,
     *,
@@ -231,7 +231,7 @@ class PlanMemory:
     def run(self, current: Pass, step: Step, number: int, begun: int, call: Callable[[], Any]) -> Any:
         """Run the call of a module with its weights in their places: step `number` of the expected order.
 
-        Most steps of most passes come through here: benchmarks/steps.py measures what each costs.
+        Most steps of most passes come through here: benchmarks/calls/steps.py measures what each costs.
         """
         assert current.order is not None
         assert self.weights is not None
@@ -259,7 +259,7 @@ class PlanMemory:
         finally:
             current.open, current.values = None, NO_VALUES
 
-    def load(self, orders: PlannedOrders, options: LoadOptions, beside: int) -> LoadedWeights:
+    def load(self, orders: PlannedOrders, options: LoadRequest, beside: int) -> LoadedWeights:
         """Load a plan; calls take `beside` bytes beside its weights."""
         self.orders, self._counted = orders, 0
         self.weights = weights = load_weights(NO_FOLDER, orders.payload, orders.plan, options, beside)

@@ -1,0 +1,107 @@
+"""The results of benchmarks/disk as Markdown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.disk.reader import choose_fastest
+from benchmarks.table import write_between
+from penstock.schedule.facts.sizes import format_size
+
+BEGIN = "<!-- benchmarks.disk writes from here -->"
+_COLUMNS = (
+    "competitor",
+    "s, min",
+    "s, median",
+    "x in-memory",
+    "share of limit",
+    "x best peer",
+    "anonymous MiB",
+    "total MiB",
+    "moved MiB",
+    "misses",
+    "stall s",
+)
+
+
+def write_tables(result: dict[str, Any], path: Path) -> None:
+    """Replace what stands between the marks of the document; raises ValueError where they are missing."""
+    write_between(path, render(result), BEGIN)
+
+
+def render(result: dict[str, Any]) -> str:
+    """Hardware, targets and one table a case."""
+    parts = [_describe(result), _render_targets(result["targets"])]
+    for case in result["cases"]:
+        parts.append(_render_case(case))
+    return "\n".join(parts)
+
+
+def _describe(result: dict[str, Any]) -> str:
+    hardware, options = result["hardware"], result["options"]
+    ways = ", ".join(
+        f"{best['way']} {best['bytes_per_s'] / 1e9:.2f} GB/s ({best['threads']} threads, "
+        f"blocks of {format_size(best['block'])})"
+        for best in choose_fastest(result["readers"]).values()
+    )
+    return (
+        f"{hardware['date']}: {hardware['cpu']}, {hardware['cores']} cores, "
+        f"{format_size(hardware['memory_bytes'])} of memory, Linux {hardware['kernel']}, "
+        f"Python {hardware['python']}, torch {hardware['torch']}. "
+        f"{format_size(options['nbytes'])} of weights; "
+        f"{options['rounds']} rounds of {options['passes']} passes. "
+        f"The bare disk: {ways}.\n"
+    )
+
+
+def _render_targets(targets: list[dict[str, Any]]) -> str:
+    lines = ["| target | bar | worst | reached | where |", "|---|---|---|---|---|"]
+    for target in targets:
+        sign = ">=" if target["at_least"] else "<="
+        verdict = {None: "not measured", True: "yes", False: f"no ({target['reached']} of {target['of']})"}
+        cells = [
+            target["target"],
+            f"{sign} {target['bar']:g}",
+            _number(target["worst"]),
+            verdict[target["met"]],
+            target["where"] or "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _render_case(case: dict[str, Any]) -> str:
+    lines = [f"### {case['model']}, {case['tokens']} tokens, {case['state']}", ""]
+    if case["cgroup_bytes"]:
+        lines += [
+            f"A memory cgroup each, of its bare process and {format_size(case['cgroup_bytes'])}, "
+            "but for memory and disk.",
+            "",
+        ]
+    if case["rows"]:
+        lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+        lines += ["| " + " | ".join(_render_row(row)) + " |" for row in case["rows"]]
+    lines += [f"- not run: {case['skipped']}"] if case["skipped"] else []
+    lines += [f"- {reason}" for reason in case["failures"].values()]
+    return "\n".join(lines) + "\n"
+
+
+def _render_row(row: dict[str, Any]) -> list[str]:
+    name = row["name"] + ("" if row["equal"] in (True, None) else " (other output)")
+    mib = [row["anonymous_bytes"], row["total_bytes"], row.get("bytes_moved")]
+    return [
+        name,
+        f"{row['seconds_min']:.3f}",
+        f"{row['seconds_median']:.3f}",
+        _number(row["over_memory"]),
+        _number(row.get("limit_share")),
+        _number(row["best_peer"]),
+        *("" if value is None else f"{value / 2**20:.0f}" for value in mib),
+        _number(row.get("misses"), 0),
+        _number(row.get("stall_seconds")),
+    ]
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,1 @@
+"""Scripts that users start from, and the demo of `make run`."""

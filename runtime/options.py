@@ -1,0 +1,57 @@
+"""How weights are brought into memory, for those who want it otherwise than penstock chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.runtime.system.threads import READERS
+from penstock.schedule.facts.errors import StreamError
+
+ENGINES = ("auto", "native", "python")
+"""What executes a plan on a CPU: the library in C++ if it was built, that library, Python's streamer."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a program or a model is loaded: `load(budget, options=LoadOptions(...))`. No output depends on it.
+
+    Example:
+        >>> from penstock import LoadOptions
+        >>> LoadOptions(arena="contiguous", check_reads=True).engine
+        'auto'
+
+    Attributes:
+        engine: What executes a plan on a CPU: `"native"` in C++, `"python"` in Python. `"auto"`, the default,
+            is the first where the library was built, and the second with `check_reads`. Choose one to
+            compare both, or to debug.
+        readers: The number of threads that read weights on a CPU. Fewer leave cores to the calls; more help
+            where a disk answers slowly.
+        arena: The kind of memory that weights stream into, on a CPU `"mapped"`, `"pooled"`, `"paged"` or
+            `"contiguous"` (`program.arenas()`). None, the default, takes the fastest by what was measured.
+            Leave it out where a plan is given, which has decided it.
+        page_lock: Weights stream to a device from memory that the system has locked. With False, loading goes
+            on in ordinary memory where the system refuses to lock it; copies are then a fraction as fast.
+        activations: What a program that is trained keeps for its backward: `"keep"` everything, or `"layers"`
+            what goes from layer to layer, from which the rest is computed again. `"auto"`, the default, takes
+            what is predicted to be fastest within `device_memory`, and `"keep"` with a budget. Leave it out
+            where a plan is given.
+        check_reads: A read of weights that are not in memory ends the process with SIGSEGV, in place of a
+            page fault that finds them. For finding faults in a program or in penstock; slower.
+        poison: Freed memory of a contiguous arena is overwritten with NaN, so that a read of it shows in
+            outputs. For finding faults; slower.
+    """
+
+    engine: str = "auto"
+    readers: int = READERS
+    arena: str | None = None
+    page_lock: bool = True
+    activations: str = "auto"
+    check_reads: bool = False
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise StreamError for an engine that there is not."""
+        if self.engine not in ENGINES:
+            raise StreamError(
+                f"there is no engine {self.engine!r}: choose {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
+            )
