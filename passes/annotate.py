@@ -14,9 +14,8 @@ from penstock.passes.building.fake_export import computed_buffers, with_computed
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.calls.inputs import describe_method, refuse_shared_inputs
 from penstock.passes.calls.signature import check_signature
-from penstock.passes.graph.dialects import with_plain_fakes, without_tokens
 from penstock.passes.graph.nodes import exported_device, without_grad_regions
-from penstock.passes.graph.transforms import without_transforms
+from penstock.passes.graph.transforms import with_plain_fakes, without_tokens, without_transforms
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.sparse.chains import Trusts, by_expert
 from penstock.passes.sparse.contracts import sparse_reads, with_common_units

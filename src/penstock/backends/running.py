@@ -191,7 +191,7 @@ class LoadedPayload:
     ) -> None:
         self.payload = payload
         nbytes = parse_size(budget, total=sum(storage.nbytes for storage in payload.storages))
-        self.plan = find_plan(folder, payload, PlanRequest(nbytes, keep=keep, arena=arena, by_units=False))
+        self.plan = find_plan(folder, payload, PlanRequest(nbytes, keep=keep, arena=arena, ways=("whole",)))
         self._weights = load_weights(folder, payload, self.plan, LoadOptions())
         self._gate = Gate("a loaded payload", "load the payload")
         self._passes = 0

@@ -121,7 +121,7 @@ def plan_orders(
             budget,
             device=options.device,
             arena=options.arena,
-            by_units=any(order.by_units() for order in traced),
+            ways=() if any(order.by_units() for order in traced) else ("whole",),
             # Kernels of other devices run long after the host has called them: their times are modelled.
             traces=payload.traces if options.device == "cpu" else (),
         )
