@@ -1,23 +1,31 @@
-"""What a program can do: the ways to read its weights. `registered` names those that there are."""
+"""What a program can do: ways to read weights, and kinds of program. `registered` names all there are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.schedule.bound.relaxation import pass_ns
-from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Arena, Pool, Trace
 from penstock.schedule.facts.problem import NEARLY, Demand, Problem, pass_counts
+from penstock.schedule.facts.sizes import format_time
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import Floor, check_floor, floor
 
 if TYPE_CHECKING:
     from penstock.runtime.files.source import Source
+    from penstock.runtime.memory_split import MemorySplit
+    from penstock.runtime.module import LoadedMethod, StreamedModule
+    from penstock.runtime.program import Program
     from penstock.runtime.stream.engine import PooledReads
+    from penstock.runtime.stream.loaded import LoadedWeights
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -128,3 +136,112 @@ def plan_ns(plan: Plan) -> int:
 def _counted(plan: Plan, amounts: Iterable[int]) -> int:
     """The sum of amounts, one for each method, over as many passes as count for that."""
     return sum(count * amount for count, amount in zip(pass_counts(plan.traces), amounts, strict=True))
+
+
+class Kind:
+    """What a program is for. This one computes results, and holds nothing but weights."""
+
+    variant = ""
+    """The name of this program among `variants`, of which one is loaded: they keep more or less in memory."""
+
+    variants: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    """The artifact's files beside those of every program."""
+
+    def payload(self, stored: Payload) -> Payload:
+        """Return the facts of this variant."""
+        return stored
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that calls hold throughout, beside weights and activations."""
+        return 0
+
+    def step(self, payload: Payload) -> set[int]:
+        """Return the graphs whose time counts where variants are compared."""
+        return {method.graph for method in payload.methods}
+
+    def check(self) -> None:
+        """Raise SourceError if the files are not those that were compiled."""
+
+    def module(
+        self, payload: Payload, methods: Mapping[str, LoadedMethod], weights: LoadedWeights, name: str
+    ) -> StreamedModule | None:
+        """Return the module that runs the methods, None for a module of any program."""
+        return None
+
+
+AUTO = "auto"
+
+
+class Choice(NamedTuple):
+    """A variant of a program, the plan for what it leaves to weights, and the division of memory."""
+
+    program: Program
+    plan: Plan
+    split: MemorySplit | None = None
+
+    @property
+    def step_ns(self) -> int:
+        """The predicted time of a step."""
+        graphs = self.program.kind.step(self.program.payload)
+        return sum(schedule.predicted_ns for schedule in self.plan.schedules if schedule.graph in graphs)
+
+
+def candidates(program: Program, activations: str) -> Sequence[Program]:
+    """The variants of a program that `activations` allows, the one that keeps most first.
+
+    Raises PlanError for a variant that there is not.
+    """
+    variants = program.variants
+    if activations == AUTO:
+        return [*variants.values()] or [program]
+    if activations not in variants:
+        allowed = ", ".join(map(repr, (AUTO, *variants)))
+        raise PlanError(
+            f"activations={activations!r} is not in this program: choose from {allowed}"
+            if variants
+            else f"activations={activations!r} is for programs that compile_training made: leave it out"
+        )
+    return [variants[activations]]
+
+
+def planned_for(program: Program, plan: Plan) -> Program:
+    """The variant that a plan was made for; the program itself if there is none."""
+    graphs = {trace.graph for trace in plan.traces}
+    variants = program.variants.values()
+    return next((v for v in variants if {trace.graph for trace in v.payload.traces} == graphs), program)
+
+
+def choose(programs: Sequence[Program], plan_for: Callable[[Program], Choice]) -> Choice:
+    """The variant whose step is predicted to take the least time.
+
+    `plan_for` raises BudgetError for a variant that does not fit. If none fits, the error is that of the one
+    that needs the least memory.
+    """
+    best: tuple[int, Choice] | None = None
+    refused: dict[int, tuple[Program, BudgetError]] = {}
+    for program in programs:
+        try:
+            choice = plan_for(program)
+        except BudgetError as error:
+            refused[program.activation_bytes + (error.floor_bytes or 0)] = program, error
+            continue
+        nanoseconds = choice.step_ns
+        if program.kind.variant:
+            _log.info("activations=%r: %s a step", program.kind.variant, format_time(nanoseconds))
+        if best is None or nanoseconds < best[0]:
+            best = nanoseconds, choice
+        if not choice.plan.streamed_bytes:
+            break  # what computes more is not faster
+    if best is not None:
+        return best[1]
+    program, least = refused[min(refused)]
+    if not program.kind.variant:
+        raise least
+    raise BudgetError(
+        f"{least}, with activations={program.kind.variant!r}, which needs the least",
+        floor_bytes=least.floor_bytes,
+        step=least.step,
+        weights=least.weights,
+    ) from least

@@ -18,7 +18,6 @@ import torch
 
 from penstock.native.library import library
 from penstock.passes.lowering import compiled, eager
-from penstock.passes.training.facts import Training
 from penstock.passes.weights.lifted import tensor_in
 from penstock.runtime.arena.kinds import open_arena
 from penstock.runtime.arena.reading import WeightArena
@@ -44,7 +43,6 @@ from penstock.runtime.stream.loaded import LoadedWeights, Resources
 from penstock.runtime.stream.native import NativeStreamer, engine_options
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.threads import READERS, ParkedTeam
-from penstock.runtime.training.module import TrainingModule, read_parameters
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Method, Part, Trace
 from penstock.schedule.payload.codec import Payload
@@ -141,8 +139,8 @@ def load_module(
                 methods = _compiled_methods(code, weights, where)
             else:
                 methods = _eager_methods(code, weights, where)
-            if program.training is not None:
-                return _training_module(program, methods, weights, program.training)
+            if module := program.kind.module(payload, methods, weights, program.path.name):
+                return module
     except BaseException:
         weights.close()
         raise
@@ -150,22 +148,6 @@ def load_module(
     if device is None and plan.hardware.name == THIS_CPU and not (options.debug or options.poison):
         sightings = Sightings(program.path, payload, plan, lambda: weights.counters)
     return StreamedModule(methods, weights, program.path.name, sightings)
-
-
-def _training_module(
-    program: Program, methods: dict[str, LoadedMethod], weights: LoadedWeights, training: Training
-) -> TrainingModule:
-    """Returns the module of a program that is trained, with its parameters and the buffers that it writes."""
-    payload = program.payload
-    written = {s for s, storage in enumerate(payload.storages) if storage.kind == "mutable"}
-    buffers = {w.fqn: weights.tensors[w.fqn] for w in payload.tensors if w.parts[0].storage in written}
-    parameters = read_parameters(program.path, training.parameters, training.sha256)
-    name = program.path.name
-    places = any(storage.kind == "produced" for storage in payload.storages)
-    rung = program.rung or training.rungs[0]
-    return TrainingModule(
-        methods, weights, name, training, rung, parameters=parameters, buffers=buffers, places=places
-    )
 
 
 def load_weights(
