@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike, fspath
@@ -188,7 +188,7 @@ class Program:
         fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware. `traces` replaces
         the modelled times, by those of `StreamedModule.measure` for example. `host_memory` limits what the
         host of that hardware holds of the weights: the rest comes from its disk. `activations` is the variant
-        of a program that is trained, as for `load`; a budget is of weights only, so "auto" keeps all. Without a
+        of a program that is trained, as for `load`; a budget is of weights only, so "auto" keeps all. Without
         `wrap`, copies go on across calls ("overlap"), or join at their ends ("barrier") where replays as
         graphs are faster.
 
@@ -296,8 +296,8 @@ class Program:
             return load_module(planned, plan, run)
         request = replace(asked, budget=0 if budget is None else self._nbytes(budget))
         programs = candidates(self, activations)
-        split = partial(_split, device_memory, reserve, context_length, device)
-        chosen = choose(programs if budget is None else programs[:1], partial(_choice, request, split))
+        plan_for = partial(_choice, request, device_memory, reserve, context_length)
+        chosen = choose(programs if budget is None else programs[:1], plan_for)
         return load_module(chosen.program, chosen.plan, run, split=chosen.split)
 
     def _nbytes(self, budget: int | str) -> int:
@@ -392,25 +392,21 @@ class Program:
         check_folder(self.path, self._stored, [RECORD, *self.kind.files])
 
 
-def _split(
-    device_memory: int | str | None,
+def _choice(
+    request: PlanRequest,
+    cap: int | str | None,
     reserve: Reserve,
     context_length: int | None,
-    device: str,
     program: Program,
-) -> MemorySplit | None:
-    """The division of a cap for a variant, None where there is no cap."""
-    if device_memory is None:
-        return None
-    return program.split_memory(device_memory, reserve=reserve, context_length=context_length, device=device)
-
-
-def _choice(request: PlanRequest, split: Callable[[Program], MemorySplit | None], program: Program) -> Choice:
-    """The plan of a variant for a request, whose budget is what a cap leaves if there is one."""
-    divided = split(program)
-    if divided is not None:
-        _log.info("%s", divided)
+) -> Choice:
+    """The plan of a variant for a request, whose budget is what a cap leaves for weights if there is one."""
+    split = None
+    if cap is not None:
+        split = program.split_memory(
+            cap, reserve=reserve, context_length=context_length, device=request.device
+        )
+        _log.info("%s", split)
         least = program.floor(request.device, request.arena)
-        request = replace(request, budget=min(divided.budget(least), program.largest_budget))
+        request = replace(request, budget=min(split.budget(least), program.largest_budget))
     plan = find_plan_to_load(program.path, program.payload, request, program.beside_bytes)
-    return Choice(program, plan, divided)
+    return Choice(program, plan, split)
