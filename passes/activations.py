@@ -12,11 +12,10 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from penstock.passes.annotate import bytes_of_rounds, readers_by_units
 from penstock.passes.calls.inputs import Dimension, dimension_of, user_placeholders
 from penstock.passes.graph.nodes import tensors_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
-from penstock.passes.sparse.contracts import CONTRACTS, LEAST, MOST_RESULT, readers_by_units
-from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,6 @@ class _Unit:
 
 
 _BYTE = _Unit()
-
-_NUMBERS = 4 * 8 + 3
-"""Bytes that a round makes of each number of an index: four numbers and three truth values at the most."""
 
 Moment = tuple[int, tuple[int, ...]]
 """Bytes of a set of values: a number, and how often each dynamic size is added."""
@@ -151,10 +147,10 @@ def _own_bytes(node: fx.Node, by_units: bool) -> Counter[_Unit]:
     """What a node takes beside its result.
 
     Attention fills a mask of booleans into one of its queries' dtype. What may read its weight by units may
-    do so in rounds (`sparse/rounds.py`), each of which has a result of its own, and numbers.
+    do so in rounds, each of which has a result of its own, and numbers.
     """
     if by_units and node.meta["val"].device.type == "cpu":
-        return _bytes_of_rounds(node)
+        return sum(map(_counted, bytes_of_rounds(node)), Counter())
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return Counter()
     mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
@@ -162,15 +158,6 @@ def _own_bytes(node: fx.Node, by_units: bool) -> Counter[_Unit]:
     (query,) = tensors_of(node.all_input_nodes[0].meta.get("val"))
     sizes = [tensor.numel() * query.element_size() for tensor in masks if tensor.dtype == torch.bool]
     return _counted(sizes[0]) if sizes else Counter()
-
-
-def _bytes_of_rounds(node: fx.Node) -> Counter[_Unit]:
-    result, contract = node.meta["val"].untyped_storage().nbytes(), CONTRACTS[str(node.target)]
-    weight, index = contract.operands(node.args)
-    if index is not None:
-        return _counted(result) + _counted((index.meta["val"].numel() + 1) * _NUMBERS)
-    tiled = weight.meta["val"].untyped_storage().nbytes() >= LEAST
-    return _counted(result) if tiled and not (isinstance(result, int) and result > MOST_RESULT) else Counter()
 
 
 def _counted(nbytes: Any) -> Counter[_Unit]:
@@ -182,7 +169,7 @@ def _in_bodies(graph_module: fx.GraphModule, node: fx.Node) -> Iterator[Counter[
     for name in [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]:
         body = getattr(graph_module, name)
         if isinstance(body, fx.GraphModule):
-            yield from [_recorded(body)] if node.target is SEGMENT_GRADIENTS else _alive(body)
+            yield from [_recorded(body)] if getattr(node.target, "is_recorded", False) else _alive(body)
 
 
 def _recorded(body: fx.GraphModule) -> Counter[_Unit]:

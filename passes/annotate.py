@@ -14,14 +14,20 @@ from penstock.passes.building.fake_export import computed_buffers, with_computed
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.calls.inputs import describe_method, refuse_shared_inputs
 from penstock.passes.calls.signature import check_signature
-from penstock.passes.graph.dialects import with_plain_fakes, without_tokens
 from penstock.passes.graph.nodes import exported_device, without_grad_regions
-from penstock.passes.graph.transforms import without_transforms
+from penstock.passes.graph.transforms import with_plain_fakes, without_tokens, without_transforms
 from penstock.passes.pipeline import Pipeline, declare
+from penstock.passes.sparse.calls import numbered_reads, with_operators
 from penstock.passes.sparse.chains import Trusts, by_expert
-from penstock.passes.sparse.contracts import sparse_reads, with_common_units
+from penstock.passes.sparse.contracts import (
+    bytes_of_rounds,
+    readers_by_units,
+    sparse_reads,
+    with_common_units,
+)
 from penstock.passes.trace import PRESET_CPU, observe
 from penstock.passes.training.facts import Training
+from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 from penstock.passes.weights.lifted import Catalog, Weights, refuse_lost_values, with_own_constants
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import Usage, find_usage
@@ -38,6 +44,17 @@ from penstock.schedule.facts.model import (
     read_together,
 )
 from penstock.schedule.payload.codec import Payload
+
+__all__ = [
+    "SEGMENT_GRADIENTS",
+    "Training",
+    "annotate",
+    "bytes_of_rounds",
+    "numbered_reads",
+    "readers_by_units",
+    "with_operators",
+]
+"""With what other passes take of the rooms of reads by units and of training, which they do not import."""
 
 _KINDS: tuple[Kind, ...] = ("streamable", "returned", "mutable", "produced")
 """The kinds of storages. If methods, or weights of one storage, differ in kind, the last one here counts."""

@@ -18,8 +18,6 @@ from torch._ops import OpOverload
 from penstock.passes.graph.nodes import CALLS, placeholders_of, size_hint, subgraphs_of, tensors_of
 from penstock.passes.graph.propagation import FLOPS, fake_inputs, propagate
 from penstock.passes.probes import STORE
-from penstock.passes.sparse.contracts import BY_EXPERT
-from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 from penstock.passes.weights.usage import Usage, is_view, outs_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
@@ -112,12 +110,12 @@ def work_of(node: fx.Node) -> Work:
     """Returns what one node of a propagated graph costs: views and placeholders cost nothing."""
     if node.op not in (*CALLS, "call_module"):
         return Work()
-    if node.target is BY_EXPERT:
+    if getattr(node.target, "is_once_each", False):
         return _work_of_experts(node)
     if bodies := subgraphs_of(node):
         work = sum_of(*(_work_of_body(body) for body in bodies))
         # A segment runs again, and then a product of the same size for the gradient of each product's input.
-        return sum_of(work, work) if node.target is SEGMENT_GRADIENTS else work
+        return sum_of(work, work) if getattr(node.target, "is_recorded", False) else work
     inputs = [tensors_of(operand.meta.get("val")) for operand in node.all_input_nodes]
     allocates = not isinstance(node.target, OpOverload) and not any(inputs)  # as `alloc` of ExecuTorch does
     if allocates or is_view(node):

@@ -44,10 +44,9 @@ from penstock.runtime.module import StreamedModule
 from penstock.runtime.planning import find_ladder
 from penstock.runtime.program import Program, read_program
 from penstock.runtime.program import open as open_program
-from penstock.runtime.sparse.trust import reads_units_only
+from penstock.runtime.registered import reads_units_only, write_parameters
 from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.atomic import write_artifact
-from penstock.runtime.training.module import write_parameters
 from penstock.schedule.bounded_file import hash_bounded
 from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.facts.model import (

@@ -11,18 +11,21 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.runtime.device.opening import device_kind
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
 from penstock.runtime.device.weights import LOADED_THROUGH
 from penstock.runtime.system.limits import Limit, address_limit, memory_limit, usable_bytes
 from penstock.runtime.system.memory import HUGE_PAGE, give_back_unused, supports_populate
 from penstock.runtime.system.threads import READERS
-from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 from penstock.schedule.host import host_bytes
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    from penstock.runtime.planning import PlanRequest
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +69,28 @@ class MemorySplit:
     reserved: int = 0
     others: int = 0
     trained: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        device_memory: int | str,
+        device: str,
+        *,
+        activations: int,
+        reserve: Reserve,
+        context_length: int | None,
+        trained: int,
+    ) -> MemorySplit:
+        """The division of a cap on a device, of which libraries and other processes take a part."""
+        accelerator = open_accelerator(device) if device_kind(device) == ACCELERATOR else None
+        return cls(
+            total=parse_size(device_memory, name="device_memory"),
+            activations=activations,
+            workspace=WORKSPACE if accelerator else 0,
+            reserved=reserved_bytes(reserve, context_length),
+            others=accelerator.held_by_others if accelerator else 0,
+            trained=trained,
+        )
 
     @property
     def weights(self) -> int:
@@ -293,3 +318,31 @@ def _stack() -> int:
     """The bytes of address space that a thread's stack reserves."""
     nbytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
     return _UNLIMITED_STACK if nbytes == resource.RLIM_INFINITY else nbytes
+
+
+def check_load(
+    asked: PlanRequest,
+    budget: int | str | None,
+    plan: Plan | None,
+    device_memory: int | str | None,
+    *,
+    activations: bool,
+    reserve: Reserve,
+) -> None:
+    """Raise BudgetError or PlanError unless one of the three is given, and the rest of a request fits it.
+
+    `activations` tells whether a way to keep them is asked for.
+    """
+    if sum(choice is not None for choice in (budget, plan, device_memory)) != 1:
+        raise BudgetError(
+            "load needs a budget, a plan or device_memory, and one of them only: load(budget='50%'), "
+            "load(plan=plan) or load(device_memory='12GB')"
+        )
+    if device_kind(asked.device) == "cpu" and asked.host_memory is not None:
+        raise BudgetError("a CPU has no host behind it: host_memory= is for accelerators and sim")
+    if plan is not None and (asked.keep or asked.arena or asked.host_memory is not None):
+        raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
+    if plan is not None and activations:
+        raise PlanError("activations= is decided by the plan: give it to plan()")
+    if reserve and device_memory is None:
+        raise BudgetError("reserve= is taken from device_memory=: give that, not a budget or a plan")

@@ -16,7 +16,6 @@ from penstock.passes.lowering.eager import EagerMethod
 from penstock.passes.probes import CompiledCalls
 from penstock.runtime.device.accelerator import out_of_memory
 from penstock.runtime.machine.calibrate import Sightings
-from penstock.runtime.sparse.units import Recorder
 from penstock.runtime.stream.engine import Stats
 from penstock.runtime.stream.loaded import Bodies, Gate, LoadedWeights, ProbeCalls, Stopwatch, probe_calls
 from penstock.schedule.facts.errors import StreamError
@@ -32,7 +31,7 @@ class LoadedMethod:
     """A method of a loaded program, with probes at the steps `probed`, where its plan acts.
 
     `probe_all` makes the program with probes at every step. It is None for compiled code, which always has
-    all probes; `order` then has the code's probe calls that enclose each step, `by_units` by number the reads
+    all probes; `order` then has the code's probe calls that enclose each step, `pooled` by number the reads
     that a pool serves, and `bodies` by name what is computed for each expert.
     """
 
@@ -41,7 +40,7 @@ class LoadedMethod:
     program: MethodProgram
     probe_all: Callable[[], MethodProgram] | None = None
     order: ProbeOrder | None = None
-    by_units: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
+    pooled: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
     bodies: Bodies = field(default_factory=dict)
 
 
@@ -96,7 +95,7 @@ class StreamedModule(Part):
         self._sightings = sightings
         self._gate = Gate("a streamed module", "load the program")
         self._calls = {
-            name: probe_calls(method.order, method.probed, weights.streamer, method.by_units, method.bodies)
+            name: probe_calls(method.order, method.probed, weights.streamer, method.pooled, method.bodies)
             for name, method in methods.items()
             if method.order
         }
@@ -188,26 +187,26 @@ class StreamedModule(Part):
             )
             calls = None
             if loaded.order is not None:
-                calls = ProbeCalls(loaded.order, range(steps), stopwatch, loaded.by_units, loaded.bodies)
+                calls = ProbeCalls(loaded.order, range(steps), stopwatch, loaded.pooled, loaded.bodies)
             run = _running(timed, leaves, calls)
             with without_grad():
                 self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
             self._passes += 1
             return stopwatch.trace(loaded.trace)
 
-    def record_routes(self) -> Recorder:
+    def record_routes(self) -> Any:
         """Returns a recorder of the units that calls ask for: rows of tables, experts of mixtures.
 
         Calls within `with module.record_routes() as recorder:` are recorded, and `recorder.save(path)` writes
         the file that `penstock replay` takes. Raises StreamError if the plan reads all weights whole.
         """
-        if self._weights.units is None:
+        if self._weights.pooled is None:
             raise StreamError(
                 "there are no routes to record, as this plan reads every weight whole: load an "
                 "artifact whose model looks up rows or experts of weights of 1 MiB or more, on a CPU, "
                 "within a budget smaller than all weights"
             )
-        return Recorder(self._weights.units)
+        return self._weights.pooled.open_recorder()
 
     def arguments(self, leaves: Sequence[Any], method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of a method from its leaves in pytree order."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
+from typing import Any
 
+from penstock.native.library import library
+from penstock.runtime.device.opening import check_compiled_for, device_kind
 from penstock.runtime.system.threads import READERS
 from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.payload.codec import Payload
 
 ENGINES = ("auto", "native", "python")
 """What executes a plan on a CPU: the library in C++ if it was built, that library, Python's streamer."""
@@ -55,3 +60,30 @@ class LoadOptions:
             raise StreamError(
                 f"there is no engine {self.engine!r}: choose {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
             )
+
+
+@dataclass(frozen=True)
+class LoadRequest(LoadOptions):
+    """The options of a load, the device of its weights, and the folder of its spill file."""
+
+    device: str = "cpu"
+    spill: str | PathLike[str] | None = None
+
+    @classmethod
+    def of(cls, options: LoadOptions | None, **where: Any) -> LoadRequest:
+        """Return a request with these options, or the default ones; `where` has `device` and `spill`."""
+        return cls(**(vars(options or LoadOptions()) | where))
+
+    @property
+    def native(self) -> bool:
+        """Tells whether the library in C++ executes the plan: if it was built and reads are not checked."""
+        chosen = self.engine == "auto" and not self.check_reads and library() is not None
+        return chosen or self.engine == "native"
+
+    def check(self, payload: Payload) -> None:
+        """Raise StreamError for an engine that is not for the device, and for code of another device."""
+        if device_kind(self.device) != "cpu" and self.engine == "native":
+            raise StreamError(
+                f"the native engine streams on a CPU, not on {self.device}: leave engine='auto'"
+            )
+        check_compiled_for(payload, self.device)

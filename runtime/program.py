@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike, fspath
@@ -13,33 +13,24 @@ from typing import TYPE_CHECKING
 from penstock.passes.activations import Activations
 from penstock.passes.calls.tracers import outside_dynamo
 from penstock.passes.lowering import eager
-from penstock.passes.lowering.archive import check_fits, check_ranks, open_programs, read_code, read_training
-from penstock.passes.training.facts import BACKWARD, COPIES, Rung, Training
+from penstock.passes.lowering.archive import check_fits, check_ranks, open_programs, read_code
 from penstock.runtime.arena.kinds import cpu_arenas
 from penstock.runtime.cache import RECORD
-from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
+from penstock.runtime.capabilities import AUTO, Choice, Kind, candidates, choose, planned_for
 from penstock.runtime.files.artifact_files import (
     Progress,
     check_folder,
-    count_bytes,
-    hash_storage,
     read_artifact,
     replace_payload,
+    verify_weights,
 )
-from penstock.runtime.files.safetensors_file import read_header, reading
+from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.files.source import Source
-from penstock.runtime.loading import LoadRequest, load_module
+from penstock.runtime.loading import load_module
 from penstock.runtime.machine.calibrate import THIS_CPU
-from penstock.runtime.memory_split import (
-    WORKSPACE,
-    HostUse,
-    MemorySplit,
-    Reserve,
-    parse_host_memory,
-    reserved_bytes,
-)
+from penstock.runtime.memory_split import HostUse, MemorySplit, Reserve, check_load, parse_host_memory
 from penstock.runtime.module import StreamedModule
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadOptions, LoadRequest
 from penstock.runtime.planning import (
     PlanRequest,
     checked_patterns,
@@ -49,23 +40,12 @@ from penstock.runtime.planning import (
     find_plan_to_load,
     least_budget,
 )
-from penstock.runtime.sparse.units import read_routes
-from penstock.runtime.training.module import (
-    AUTO,
-    PARAMETERS,
-    Choice,
-    candidates,
-    choose,
-    payload_of,
-    planned_for,
-    read_parameters,
-)
-from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
+from penstock.runtime.registered import Routes, kind_of, read_routes
+from penstock.schedule.facts.errors import PayloadError, SourceError
 from penstock.schedule.facts.model import Hardware, Trace, Wrap
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, verify_payload
 from penstock.schedule.plan import Plan
-from penstock.schedule.sparse.routes import Routes
 from penstock.schedule.verify.proof import verify_plan
 
 if TYPE_CHECKING:
@@ -113,48 +93,43 @@ class Program:
         self,
         path: Path,
         payload: Payload,
-        activations: str | None = None,
+        variant: str | None = None,
         *,
         trust: bool = False,
         digest: str = "",
     ) -> None:
-        """`activations` names the rung of a program that is trained; it is the first one by default.
+        """`variant` names one of the ways to keep values that the artifact has, by default the first.
 
         With `trust` the artifact may run code. `digest` is that of its content, which is empty for facts that
         are not as they are on the disk.
         """
         self.path, self.trust, self.digest = path, trust, digest
-        self._stored, self._activations = payload, activations
+        self._stored, self._variant = payload, variant
 
     def __repr__(self) -> str:
         return f"Program({str(self.path)!r}, {self.payload!r})"
 
     @cached_property
+    def kind(self) -> Kind:
+        """What the program is for."""
+        return kind_of(self.path, self._stored, self._variant)
+
+    @cached_property
     def payload(self) -> Payload:
-        """The facts of the program. Of a program that is trained, those of the methods of one rung."""
-        if self.training is None or self.rung is None:
-            return self._stored
-        return payload_of(self._stored, self.training, self.rung)
+        """The facts of the program; of a program that is trained, those of one variant."""
+        return self.kind.payload(self._stored)
 
     @cached_property
-    def rung(self) -> Rung | None:
-        """The forward and the backward that this program runs, where it is one that is trained."""
-        if self.training is None:
-            return None
-        return self.training.rung(self._activations or self.training.rungs[0].name)
-
-    @cached_property
-    def rungs(self) -> Mapping[str, Program]:
+    def variants(self) -> Mapping[str, Program]:
         """By name, the ways to keep what a backward needs, each a program; none if it is not trained.
 
-        The program of a rung has this rung only.
+        The program of a variant has this variant only.
         """
-        if self._activations is not None:
-            return {self._activations: self}
-        named = [rung.name for rung in self.training.rungs] if self.training else []
+        if self._variant is not None:
+            return {self._variant: self}
         return {
             name: Program(self.path, self._stored, name, trust=self.trust, digest=self.digest)
-            for name in named
+            for name in self.kind.variants
         }
 
     @property
@@ -212,15 +187,15 @@ class Program:
         `keep` holds patterns of FQNs that stay on the device. `arena` asks for a kind of arena instead of the
         fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware. `traces` replaces
         the modelled times, by those of `StreamedModule.measure` for example. `host_memory` limits what the
-        host of that hardware holds of the weights: the rest comes from its disk. `activations` is the rung of
-        a program that is trained, as in `LoadOptions`; a budget is of weights only, so "auto" keeps all.
+        host of that hardware holds of the weights: the rest comes from its disk. `activations` is the variant
+        of a program that is trained, as in `LoadOptions`; a budget is of weights only, so "auto" keeps all.
         Without a `wrap`, copies go on across calls ("overlap"), or join at their ends ("barrier") where
         replays as graphs are faster.
 
         With measured hardware and modelled times, an equal plan that was made before on this machine is used
         again, and `load` runs the plan that this returns. A plan for this machine that a load would find no
         room for is logged as a warning (`lacking_room`): it may be for another process. `routes`, recorded by
-        `record_routes` or the file of them, say which units calls ask for, in place of each as often as
+        `record_routes` or the file of them, say which rows calls ask for, in place of each as often as
         another. Raises BudgetError below the floor, PlanError for a pattern that matches nothing,
         PayloadError for routes of another program.
         """
@@ -233,7 +208,7 @@ class Program:
             traces=checked_traces(traces),
             wrap=wrap,
             host_memory=parse_host_memory(host_memory, self.largest_budget),
-            routes=_routes(routes),
+            routes=read_routes(Path(routes)) if isinstance(routes, str | PathLike) else routes,
         )
         program = candidates(self, activations)[0]
         plan = find_plan(self.path, program.payload, request)
@@ -302,32 +277,16 @@ class Program:
             host_memory=parse_host_memory(host_memory, self.largest_budget),
             spill=None if spill is None else fspath(spill),
         )
-        _check_modes(budget, plan, device_memory, asked)
-        _check_rest(plan, device_memory, run.activations, reserve)
+        check_load(asked, budget, plan, device_memory, activations=run.activations != AUTO, reserve=reserve)
         if plan is not None:
             planned = planned_for(self, plan)
             verify_plan(planned.payload.storages, planned.payload.traces, plan)
             return load_module(planned, plan, run)
-        split = partial(self._split, device_memory, reserve, context_length, device)
         request = replace(asked, budget=0 if budget is None else self._nbytes(budget))
         programs = candidates(self, run.activations)
-        chosen = choose(programs if budget is None else programs[:1], partial(_choice, request, split))
+        plan_for = partial(_choice, request, device_memory, reserve, context_length)
+        chosen = choose(programs if budget is None else programs[:1], plan_for)
         return load_module(chosen.program, chosen.plan, run, split=chosen.split)
-
-    @staticmethod
-    def _split(
-        device_memory: int | str | None,
-        reserve: Reserve,
-        context_length: int | None,
-        device: str,
-        program: Program,
-    ) -> MemorySplit | None:
-        """The division of a cap for the program of a rung, None where there is no cap."""
-        if device_memory is None:
-            return None
-        return program.split_memory(
-            device_memory, reserve=reserve, context_length=context_length, device=device
-        )
 
     def _nbytes(self, budget: int | str) -> int:
         if budget == 0 and not isinstance(budget, bool) and not self.largest_budget:
@@ -355,21 +314,10 @@ class Program:
             codes = {m.name: read_code(archive, m.name, trust=self.trust) for m in self.payload.methods}
             return {name: code.activations() for name, code in codes.items()}
 
-    @cached_property
-    def training(self) -> Training | None:
-        """What joins the methods of a program that is trained; None for any other program."""
-        if all(method.name != BACKWARD for method in self._stored.methods):
-            return None
-        with open_programs(self.path, self._stored) as archive:
-            return read_training(archive)
-
-    @cached_property
+    @property
     def trained_bytes(self) -> int:
         """Bytes of the parameters that are trained, with their gradients, and two moments of AdamW."""
-        if self.training is None or not self.training.parameters:
-            return 0
-        entries = read_header(self.path / PARAMETERS).entries.values()
-        return COPIES * sum(tensor.stop - tensor.start for tensor in entries)
+        return self.kind.resident_bytes
 
     @cached_property
     def lowered(self) -> eager.LoweredProgram:
@@ -391,13 +339,12 @@ class Program:
         and then `reserve`, which is bytes, or a function of `context_length` (for a KV cache outside the
         program). The rest is left for weights.
         """
-        accelerator = open_accelerator(device) if device_kind(device) == ACCELERATOR else None
-        return MemorySplit(
-            total=parse_size(device_memory, name="device_memory"),
+        return MemorySplit.of(
+            device_memory,
+            device,
             activations=self.activation_bytes,
-            workspace=WORKSPACE if accelerator else 0,
-            reserved=reserved_bytes(reserve, context_length),
-            others=accelerator.held_by_others if accelerator else 0,
+            reserve=reserve,
+            context_length=context_length,
             trained=self.trained_bytes,
         )
 
@@ -421,23 +368,7 @@ class Program:
         if strict:
             with reading(self.path):
                 self._check_folder()
-        names = self.payload.storage_names()
-        in_files = [(s, storage) for s, storage in enumerate(self.payload.storages) if storage.extents]
-        for index, storage in in_files:
-            if storage.sha256 is None:
-                raise SourceError(
-                    f"weight {names[index]} cannot be verified: the payload lacks its sha256; compile again"
-                )
-        total = sum(e.nbytes for _, storage in in_files for e in storage.extents)
-        report = count_bytes(progress, "verifying weights", total)
-        for index, storage in in_files:
-            digest_now = hash_storage(storage, self.payload.files, self.path, progress=report)
-            if digest_now != storage.sha256:
-                raise SourceError(
-                    f"weight {names[index]} has changed since it was compiled: its sha256 was "
-                    f"{storage.sha256} and is {digest_now}; restore the file, or compile again"
-                )
-        return total
+        return verify_weights(self.payload, self.path, progress)
 
     def _check_folder(self) -> None:
         """Raise an error unless the folder holds what the payload says, and its code fits the payload."""
@@ -445,50 +376,25 @@ class Program:
             for method in self._stored.methods:
                 code = read_code(archive, method.name, trust=self.trust)
                 check_fits(self._stored, method, code, trust=self.trust)
-        beside = [RECORD]
-        if self.training is not None and self.training.sha256:
-            read_parameters(self.path, self.training.parameters, self.training.sha256)
-            beside.append(PARAMETERS)
-        check_folder(self.path, self._stored, beside)
+        self.kind.check()
+        check_folder(self.path, self._stored, [RECORD, *self.kind.files])
 
 
-def _choice(request: PlanRequest, split: Callable[[Program], MemorySplit | None], program: Program) -> Choice:
-    """The plan of the program of a rung for a request, whose budget is what a cap leaves if there is one."""
-    divided = split(program)
-    if divided is not None:
-        _log.info("%s", divided)
-        least = program.floor(request.device, request.arena)
-        request = replace(request, budget=min(divided.budget(least), program.largest_budget))
-    plan = find_plan_to_load(program.path, program.payload, request, program.beside_bytes)
-    return Choice(program, plan, divided)
-
-
-def _check_modes(
-    budget: int | str | None, plan: Plan | None, device_memory: int | str | None, asked: PlanRequest
-) -> None:
-    """Raise BudgetError or PlanError unless one of the three is given, and the rest of a request fits it."""
-    if sum(choice is not None for choice in (budget, plan, device_memory)) != 1:
-        raise BudgetError(
-            "load needs a budget, a plan or device_memory, and one of them only: load(budget='50%'), "
-            "load(plan=plan) or load(device_memory='12GB')"
+def _choice(
+    request: PlanRequest,
+    cap: int | str | None,
+    reserve: Reserve,
+    context_length: int | None,
+    program: Program,
+) -> Choice:
+    """The plan of a variant for a request, whose budget is what a cap leaves for weights if there is one."""
+    split = None
+    if cap is not None:
+        split = program.split_memory(
+            cap, reserve=reserve, context_length=context_length, device=request.device
         )
-    if device_kind(asked.device) == "cpu" and asked.host_memory is not None:
-        raise BudgetError("a CPU has no host behind it: host_memory= is for accelerators and sim")
-    if plan is not None and (asked.keep or asked.arena or asked.host_memory is not None):
-        raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
-
-
-def _check_rest(
-    plan: Plan | None, device_memory: int | str | None, activations: str, reserve: Reserve
-) -> None:
-    """Raise BudgetError or PlanError unless what is said of activations and of a reserve fits the mode."""
-    if plan is not None and activations != AUTO:
-        raise PlanError("activations= is decided by the plan: give it to plan()")
-    if reserve and device_memory is None:
-        raise BudgetError("reserve= is taken from device_memory=: give that, not a budget or a plan")
-
-
-def _routes(routes: str | PathLike[str] | Routes | None) -> Routes | None:
-    if routes is None or isinstance(routes, Routes):
-        return routes
-    return read_routes(Path(routes))
+        _log.info("%s", split)
+        least = program.floor(request.device, request.arena)
+        request = replace(request, budget=min(split.budget(least), program.largest_budget))
+    plan = find_plan_to_load(program.path, program.payload, request, program.beside_bytes)
+    return Choice(program, plan, split)

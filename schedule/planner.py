@@ -271,6 +271,14 @@ def _rungs_below(pieces: Pieces, cap: int) -> list[int]:
     return sorted((rung for rung in rungs if rung < cap), reverse=True)
 
 
+def lower_budgets(traces: Sequence[Trace], highest: int, budget: int) -> list[int]:
+    """The budgets below `budget` of a ladder up to `highest`, the largest first; none for a large problem."""
+    if sum(len(step.reads) for trace in traces for step in trace.steps) > SMALL:
+        return []
+    ladder = (highest * number // RUNGS for number in range(RUNGS, 0, -1))
+    return [nbytes for nbytes in ladder if nbytes < budget]
+
+
 def _least_ns(problem: Problem, cap: int) -> int:
     """A lower bound of the period: bytes that do not fit into `cap` are copied in every pass."""
     total = 0

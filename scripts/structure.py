@@ -31,6 +31,22 @@ ALLOWED = {
 WITHOUT_TORCH = "schedule"
 """The room that never imports torch."""
 
+CORE, CAPABILITIES = ("passes", "runtime", "schedule"), {"sparse", "training"}
+DOORS = {"passes.annotate", "runtime.registered"}
+"""The modules of the core that may import a room of a capability; others may not, not even for types."""
+
+LIBRARIES = {
+    "diffusers": ("integrations", "models"),
+    "executorch": ("backends.executorch",),
+    "onnx": ("backends.onnx",),
+    "onnx_ir": ("backends.onnx",),
+    "onnxruntime": ("backends.onnx",),
+    "peft": ("integrations",),
+    "torchao": ("integrations",),
+    "transformers": ("cli.generate", "demo", "integrations", "models"),
+}
+"""Optional libraries, and the rooms that may import them, also for types."""
+
 
 def modules_below(package: Path) -> dict[str, Path]:
     """Every module of the package by its full name, links followed."""
@@ -50,10 +66,11 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Names of modules, or of what is imported from them, that a file imports when it is not type-checked."""
+def imports_of(tree: ast.AST, *, typed: bool = False) -> Iterator[tuple[str, int]]:
+    """Names of modules, or of what is imported from them, that a file imports; for types too if `typed`."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+        guards = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+        if not typed and isinstance(node, ast.If) and ast.unparse(node.test) in guards:
             yield from imports_of(ast.Module(node.orelse, []))
             continue
         if isinstance(node, ast.Import):
@@ -61,7 +78,7 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
-        yield from imports_of(node)
+        yield from imports_of(node, typed=typed)
 
 
 def import_graph(modules: dict[str, Path]) -> networkx.DiGraph:
@@ -112,6 +129,20 @@ def forbidden(modules: dict[str, Path]) -> Iterator[str]:
                 yield f"{path}:{line}: {WITHOUT_TORCH} may not import torch"
 
 
+def shut_rooms(modules: dict[str, Path]) -> Iterator[str]:
+    """Imports of a capability's room elsewhere than at the core's doors, and of libraries in other rooms."""
+    for name, path in modules.items():
+        room = name.removeprefix(f"{PACKAGE}.")
+        core = room.startswith(CORE) and room not in DOORS and not CAPABILITIES.intersection(room.split("."))
+        for imported, line in imports_of(ast.parse(path.read_text(encoding="utf-8")), typed=True):
+            package, *parts = imported.split(".")
+            if core and package == PACKAGE and CAPABILITIES.intersection(parts):
+                yield f"{path}:{line}: only {' and '.join(sorted(DOORS))} may import {'.'.join(parts)}"
+            rooms = LIBRARIES.get(package)
+            if rooms and not any(_within(room, allowed) for allowed in rooms):
+                yield f"{path}:{line}: only {', '.join(rooms)} may import {package}"
+
+
 def crowds(modules: dict[str, Path]) -> Iterator[str]:
     """Folders with too many files side by side, and folders that do not say what they are for."""
     folders: dict[Path, int] = {}
@@ -128,7 +159,8 @@ def crowds(modules: dict[str, Path]) -> Iterator[str]:
 def main(package: Path) -> int:
     modules = modules_below(package)
     graph = import_graph(modules)
-    findings = [*circles(graph), *wrong_directions(graph, modules), *forbidden(modules), *crowds(modules)]
+    findings = [*circles(graph), *wrong_directions(graph, modules), *forbidden(modules)]
+    findings += [*shut_rooms(modules), *crowds(modules)]
     for finding in findings:
         print(finding)
     print(f"structure: {len(modules)} modules, {len(findings)} findings")

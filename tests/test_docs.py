@@ -41,7 +41,7 @@ PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROO
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 FOLDERS = "passes|schedule|runtime|src|tests|benchmarks|scripts|examples|docs"
 MEMBERS = (FunctionType, staticmethod, property, cached_property)
-INTERNAL = {"lowered", "rung", "training", "train", "requires_grad_", "load_state_dict"}
+INTERNAL = {"lowered", "kind", "train", "requires_grad_", "load_state_dict"}
 """What these classes have for penstock itself, and what a streamed module refuses."""
 
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -11,7 +11,8 @@ import torch
 from benchmarks.gpu.target import Report, Target, make_stack, require
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.protocol import Move
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 
 WIDTH, DEPTH, TOKENS = 4096, 16, 512
 """A stack of half a gibibyte."""

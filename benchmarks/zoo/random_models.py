@@ -39,7 +39,7 @@ from benchmarks.zoo.named import OWN, TRANSFORMERS, looping_mixture, mixtures, o
 from benchmarks.zoo.parts import part_inputs, parts, tiny_part
 from benchmarks.zoo.visit import call, first_line, is_listed, quiet, same_bits
 from penstock.integrations import apply
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, PenstockError
 
 BEGIN = "<!-- benchmarks.zoo.random_models writes from here -->"

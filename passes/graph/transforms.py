@@ -1,27 +1,34 @@
-"""Writes what `vmap` and `jvp` compute into the graph, in place of the calls by which torch transforms
-functions.
+"""Makes the graph plain: what `vmap` and `jvp` compute, without tokens, and without fakes that compute.
 
 torch.export records such a transform as calls that push a level, wrap tensors for it, and pop it again. What
 lies between runs on wrapped tensors, which have no memory that could be followed, and none of which a weight
 could be acquired for. Run once on fake tensors, each such region becomes the operators that it calls on plain
 ones, which are those of eager PyTorch.
+
+`run_decompositions` hands a token from each operator with an effect to the next, though a graph runs its
+nodes in order anyway. `draft_export` gives fake tensors real values, which they compute with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch import predispatch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
+from torch.export._remove_effect_tokens_pass import _remove_effect_tokens
+from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from penstock.passes.building.refusals import sentence
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, with_graph
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, tensors_of, with_graph
 from penstock.passes.graph.propagation import fake_mode_of
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.pipeline import declare
@@ -164,3 +171,42 @@ def _traced(
 def _seen(value: Any) -> Any:
     """A value without a past: kernels are chosen by whether tensors require grad, which this one keeps."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+@declare(ensures=("no tokens",))
+def without_tokens(exported: ExportedProgram) -> ExportedProgram:
+    """Return a copy of the program without tokens, or the program if it has none."""
+    if all(spec.kind is not OutputKind.TOKEN for spec in exported.graph_signature.output_specs):
+        return exported
+    result = copy.copy(exported)
+    result._graph_module = copy_graph_module(exported.graph_module)
+    result._graph_signature = copy.deepcopy(exported.graph_signature)
+    return _remove_effect_tokens(result)
+
+
+@declare(ensures=("plain fakes",))
+def with_plain_fakes(exported: ExportedProgram) -> ExportedProgram:
+    """Return a copy of the program whose fake tensors have no values, or the program if none has."""
+    recorded = tensors_of([node.meta.get("val") for node in placeholders_of(exported.graph)])
+    mode = next((tensor.fake_mode for tensor in recorded if isinstance(tensor, FakeTensor)), None)
+    if mode is None or not mode.propagate_real_tensors:
+        return exported
+    plain = _plain_in(FakeTensorMode(shape_env=mode.shape_env))
+    result = copy.copy(exported)
+    result._graph_module = copy_graph_module(exported.graph_module)
+    for module in result._graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if "val" in node.meta:
+                node.meta = {**node.meta, "val": pytree.tree_map(plain, node.meta["val"])}
+    return result
+
+
+def _plain_in(mode: FakeTensorMode) -> Callable[[Any], Any]:
+    def plain(value: Any) -> Any:
+        if not isinstance(value, FakeTensor):
+            return value
+        with mode:
+            memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return memory.requires_grad_(value.requires_grad)
+
+    return plain

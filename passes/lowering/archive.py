@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from penstock.passes.activations import Activations
-from penstock.passes.annotate import Annotated
+from penstock.passes.annotate import Annotated, Training, readers_by_units
 from penstock.passes.building.refusals import sentence
 from penstock.passes.calls.inputs import ConstantLeaf, Dimension, Leaf, TensorLeaf
 from penstock.passes.calls.ranks import Ranks, is_collective
@@ -28,8 +28,6 @@ from penstock.passes.graph.nodes import indexed, move_graph, nested_modules, sub
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.lowering.method_code import MethodCode, decode_method, encode_method, method_code
 from penstock.passes.probes import STORE
-from penstock.passes.sparse.contracts import readers_by_units
-from penstock.passes.training.facts import Training
 from penstock.passes.weights.lifted import tensor_in, with_values
 from penstock.passes.weights.usage import Flow, follow
 from penstock.schedule.bounded_file import open_bounded, open_zip, read_member

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import traceback
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from penstock.passes.lowering.archive import (
 from penstock.passes.lowering.method_code import MethodCode, MethodGraph, method_code
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.probes import STORE, Site, add_sites
-from penstock.passes.sparse.calls import Units, call_by_units
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import Method, Trace, Weight
 from penstock.schedule.payload.codec import Payload
@@ -124,11 +123,11 @@ def instantiate(
     probed: Iterable[int],
     *,
     device: torch.device | str = "cpu",
-    units: Units | None = None,
+    rewrite: Callable[[MethodGraph], MethodGraph] | None = None,
 ) -> EagerMethod:
     """Binds weights to one method, and puts probes around the steps `probed` of its trace.
 
-    Steps whose weights are in the pool of `units` have the units brought that they ask for.
+    `rewrite` is a last pass over the graph, which may run other calls at its steps.
 
     `tensors` maps every FQN to a plain tensor of the payload's dtype, shape and stride, on `device` (weights
     that were exported for another device than the program's stay on that device). Raises PassError if program
@@ -139,7 +138,7 @@ def instantiate(
         (
             partial(on_device, source=code.signature.device, target=target),
             partial(with_probes, lowered=lowered, method=method, probed=probed),
-            partial(by_units, trace=lowered.payload.trace_for(method.graph), units=units),
+            *([rewrite] if rewrite else []),
         )
     )
     graph = lower(code.graph())
@@ -184,17 +183,6 @@ def with_probes(
         weights = tuple(name for read in step.reads for name in placeholders[read])
         sites.append(Site(step.name, k, weights))
     add_sites(graph.graph, method.graph, sites)
-    return graph
-
-
-@declare(requires=("probes",), ensures=("units",))
-def by_units(graph: MethodGraph, trace: Trace, units: Units | None) -> MethodGraph:
-    """Returns the graph, which the caller gives away, with calls by units where the pool of `units` serves.
-
-    Raises PassError if program and payload do not belong together.
-    """
-    if units is not None:
-        call_by_units(graph.graph, graph.bodies, trace, units)
     return graph
 
 

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
-from penstock.passes.annotate import Annotated
+from penstock.passes.annotate import Annotated, numbered_reads, with_operators
 from penstock.passes.building.refusals import sentence
 from penstock.passes.calls.inputs import user_placeholders
 from penstock.passes.graph.nodes import indexed, nested_modules, placeholders_of, size_hint, tensors_of
@@ -39,7 +39,6 @@ from penstock.passes.lowering.post_grad import (
     options_for,
 )
 from penstock.passes.pipeline import Pipeline, declare
-from penstock.passes.sparse.calls import numbered_reads, with_operators
 from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.passes.weights.lifted import Weights, has_values, tensor_in, with_values
 from penstock.schedule.facts.errors import PassError, PenstockError

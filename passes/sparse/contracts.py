@@ -34,6 +34,9 @@ class ByExpert(HigherOrderOperator):
     Devices other than a CPU, whose products have not been tried on single experts, run the body once, on all.
     """
 
+    is_once_each = True
+    """The body runs for each row that a call asks for, but for one product of all rows."""
+
     def __init__(self) -> None:
         super().__init__("penstock_by_expert")  # type: ignore[no-untyped-call]
 
@@ -321,6 +324,20 @@ def readers_by_units(graph: fx.Graph) -> dict[str, int]:
     nodes += [(node, node.args[1]) for node in linears(graph)]
     memory_of = {node: storages_of(weight.meta["val"])[0] for node, weight in nodes}
     return {node.name: memory for node, memory in memory_of.items() if not _reads_twice(node, memory)}
+
+
+_NUMBERS = 4 * 8 + 3
+"""Bytes that a round makes of each number of an index: four numbers and three truth values at the most."""
+
+
+def bytes_of_rounds(node: fx.Node) -> list[Any]:
+    """What a node that reads by units takes in rounds beside its result: results of rounds, and numbers."""
+    result, contract = node.meta["val"].untyped_storage().nbytes(), CONTRACTS[str(node.target)]
+    weight, index = contract.operands(node.args)
+    if index is not None:
+        return [result, (index.meta["val"].numel() + 1) * _NUMBERS]
+    tiled = weight.meta["val"].untyped_storage().nbytes() >= LEAST
+    return [result] if tiled and not (isinstance(result, int) and result > MOST_RESULT) else []
 
 
 def _by_tiles(

@@ -29,6 +29,9 @@ class SegmentGradients(HigherOrderOperator):
     and the inputs of the body. A gradient is None where autograd has none.
     """
 
+    is_recorded = True
+    """The body runs again, and autograd holds all that it computes."""
+
     def __init__(self) -> None:
         super().__init__("penstock_segment_gradients")  # type: ignore[no-untyped-call]
 

@@ -1,19 +1,27 @@
-"""The arenas that a device, this system and the weight files allow, and the one that is opened."""
+"""The arenas that a device, this system and the weight files allow; the one that is chosen, and opened."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from penstock.runtime.arena.mapping import AdaptiveArena, MappedArena
 from penstock.runtime.arena.reading import AnonymousArena, ContiguousArena, PooledArena, WeightArena
-from penstock.runtime.device.opening import device_kind
+from penstock.runtime.capabilities import Need
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
 from penstock.runtime.files.source import Source
+from penstock.runtime.machine.calibrate import measure_accelerator, measure_cpu
+from penstock.runtime.machine.rates import Arrival, WeightFiles
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE, round_up, supports_move, supports_populate
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Arena, Range, Storage
+from penstock.schedule.facts.hardware import find_hardware
+from penstock.schedule.facts.model import Arena, Hardware, Range, Storage
+from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
+from penstock.schedule.planner import check_floor
 from penstock.schedule.space.layout import mapped_arena, packed_arena
 
 
@@ -131,3 +139,74 @@ def allowed_arenas(payload: Payload, device: str, arena: str | None) -> dict[str
             )
         raise PlanError(f"these weights cannot be in an arena {arena!r}: choose from {choices}")
     return {arena: arenas[arena]}
+
+
+def choose_arena(
+    folder: Path, need: Need, budget: int, *, device: str, asked: str | None, machine: Hardware | str
+) -> tuple[Arena, Hardware]:
+    """The arena to plan for, and the machine, which is measured if none is given.
+
+    `asked` is the arena that a caller asks for. Raises BudgetError, with the lowest floor, where the budget
+    reaches that of no arena: before the machine is measured.
+    """
+    payload = need.payload
+    arenas, kind = allowed_arenas(payload, device, asked), device_kind(device)
+    hardware = hardware_of(device) if machine == "auto" else find_hardware(machine)
+    if hardware and hardware.disk_bytes_per_s is not None and not asked:
+        # The arena of a device behind a host is one buffer, into which no file can be mapped.
+        arenas = {"contiguous": arenas["contiguous"]}
+    name = _preferred(need, arenas, budget)
+    if hardware:
+        return arenas[name], hardware
+    files = WeightFiles(payload.files, folder) if payload.files else None
+    if kind == ACCELERATOR:
+        return arenas[name], measure_accelerator(device, payload.weights, files)
+    if files is None:
+        return arenas[name], measure_cpu(payload.weights, None, "there is no weight file to read")
+    if kind == "sim":  # the link from its host is taken to be as fast as its disk
+        measured = measure_cpu(payload.weights, Arrival(files.disk(), None))
+        return arenas[name], replace(measured, disk_bytes_per_s=measured.link_bytes_per_s)
+    fits = partial(_fits_blocks, payload.storages, arenas[name])
+    arrival = files.arrival(mapped=name == "mapped", fits=fits)
+    if name == "mapped":
+        return arenas[name], measure_cpu(payload.weights, arrival)
+    why = arrival.why or ("asked for" if asked else _why_not_mapped(need, budget, arenas.get("mapped")))
+    return arenas[name], measure_cpu(payload.weights, arrival, why)
+
+
+def _preferred(need: Need, arenas: Mapping[str, Arena], budget: int) -> str:
+    """The first arena whose floor the budget reaches."""
+    if len(arenas) == 1:
+        return next(iter(arenas))
+    floors: dict[str, int] = {}
+    for name, arena in arenas.items():
+        floors[name] = need.floor(arena).upper_bytes
+        if floors[name] <= budget:
+            return name
+    lowest = min(floors, key=floors.__getitem__)
+    check_floor(need.demand(arenas[lowest]), budget, need.payload.storage_names())
+    return lowest
+
+
+def _fits_blocks(storages: Sequence[Storage], arena: Arena, block: int) -> bool:
+    """Tells whether most bytes have the same offset within a block in the arena as in their files.
+
+    Direct reads into the arena need this. `block` is the size of a block in bytes.
+    """
+    fits = {True: 0, False: 0}
+    for storage, place in zip(storages, arena.layout, strict=True):
+        for extent in storage.extents if place >= 0 else ():
+            fits[(place + extent.storage_offset - extent.file_offset) % block == 0] += extent.nbytes
+    return fits[True] >= fits[False]
+
+
+def _why_not_mapped(need: Need, budget: int, mapped: Arena | None) -> str:
+    if mapped is not None:
+        least = format_size(need.floor(mapped).upper_bytes)
+        return f"a mapped arena needs {least} and the budget is {format_budget(budget)}"
+    if not supports_populate():
+        return "this system cannot populate file mappings"
+    return (
+        "a weight lies in several pieces of its files, or at another alignment than it is computed on, so "
+        "what streams is copied, also from the page cache"
+    )

@@ -39,7 +39,8 @@ from penstock.runtime.device.accelerator import find_accelerator, out_of_memory
 from penstock.runtime.device.opening import ACCELERATOR, device_kind
 from penstock.runtime.files.artifact_files import stamp_file
 from penstock.runtime.files.safetensors_file import index_files, own_place
-from penstock.runtime.loading import LoadRequest, load_on_accelerator, load_weights
+from penstock.runtime.loading import load_on_accelerator, load_weights
+from penstock.runtime.options import LoadRequest
 from penstock.runtime.planning import PlanRequest, decide
 from penstock.runtime.stream.engine import Stats
 from penstock.runtime.stream.loaded import Gate, LoadedWeights, probe_calls

@@ -360,3 +360,24 @@ def _between(path: Path, payload: Payload, number: int) -> Iterator[tuple[int, i
         reached = max(reached, start + nbytes)
     if reached < payload.files[number].nbytes:
         yield reached, payload.files[number].nbytes
+
+
+def verify_weights(payload: Payload, folder: Path, progress: Progress | None) -> int:
+    """Hash every weight byte, and return the bytes hashed. Raises SourceError for a weight that changed."""
+    names = payload.storage_names()
+    in_files = [(s, storage) for s, storage in enumerate(payload.storages) if storage.extents]
+    for index, storage in in_files:
+        if storage.sha256 is None:
+            raise SourceError(
+                f"weight {names[index]} cannot be verified: the payload lacks its sha256; compile again"
+            )
+    total = sum(e.nbytes for _, storage in in_files for e in storage.extents)
+    report = count_bytes(progress, "verifying weights", total)
+    for index, storage in in_files:
+        digest_now = hash_storage(storage, payload.files, folder, progress=report)
+        if digest_now != storage.sha256:
+            raise SourceError(
+                f"weight {names[index]} has changed since it was compiled: its sha256 was "
+                f"{storage.sha256} and is {digest_now}; restore the file, or compile again"
+            )
+    return total

@@ -38,8 +38,8 @@ from penstock.runtime.machine.figures import (
 from penstock.runtime.machine.rates import Arrival, Leaving, WeightFiles, leaving
 from penstock.runtime.stream.engine import Counters
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.hardware import HOST_STEP_NS, with_times
-from penstock.schedule.facts.model import MEASURED, Hardware, Method, Weight
+from penstock.schedule.facts.hardware import HOST_STEP_NS, stretched, with_times
+from penstock.schedule.facts.model import MEASURED, Hardware, Method, Trace, Weight
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 
@@ -247,6 +247,20 @@ def compute_rates(dtype: str) -> tuple[Measurement, Measurement]:
         measured(Subject("products", machine, dtype), partial(_products, dtype)),
         measured(Subject("memory", machine), _memory),
     )
+
+
+def corrected(
+    folder: Path, traces: Sequence[Trace], hardware: Hardware
+) -> tuple[tuple[Trace, ...], Hardware]:
+    """The traces with the compute times that loads saw, if there are any, and a note about them."""
+    traces_now = []
+    for trace in traces:
+        seen = seen_compute(folder, trace.method)
+        traces_now.append(stretched(trace, seen.median) if seen else trace)
+        if seen:
+            correction = f"{seen.subject.title} took {seen.amount} in a load"
+            hardware = replace(hardware, note=noted(hardware.note, [correction], [seen]))
+    return tuple(traces_now), hardware
 
 
 def machines_here() -> tuple[Machine, ...]:

@@ -6,23 +6,29 @@ import ctypes
 import mmap
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from penstock.passes.lowering.method_code import MethodGraph
+from penstock.passes.pipeline import declare
+from penstock.passes.sparse.calls import SparseCall, call_by_units, sparse_calls
 from penstock.runtime.arena.reading import tensor_at
+from penstock.runtime.capabilities import Need, Share, Way
+from penstock.runtime.device.opening import device_kind
 from penstock.runtime.files.source import FileRanges, Source
-from penstock.runtime.sparse.trust import repeats_bits
-from penstock.runtime.stream.engine import Counters
+from penstock.runtime.sparse.trust import check_experts, check_trusted, repeats_bits, trusted
+from penstock.runtime.stream.engine import Counters, PooledReads
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.system.memory import (
     HUGE_PAGE,
@@ -42,24 +48,27 @@ from penstock.runtime.system.threads import WorkerPool
 from penstock.schedule.atomic_file import replace_file, write_all
 from penstock.schedule.bounded_file import read_bounded
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
-from penstock.schedule.facts.model import Range, SparseRead, Storage
+from penstock.schedule.facts.model import Pool, Range, SparseRead, Storage, Trace
+from penstock.schedule.facts.problem import Problem
+from penstock.schedule.payload.codec import Payload, ProbeOrder
 from penstock.schedule.plan import Plan
+from penstock.schedule.planner import floor
 from penstock.schedule.space.spans import merged, subtract
+from penstock.schedule.sparse.pool import divide, smallest_pool, units_layout, without_units
+from penstock.schedule.sparse.replay import expectation
 from penstock.schedule.sparse.residency import Residency, Unit
-from penstock.schedule.sparse.routes import Ask, Routes, routed_reads, routes_from_bytes, routes_to_bytes
+from penstock.schedule.sparse.routes import (
+    Ask,
+    Routes,
+    profile_of,
+    routed_reads,
+    routes_from_bytes,
+    routes_to_bytes,
+    served_profile,
+)
 
 
-class RecordsRoutes(Protocol):
-    """Who is told what calls ask for."""
-
-    def begin(self) -> None:
-        """Begin a call."""
-
-    def ask(self, graph: int, step: int, units: Sequence[int]) -> None:
-        """Note what a step of the call asks for."""
-
-
-class PooledUnits(ABC):
+class PooledUnits(PooledReads):
     """The units of a plan's pool, each at its address in memory of its storage when a call needs it.
 
     One call at a time runs; `recorder` is told what it asks for. `names` are those of the storages.
@@ -70,15 +79,25 @@ class PooledUnits(ABC):
             raise PlanError("the plan has no pool: nothing of it is read by units")
         self.pool = plan.pool
         self.routed = routed_reads(plan.traces, self.pool.layout, names)
-        self.recorder: RecordsRoutes | None = None
+        self.recorder: Recorder | None = None
 
     def tensor(self, read: SparseRead) -> torch.Tensor:
         """Returns the tensor of a read, of which only the units have content that `hold` holds."""
         with torch.inference_mode(False):
             return tensor_at(self._address(read.storage), read.view)
 
+    @declare(requires=("probes",), ensures=("units",))
+    def rewrite(self, graph: MethodGraph, trace: Trace) -> MethodGraph:
+        call_by_units(graph.graph, graph.bodies, trace, self)
+        return graph
+
+    def calls(self, trace: Trace, order: ProbeOrder) -> dict[int, SparseCall]:
+        return sparse_calls(trace, order.units, self)
+
+    def open_recorder(self) -> Recorder:
+        return Recorder(self)
+
     def begin(self) -> None:
-        """Begin a pass; what a pass before has left unclear is dropped."""
         if self.recorder is not None:
             self.recorder.begin()
 
@@ -119,32 +138,8 @@ class PooledUnits(ABC):
 
     @property
     @abstractmethod
-    def counters(self) -> Counters:
-        """What was done so far."""
-
-    @property
-    @abstractmethod
-    def held_bytes(self) -> int:
-        """Bytes of the granules of the units that are in memory or on their way."""
-
-    @property
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """The most that `held_bytes` has been."""
-
-    @property
-    @abstractmethod
     def memory(self) -> tuple[int, int]:
         """The address space of the units, from its start to its stop."""
-
-    @property
-    @abstractmethod
-    def in_reader(self) -> bool:
-        """Tells whether the caller is one of the readers, which cannot wait for themselves."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Wait for the readers, and give all memory back. It may be called again."""
 
 
 class NativeUnits(PooledUnits):
@@ -578,3 +573,77 @@ class _Batch:
             self.done.set_exception(self._error)
         else:
             self.done.set_result(self._nbytes)
+
+
+_REPLAYED = 12
+"""The number of pools for which recorded routes are replayed."""
+
+
+class ByUnits(Way):
+    """Reads by units, which come and go in a pool as calls ask for them; in Python, products by tiles too."""
+
+    def needs(self, payload: Payload, keep: frozenset[int], device: str) -> Iterator[Need]:
+        """Yield the facts for the smallest pool, with reads of all units in it and then without."""
+        reads, tiles = _sparse(payload.traces), self.in_python
+        if (
+            device_kind(device) != "cpu"
+            or not _can_bring(payload)
+            or (tiles and not any(r.tiles for r in reads))
+        ):
+            return
+        traces = trusted(payload.traces)
+        doubted = reads - _sparse(traces)
+        kept_whole = keep | {read.storage for read in doubted if tiles or not read.tiles}
+        for dense in sorted({True, *(not read.dense for read in reads)}, reverse=True):
+            layout = units_layout(
+                payload.storages, traces, granule=PAGE, keep=kept_whole, tiles=tiles, dense=dense
+            )
+            if layout is not None:
+                pool = smallest_pool(traces, layout, PAGE, tiles=tiles, dense=dense)
+                whole = replace(payload, traces=self.whole_reads(payload.traces, pool))
+                yield Need(self, whole, keep, pool, rank=1 if dense else 2)
+
+    def whole_reads(self, traces: Sequence[Trace], pool: Pool | None) -> tuple[Trace, ...]:
+        return tuple(traces if pool is None else (without_units(trace, pool) for trace in traces))
+
+    def shares(self, problem: Problem, budget: int, routes: Any, names: Sequence[str]) -> list[Share]:
+        assert problem.pool is not None
+        least = floor(problem).upper_bytes - problem.outside_bytes
+        nbytes = budget - (problem.outside_bytes - problem.pool.nbytes)
+        if routes is None:
+            divisions = divide(problem, nbytes, least)
+        else:
+            recorded = profile_of(routes, problem.storages, problem.traces, names)
+            profile = served_profile(recorded, problem.traces, problem.pool, names)
+            expect = expectation(profile, [trace.graph for trace in problem.traces])
+            divisions = divide(problem, nbytes, least, expect, _REPLAYED)
+        return [Share(some.ns, replace(problem, pool=some.pool), some.missed) for some in divisions]
+
+    def check(self, trace: Trace) -> None:
+        if not self.in_python:  # once for all ways
+            check_experts(trace)
+
+    def open(
+        self, plan: Plan, payload: Payload, source: Source, streamer: Any, *, debug: bool
+    ) -> PooledUnits | None:
+        if plan.pool is None or plan.pool.tiles != self.in_python:
+            return None
+        if not _can_bring(payload):
+            raise StreamError(
+                f"the plan reads weights by units, and a program of lowering {payload.lowering!r} cannot: "
+                "make a plan for it"
+            )
+        check_trusted(plan)
+        names = payload.storage_names()
+        if isinstance(streamer, NativeStreamer):
+            return NativeUnits(streamer, plan, names)
+        return LoadedUnits(plan, payload.storages, source, names=names, debug=debug)
+
+
+def _can_bring(payload: Payload) -> bool:
+    """Tells whether calls of the program can bring units."""
+    return payload.lowering in ("eager", "inductor")
+
+
+def _sparse(traces: Sequence[Trace]) -> set[SparseRead]:
+    return {read for trace in traces for step in trace.steps for read in step.sparse}

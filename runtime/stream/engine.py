@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
+from penstock.passes.lowering.method_code import MethodGraph
 from penstock.passes.probes import streaming_steps
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Arena, Range, Schedule, Storage, Trace
+from penstock.schedule.payload.codec import ProbeOrder
 from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged, subtract
 
@@ -103,6 +105,50 @@ class Streamer(Protocol):
 
     def close(self) -> None:
         """Wait for what is on its way, and stop."""
+
+
+class PooledReads(ABC):
+    """The pool of a plan in memory. A program's calls ask it for what they read there."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin a pass; what a pass before has left unclear is dropped."""
+
+    @abstractmethod
+    def rewrite(self, graph: MethodGraph, trace: Trace) -> MethodGraph:
+        """Return the graph, which the caller gives away, with calls that ask for what they read."""
+
+    @abstractmethod
+    def calls(self, trace: Trace, order: ProbeOrder) -> Mapping[int, Callable[..., Any]]:
+        """Return by number the reads of compiled code, whose order is `order`, that ask."""
+
+    @abstractmethod
+    def open_recorder(self) -> Any:
+        """Return a recorder of what calls ask for."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> Counters:
+        """What was done so far."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes of what is in memory or on its way."""
+
+    @property
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most that `held_bytes` has been."""
+
+    @property
+    @abstractmethod
+    def in_reader(self) -> bool:
+        """Tells whether the caller is one of the readers, which cannot wait for themselves."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for the readers, and give all memory back. It may be called again."""
 
 
 PIECE = 2 << 20

@@ -18,8 +18,7 @@ from torch import fx
 from penstock.passes.probes import NOTHING_STREAMS, CompiledCalls, Probes, streaming
 from penstock.passes.trace import with_measured
 from penstock.runtime.device.streamer import PassOrder
-from penstock.runtime.sparse.units import PooledUnits
-from penstock.runtime.stream.engine import Counters, MemoryUse, Stats, Streamer, sum_of
+from penstock.runtime.stream.engine import Counters, MemoryUse, PooledReads, Stats, Streamer, sum_of
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Trace
@@ -236,8 +235,8 @@ class Resources:
 class LoadedWeights:
     """The weights of a plan as tensors by FQN, and their streamer. They are closed when they are collected.
 
-    The streamer waits for the weights that stream whole, and `units` for those that are read by units; `wait`
-    returns when all others are in memory.
+    The streamer waits for the weights that stream whole, and `pooled` for those that are read by units.
+    `wait` returns when all others are in memory.
     `out_of_memory` says which part of a device's memory was too small. `team` sleeps while readers bring much
     of what a pass takes; what is mapped from the page cache needs none of them. `order` is that of the passes
     on a device, and `clock` times what they call.
@@ -249,7 +248,7 @@ class LoadedWeights:
     usage: Callable[[], MemoryUse]
     wait: Callable[[], None] = lambda: None
     team: ParkedTeam | None = None
-    units: PooledUnits | None = None
+    pooled: PooledReads | None = None
     order: PassOrder | None = None
     clock: Clock = field(default_factory=HostClock)
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
@@ -265,13 +264,13 @@ class LoadedWeights:
     @property
     def counters(self) -> Counters:
         """The counters of the streamer and of the units so far."""
-        some = [counted.counters for counted in (self.streamer, self.units) if counted is not None]
+        some = [counted.counters for counted in (self.streamer, self.pooled) if counted is not None]
         return sum_of(*some)
 
     @property
     def unit_wait_ns(self) -> int:
         """Nanoseconds that steps have waited for units so far, within their reads."""
-        return self.units.counters.stall_ns if self.units else 0
+        return self.pooled.counters.stall_ns if self.pooled else 0
 
     def probed(self, graph: int) -> tuple[int, ...]:
         """The steps of a method at which the plan acts."""
@@ -292,8 +291,8 @@ class LoadedWeights:
     def begin(self, graph: int) -> Counters:
         """Begin a pass of method `graph`; returns the counters, for `end`."""
         before = self.counters
-        if self.units is not None:
-            self.units.begin()
+        if self.pooled is not None:
+            self.pooled.begin()
         if self.streamer is not None:
             self.streamer.begin(graph)
         return before

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from ctypes import pointer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.native.library import WAITING, Options, Statistics, library, open_engine, refuse
+from penstock.native.library import WAITING, File, Options, Spill, Statistics, library, open_engine, refuse
 from penstock.runtime.arena.reading import tensor_at
+from penstock.runtime.files.source import Source
 from penstock.runtime.stream.engine import Counters
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Part
@@ -16,6 +18,8 @@ from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     import torch
+
+    from penstock.runtime.options import LoadRequest
 
 _PATIENCE_MS = 50
 """How long a call waits before Python may handle signals."""
@@ -148,3 +152,20 @@ class NativeStreamer:
         steps = (ctypes.c_int32 * max(count, 0))()
         self._library.ps_probed(self._engine, graph, steps, len(steps))
         return tuple(steps)
+
+
+def engine_options(source: Source, options: LoadRequest, *, drop_early: bool) -> Options:
+    """What the native engine is told: it reads the files that are open here, as they are read here."""
+    files = [File(file.fd, file.mtime_ns, file.contents.ctime_ns) for file in source.files if file.contents]
+    spill = None
+    if (file := source.spill) is not None:
+        spill = Spill(file.fd, file.direct_fd, file.block, file.nbytes, str(file.path).encode())
+    return Options(
+        readers=options.readers,
+        buffered=source.mode == "buffered",
+        drop_early=drop_early,
+        poison=options.poison,
+        debug=options.check_reads,
+        opened=(File * len(files))(*files),
+        spill=pointer(spill) if spill else None,
+    )

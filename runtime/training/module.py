@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,18 +15,26 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.tracers import outside_dynamo
-from penstock.passes.training.facts import EVALUATE, PREDICT, TRAINABLE, Backward, Rung, Training
+from penstock.passes.lowering.archive import open_programs, read_training
+from penstock.passes.training.facts import (
+    BACKWARD,
+    COPIES,
+    EVALUATE,
+    PREDICT,
+    TRAINABLE,
+    Backward,
+    Rung,
+    Training,
+)
+from penstock.runtime.capabilities import Kind
 from penstock.runtime.files.artifact_files import file_chunks
-from penstock.runtime.files.safetensors_file import reading
+from penstock.runtime.files.safetensors_file import read_header, reading
 from penstock.runtime.files.tensor_file import open_tensors
-from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.module import LoadedMethod, Part, StreamedModule, without_grad
 from penstock.runtime.stream.loaded import LoadedWeights
-from penstock.schedule.facts.errors import BudgetError, PassError, PlanError, SourceError, StreamError
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from penstock.schedule.facts.model import Trace
-from penstock.schedule.facts.sizes import format_time
 from penstock.schedule.payload.codec import Payload
-from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from penstock.runtime.program import Program
@@ -72,102 +80,68 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-_log = logging.getLogger(__name__)
+class Trained(Kind):
+    """A program that is trained, as one of its rungs: a forward, and backwards that take what it keeps."""
 
-AUTO = "auto"
+    def __init__(self, folder: Path, training: Training, variant: str | None) -> None:
+        self._folder, self.training = folder, training
+        self.rung = training.rung(variant or training.rungs[0].name) or training.rungs[0]
+        self.variant = self.rung.name
+        self.variants = (variant,) if variant else tuple(rung.name for rung in training.rungs)
+        self.files = (PARAMETERS,) if training.sha256 else ()
 
+    @classmethod
+    def find(cls, folder: Path, payload: Payload, variant: str | None) -> Trained | None:
+        """Return the kind of an artifact, None if its program is not trained."""
+        if all(method.name != BACKWARD for method in payload.methods):
+            return None
+        with open_programs(folder, payload) as archive:
+            training = read_training(archive)
+        return cls(folder, training, variant) if training else None
 
-@dataclass(frozen=True)
-class Choice:
-    """The program of a rung, the plan for what it leaves to weights, and the division of memory."""
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of the parameters that are trained, with their gradients, and two moments of AdamW."""
+        if not self.training.parameters:
+            return 0
+        entries = read_header(self._folder / PARAMETERS).entries.values()
+        return COPIES * sum(tensor.stop - tensor.start for tensor in entries)
 
-    program: Program
-    plan: Plan
-    split: MemorySplit | None = None
-
-
-def payload_of(payload: Payload, training: Training, rung: Rung) -> Payload:
-    """A payload without the methods of other rungs, and without plans, which are of all methods."""
-    other_methods = {name for other in training.rungs if other != rung for name in other.methods}
-    methods = tuple(method for method in payload.methods if method.name not in other_methods)
-    graphs = {method.graph for method in methods}
-    return replace(
-        payload,
-        methods=methods,
-        traces=tuple(trace for trace in payload.traces if trace.graph in graphs),
-        probes=tuple(order for order in payload.probes if order.graph in graphs),
-        plans=(),
-    )
-
-
-def candidates(program: Program, activations: str) -> Sequence[Program]:
-    """The programs of the rungs that `activations` allows, the one that keeps most first.
-
-    Raises PlanError for a rung that there is not.
-    """
-    rungs = program.rungs
-    if activations == AUTO:
-        return [*rungs.values()] or [program]
-    if activations not in rungs:
-        allowed = ", ".join(map(repr, (AUTO, *rungs)))
-        raise PlanError(
-            f"activations={activations!r} is not in this program: choose from {allowed}"
-            if rungs
-            else f"activations={activations!r} is for programs that compile_training made: leave it out"
+    def payload(self, stored: Payload) -> Payload:
+        """Leave out the methods of other rungs, and plans, which are of all methods."""
+        other_methods = {name for rung in self.training.rungs if rung != self.rung for name in rung.methods}
+        methods = tuple(method for method in stored.methods if method.name not in other_methods)
+        graphs = {method.graph for method in methods}
+        return replace(
+            stored,
+            methods=methods,
+            traces=tuple(trace for trace in stored.traces if trace.graph in graphs),
+            probes=tuple(order for order in stored.probes if order.graph in graphs),
+            plans=(),
         )
-    return [rungs[activations]]
 
+    def step(self, payload: Payload) -> set[int]:
+        return {method.graph for method in payload.methods if method.name in self.rung.methods[:2]}
 
-def planned_for(program: Program, plan: Plan) -> Program:
-    """The program of the rung that a plan was made for; the program itself if there is none."""
-    graphs = {trace.graph for trace in plan.traces}
-    fitting = (other for other in program.rungs.values() if {t.graph for t in other.payload.traces} == graphs)
-    return next(fitting, program)
+    def check(self) -> None:
+        if self.files:
+            read_parameters(self._folder, self.training.parameters, self.training.sha256)
 
-
-def choose(programs: Sequence[Program], plan_for: Callable[[Program], Choice]) -> Choice:
-    """The rung whose forward and backward are predicted to take the least time together.
-
-    `plan_for` raises BudgetError for a rung that does not fit. If none fits, the error is that of the rung
-    that needs the least memory.
-    """
-    best: tuple[int, Choice] | None = None
-    refused: dict[int, tuple[Program, BudgetError]] = {}
-    for program in programs:
-        try:
-            choice = plan_for(program)
-        except BudgetError as error:
-            refused[program.activation_bytes + (error.floor_bytes or 0)] = program, error
-            continue
-        nanoseconds = step_ns(choice)
-        if program.rung is not None:
-            _log.info("activations=%r: %s a step", program.rung.name, format_time(nanoseconds))
-        if best is None or nanoseconds < best[0]:
-            best = nanoseconds, choice
-        if not choice.plan.streamed_bytes:
-            break  # what computes more is not faster
-    if best is not None:
-        return best[1]
-    program, least = refused[min(refused)]
-    if program.rung is None:
-        raise least
-    raise BudgetError(
-        f"{least}, with activations={program.rung.name!r}, which needs the least",
-        floor_bytes=least.floor_bytes,
-        step=least.step,
-        weights=least.weights,
-    ) from least
-
-
-def step_ns(choice: Choice) -> int:
-    """The predicted time of a step: of all methods, if the program is not trained."""
-    rung, plan = choice.program.rung, choice.plan
-    graphs = {
-        method.graph
-        for method in choice.program.payload.methods
-        if rung is None or method.name in rung.methods[:2]
-    }
-    return sum(schedule.predicted_ns for schedule in plan.schedules if schedule.graph in graphs)
+    def module(
+        self, payload: Payload, methods: Mapping[str, LoadedMethod], weights: LoadedWeights, name: str
+    ) -> TrainingModule:
+        """Return the module with its parameters and the buffers that its program writes."""
+        written = {s for s, storage in enumerate(payload.storages) if storage.kind == "mutable"}
+        return TrainingModule(
+            methods,
+            weights,
+            name,
+            self.training,
+            self.rung,
+            parameters=read_parameters(self._folder, self.training.parameters, self.training.sha256),
+            buffers={w.fqn: weights.tensors[w.fqn] for w in payload.tensors if w.parts[0].storage in written},
+            places=any(storage.kind == "produced" for storage in payload.storages),
+        )
 
 
 @dataclass(frozen=True)
@@ -184,8 +158,9 @@ def rung_bytes(program: Program) -> list[RungBytes]:
     """The bytes of each rung, at the exported sizes; none for a program that is not trained."""
     weights = [0 if storage.kind == "produced" else storage.nbytes for storage in program.payload.storages]
     reports = []
-    for name, variant in program.rungs.items():
-        traces = [t for t in variant.payload.traces if variant.rung and t.method in variant.rung.methods[1:]]
+    for name, variant in program.variants.items():
+        methods = variant.kind.rung.methods[1:] if isinstance(variant.kind, Trained) else ()
+        traces = [trace for trace in variant.payload.traces if trace.method in methods]
         read = max(sum(weights[s] for step in trace.steps for s in step.reads) for trace in traces)
         reports.append(RungBytes(name, variant.kept_bytes, variant.activation_bytes, read))
     return reports
@@ -193,12 +168,12 @@ def rung_bytes(program: Program) -> list[RungBytes]:
 
 def dynamic_values(program: Program) -> tuple[str, ...]:
     """The values of dynamic size that a forward keeps for its backward although it has places for others."""
-    if program.training is None or not program.value_bytes:
+    if not isinstance(program.kind, Trained) or not program.value_bytes:
         return ()
     return tuple(
         method.inputs[leaf].name
         for method in program.payload.methods
-        for leaf in program.training.made(method.name)
+        for leaf in program.kind.training.made(method.name)
         if any(isinstance(size, str) for size in method.inputs[leaf].shape)
     )
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy
 
 from penstock.schedule.bound.gaps import Gap, gaps_of, needed_bytes
-from penstock.schedule.facts.model import Hardware, Trace, Wrap
+from penstock.schedule.facts.model import Hardware, Range, Trace, Wrap
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.space.spans import Group, Pieces
+from penstock.schedule.space.spans import Group, Pieces, merged
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -633,3 +633,35 @@ def _phases(gaps: Sequence[Gap], trace: Trace, wrap: Wrap) -> Phases:
     before = ended[checkpoints] - read[checkpoints]
     since = numpy.concatenate(([ended[checkpoints[-1]] - ended[-1]], ended[checkpoints[:-1]]))
     return Phases(checkpoints, first, last, before - since, read[checkpoints])
+
+
+def pass_ns(problem: Problem, trace: Trace, room: int) -> int:
+    """Nanoseconds of a pass of a method of which `room` bytes stay: those of compute, or of copies.
+
+    No plan takes less.
+    """
+    copied = copied_bytes(problem, trace, room)
+    return max(trace.compute_ns, problem.hardware.copy_ns(copied) if copied else 0)
+
+
+def copied_bytes(problem: Problem, trace: Trace, room: int) -> int:
+    """The least bytes that a pass copies where an arena has `room` bytes.
+
+    Granules stay and come as a whole, unless everything that is read whole fits, and none are needed.
+    """
+    if room >= problem.streamed_bytes:
+        return 0
+    read = {s for step in trace.steps for s in step.reads if problem.storages[s].kind == "streamable"}
+    arena = problem.arena
+    if arena.kind == "contiguous":
+        return max(0, sum(problem.storages[s].nbytes for s in read) - max(0, room))
+    places = (Range(arena.layout[s], arena.layout[s] + problem.storages[s].nbytes) for s in read)
+    granules = merged(
+        Range(place.start // arena.granule * arena.granule, -(-place.stop // arena.granule) * arena.granule)
+        for place in places
+    )
+    overlaps = (min(a.stop, b.stop) - max(a.start, b.start) for a in granules for b in arena.segments)
+    nbytes = sum(overlap for overlap in overlaps if overlap > 0)
+    cut = sum(piece.nbytes for piece in granules) - nbytes  # by which some are smaller
+    stays = min(room, (room + cut) // arena.granule * arena.granule)
+    return max(0, nbytes - max(0, stays))

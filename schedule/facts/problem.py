@@ -8,6 +8,12 @@ from functools import cached_property
 
 from penstock.schedule.facts.model import IN_ARENA, Arena, Hardware, Pool, Storage, Trace, Wrap
 
+NEARLY = 1.05
+"""Divisions, and plans, that take at most so many times as long as the fastest one are about as fast."""
+
+TOKENS_A_PROMPT = 32
+"""Calls of the methods that ask for fewest units, for each call of another."""
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -79,3 +85,11 @@ def first_uses(storages: Sequence[Storage], traces: Sequence[Trace]) -> tuple[in
     """The storages with bytes that may be in an arena and are used, in the order of their first use."""
     order = dict.fromkeys(s for t in traces for step in t.steps for s in (*step.reads, *step.writes))
     return tuple(s for s in order if storages[s].kind in IN_ARENA and storages[s].nbytes > 0)
+
+
+def pass_counts(traces: Sequence[Trace]) -> list[int]:
+    """Return how many passes of each method count where plans are compared."""
+    asked = [sum(read.asked for step in trace.steps for read in step.sparse) for trace in traces]
+    least = min((asked_units for asked_units in asked if asked_units), default=0)
+    is_prompt = any(asked_units > least for asked_units in asked)
+    return [TOKENS_A_PROMPT if asked_units == least and is_prompt else 1 for asked_units in asked]

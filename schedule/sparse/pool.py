@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from penstock.schedule.facts.model import Hardware, Pool, Range, SparseRead, Storage, Trace
-from penstock.schedule.facts.problem import Problem
-from penstock.schedule.space.spans import merged
+from penstock.schedule.bound.relaxation import copied_bytes, pass_ns
+from penstock.schedule.facts.model import Hardware, Pool, SparseRead, Storage, Trace
+from penstock.schedule.facts.problem import NEARLY, Problem, pass_counts
 
 LEAST = 1 << 20
 """Bytes. A storage that is smaller is read whole: that takes a disk no longer than some reads of units."""
@@ -19,12 +19,6 @@ LEAST_UNIT = 256
 
 _PLACES = 2 << 20
 """Storages begin at such multiples in a pool, as huge pages do."""
-
-NEARLY = 1.05
-"""Divisions, and plans, that take at most so many times as long as the fastest one are about as fast."""
-
-TOKENS_A_PROMPT = 32
-"""Calls of the methods that ask for fewest units, for each call of another."""
 
 _READERS = 4
 """Reads of units that are on their way at once."""
@@ -182,29 +176,15 @@ def timed_pool(
 
 
 class Division(NamedTuple):
-    """How a budget is divided: a pool, with its times; None if everything is read whole.
+    """How a budget is divided: a pool, with its times.
 
     No plan takes less than `ns` nanoseconds, summed over passes of all methods (`pass_counts`), of which the
     units are as expected; `missed` are the bytes of these units.
     """
 
     ns: int
-    pool: Pool | None
+    pool: Pool
     missed: int
-
-
-def pass_counts(traces: Sequence[Trace]) -> list[int]:
-    """Return how many passes of each method count where plans are compared."""
-    asked = [sum(read.asked for step in trace.steps for read in step.sparse) for trace in traces]
-    least = min((asked_units for asked_units in asked if asked_units), default=0)
-    is_prompt = any(asked_units > least for asked_units in asked)
-    return [TOKENS_A_PROMPT if asked_units == least and is_prompt else 1 for asked_units in asked]
-
-
-def whole(problem: Problem, room: int) -> Division:
-    """All bytes for the arena, which has `room` of them."""
-    counts = zip(pass_counts(problem.traces), problem.traces, strict=True)
-    return Division(sum(count * pass_ns(problem, trace, room) for count, trace in counts), None, 0)
 
 
 def divide(
@@ -265,37 +245,5 @@ def _weighed(problem: Problem, pool: Pool, room: int, expected: Sequence[Missed]
     ns = copied = 0
     for count, trace, some in zip(pass_counts(problem.traces), problem.traces, expected, strict=True):
         ns += count * (pass_ns(problem, trace, room) + some.ns(problem.hardware))
-        copied += count * (_copied_bytes(problem, trace, room) + some.nbytes)
+        copied += count * (copied_bytes(problem, trace, room) + some.nbytes)
     return _Weighed(ns, copied, pool, expected)
-
-
-def pass_ns(problem: Problem, trace: Trace, room: int) -> int:
-    """Nanoseconds of a pass of a method of which `room` bytes stay: those of compute, or of copies.
-
-    No plan takes less.
-    """
-    copied = _copied_bytes(problem, trace, room)
-    return max(trace.compute_ns, problem.hardware.copy_ns(copied) if copied else 0)
-
-
-def _copied_bytes(problem: Problem, trace: Trace, room: int) -> int:
-    """The least bytes that a pass copies where an arena has `room` bytes.
-
-    Granules stay and come as a whole, unless everything that is read whole fits, and none are needed.
-    """
-    if room >= problem.streamed_bytes:
-        return 0
-    read = {s for step in trace.steps for s in step.reads if problem.storages[s].kind == "streamable"}
-    arena = problem.arena
-    if arena.kind == "contiguous":
-        return max(0, sum(problem.storages[s].nbytes for s in read) - max(0, room))
-    places = (Range(arena.layout[s], arena.layout[s] + problem.storages[s].nbytes) for s in read)
-    granules = merged(
-        Range(place.start // arena.granule * arena.granule, -(-place.stop // arena.granule) * arena.granule)
-        for place in places
-    )
-    overlaps = (min(a.stop, b.stop) - max(a.start, b.start) for a in granules for b in arena.segments)
-    nbytes = sum(overlap for overlap in overlaps if overlap > 0)
-    cut = sum(piece.nbytes for piece in granules) - nbytes  # by which some are smaller
-    stays = min(room, (room + cut) // arena.granule * arena.granule)
-    return max(0, nbytes - max(0, stays))

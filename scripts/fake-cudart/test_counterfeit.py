@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.accelerator import CudaDevice
 from penstock.runtime.device.protocol import Move
 from penstock.schedule.facts.errors import PenstockError
 from tests.rig.machine import readable
@@ -187,7 +187,7 @@ def test_an_event_of_a_capture_is_no_event_elsewhere() -> None:
 def test_a_copy_from_memory_that_is_unregistered_fails_the_device() -> None:
     script = """
 import torch
-from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.accelerator import CudaDevice
 from penstock.runtime.device.protocol import Move
 device = CudaDevice("cuda")
 source, there = device.allocate_host(8), device.allocate(8, "a test")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.integrations import apply
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError
 from tests.integrations import models
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from penstock.integrations import apply
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from tests.integrations import models
 
 POISONED = LoadOptions(arena="contiguous", poison=True)

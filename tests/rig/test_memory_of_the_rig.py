@@ -16,13 +16,13 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock.runtime.device import accelerator, cuda, streamer
-from penstock.runtime.device.accelerator import AcceleratorDevice, PageableStream
-from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device import accelerator, streamer
+from penstock.runtime.device.accelerator import AcceleratorDevice, CudaDevice, PageableStream
 from penstock.runtime.device.protocol import FileRead, Move
 from penstock.runtime.device.weights import load_resident
 from penstock.runtime.files.source import FileRange
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.system.memory import HUGE_PAGE
 from tests.rig import machine
 from tests.rig.rig_runs import plan_of
@@ -81,7 +81,7 @@ class Runtime:
 
 @pytest.fixture
 def registering(monkeypatch):
-    monkeypatch.setattr(cuda, "_runtime", lambda: Runtime)
+    monkeypatch.setattr(accelerator, "_runtime", lambda: Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.accelerator.device_index(device.index))
     monkeypatch.setattr(Runtime, "refuses", 0)
     monkeypatch.setattr(Runtime, "devices", [])
@@ -159,8 +159,7 @@ def test_an_interrupt_at_a_call_leaves_nothing_registered(late, registering, mon
 
 
 def test_memory_is_registered_on_the_device_it_is_for_by_pages_of_the_system(late, registering, monkeypatch):
-    for module in (accelerator, cuda):
-        monkeypatch.setattr(module, "PAGE", 1 << 16)
+    monkeypatch.setattr(accelerator, "PAGE", 1 << 16)
     for name in ("rig:1", "rig:0", "rig"):
         device = registering(name)
         assert device.allocate_host(5000).data_ptr() % (1 << 16) == 0

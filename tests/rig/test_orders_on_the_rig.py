@@ -18,7 +18,8 @@ from torch.export import export
 import penstock
 from penstock.runtime.device import streamer as staging
 from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.model import Drop, HostTier, Range, Schedule, Step, Storage, Trace, Transfer
 from penstock.schedule.verify.proof import verify_plan

@@ -13,7 +13,8 @@ from torch.export import export
 import penstock
 from penstock.runtime.device import streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.model import Range
 from tests.rig import machine
 from tests.rig.rig_runs import plan_of

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.runtime import planning
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.sizes import format_size
 
@@ -52,7 +51,7 @@ def test_the_floor_is_accepted_and_one_byte_less_is_not(stack):
 
 
 def test_a_budget_below_the_floor_is_refused_before_the_machine_is_measured(stack, monkeypatch):
-    monkeypatch.setattr(planning, "measure_cpu", None)
+    monkeypatch.setattr("penstock.runtime.arena.kinds.measure_cpu", None)
     with pytest.raises(penstock.BudgetError, match="give at least"):
         stack.open().plan(1)
 

@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_written_is_not_missed(stack, made, monkeypatch,
 
 
 def test_the_oldest_plans_are_forgotten(stack, made, monkeypatch, tmp_path):
-    monkeypatch.setattr(planning, "MOST", 2)
+    monkeypatch.setattr("penstock.runtime.cache.MOST_PLANS", 2)
     for budget in ("40%", "50%", "60%"):
         load(stack, budget=budget)
     assert len(stored(tmp_path)) == 2
@@ -127,7 +127,9 @@ def test_another_gpu_of_the_same_name_has_a_plan_of_its_own(stack, made, monkeyp
         hardware = find_hardware(product)
         facts = SimpleNamespace(name=product, total_memory=hardware.memory_nbytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
-        monkeypatch.setattr(planning, "measure_accelerator", lambda *args, hardware=hardware: hardware)
+        monkeypatch.setattr(
+            "penstock.runtime.arena.kinds.measure_accelerator", lambda *args, hardware=hardware: hardware
+        )
         assert stack.open().plan("45%", device="cuda").hardware == hardware
         assert len(made) == plans
 
@@ -159,7 +161,7 @@ def test_a_plan_is_of_the_figures_that_it_was_made_with(stack, made, monkeypatch
 def test_a_plan_that_other_figures_make_poor_is_made_anew(stack, made, monkeypatch):
     program = stack.open()
     program.plan("45%")
-    monkeypatch.setattr(planning, "with_figures", lambda *given: None)
+    monkeypatch.setattr("penstock.runtime.cache.with_figures", lambda *given: None)
     forget(lambda one: one.subject.quantity == "memory")
     program.plan("45%")
     assert len(made) == 2

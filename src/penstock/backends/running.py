@@ -19,9 +19,9 @@ from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.probes import ACQUIRE, RELEASE, CompiledCalls
 from penstock.passes.weights.lifted import tensor_in, weights_among
 from penstock.passes.weights.usage import is_view
-from penstock.runtime.loading import LoadRequest, load_weights
+from penstock.runtime.loading import load_weights
 from penstock.runtime.module import without_grad
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadOptions, LoadRequest
 from penstock.runtime.planning import PlanRequest, find_plan
 from penstock.runtime.stream.engine import Stats
 from penstock.runtime.stream.loaded import Gate, probe_calls
@@ -198,9 +198,8 @@ class LoadedPayload:
     ) -> None:
         self.payload, run = payload, LoadRequest.of(options)
         nbytes = parse_size(budget, total=sum(storage.nbytes for storage in payload.storages))
-        self.plan = find_plan(
-            folder, payload, PlanRequest(nbytes, keep=keep, arena=run.arena, by_units=False)
-        )
+        request = PlanRequest(nbytes, keep=keep, arena=run.arena, ways=("whole",))
+        self.plan = find_plan(folder, payload, request)
         self._weights = load_weights(folder, payload, self.plan, run)
         self._gate = Gate("a loaded payload", "load the payload")
         self._passes = 0

@@ -55,8 +55,8 @@ def plan(
     """Show what would stay in memory and what would stream within a budget, and whether that pays."""
     check_artifact(artifact)
     from penstock.models.preflight import advise
+    from penstock.runtime.capabilities import candidates
     from penstock.runtime.program import read_program
-    from penstock.runtime.training.module import candidates
 
     check_outputs(output, report, timeline, force=force)
     with console.spinner("planning") as say:
@@ -118,7 +118,7 @@ def _print_json(program: Program, advice: Advice) -> None:
         facts["no_room_here"] = lacking
     if advice.plan.produced:
         facts["value_bytes"], facts["written_bytes"] = program.value_bytes, advice.plan.written_bytes
-    if program.rung is not None:
+    if program.kind.variant:
         facts["kept_bytes"], facts["activation_bytes"] = program.kept_bytes, program.activation_bytes
     if advice.comparison is not None:
         facts["comparison"] = advice.comparison
@@ -177,7 +177,7 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         *([("kept values", _values(program, plan, ways.count("out")))] if plan.produced else []),
         ("predicted", f"{predicted} a pass, {compute} of it compute"),
         ("best possible", bound),
-        *([("activations", _kept(program))] if program.rung is not None else []),
+        *([("activations", _kept(program))] if program.kind.variant else []),
         ("rates", f"{plan.hardware.name}: {plan.confidence.text}"),
         *([("no room here", lacking)] if lacking else []),
     ]
@@ -203,9 +203,8 @@ def _values(program: Program, plan: Plan, transfers: int) -> str:
 
 
 def _kept(program: Program) -> str:
-    assert program.rung is not None
     kept_bytes, most = format_size(program.kept_bytes), format_size(program.activation_bytes)
-    return f"{program.rung.name}: {kept_bytes} kept for the backward, {most} at most, beside the budget"
+    return f"{program.kind.variant}: {kept_bytes} kept for the backward, {most} at most, beside the budget"
 
 
 def _print_sweep(points: Sequence[Point]) -> None:

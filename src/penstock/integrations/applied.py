@@ -42,8 +42,7 @@ from penstock.integrations.weight_files import store, stored_tensors
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.runtime.cache import Cache
 from penstock.runtime.device.opening import target_device
-from penstock.runtime.loading import LoadRequest
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadOptions, LoadRequest
 from penstock.runtime.system.announcing import announced
 from penstock.runtime.system.memory import give_back_unused
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.integrations.applied import apply
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, StreamError
 from tests.integrations.called import odd_modules
 from tests.integrations.called.odd_modules import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.integrations import apply
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.integrations.called.measuring import OwnMemory
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from tests.integrations.called.within import (
     CHECKED,
     POISONED,

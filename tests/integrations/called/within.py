@@ -9,7 +9,7 @@ import torch
 
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.cap import Cap
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from tests.integrations.models import frozen
 
 POISONED = LoadOptions(arena="contiguous", poison=True)

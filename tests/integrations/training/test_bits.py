@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 
 from penstock.integrations import apply
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from tests.hunt import sampled
 from tests.integrations import expert_models
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained

@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from penstock.integrations import apply
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, trained
 
 pytestmark = [

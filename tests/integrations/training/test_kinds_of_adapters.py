@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.integrations import apply
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, batch, equal, steps
 

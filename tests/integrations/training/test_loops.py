@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from penstock.integrations import apply
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
 from tests.integrations import models

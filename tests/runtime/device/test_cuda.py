@@ -12,12 +12,12 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock.runtime.device import cuda
-from penstock.runtime.device.accelerator import PAGE, EventClock
-from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device import accelerator
+from penstock.runtime.device.accelerator import PAGE, CudaDevice, EventClock
 from penstock.runtime.device.opening import accelerators
 from penstock.runtime.device.protocol import Move, aligned_bytes
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from tests.rig.rig_runs import RigRun
 from tests.runtime.device.device_runs import cases, disk_cases
 from tests.runtime.models import broken
@@ -249,7 +249,7 @@ def test_host_memory_is_registered_by_its_size_until_it_is_given_back():
 def test_memory_that_cannot_be_registered_is_refused_and_leaves_no_error(monkeypatch):
     device, other = CudaDevice("cuda"), CudaDevice("cuda")
     memory = device.allocate_host(5000)
-    monkeypatch.setattr(cuda, "aligned_bytes", lambda nbytes, alignment: memory)
+    monkeypatch.setattr(accelerator, "aligned_bytes", lambda nbytes, alignment: memory)
     with pytest.raises(penstock.StreamError, match=r"page-locked \(CUDA error 712\): .* \(page_lock=False\)"):
         other.allocate_host(5000)  # it is registered already
     assert torch.zeros(3, device="cuda").tolist() == [0, 0, 0]
@@ -275,8 +275,8 @@ def test_an_interrupt_at_a_call_leaves_nothing_registered_and_no_error(monkeypat
         given.append(aligned_bytes(nbytes, alignment))
         return given[-1]
 
-    monkeypatch.setattr(cuda, "aligned_bytes", aligned)
-    monkeypatch.setattr(cuda, "_runtime", lambda: SimpleNamespace(**{**calls, call: interrupted}))
+    monkeypatch.setattr(accelerator, "aligned_bytes", aligned)
+    monkeypatch.setattr(accelerator, "_runtime", lambda: SimpleNamespace(**{**calls, call: interrupted}))
     with pytest.raises(KeyboardInterrupt):
         device.free_host(device.allocate_host(9000))
     device.close()

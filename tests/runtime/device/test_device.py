@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from penstock.runtime.device.accelerator import AcceleratorDevice
-from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.accelerator import AcceleratorDevice, CudaDevice
 from penstock.runtime.device.protocol import Move
 from penstock.schedule.facts.errors import StreamError
 from tests.rig import machine

@@ -13,8 +13,9 @@ from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.device.streamer import DeviceStreamer, PassOrder
 from penstock.runtime.device.weights import DeviceWeights, load_resident
 from penstock.runtime.files.source import FileRange
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
 from penstock.runtime.memory_split import MemorySplit
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.stream.loaded import Resources
 from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import Memory, case, disk_cases

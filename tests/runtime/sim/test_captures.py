@@ -8,7 +8,8 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from tests.runtime.models import Stack, aligned, broken
 from tests.runtime.sim.ordered_device import CapturedDevice
 

@@ -14,7 +14,8 @@ import torch
 
 from penstock.runtime.device.simulated import HOST as THE_HOST
 from penstock.runtime.device.simulated import RaceError, SimDevice
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import PenstockError, PlanError
 from penstock.schedule.facts.model import Drop, Range
 from penstock.schedule.verify.proof import verify_plan

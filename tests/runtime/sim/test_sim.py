@@ -13,7 +13,8 @@ import penstock
 from penstock.runtime.device import streamer as staging
 from penstock.runtime.device.protocol import Move
 from penstock.runtime.device.simulated import SimDevice
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Extent

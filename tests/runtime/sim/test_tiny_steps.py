@@ -9,7 +9,8 @@ from torch.export import export
 
 import penstock
 from penstock.integrations import apply
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.clock.event_graph import launched_steps
 from penstock.schedule.facts.hardware import PRESETS
 from tests.runtime.sim.ordered_device import CapturedDevice

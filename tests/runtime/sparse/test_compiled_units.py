@@ -121,8 +121,8 @@ def test_what_units_move_is_what_a_replay_of_their_routes_moves(case):
     with torch.no_grad(), program.load(plan=plan) as module, module.record_routes() as recorder:
         for seed in range(6):
             module(*case.call(seed))
-        assert module._weights.units is not None
-        moved = module._weights.units.counters.bytes_moved
+        assert module._weights.pooled is not None
+        moved = module._weights.pooled.counters.bytes_moved
     payload = program.payload
     profile = profile_of(recorder.routes, payload.storages, payload.traces, payload.storage_names())
     assert replay_own(profile, plan.pool).nbytes == moved > 0
@@ -161,7 +161,7 @@ def test_what_a_probe_or_a_reader_raises_is_raised(case, error, monkeypatch):
 
     with torch.no_grad(), case.compiled.load(case.compiled.floor_bytes) as module:
         expected = module(*case.call(0))
-        for owner, name in ((module._weights.streamer, "acquire"), (module._weights.units, "ask")):
+        for owner, name in ((module._weights.streamer, "acquire"), (module._weights.pooled, "ask")):
             with monkeypatch.context() as patched:
                 patched.setattr(owner, name, fail)
                 with pytest.raises(type(error)) as raised:

@@ -114,7 +114,7 @@ def test_a_pool_of_one_unit_moves_the_sum_of_the_units_that_calls_ask_for(case, 
             x, route = batch(5, seed, case.model.dtype)
             assert equal(module, case.model, x, route)
             moved += sum((UP + DOWN) * len(set(layer.flatten().tolist())) for layer in route)
-            units = module._weights.units
+            units = module._weights.pooled
             assert units is not None
             assert (units.counters.bytes_moved, units.peak_bytes) == (moved, UP)
 
@@ -206,7 +206,7 @@ def taken_at_the_floor(model, inputs, folder):
     with torch.no_grad():
         program = penstock.compile(export(model, inputs), folder / "rounds.penstock")
         with program.load(plan=pooled(program, program.floor_bytes), engine="python") as module:
-            units = module._weights.units
+            units = module._weights.pooled
             assert isinstance(units, LoadedUnits)
             with Taken(units.memory, *inputs) as taken:
                 made = module(*inputs)
@@ -253,7 +253,7 @@ def test_tiles_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path):
         assert plan.pool.tiles
         with program.load(plan=plan, engine="python") as module:
             expected = module(x)  # certifies the tiles
-            units = module._weights.units
+            units = module._weights.pooled
             assert isinstance(units, LoadedUnits)
             with Taken(units.memory, x) as taken:
                 made = module(x)

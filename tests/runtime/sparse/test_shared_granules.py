@@ -57,7 +57,7 @@ def test_a_granule_stays_as_long_as_a_unit_in_it(straddling, budget, engine):
     model, program = straddling
     plan = program.plan(budget, hardware=SLOW)
     with program.load(plan=plan, engine=engine) as module, torch.no_grad():
-        units = module._weights.units
+        units = module._weights.pooled
         for call in range(120):
             index = torch.randint(1200, (1 + call % 9,), generator=seeded(call))
             index[: call % 3] = torch.arange(call % 3) * 3 + 1  # near each other, again and again
@@ -101,7 +101,7 @@ def test_an_interrupt_within_a_decision_leaves_a_module_that_can_be_called(strad
     """Each time after another one of the changes that a decision makes."""
     model, program = straddling
     with program.load(plan=program.plan(65536, hardware=SLOW), engine="python") as module, torch.no_grad():
-        units = module._weights.units
+        units = module._weights.pooled
         real = getattr(Residency, place)
         for turn in range(12):
             counter = itertools.count()
@@ -127,7 +127,7 @@ def test_an_interrupt_within_a_decision_leaves_a_module_that_can_be_called(strad
 def test_an_interrupt_between_readers_leaves_none_behind(straddling, monkeypatch):
     model, program = straddling
     with program.load(plan=program.plan(65536, hardware=SLOW), engine="python") as module, torch.no_grad():
-        units = module._weights.units
+        units = module._weights.pooled
         real, counter = units._workers.submit, itertools.count()
 
         def interrupted(*args):
@@ -221,5 +221,5 @@ def test_units_with_gaps_take_no_more_than_they_count(tmp_path, engine):
         for first in range(8):
             index = torch.tensor([first, (first + 3) % 8])
             assert torch.equal(module(index), model(index))
-            units = module._weights.units
+            units = module._weights.pooled
             assert taken(units) <= units.held_bytes <= plan.pool.nbytes < 8 << 20

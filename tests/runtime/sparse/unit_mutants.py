@@ -20,7 +20,8 @@ from torch import nn
 import penstock
 from penstock.passes.sparse import calls
 from penstock.passes.sparse.contracts import Contract
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.sparse.residency import Residency

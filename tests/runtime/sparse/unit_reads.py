@@ -27,7 +27,7 @@ def taken(units):
 
 def have_reads_pass(before, patch):
     """Have all reads of units pass `before`, in modules that are loaded from now on."""
-    read, options_of = LoadedUnits.read, loading._native_options
+    read, options_of = LoadedUnits.read, loading.engine_options
     kept = []  # what engines call
 
     def passing(self, piece):
@@ -50,7 +50,7 @@ def have_reads_pass(before, patch):
         return made
 
     patch.setattr(LoadedUnits, "read", passing)
-    patch.setattr(loading, "_native_options", with_reads)
+    patch.setattr(loading, "engine_options", with_reads)
 
 
 def interrupt_wait(turn, patch):

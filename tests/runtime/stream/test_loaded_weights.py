@@ -35,7 +35,7 @@ def loaded(streamer, **parts):
 
 def test_a_pass_begins_and_ends_the_streamer_and_begins_the_units():
     streamer, units = Stub(), Stub()
-    weights = loaded(streamer, units=units)
+    weights = loaded(streamer, pooled=units)
     assert weights.run(0, None, lambda: streamer.calls.append("run") or "output") == "output"
     assert (streamer.calls, units.calls) == (["begin", "run", "end"], ["begin"])
     weights.close()
@@ -43,7 +43,7 @@ def test_a_pass_begins_and_ends_the_streamer_and_begins_the_units():
 
 def test_a_pass_whose_steps_others_run_begins_and_ends_likewise():
     streamer, units, team = Stub(), Stub(), Stub()
-    weights = loaded(streamer, units=units, team=team)
+    weights = loaded(streamer, pooled=units, team=team)
     before = weights.begin(0)
     streamer.counters = Counters(100, 26)
     weights.end(0, before)
@@ -99,7 +99,7 @@ def test_the_team_sleeps_where_readers_bring_more_than_a_quarter_of_what_comes()
 def test_counters_are_those_of_the_streamer_and_of_the_units():
     streamer, units = Stub(), Stub()
     streamer.counters, units.counters = Counters(1, 2, 3, 4, 5), Counters(10, 20, 30, 40, 50)
-    weights = loaded(streamer, units=units)
+    weights = loaded(streamer, pooled=units)
     assert weights.counters == Counters(11, 22, 33, 44, 55)
     assert weights.unit_wait_ns == 40
     stats = weights.stats(9)

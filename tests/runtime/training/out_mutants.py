@@ -7,7 +7,8 @@ import time
 from dataclasses import replace
 
 import penstock
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.training.module import TrainingModule
 from tests.faults.double import Double, Kind
 from tests.runtime.training.spill_faults import outcome, step

@@ -8,7 +8,8 @@ from itertools import count
 import torch
 
 import penstock
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError
 from tests.faults.double import Action, Double

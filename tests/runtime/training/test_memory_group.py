@@ -98,7 +98,7 @@ def made(tmp_path_factory):
 )
 def test_a_step_lives_within_what_is_planned(bare, made, share, activations):
     program, expected = made
-    rung = program.rungs[activations]
+    rung = program.variants[activations]
     budget = max(rung.floor_bytes, round(share * program.weight_bytes))
     limit = bare + budget + rung.activation_bytes + rung.trained_bytes + SLACK
     assert limit < bare + program.weight_bytes + rung.activation_bytes  # in memory it would be killed

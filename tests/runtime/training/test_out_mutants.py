@@ -14,7 +14,8 @@ import torch
 from penstock.passes.trace import PRESET_CPU
 from penstock.runtime.device.simulated import RaceError
 from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import PenstockError, PlanError
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES

@@ -62,16 +62,15 @@ def test_steps_equal_those_of_pytorch(decoders, dtype, rung):
 
 def counted(program, length):
     """The bytes that are kept for batches of a length."""
-    assert program.rung is not None
     with open_programs(program.path, program.payload) as archive:
-        held = read_code(archive, program.rung.backwards[0].method, trust=False).activations()
+        held = read_code(archive, program.kind.rung.backwards[0].method, trust=False).activations()
     (symbol,) = {symbol for size in held.sizes for symbol in size.symbols}
     return held.held_bytes({symbol: length})
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_what_is_kept_is_what_is_counted(program, rung):
-    of_rung = program.rungs[rung]
+    of_rung = program.variants[rung]
     with program.load("100%", activations=rung) as module:
         for length in LENGTHS:
             inputs = tokens(length)
@@ -101,7 +100,7 @@ def test_each_rung_keeps_less_and_reads_more(program):
 
 def needed(program, rung):
     """The smallest memory for a rung."""
-    one = program.rungs[rung]
+    one = program.variants[rung]
     return one.activation_bytes + one.trained_bytes + one.floor_bytes
 
 
@@ -110,7 +109,7 @@ def test_the_rung_is_chosen_by_memory(program):
     for memory, rung in ((everything, "keep"), (needed(program, "layers"), "layers")):
         with program.load(device_memory=memory) as module:
             assert module.activations == rung
-            assert module.plan.budget <= memory - program.rungs[rung].activation_bytes
+            assert module.plan.budget <= memory - program.variants[rung].activation_bytes
             assert bool(module.plan.streamed_bytes) == (rung == "layers")
 
 
@@ -132,7 +131,7 @@ def test_a_plan_of_a_rung_is_loaded_as_that_rung(program):
     with pytest.raises(PlanError, match="activations= is decided by the plan"):
         program.load(plan=plan, activations="layers")
     kept = program.plan("50%", hardware="server")
-    assert kept == program.rungs["keep"].plan("50%", hardware="server")
+    assert kept == program.variants["keep"].plan("50%", hardware="server")
     assert plan.compute_ns > kept.compute_ns
 
 
@@ -167,7 +166,7 @@ def test_one_rung_that_was_asked_for(tmp_path):
         trainable=NORMED.patterns,
         activations=["layers"],
     )
-    assert [*program.rungs] == ["layers"]
+    assert [*program.variants] == ["layers"]
     plain = NORMED.model()
     with program.load("100%") as module:
         for one in (plain, module):
@@ -184,7 +183,7 @@ def test_a_ladder_of_plans_is_of_all_methods(program_of, tmp_path):
     program = program_of(NORMED)
     written = penstock.open(shutil.copytree(program.path, tmp_path / "copy.penstock")).write_ladder()
     assert written.verify() == program.verify()
-    assert [*written.rungs] == [*RUNGS]
+    assert [*written.variants] == [*RUNGS]
 
 
 def test_the_command_line_shows_what_is_kept(program, penstock):

@@ -140,7 +140,7 @@ def of_any_length(tmp_path_factory: pytest.TempPathFactory) -> Program:
 def test_what_is_kept(of_any_length: Program, program_of: Callable[..., Program]) -> None:
     """Less than joint graphs of the model keep, where no layer computes anything twice."""
     joint = program_of(DECODER)
-    assert of_any_length.rungs["segments"].kept_bytes < joint.rungs["keep"].kept_bytes
+    assert of_any_length.variants["segments"].kept_bytes < joint.variants["keep"].kept_bytes
 
 
 @pytest.mark.parametrize("spill", [False, True])

@@ -63,7 +63,8 @@ TRAINING = """
 import os, signal, sys
 from tests.training_models import DECODER, Trained
 from tests.runtime.training.spill_plans import spilling_plan
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
 import penstock
 
 artifact, folder, engine, kind = sys.argv[1:]

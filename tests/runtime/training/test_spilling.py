@@ -15,9 +15,10 @@ from penstock.runtime import planning
 from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.direct_file import SpillFile
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.loading import load_module
 from penstock.runtime.machine.figures import Measurement, Subject, this_machine
 from penstock.runtime.machine.rates import Leaving
+from penstock.runtime.options import LoadOptions
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.verify.proof import verify_plan

@@ -52,8 +52,7 @@ from penstock.integrations.emptied.absent import Answer, answer_with
 from penstock.integrations.kept import KeptFiles, KeptWeights, digest_of
 from penstock.passes.weights.subclasses import has_parts, plain_tensors
 from penstock.runtime.device.opening import target_device
-from penstock.runtime.loading import LoadRequest
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadOptions, LoadRequest
 from penstock.runtime.stream.engine import Stats
 from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.runtime.system.announcing import announced

@@ -20,7 +20,8 @@ from penstock.integrations.called.measuring import CallSizes, like, plain_tensor
 from penstock.integrations.called.passes import Pass, positions_of
 from penstock.integrations.called.places import NO_VALUES, Place, Step, StepWeights, Values, Watched
 from penstock.integrations.kept import digest_of
-from penstock.runtime.loading import LoadRequest, load_weights
+from penstock.runtime.loading import load_weights
+from penstock.runtime.options import LoadRequest
 from penstock.runtime.planning import PlanRequest, decide_to_load
 from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, StreamError
@@ -121,7 +122,7 @@ def plan_orders(
             budget,
             device=options.device,
             arena=options.arena,
-            by_units=any(order.by_units() for order in traced),
+            ways=() if any(order.by_units() for order in traced) else ("whole",),
             # Kernels of other devices run long after the host has called them: their times are modelled.
             traces=payload.traces if options.device == "cpu" else (),
         )

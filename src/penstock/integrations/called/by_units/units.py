@@ -94,8 +94,8 @@ class Planned:
 
     @property
     def units(self) -> PooledUnits:
-        assert self.weights.units is not None, "a step reads units and the plan has no pool"
-        return self.weights.units
+        assert isinstance(self.weights.pooled, PooledUnits), "a step reads units and the plan has no pool"
+        return self.weights.pooled
 
     def call(self, graph: int, number: int, read: SparseRead) -> SparseCall:
         """Return what runs the operator of a step on units of the pool."""
