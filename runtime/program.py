@@ -388,7 +388,7 @@ class Program:
             PlanError: The plan is of another program or is not safe; or as for `Program.plan`.
             StreamError: The device or the engine does not exist, or the plan cannot run there.
             SourceError: A weight file is missing or has changed.
-            PassError: The artifact has code, and was opened without `trust`.
+            PayloadError: The artifact has code, and was opened without `trust`.
 
         Example:
             >>> with program.load("50%") as module:

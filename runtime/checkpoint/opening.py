@@ -45,6 +45,7 @@ _ATTEMPTS = 3
 T = TypeVar("T")
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
+"""A file, an index, a folder, or several files."""
 
 
 class TouchedError(SourceError):

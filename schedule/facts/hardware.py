@@ -148,12 +148,20 @@ _MOST = 1 << 20
 
 
 def find_hardware(name: Hardware | str) -> Hardware:
-    """The preset of that name, or the hardware that is given.
+    """Return the hardware of a name.
 
-    A name may be that of a JSON file, as `penstock hardware h200 --json` prints it (`mine.json`), and figures
-    of a preset may be changed: `rtx4090,memory=24GB,link=12GB/s`.
+    Args:
+        name: A preset (`"h200"`), one with figures of yours (`"rtx4090,memory=24GB,link=12GB/s"`), a JSON
+            file as `penstock hardware h200 --json` prints it (`"mine.json"`), or a `Hardware`, which is
+            returned.
 
-    Raises PlanError for an unknown name or figure; the message suggests a preset of the same number.
+    Raises:
+        PlanError: The name, or a figure, is unknown. The message suggests a preset of the same number.
+
+    Example:
+        >>> from penstock.schedule.facts.hardware import find_hardware
+        >>> find_hardware("rtx4090,memory=24GB").memory_nbytes
+        24000000000
     """
     if isinstance(name, Hardware):
         return name

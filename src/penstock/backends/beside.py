@@ -47,11 +47,16 @@ Compiler = Callable[..., Callable[..., Any]]
 
 
 def beside(other: str | Compiler) -> Compiler:
-    """Returns a backend for torch.compile that runs a module offloaded by `penstock.offload`.
+    """Return a backend for torch.compile that runs a module offloaded by `penstock.offload`.
 
-    `other` compiles every region that reads no weight which streams: a backend's name, or a function of a
-    graph module and example inputs. `options` are `budget` and `resident_below`, as for the backend
-    "penstock", and those of the other. Raises PassError for a name that no installed library has.
+    Its `options` are `budget` and `resident_below`, as for the backend "penstock", and those of the other.
+
+    Args:
+        other: The backend that compiles every region which reads no streamed weight: its name, or a function
+            of a graph module and example inputs.
+
+    Raises:
+        PassError: No installed library has a backend of that name.
     """
     compiler = _find(other) if isinstance(other, str) else other
 
