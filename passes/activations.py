@@ -117,10 +117,7 @@ def _held(graph_module: fx.GraphModule, names: Collection[str]) -> Counter[_Unit
 
 
 def _alive(graph_module: fx.GraphModule, weights: Collection[int] = ()) -> Iterator[Counter[_Unit]]:
-    """Yields for each node the sizes of all storages that are alive while it runs, added up by unit.
-
-    `weights` are the storages of which nodes may read some units only; bodies read theirs whole.
-    """
+    """The sizes of all storages that live while each node runs; of `weights`, nodes may read units only."""
     nodes, readers = list(graph_module.graph.nodes), readers_by_units(graph_module.graph) if weights else {}
     given_storages = {
         s for node in nodes if node.op == "placeholder" for s in storages_of(node.meta.get("val"))

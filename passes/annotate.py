@@ -266,10 +266,7 @@ PASSES: tuple[Callable[[Programs], Programs], ...] = (
 
 
 def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]]:
-    """The FQN and the name of each part, by its tensor's name.
-
-    Raises PassError if a weight has other parts in one method than in another.
-    """
+    """The FQN and name of each part, by its tensor's name. Raises PassError if methods differ in them."""
     known: dict[str, tuple[str, str]] = {}
     names: dict[str, set[str]] = {}
     for program in programs.values():

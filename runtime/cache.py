@@ -461,10 +461,7 @@ def _nbytes(path: Path) -> int:
 
 
 def _hold(path: Path, made_for: str) -> Hold | None:
-    """Hold an entry from now on; None if it does not exist.
-
-    If a process is about to remove the entry, this waits until it is gone, and returns None.
-    """
+    """Hold an entry from now on; None if it does not exist, or is being removed."""
     while path.is_dir():
         _make_record(path, made_for)
         record = _open_record(path)
@@ -482,7 +479,6 @@ def _hold(path: Path, made_for: str) -> Hold | None:
 
 
 def _make_record(path: Path, made_for: str) -> None:
-    """Make the record of an entry that has none."""
     with suppress(OSError):
         record = os.open(path / RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -507,11 +503,7 @@ def _let_go(record: int | None) -> None:
 
 
 def _locked(locked: Entry, locks: ExitStack, *, make: bool) -> bool:
-    """Lock the record of an entry; return False if a process uses the entry.
-
-    As long as `locks` is open, no process can begin to use the entry. With `make`, an entry without a record
-    gets one, so that there is a file to lock.
-    """
+    """Lock an entry's record until `locks` ends; False if it is in use. `make` makes a missing record."""
     if locked.kind == "leftover":
         return remove_stale(locked.path, dry_run=True)
     if locked.path.is_symlink() or not locked.path.is_dir():

@@ -308,6 +308,5 @@ def check_room(
 
 
 def _stack() -> int:
-    """The bytes of address space that a thread's stack reserves."""
     nbytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
     return _UNLIMITED_STACK if nbytes == resource.RLIM_INFINITY else nbytes

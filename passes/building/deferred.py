@@ -374,10 +374,7 @@ def _drawn(operation: Operation) -> Iterator[torch.Tensor]:
 
 
 def _is_by_element(operation: Operation, whole: Spec) -> bool:
-    """Tell whether each element of an operation's results depends only on the same element of its inputs.
-
-    All tensors of the operation must be contiguous, without an offset, and of the shape of `whole`.
-    """
+    """Tell whether an operation on contiguous tensors of the shape of `whole` computes element by element."""
     leaves = [*pytree.tree_leaves((operation.args, dict(operation.kwargs))), *operation.outputs]
     specs = [leaf for leaf in leaves if isinstance(leaf, Spec)]
     known = operation.function in (*_FILLS, *_FACTORIES, *_EXACT)

@@ -52,7 +52,6 @@ class _Stack:
 
     @classmethod
     def extract(cls) -> _Stack:
-        """The frames that call this."""
         places = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -62,7 +61,6 @@ class _Stack:
         return cls(places)
 
     def summary(self) -> traceback.StackSummary:
-        """The frames, from the outermost in."""
         return traceback.StackSummary(_summary(*place) for place in reversed(self._places))
 
 

@@ -84,10 +84,7 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _view(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Apply the numbers, slices and None of an index to a tensor.
-
-    Returns the resulting view, and the tensors of the index, at the positions of their dimensions in it.
-    """
+    """Apply an index to a tensor; return the view, and the tensors of the index by dimension of the view."""
     items = list(index) if isinstance(index, tuple) else [index]
     items = [
         torch.tensor(index_item, device=tensor.device) if isinstance(index_item, list) else index_item

@@ -495,10 +495,7 @@ _Names = Mapping[sympy.Symbol, sympy.Symbol]
 
 
 def _names_of_symbols(exported: ExportedProgram) -> _Names:
-    """Returns a name for each dynamic size: the user's own, or that of the first input with this size.
-
-    A program that torch.export.save wrote has lost the user's names.
-    """
+    """A name for each dynamic size: the user's own, or that of the first input with this size."""
     places: dict[sympy.Symbol, str] = {}
     input_names: dict[sympy.Symbol, str] = {}
     for node in user_placeholders(exported):
@@ -514,7 +511,6 @@ def _names_of_symbols(exported: ExportedProgram) -> _Names:
 
 
 def _given_names(environment: Any) -> dict[sympy.Symbol, str]:
-    """Returns the names of `torch.export.Dim`s by their symbols."""
     symbols = getattr(environment, "source_to_var", {})
     names = getattr(environment, "source_name_to_debug_name", {})
     return {environment.replace(symbols[place]): name for place, name in names.items() if place in symbols}

@@ -227,10 +227,7 @@ def dry_run(graph: fx.Graph, inputs: Sequence[object], followed: frozenset[int])
 
 @contextmanager
 def _counted(mode: FakeTensorMode, most: int) -> Iterator[None]:
-    """Within the body, the mode runs `most` operators, those that operators consist of included.
-
-    A loop over a dimension, or a list of its parts, would be as long as a stranger says.
-    """
+    """Let the mode run at most `most` operators: a loop over a dimension is as long as a stranger says."""
     left, dispatch = most, mode.dispatch
 
     def counted(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -386,10 +383,7 @@ _POWERS = (pow, operator.pow, round)
 
 @contextmanager
 def _noting_inputs(bodies: Sequence[fx.GraphModule], operands: Sequence[object]) -> Iterator[None]:
-    """Gives the inputs of bodies the values that they are called with within.
-
-    Those that are not called have the last operands, which are their inputs.
-    """
+    """Give the inputs of bodies the values that they are called with, or else the last operands."""
 
     def note(body: Any, inputs: Sequence[object]) -> None:
         for placeholder, value in zip(placeholders_of(body.graph), inputs, strict=False):

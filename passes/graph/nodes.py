@@ -352,10 +352,7 @@ def _without(regions: Collection[str], module: fx.GraphModule) -> fx.GraphModule
 
 
 def _copy_body(region: fx.Node, graph: fx.Graph, here: dict[fx.Node, Any], taken: Collection[str]) -> Any:
-    """Copies the body of a region to the end of `graph`, adds to `here`, and returns its results.
-
-    The arguments of the region's operator are the grad mode, the body and the body's inputs.
-    """
+    """Copy the body of a region to the end of `graph`, add its nodes to `here`, and return its results."""
     (body,) = subgraphs_of(region)
     owner: Any = region.graph.owning_module
     here.update(zip(placeholders_of(body.graph), map_arg(region.args[2:], here.__getitem__), strict=True))

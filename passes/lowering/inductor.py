@@ -401,10 +401,7 @@ def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, An
 
 
 def _with_tensor_scales(module: Any) -> Any:
-    """The module, in which products divided by a tensor are divided by an operator with the same code.
-
-    Inductor takes any divisor of an attention's products for a number, and fails when it is a tensor.
-    """
+    """Replace divisions by a tensor, which Inductor takes for a number in attention, so that it fails."""
     for nested in nested_modules(module):
         for node in nested.graph.nodes:
             if node.target is not aten.div.Tensor or not isinstance(node.args[1], fx.Node):

@@ -306,10 +306,7 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int], run: Run) -> Flow:
 
 
 def _written_through(node: fx.Node) -> list[object] | None:
-    """Returns what an operator without a body writes, None if nothing says it.
-
-    Such operators may call the operator that stands among their arguments, before those that it gets.
-    """
+    """What an operator without a body writes; None if nothing says it."""
     if str(getattr(node.target, "__name__", "")) in _FUNCTIONAL:
         return []
     for position, argument in enumerate(node.args):

@@ -289,7 +289,6 @@ class PagedArena(WeightArena):
             protect(self._memory.address, self._memory.nbytes, PROT_NONE)
 
     def _pages(self, start: int, stop: int) -> Iterator[Pages]:
-        """Yields the pages of a range, segment by segment."""
         first = max(0, bisect_right(self._starts, start) - 1)
         for index in range(first, bisect_left(self._starts, stop)):
             segment = self._segments[index]

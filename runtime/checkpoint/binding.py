@@ -174,10 +174,7 @@ def tensor_names(fqn: str, rename: Rename) -> tuple[str, ...]:
 
 
 def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkpoint) -> list[Part]:
-    """Returns the share of a part that each of several tensors has.
-
-    Raises SourceError where they do not add up to it.
-    """
+    """The share of a part that each of several tensors has. Raises SourceError if they do not add up."""
     if len(names) == 1:
         return [part]
     shapes = [checkpoint.tensors[name].shape for name in names]
@@ -207,10 +204,7 @@ def _taken(
 
 
 def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool) -> Reading:
-    """Returns the reading that is a part's value.
-
-    Raises SourceError where dtype, shape or strides do not allow it.
-    """
+    """The reading that is a part's value. Raises SourceError if dtype, shape or strides do not allow it."""
     name, taken = named
     tensor, shape = taken.tensor, taken.shape
     before = TORCH_NAMES.get(tensor.dtype, tensor.dtype)
@@ -437,10 +431,7 @@ def _refuse_unexpected(stored: Found, checkpoint: Checkpoint, ignore: Sequence[s
 
 
 def _values(payload: Payload, stored: Found, *, most: int | None = None) -> dict[str, torch.Tensor]:
-    """Returns a tensor for each weight that the files hold, in a storage of at most `most` bytes.
-
-    Tensors of one storage share its memory.
-    """
+    """A tensor for each weight in the files, of storages of at most `most` bytes, whose memory it shares."""
     maps: dict[int, mmap.mmap] = {}
     storages = stored.placed(payload.storages)
     memory = {

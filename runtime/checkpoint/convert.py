@@ -186,10 +186,7 @@ def _entry(name: str, tensor: StoredTensor, checkpoint: Checkpoint, dtype: str |
 
 
 def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:
-    """Returns the dtype that a tensor is written in.
-
-    Raises SourceError for a dtype that tensors cannot be converted to.
-    """
+    """The dtype that a tensor is written in. Raises SourceError if tensors cannot be converted to it."""
     if dtype is None:
         return before
     wanted = getattr(torch, dtype, None)

@@ -222,10 +222,7 @@ def _is_tensor(record: str) -> bool:
 
 
 def _check_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> None:
-    """Raise an error for a record that torch reads as a whole, if that takes too much memory or time.
-
-    torch finds records whatever the case of their names.
-    """
+    """Raise an error for a record that torch would read whole in too much memory or time, in any case."""
     name = info.filename.lower()
     if info.compress_type != zipfile.ZIP_STORED:
         raise SourceError(f"{path} has {info.filename} compressed: load it with torch and save it again")

@@ -459,11 +459,7 @@ class Session:
 
 
 class _CompiledPiece:
-    """A compiled piece, called with Dynamo's inputs.
-
-    Dynamo guards the shapes of parameters and not their identities, so one piece serves all equal
-    layers: each choice of weights that it is called with is a method of its own.
-    """
+    """A compiled piece. Dynamo guards shapes, not identities: equal layers are methods of one piece."""
 
     def __init__(
         self,

@@ -300,7 +300,6 @@ def _products_of(dtype: str, size: int) -> Trials:
 
 
 def _memory() -> Trials:
-    """Bytes a second that this CPU reads from memory."""
     buffer = torch.zeros(_BUFFER // 4)
     return repeat(buffer.sum, _BUFFER, threads=torch.get_num_threads())
 
@@ -328,7 +327,6 @@ def _device_products(device: AcceleratorDevice, dtype: str) -> Trials:
 
 
 def _device_memory(device: AcceleratorDevice) -> Trials:
-    """Bytes a second that copies within the device read and write."""
     both = torch.zeros(2, _DEVICE_BUFFER // 2, dtype=torch.uint8, device=device.torch_device)
     return _on_device(device, lambda: both[1].copy_(both[0]), _DEVICE_BUFFER)
 

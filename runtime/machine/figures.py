@@ -334,7 +334,6 @@ def _path() -> Path:
 
 
 def _processor() -> str:
-    """The name of the processor, by the operating system."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

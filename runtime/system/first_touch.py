@@ -106,13 +106,11 @@ def cpus_by_node() -> dict[int, frozenset[int]]:
 
 
 def _parse_cpus(listed: str) -> frozenset[int]:
-    """Returns the numbers in a list such as `0-3,8-11`."""
     spans = [span.partition("-") for span in listed.strip().split(",") if span]
     return frozenset(cpu for low, _, high in spans for cpu in range(int(low), int(high or low) + 1))
 
 
 def _allowed_cpus() -> frozenset[int]:
-    """Returns the CPUs that the calling thread may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))

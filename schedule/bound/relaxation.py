@@ -387,10 +387,7 @@ def _add_fewest(program: LinearProgram, tier: int, room: float, excess: float) -
 
 
 def _add_pairs(program: LinearProgram, group: numpy.ndarray, room: float, excess: float) -> None:
-    """Add the constraint that neighbouring copies share the memory unless the link idles between them.
-
-    `group` has the group of each gap. The bytes of a group count at the longest of its reads.
-    """
+    """Add that neighbouring copies share the memory unless the link idles; `group` is that of each gap."""
     its, upper, phases, shape = program.columns(0), program.at_most, program.phases, program.tiers[0]
     read = phases.read_ns / program.unit_ns
     ends = phases.last % phases.count

@@ -166,7 +166,6 @@ def _parts(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Tra
 
 
 def _in_flight(schedule: Schedule) -> list[Range]:
-    """What is on its way when a pass begins."""
     return [Range(t.start, t.stop) for t in schedule.transfers if t.after < 0 and t.direction == "in"]
 
 

@@ -93,7 +93,6 @@ def _device(name: str, tflops: float, memory_gb_per_s: float, link_gb_per_s: flo
 
 
 def _host(name: str, tflops: float, memory_gb_per_s: float, disk_gb_per_s: float, gb: int) -> Hardware:
-    """The preset of a CPU, whose link is its disk."""
     return Hardware(
         name=name,
         flops_per_s=tflops * 1e12,

@@ -60,7 +60,6 @@ def read_graph(payload: Payload) -> networkx.DiGraph:
 
 
 def _units(read: SparseRead | None) -> dict[str, str | int]:
-    """The attributes of an edge of which units may do."""
     if read is None:
         return {}
     named: dict[str, str | int] = {"operator": read.operator, "route": read.route}
@@ -68,7 +67,6 @@ def _units(read: SparseRead | None) -> dict[str, str | int]:
 
 
 def _facts(step: Step) -> dict[str, str | int]:
-    """The attributes of a step's node that say what it computes."""
     return {
         "name": step.name,
         "lead_ns": step.lead_ns,

@@ -253,11 +253,7 @@ class OneTrace:
         return self.ranked[-1].period_ns if len(self.ranked) == 2 * _JOINED else math.inf
 
     def _round(self, relaxed: Relaxation) -> None:
-        """Round the relaxation to whole spans, with several amounts of memory left free.
-
-        The free memory takes what rounding adds, and copies on their way. The best amount is found first, and
-        then the best way to round with that amount.
-        """
+        """Round the relaxation to whole spans: find the best amount of free memory, then the best rounding."""
         shared = int(relaxed.shared_bytes)
         copy = shared // 2
         margins = {self.largest_span * count for count in (0, 1, 2, 4, 8)}

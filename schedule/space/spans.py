@@ -154,7 +154,6 @@ def _union(steps: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _cut(piece: Range, segments: Sequence[Range]) -> Iterator[Range]:
-    """Yield the parts of a range that lie in segments."""
     for segment in segments:
         start, stop = max(piece.start, segment.start), min(piece.stop, segment.stop)
         if start < stop:

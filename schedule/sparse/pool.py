@@ -279,10 +279,7 @@ def pass_ns(problem: Problem, trace: Trace, room: int) -> int:
 
 
 def _copied_bytes(problem: Problem, trace: Trace, room: int) -> int:
-    """The least bytes that a pass copies where an arena has `room` bytes.
-
-    Granules stay and come as a whole, unless everything that is read whole fits, and none are needed.
-    """
+    """The least bytes that a pass copies where an arena has `room` bytes; granules move as a whole."""
     if room >= problem.streamed_bytes:
         return 0
     read = {s for step in trace.steps for s in step.reads if problem.storages[s].kind == "streamable"}

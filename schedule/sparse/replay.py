@@ -33,10 +33,7 @@ def least_missed(parts: Sequence[Round], pool: Pool, storages: Sequence[Storage]
 
 
 class _Pieces:
-    """Units in pieces, the bytes that the same units have: of most units one, besides edges that are shared.
-
-    Of the granules at the ends of a storage, only its own bytes count.
-    """
+    """Units cut into pieces, so that the bytes which several units share are one piece."""
 
     def __init__(self, pool: Pool, storages: Sequence[Storage]) -> None:
         self.sizes: list[int] = []

@@ -17,10 +17,7 @@ _FORGOTTEN = 2048
 
 
 def _powers(base: float) -> np.ndarray:
-    """The powers of a number as products, which have the same bits everywhere; those of libraries differ.
-
-    The native engine computes the same keys, so that it makes the same decisions.
-    """
+    """The powers of a number as products, which have the same bits everywhere; those of libraries differ."""
     factors = np.full(_FORGOTTEN + 1, base)
     factors[0] = 1.0
     return np.multiply.accumulate(factors)
@@ -240,7 +237,6 @@ class Residency:
         return first + (first in self._users), stop - (last > first and last in self._users)
 
     def _cost(self, index: int) -> int:
-        """The bytes that a unit takes beside those that are held."""
         first, stop = self._own(index)
         return (stop - first) * self._pool.granule
 
@@ -266,7 +262,6 @@ class Residency:
 
 
 def _reads_of(trace: Trace, pool: Pool) -> dict[int, _Read]:
-    """The reads of a trace that a pool serves, by step."""
     reads = [(k, read) for k, step in enumerate(trace.steps) for read in step.sparse if pool.has(read)]
     turns = {route: turn for turn, route in enumerate(dict.fromkeys(read.route for _, read in reads))}
     reads_of_steps: dict[int, _Read] = {}

@@ -246,7 +246,6 @@ def _check_size(data: bytes, source: str) -> None:
 
 
 def _call(line: bytes, source: str) -> Route:
-    """The route of one call, of numbers that are not checked yet."""
     from pydantic import Strict
 
     kind = tuple[tuple[Annotated[int, Strict()], ...], ...]
@@ -260,7 +259,6 @@ def _call(line: bytes, source: str) -> Route:
 
 
 def _faults(routes: Routes) -> Iterator[str]:
-    """What is wrong with routes beyond the types of their fields."""
     yield from _read_faults(routes.reads)
     for k, call in enumerate(routes.calls):
         for ask in call:

@@ -294,10 +294,7 @@ def gates(calls: Sequence[Call]) -> list[list[int]]:
 
 
 class _Steps:
-    """What happens when the steps of one call end: which transfers may start, and which drops are due.
-
-    `opened` counts steps from the beginning of the call; negative ones are of the call before.
-    """
+    """What starts and leaves when steps of a call end; `opened` counts them, negative in the call before."""
 
     def __init__(self, call: Call, gates: Sequence[int], memory: Memory) -> None:
         self.schedule, self.trace = call
@@ -343,7 +340,6 @@ class Walk:
         self._leaving = [NEVER_YET] * memory.cells
 
     def _written(self, number: int) -> list[tuple[int, Place]]:
-        """The storages that a call writes, with their cells."""
         return [written for step in self._calls[number].writes for written in step]
 
     def run(self) -> None:

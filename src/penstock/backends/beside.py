@@ -175,10 +175,7 @@ def _without_weights(propagated: fx.GraphModule, streamed: set[str]) -> frozense
 
 
 class _Region(torch.nn.Module):
-    """A region that the other compiler compiles when it is first called, on real inputs.
-
-    Compilers take the sizes of these for all that come, so one with dynamic sizes is compiled for each.
-    """
+    """A region that the other compiler compiles when first called, once for each sizes of real inputs."""
 
     def __init__(self, graph_module: fx.GraphModule, compiler: Compiler) -> None:
         super().__init__()

@@ -290,7 +290,6 @@ class _Stream:
         self.times: list[tuple[float, int]] = []  # of each call: when it ended, and the tokens so far
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the tokens of one call."""
         if self._begun:
             self.tokens += value.flatten().tolist()
             self.times.append((time.perf_counter(), len(self.tokens)))
@@ -299,7 +298,6 @@ class _Stream:
             self._shown.put(value)
 
     def end(self) -> None:
-        """Show what is still held back."""
         if self._shown is not None:
             self._shown.end()
 
@@ -365,14 +363,12 @@ class _Session:
             raise SourceError(f"the chat template refuses the conversation: {first_line(error)}") from error
 
     def stream(self) -> _Stream:
-        """Return what takes the tokens of one answer."""
         from transformers import TextStreamer
 
         shown = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         return _Stream(shown if self._shows else None)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
@@ -445,7 +441,6 @@ class _Session:
 
 
 def _limit(plan: Plan) -> str:
-    """Return what limits a plan, in words."""
     from penstock.schedule.report.verdict import limit_of
 
     match limit_of(plan):

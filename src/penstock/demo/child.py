@@ -146,10 +146,7 @@ def _generate(job: Job, call: Any, load_seconds: float, stats: Callable[[], Any]
 
 
 def _read_peak() -> int:
-    """The largest resident set of this process so far, in bytes; 0 if the system does not tell.
-
-    `getrusage` would not do: after an exec it still counts the memory of the parent.
-    """
+    """The largest resident set so far, in bytes, or 0; after an exec, `getrusage` has the parent's."""
     try:
         status = Path("/proc/self/status").read_text().splitlines()
     except OSError:

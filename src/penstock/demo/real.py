@@ -115,10 +115,7 @@ def embed(console: Console, sentences: list[str], artifact: Path) -> Embedded:
 def _run_rounds(
     encoder: Encoder, modules: list[Any], report: Callable[[int], None]
 ) -> tuple[Tensor, list[float], list[_Rounds]]:
-    """Embed all batches ROUNDS times with every module.
-
-    Returns the output and the times of the model in memory, and the rounds of each streamed module.
-    """
+    """Embed all batches ROUNDS times; return the output, times in memory, and rounds of each module."""
     for call in (encoder.module, *modules):
         _embed_all(call, encoder)
     memory_seconds: list[float] = []

@@ -221,7 +221,6 @@ def is_pipeline(folder: Path) -> bool:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Raise SourceError where a folder holds an adapter."""
     adapter = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
     if adapter:
         raise SourceError(
@@ -437,10 +436,7 @@ def _diffusers_builder(
 
 
 def _fill_buffers(deferred: Deferred, files: tuple[Path, ...], names: Mapping[str, tuple[str, ...]]) -> None:
-    """Give a module's buffers the values in the files, or else those that the module computes.
-
-    A buffer that is made of several tensors has their rows, one tensor after another.
-    """
+    """Give a module's buffers the values in the files, in rows of several tensors, or those it computes."""
     with ExitStack() as stack:
         opened = [stack.enter_context(open_tensors(file)) for file in files]
         where = {name: file for file in opened for name in file.entries}

@@ -149,10 +149,7 @@ def _groups(
     shapes: Mapping[str, torch.Tensor],
     revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> list[_Group]:
-    """Divide a state dict into the smallest groups that can be converted to names of files by themselves.
-
-    Raises PassError where not even the weights of a layer can.
-    """
+    """The smallest groups of a state dict that convert by themselves. Raises PassError if no layer does."""
     whole, groups, left = revert(dict(shapes)), list[_Group](), dict[str, list[str]]()
 
     def add(names: Sequence[str]) -> bool:

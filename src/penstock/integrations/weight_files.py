@@ -130,7 +130,6 @@ def keep_packed(
 
 
 def _holds(file: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether a file holds these tensors, byte for byte."""
     with open_tensors(file) as opened:
         return all(opened.holds(name, bytes_of(value)) for name, value in tensors.items())
 

@@ -255,5 +255,4 @@ def _has(config: Any, *names: str) -> bool:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these numbers that a configuration has, or 0."""
     return next((int(length) for name in names if (length := getattr(config, name, None))), 0)

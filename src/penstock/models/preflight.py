@@ -75,10 +75,7 @@ def advise(
 
 
 def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
-    """Rows for the plan, its bound and every other policy, the fastest first.
-
-    A row has the name, the seconds of a pass, and these seconds divided by the plan's.
-    """
+    """Rows of the plan, its bound and every policy: name, seconds of a pass, and their ratio to the plan's."""
     rows = [("this plan", point.predicted_ns), *point.policies.items()]
     if point.lower_bound_ns is not None:
         rows.append((whatif.BEST, point.lower_bound_ns))

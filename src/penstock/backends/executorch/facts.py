@@ -140,10 +140,7 @@ _FORMATS = {
 
 
 def _memory_format(node: fx.Node, order: object) -> torch.memory_format:
-    """The memory format that an order of dimensions stands for: that of the input, or one of torch's.
-
-    An order that has no format there is the input's: values are the same in any.
-    """
+    """The memory format of an order of dimensions; the input's, if torch has no format for the order."""
     source = node.args[0]
     value = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(order, list | tuple):
@@ -318,14 +315,12 @@ def named_without_use(name: str) -> str:
 
 
 def _shared(value: torch.Tensor) -> torch.Tensor:
-    """Another tensor of the same memory."""
     with torch.no_grad():
         shared = value.detach()
     return nn.Parameter(shared, requires_grad=False) if isinstance(value, nn.Parameter) else shared
 
 
 def _sort_inputs(graph: fx.Graph, order: Mapping[str, int]) -> None:
-    """Moves the graph's inputs to the order of the signature."""
     inputs = sorted((node for node in graph.nodes if node.op == "placeholder"), key=lambda n: order[n.name])
     for before, node in pairwise(inputs):
         before.append(node)

@@ -190,29 +190,24 @@ class _Table:
         return _Table(data, struct.unpack_from("<I", data)[0], _Unread(len(data)))
 
     def number(self, field: int, form: str) -> int:
-        """The number in a field, 0 if it is left out."""
         place = self._place(field)
         return 0 if place is None else int(struct.unpack_from(f"<{form}", self.data, place)[0])
 
     def text(self, field: int) -> str:
-        """The text in a field."""
         return self.vector(field).decode()
 
     def vector(self, field: int) -> bytes:
-        """The bytes in a field, none if it is left out."""
         start, size = self._vector(field) or (0, 0)
         self.unread.take(size)
         return bytes(self.data[start : start + size])
 
     def table(self, field: int) -> _Table:
-        """The table in a field."""
         place = self._place(field)
         if place is None:
             raise IndexError(f"field {field} is missing")
         return _Table(self.data, self._follow(place), self.unread)
 
     def tables(self, field: int) -> Iterator[_Table]:
-        """The tables of the list in a field."""
         first, count = self._vector(field) or (0, 0)
         self.unread.take(4 * count)
         return (_Table(self.data, self._follow(first + 4 * k), self.unread) for k in range(count))
@@ -327,7 +322,6 @@ class _Catalog:
         self.stay = set.intersection(*outside) if outside else set()
 
     def faults(self, region: RegionCode) -> Iterator[str]:
-        """One sentence for each field that contradicts the payload."""
         if region.graph not in self.steps:
             yield f"$.graph: expected that of a method, one of {sorted(self.steps)}, got {region.graph}"
             return

@@ -189,7 +189,6 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         return find_regions(plain, usage, weights_of, worth)
 
     def _specs(self, exported: ExportedProgram, regions: Regions) -> list[list[Any]]:
-        """The compile specs of every region."""
         specs = []
         for number, region in enumerate(regions.regions):
             last = number == len(regions.regions) - 1

@@ -228,7 +228,6 @@ def _justify(values: Sequence[str]) -> Literal["left", "right"]:
 
 
 def _widest(values: Sequence[str]) -> int:
-    """The number of characters in the longest line of any value."""
     return max(len(line) for value in values for line in value.split("\n"))
 
 

@@ -276,7 +276,6 @@ class CalledModule:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Make an outermost call."""
         refuse_elsewhere((args, kwargs), self.name, self._process)
         with self._cap.lock:
             if not self._active:  # restored while this call waited for its turn
@@ -422,7 +421,6 @@ class CalledModule:
     # Plans.
 
     def _open(self) -> LoadedWeights:
-        """Plan for all orders that are known, and load."""
         self._check_files()
         begun = time.monotonic()
         with self._cap.working():

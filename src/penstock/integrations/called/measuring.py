@@ -306,7 +306,6 @@ class CallSizes:
         self._measured: deque[MeasuredCall] = deque(maxlen=_REMEMBERED)
 
     def __bool__(self) -> bool:
-        """Tell whether calls were measured."""
         return bool(self._measured)
 
     def add(self, arguments: CallArguments, after: CallArguments, beside: int) -> None:

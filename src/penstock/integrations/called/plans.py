@@ -289,11 +289,7 @@ class PlanMemory:
         return weights
 
     def _values_of(self, step: Step, left_out: Collection[int]) -> tuple[Values, Values]:
-        """Return the values of a step without those of the storages `left_out`, and which it puts in places.
-
-        Small weights of modules that values choose stay in memory. What the plan has in memory throughout
-        stands in its places already.
-        """
+        """The values of a step without those of storages `left_out`, and which of them it puts in places."""
         away = set(left_out) - self._steps.learned.small
         values = {
             twin: self._values[twin]

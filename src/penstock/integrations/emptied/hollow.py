@@ -172,7 +172,6 @@ class Hollow:
                     child._buffers[key] = moved[id(buffer)]
 
     def _replace(self, module: nn.Module, name: str, value: object) -> None:
-        """Set an attribute of a module until its values are back."""
         self._undo.callback(replace_attribute(module, name, value))
 
     def _refuse_uses(self, module: nn.Module, path: str, sentence: str) -> None:

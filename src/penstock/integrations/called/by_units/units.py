@@ -589,10 +589,7 @@ class UnitReads:
         return read if nbytes >= LEAST and has_units(read, nbytes) else None
 
     def _note(self, current: Any, path: str, read: SparseRead | int, route: object) -> Seen:
-        """Note an operator as a step of the pass.
-
-        Reads of slices by one module are one step; so are operators that read a storage one after another.
-        """
+        """Note an operator as a step of the pass; reads in a row, and slices for one module, are one step."""
         reads = current.reads
         storage = read if isinstance(read, int) else read.storage
         name = self._twins[storage][0]
