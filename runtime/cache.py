@@ -170,20 +170,14 @@ class Cache:
 
     @classmethod
     def at(cls, folder: str | os.PathLike[str] | None) -> Cache:
-        """The cache in a folder (None: the user's cache folder), with the limit that the environment sets.
-
-        Raises BudgetError for a limit that is no size.
-        """
+        """The cache in a folder (None: the user's). Raises BudgetError if the limit is no size."""
         asked = os.environ.get(LIMIT)
         limit = parse_size(asked, name=LIMIT) if asked else None
         return cls(Path(folder), limit) if folder else cls(user_cache(), limit, first=_lasting_cache())
 
     @property
     def own(self) -> bool:
-        """Whether nobody but this user can write to the folder: then what is there, this user has made.
-
-        Raises SourceError where the system does not say.
-        """
+        """Whether nobody else can write to the folder. Raises SourceError where the system does not say."""
         return self.writer is None
 
     @property
@@ -193,10 +187,7 @@ class Cache:
             return find_writer(self.folder)
 
     def writer_of(self, path: Path) -> Writer | None:
-        """Who else could change the entry at a path, or anything in it or on the way to it.
-
-        Raises SourceError where the system does not say.
-        """
+        """Who else could change the entry or the way to it. Raises SourceError if nobody knows."""
         with reading(path):
             return find_writer_inside(path)
 

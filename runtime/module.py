@@ -107,7 +107,7 @@ class StreamedModule(Part):
         """Run the only method, or the one named `forward`.
 
         Args:
-            *args, **kwargs: Those of the exported module, in shapes that it was exported for.
+            args, kwargs: Those of the exported module, in shapes that it was exported for.
 
         Raises:
             StreamError: The module is closed, another thread runs it, it is called in a forked child, or an
@@ -128,7 +128,7 @@ class StreamedModule(Part):
 
         Args:
             method: The name.
-            *args, **kwargs: As for `forward`, which raises the same.
+            args, kwargs: As for `forward`, which raises the same.
         """
         leaves = _checked(self._method(method).program, args, kwargs)
         with without_grad():
@@ -183,7 +183,7 @@ class StreamedModule(Part):
         probes, some microseconds. Where there are several methods, the one named `forward` is measured.
 
         Args:
-            *args, **kwargs: As for `forward`, which raises the same.
+            args, kwargs: As for `forward`, which raises the same.
 
         Example:
             >>> with program.load("100%") as module:
@@ -198,7 +198,7 @@ class StreamedModule(Part):
 
         Args:
             method: The name.
-            *args, **kwargs: As for `forward`, which raises the same.
+            args, kwargs: As for `forward`, which raises the same.
         """
         loaded = self._method(method)
         steps = len(loaded.trace.steps)

@@ -114,10 +114,7 @@ _LAST = 6
 
 
 def budgets(lowest: int, highest: int, rungs: int = RUNGS) -> tuple[int, ...]:
-    """The budgets of a ladder in bytes, ascending, from the floor `lowest` to all weights, `highest`.
-
-    Raises PlanError for fewer than two rungs.
-    """
+    """The ascending budgets of a ladder, in bytes. Raises PlanError for fewer than two rungs."""
     if rungs < 2:
         raise PlanError(
             f"a ladder has two plans or more, got {rungs}: the floor's, and one that streams nothing"

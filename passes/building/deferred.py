@@ -179,10 +179,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape and stride, in memory of its own, with the values that it would have.
-
-        Raises PassError for a tensor that was not made in this recording.
-        """
+        """A tensor with the values that a recorded one would have. Raises PassError for any other."""
         if tensor.device != _META:
             return tensor
         spec = self._spec(tensor)

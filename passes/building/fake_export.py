@@ -88,7 +88,7 @@ def fake_export(
         dynamic_shapes: As for `torch.export.export`.
 
     Returns:
-        A program whose weights are fake: `bind` them to a checkpoint, or give `compile` the checkpoint.
+        A program whose weights are fake. `bind` them to a checkpoint, or give `compile` the checkpoint.
 
     Raises:
         PassError: The model cannot be exported unbuilt; the message names the line of the model.

@@ -211,10 +211,7 @@ def _asked_for(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 
 def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[str, torch.device]:
-    """The device of every parameter and buffer, by each of its names.
-
-    Raises PassError for a pattern that matches nothing, or a name that two patterns match.
-    """
+    """The device of each tensor by name. Raises PassError for a pattern without a match, or two for one."""
     tensors = {
         name: tensor
         for named_tensors in (

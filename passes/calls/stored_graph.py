@@ -299,10 +299,7 @@ def encode_graph(graph_module: fx.GraphModule) -> dict[str, Any]:
 
 
 def check_operators(stored: Any, *, trust: bool) -> None:
-    """Raises PassError for a stored graph with an operator that is not registered, or not for everybody.
-
-    `operators.operator_of` says which are.
-    """
+    """Raise PassError for an operator of a stored graph that is unknown, or not for everybody."""
     for name in operators_in(stored):
         operator_of(name, trust=trust)
 

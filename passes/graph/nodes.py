@@ -42,10 +42,7 @@ def called(node: fx.Node) -> str:
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a graph module whose graphs, nested ones included, may be changed.
-
-    The copy has the same node names and metadata, and shares the tensors.
-    """
+    """A copy whose graphs, nested ones included, may be changed; it shares the tensors."""
     copied = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     copied.meta.update(graph_module.meta)
     for before, node in zip(graph_module.graph.nodes, copied.graph.nodes, strict=True):
@@ -67,10 +64,7 @@ def use_aten_operators(graph_module: fx.GraphModule) -> None:
 
 
 def with_aten_operators(exported: ExportedProgram) -> ExportedProgram:
-    """Return the program on a copy of its graph with ATen's operators, or itself if it has no others.
-
-    Nodes keep their names, and the copy shares the weights.
-    """
+    """The program on a copy of its graph with ATen's operators only, or itself; nodes keep their names."""
     if not _wrapping(exported.graph_module):
         return exported
     result = copy.copy(exported)

@@ -74,10 +74,7 @@ def values_of(graph_module: fx.GraphModule) -> Placed:
 
 
 def only_device(placed: Placed, title: str) -> torch.device:
-    """Returns the device of all tensors of `title`; the CPU where there are none.
-
-    Raises PassError, which names a tensor on each, if they lie on two.
-    """
+    """The device of all tensors of `title`, or the CPU. Raises PassError if they lie on two."""
     devices: dict[torch.device, str] = {}
     for name, device in placed:
         devices.setdefault(indexed(device), name)
@@ -187,10 +184,7 @@ def _reserve(nbytes: int) -> torch.Tensor:
 
 
 def example_arguments(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns positional and keyword arguments of the exported sizes, with zeros for tensors.
-
-    Raises PassError for an input that is a number which each call chooses.
-    """
+    """Arguments of the exported sizes, of zeros. Raises PassError for a number that each call chooses."""
     constants = {
         spec.arg.name: spec.arg.value
         for spec in exported.graph_signature.input_specs

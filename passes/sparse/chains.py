@@ -52,7 +52,7 @@ _LOOKED_UP = aten.index.Tensor
 
 @dataclass(frozen=True)
 class _Chain:
-    """The nodes from a weight to a product's stack; `sliced` operands have a slice for each, `shared` none."""
+    """The nodes from a weight to a product's stack; `sliced` operands have a slice each, `shared` none."""
 
     nodes: tuple[fx.Node, ...]
     sliced: tuple[fx.Node, ...]

@@ -112,10 +112,7 @@ def usage_of(
 def follow_weights(
     graph_module: fx.GraphModule, weights: Weights, *, propagated: bool = False
 ) -> tuple[fx.GraphModule, Flow]:
-    """Returns a propagated copy of a graph, and the flow of the weights among its inputs.
-
-    A graph that is `propagated` is returned itself.
-    """
+    """A propagated copy of a graph (itself if it is `propagated`), and the flow of its weights."""
     propagated_graph = (
         graph_module if propagated else propagate(graph_module, fake_inputs(graph_module, weights))
     )
@@ -148,10 +145,7 @@ Run = Callable[[fx.GraphModule, Sequence[object]], fx.GraphModule]
 
 
 def follow(graph: fx.Graph, aliases: dict[int, int], run: Run = propagate) -> Flow:
-    """Follows storages through a propagated graph; `aliases` maps a fake storage to its number.
-
-    The bodies of control flow are propagated by `run`.
-    """
+    """Follow storages, numbered by `aliases`, through a propagated graph; `run` propagates bodies."""
     aliases = dict(aliases)
     reads: dict[str, tuple[int, ...]] = {}
     written: set[int] = set()

@@ -177,10 +177,7 @@ class WeightArena(ABC):
         self._fill(start, stop, self._back)
 
     def write_out(self, start: int, stop: int) -> int:
-        """Write the bytes of a range, which stays as it is, to the files; returns how many were written.
-
-        Blocks without the GIL, like `fill`.
-        """
+        """Write a range, which stays, to the files without the GIL; return how many bytes were written."""
         self._require_open()
         return self._pieces.write(self._source, start, stop)
 
@@ -212,10 +209,7 @@ class WeightArena(ABC):
         return tensor_at(self._memory.address + place, part, self._storages[part.storage].nbytes)
 
     def mapped_bytes(self) -> int:
-        """Returns the bytes of whole pages that the process's page tables really hold for the arena.
-
-        Raises StreamError where the system does not tell (only Linux does).
-        """
+        """Bytes that page tables hold for the arena. Raises StreamError where the system does not tell."""
         return 0 if self._closed else self._memory.resident_bytes()
 
     def close(self) -> None:

@@ -87,10 +87,7 @@ def convert(
 
 
 def place_beside(source: Path) -> Path:
-    """The safetensors file that libraries read in a model's folder, or beside a file that is converted.
-
-    Raises SourceError for safetensors, which need another place.
-    """
+    """The safetensors file of a model's folder, or beside a file. Raises SourceError for safetensors."""
     if source.suffix in (".safetensors", ".json") or any(source.glob("*.safetensors")):
         raise SourceError(f"{source} is safetensors already: say with --output where to write it anew")
     if not source.is_dir():

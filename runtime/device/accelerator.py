@@ -237,10 +237,7 @@ _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
 
 
 def find_accelerator(name: str) -> torch.device:
-    """Returns the accelerator of a name such as `cuda` or `xpu:1`; without an index, the current one.
-
-    Raises StreamError where torch finds none of that name.
-    """
+    """The accelerator of a name such as `xpu:1` (`xpu`: the current). Raises StreamError for others."""
     asked, here = torch.device(name), torch.accelerator.current_accelerator()
     if here is None or here.type != asked.type or not torch.accelerator.is_available():
         why = "there is no driver, or no device"

@@ -414,10 +414,7 @@ class Session:
             return output
 
     def home(self, value: Any) -> str:
-        """Returns the FQN of a weight that a piece is called with.
-
-        Raises StreamError for a weight of another module.
-        """
+        """The FQN of a weight that a piece is called with. Raises StreamError for another module's."""
         home = home_of(value)
         if home is None or home.offloaded is not self._record:
             raise StreamError("a graph is called with a parameter that was not offloaded with its module")

@@ -73,10 +73,7 @@ class _Pass(NamedTuple):
 
 
 class Sightings:
-    """Watches the first passes of each method of a load on the machine that its plan was made for.
-
-    `counters` returns the streamer's present counters.
-    """
+    """Watches each method's first passes on its plan's machine; `counters` has the streamer's counters."""
 
     def __init__(self, folder: Path, payload: Payload, plan: Plan, counters: Callable[[], Counters]) -> None:
         self._folder, self._payload, self._plan, self._counters = folder, payload, plan, counters

@@ -237,10 +237,7 @@ class Position:
         return self.queue.pieces[self.index : end]
 
     def adjacent_pieces(self) -> Sequence[Piece]:
-        """Returns the next piece and those that may start too, each from where the one before it stops.
-
-        None of them goes out, unless the first one does.
-        """
+        """The next piece and those that may start too, each from where the last stops, in one direction."""
         pieces, end = self.queue.pieces, self.index + 1
         while (
             self.may_start(end)

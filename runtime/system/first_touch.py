@@ -75,10 +75,7 @@ def _run_on(cpus: frozenset[int]) -> str:
 
 
 def cpus_near(pci: str | None) -> tuple[frozenset[int], str]:
-    """Returns the CPUs on a PCI device's node that this process may use, or none and why.
-
-    Where there is only one node, it returns none and no reason.
-    """
+    """The CPUs on a PCI device's node that this process may use, or none and why, if there are several."""
     nodes = cpus_by_node()
     if len(nodes) < 2:
         return frozenset(), ""

@@ -63,10 +63,7 @@ def find_writer_inside(path: Path) -> Writer | None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those on the way to it, for this user alone, whatever umask and parents say.
-
-    Raises OSError where the system refuses.
-    """
+    """Make a folder, and the way to it, for this user alone, whatever the umask. Raises OSError."""
     if folder.is_dir():
         return
     if not folder.parent.exists():

@@ -84,7 +84,7 @@ def compile_training(
             bits twice.
         backward: `"joint"` traces it. `"segments"` lets autograd compute one segment of the forward after
             another again, from its inputs, and take its gradients.
-        **options: Those of `compile`.
+        options: Those of `compile`.
 
     Returns:
         The program, whose `load` returns a `TrainingModule`.

@@ -250,7 +250,7 @@ class TrainingModule(StreamedModule):
         """Run the forward. Its backward gives gradients to the parameters, and to inputs exported with grad.
 
         Args:
-            *args, **kwargs: Those of the exported model.
+            args, kwargs: Those of the exported model.
 
         Raises:
             StreamError: Autocast is on; an input requires grad and was exported without; with `spill=True`,

@@ -329,10 +329,7 @@ step counts as one that reads much more than others.
 
 
 def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> None:
-    """Add the variables and constraints of the pauses to a program.
-
-    `groups` has the group of each gap, and `always` is the bytes of the groups that never leave.
-    """
+    """Add the pauses to a program; `groups` are those of gaps, `always` the bytes that never leave."""
     _, first, group = numpy.unique(groups, return_index=True, return_inverse=True)
     sizes = program.sizes[first]
     gaps = numpy.bincount(group)
@@ -534,10 +531,7 @@ def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
 
 
 def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], number: int = 0) -> Relaxation | None:
-    """Solve the relaxation for trace number `number` of the problem; None if the solver fails in time.
-
-    The first tier is the device's.
-    """
+    """Solve the relaxation of one trace; None if the solver fails. The device's tier comes first."""
     groups, trace = pieces.copied, problem.traces[number]
     gaps = gaps_of(groups, trace, number=number)
     if not gaps:

@@ -60,7 +60,7 @@ class _Way(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A copy that ends with piece number `pieces` and starts when step `after` ends; the next is for `following`."""
+    """A copy that ends with piece `pieces` and starts when step `after` ends; `following` has the next."""
 
     pieces: int
     after: int
@@ -340,7 +340,7 @@ class Loads:
         return least[: 2 * self.steps]
 
     def _left(self, rows: numpy.ndarray, put_off: int) -> numpy.ndarray:
-        """The step at whose end each row's span leaves: at once, or later if too many bytes wait to go out."""
+        """The step at whose end each row's span leaves, which is later if too many bytes wait to go out."""
         dropped: numpy.ndarray = self.dropped[rows]
         fresh = numpy.nonzero(self.produced[rows] & (dropped == self.written[self.span[rows]] + 1))[0]
         if not put_off or not len(fresh):
@@ -380,7 +380,7 @@ class Loads:
     def _joined(
         self, pieces: Iterable[tuple[int, int, int, int]], direction: Direction, most: float
     ) -> list[Transfer]:
-        """The transfers of pieces (start, stop, step, `after`); neighbours alike are one up to `most` bytes."""
+        """The transfers of pieces (start, stop, step, `after`); like neighbours join up to `most` bytes."""
         result: list[Transfer] = []
         start = stop = step = earliest = -1
         for next_start, next_stop, next_step, next_after in pieces:

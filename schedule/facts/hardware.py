@@ -273,10 +273,7 @@ def with_times(trace: Trace, hardware: Hardware) -> Trace:
 
 
 def stretched(trace: Trace, compute_ns: float) -> Trace:
-    """The trace with its times scaled by one factor, so that a pass without its gap takes `compute_ns`.
-
-    `gap_ns` stays as it is.
-    """
+    """The trace, its times scaled by one factor so that a pass without its gap takes `compute_ns`."""
     modelled = trace.compute_ns - trace.gap_ns
     if not modelled:
         return trace

@@ -270,10 +270,7 @@ def _weighed(problem: Problem, pool: Pool, room: int, expected: Sequence[Missed]
 
 
 def pass_ns(problem: Problem, trace: Trace, room: int) -> int:
-    """Nanoseconds of a pass of a method of which `room` bytes stay: those of compute, or of copies.
-
-    No plan takes less.
-    """
+    """The least nanoseconds of a pass of which `room` bytes stay: those of compute, or of copies."""
     copied = _copied_bytes(problem, trace, room)
     return max(trace.compute_ns, problem.hardware.copy_ns(copied) if copied else 0)
 

@@ -152,10 +152,7 @@ class Replay:
 
 
 def replay(profile: Profile, pool: Pool) -> Replay:
-    """What the calls of a profile move through a pool that is empty at first.
-
-    Raises PayloadError if the pool is for other tables than those of the profile.
-    """
+    """What the calls of a profile move through an empty pool. Raises PayloadError if it has other tables."""
     tables = {read.storage for read in profile.reads()}
     if tables != {s for s, place in enumerate(pool.layout) if place >= 0}:
         raise PayloadError(
@@ -184,10 +181,7 @@ def replay_own(profile: Profile, pool: Pool) -> Moved:
 
 
 def expectation(profile: Profile, graphs: Sequence[int]) -> Expectation:
-    """What a pass of each of the methods `graphs` misses, as the recorded calls of it do on the average.
-
-    A method of which no call was recorded misses nothing.
-    """
+    """What a pass of each of the methods `graphs` misses on average; nothing if no call was recorded."""
 
     def expect(pool: Pool) -> list[Missed]:
         driven = Driven(profile, pool)
@@ -290,10 +284,7 @@ class Driven:
 
 
 def ladder_of(profile: Profile, rungs: int = 8) -> Sequence[Pool]:
-    """Pools of growing sizes, each about the same multiple of the one before.
-
-    The smallest holds what any one read asked for, and the largest all tables.
-    """
+    """Pools of growing sizes, by about equal factors, from the largest read's units to all tables."""
     smallest, reads = profile.pool(0), profile.reads()
     asks = [(reads[ask.read], ask.units) for call in profile.routes.calls for ask in call]
     edges = ([smallest.granules(read, number) for number in units] for read, units in asks)

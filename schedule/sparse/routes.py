@@ -191,10 +191,7 @@ class _Header:
 
 
 def routes_to_bytes(routes: Routes) -> bytes:
-    """The routes as the bytes of a file; equal routes give equal bytes.
-
-    Raises PayloadError for routes that `routes_from_bytes` would refuse.
-    """
+    """The routes as a file; equal routes give equal bytes. Raises PayloadError for impossible routes."""
     header = _Header(reads=routes.reads, calls=len(routes.calls))
     lines = [_line(asdict(header))]
     lines += (_line([[ask.read, *ask.units] for ask in call]) for call in routes.calls)

@@ -239,10 +239,7 @@ NEVER_YET = -1
 
 
 def lay(items: Sequence[Item], memory: Memory, title: str) -> list[int]:
-    """The content of every cell if it holds `items` and nothing else.
-
-    Raises PlanError if two of the items take the same bytes; `title` names them in the message.
-    """
+    """The content of each cell if it holds `items`, called `title`. Raises PlanError if two overlap."""
     owner = [ABSENT] * memory.cells
     for i, move in enumerate(items):
         place = memory.place(move)

@@ -36,10 +36,7 @@ _UNKNOWN = object()
 def check_probes(
     graph_module: fx.GraphModule, payload: Payload, trace: Trace, weights: Mapping[str, Weight]
 ) -> None:
-    """Raises PayloadError unless the probes of the graph are those of the trace, around the same weights.
-
-    `weights` has the weights by the names of the graph's inputs.
-    """
+    """Raise PayloadError unless the graph's probes are the trace's; `weights` go by names of inputs."""
     probed = {
         int(node.args[2]): {weights[operand.name].parts[0].storage for operand in node.args[0]}
         for node in graph_module.graph.nodes

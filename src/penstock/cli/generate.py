@@ -137,10 +137,7 @@ def generate(
 
 
 def find_folder(source: str) -> Path:
-    """Return the folder of a model, which is downloaded where the local cache of the hub does not have it.
-
-    Raises SourceError where it cannot be.
-    """
+    """The folder of a model, downloaded if no local cache has it. Raises SourceError if that fails."""
     from huggingface_hub import constants
 
     from penstock.integrations.folders import is_hub_name, local_folder
@@ -182,10 +179,7 @@ def _is_downloaded(path: str) -> bool:
 
 
 def read_tokenizer(folder: Path, *, chat: bool) -> Any:
-    """Return the tokenizer of a folder; code of its own is not run.
-
-    Raises SourceError where there is none, or none that can `chat`.
-    """
+    """A folder's tokenizer, without its own code. Raises SourceError without one, or one that can `chat`."""
     from transformers import AutoTokenizer
 
     from penstock.integrations.folders import is_pipeline

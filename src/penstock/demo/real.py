@@ -75,10 +75,7 @@ class _Rounds:
 
 
 def run_real(console: Console) -> Embedded:
-    """Embed the sentences with weights in memory and streamed, and print a comparison.
-
-    Raises `MissingExtraError` if the packages of the extra `demo` are missing.
-    """
+    """Compare weights in memory and streamed. Raises MissingExtraError without the packages of `demo`."""
     sentences = files("penstock.demo").joinpath("sentences.txt").read_text("utf-8").splitlines()
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
         embedded = embed(console, sentences, Path(folder) / "minilm.penstock")

@@ -320,7 +320,7 @@ def apply(
         options: How weights are loaded, for measurements and debugging.
 
     Returns:
-        An object that restores the model: call `restore()`, or use it in a `with` statement.
+        An object that restores the model, by `restore()` or at the end of a `with` statement.
 
     Raises:
         PassError: The model cannot stream as it is; the message says why. It is as it was then.

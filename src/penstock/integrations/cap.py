@@ -56,10 +56,7 @@ def asked_memory(memory: int | str | None, total: int, device: str = "cpu") -> i
 
 
 def default_memory(device: str = "cpu") -> tuple[int, str]:
-    """Return the bytes that are free, less a reserve, and a sentence about both.
-
-    Raises BudgetError where too little is free, and where the system does not say.
-    """
+    """The bytes that are free, less a reserve, and a sentence. Raises BudgetError if that is nothing."""
     free, place = _free_memory(device)
     reserve = max(SLACK, free // _RESERVE)
     if free <= reserve:

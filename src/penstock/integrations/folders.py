@@ -230,10 +230,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
-    """Return the name of the dtype that `dtype=` asks for; None for that of the configuration or the files.
-
-    Raises SourceError for what is no dtype of weights.
-    """
+    """The name of the dtype asked for; None for the files' own. Raises SourceError for no dtype."""
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name in (None, "auto"):
         return None
@@ -325,10 +322,7 @@ def refuse_variant(folder: Path, variant: str | None) -> None:
 def open_pipeline(
     folder: Path, variant: str | None = None, dtype: str | None = None
 ) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
-    """Find the modules of a pipeline by name; returned with them is what assembles the pipeline.
-
-    Without a dtype each has that of its files.
-    """
+    """The modules of a pipeline by name, in `dtype` or their files', and what assembles the pipeline."""
     require("diffusers", purpose="a pipeline")
     index = _facts(folder / _PIPELINE)
     kind = _class(folder, "diffusers", index.pop("_class_name", None))

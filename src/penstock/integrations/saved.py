@@ -38,10 +38,7 @@ Read = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def write_folder(folder: str | PathLike[str], build: Callable[[Path], None]) -> None:
-    """Make a folder from what `build` writes into the empty one that it is given, all of it or nothing.
-
-    Raises SourceError where there is something already.
-    """
+    """Make a folder of what `build` writes, all or nothing. Raises SourceError if something is there."""
     path = Path(folder)
     refuse_folder(path)
     with torch.no_grad():

@@ -47,10 +47,7 @@ def computed_buffers(module: nn.Module) -> set[str]:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a checkpoint of the module holds, by FQN.
-
-    Raises PassError for a tensor without values.
-    """
+    """The tensors that a checkpoint of the module holds, by FQN. Raises PassError for one without values."""
     computed = computed_buffers(module)
     tensors = plain_parts(module.named_parameters())
     tensors |= plain_parts((name, value) for name, value in module.named_buffers() if name not in computed)

@@ -188,10 +188,7 @@ def _keep_dtypes(model: Any, wanted: torch.dtype) -> None:
 
 
 def dtype_of(config: Any, dtype: str | None) -> torch.dtype:
-    """The dtype asked for, or else that of the configuration, or else float32.
-
-    Raises SourceError if it is no floating-point dtype of torch.
-    """
+    """The dtype asked for, or the configuration's, or float32. Raises SourceError for no float."""
     asked = dtype or getattr(config, "dtype", None) or torch.float32
     chosen = getattr(torch, asked, None) if isinstance(asked, str) else asked
     if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:

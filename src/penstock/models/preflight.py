@@ -75,7 +75,7 @@ def advise(
 
 
 def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
-    """Rows of the plan, its bound and every policy: name, seconds of a pass, and their ratio to the plan's."""
+    """Rows of the plan, its bound and other policies: name, seconds of a pass, ratio to the plan's."""
     rows = [("this plan", point.predicted_ns), *point.policies.items()]
     if point.lower_bound_ns is not None:
         rows.append((whatif.BEST, point.lower_bound_ns))

@@ -363,10 +363,7 @@ class Facts:
 def find_facts(
     regions: Sequence[RegionProgram], methods: Mapping[str, MethodFacts], settings: Settings
 ) -> Facts:
-    """Annotates all regions as one program, and joins what belongs to one method.
-
-    Raises PassError for a region without weights.
-    """
+    """Annotate all regions as one program, and join methods. Raises PassError for one without weights."""
     refuse_without_weights(regions)
     annotated = annotate_with_values(
         {region.name: region.program for region in regions}, hardware=settings.hardware

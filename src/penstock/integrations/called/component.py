@@ -310,10 +310,7 @@ class CalledModule:
             return self._own_steps.with_weights(output)
 
     def _order_of(self, method: str, kind: object, arguments: CallArguments) -> int | None:
-        """Return the order that a call probably has; None where it is observed.
-
-        That is so, too, where it may take more memory than there is room for beside the plan.
-        """
+        """The order that a call probably has; None if it is observed, or may take more than there is room."""
         orders_of_method = [graph for graph, known in enumerate(self.orders) if known.entry == method]
         order = self._kinds.expected(kind, orders_of_method[0] if len(orders_of_method) == 1 else None)
         if order is None or not self._sizes or self._terms == self._impossible:

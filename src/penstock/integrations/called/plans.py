@@ -368,10 +368,7 @@ class PlanMemory:
         current.position = number + 1
 
     def waits(self, current: Pass, number: int) -> bool:
-        """Tell whether a step waits for reads.
-
-        In a pass that is astray, each does: what the plan has kept in memory for it may have gone.
-        """
+        """Tell whether a step waits for reads; in a pass that is astray, each does."""
         assert current.order is not None
         return current.astray or number in self.probed[current.order]
 
