@@ -145,10 +145,10 @@ def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
 
 
 def _own_bytes(node: fx.Node, by_units: bool) -> Counter[_Unit]:
-    """What a node takes beside its result.
+    """Bytes that a node takes beside its result.
 
-    Attention fills a mask of booleans into one of its queries' dtype. What may read its weight by units may
-    do so in rounds (`sparse/rounds.py`), each of which has a result of its own, and numbers.
+    Attention converts a mask of booleans to the dtype of its queries. An operator that reads its weight by
+    units may run in rounds (`sparse/calls.py`), each of which has a result and numbers of its own.
     """
     if by_units and node.meta["val"].device.type == "cpu":
         return _bytes_of_rounds(node)

@@ -362,7 +362,7 @@ def _run(node: fx.Node) -> Any:
 def _computed(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The value of a function on numbers. Raises TypeError or OverflowError for what could take for ever.
 
-    Of texts and lists, functions make such as are longer: only items are taken from them, and sums.
+    Of texts and lists, only items and sums are computed, since other functions could make very long ones.
     """
     if function not in (operator.getitem, torch.sym_sum):
         for argument in (*args, *kwargs.values()):

@@ -173,10 +173,7 @@ _CPU_KERNELS = ("_for_cpu", "mkldnn", "onednn", "penstock.random_state")
 
 
 def exported_device(graph_module: fx.GraphModule) -> torch.device:
-    """Returns the device that a program was exported for: the accelerator if it names one.
-
-    Raises PassError when it names several accelerators, since an arena is on one device.
-    """
+    """The device of a program: the accelerator if it names one. Raises PassError for several."""
     devices: set[torch.device] = set()
     for module in nested_modules(graph_module):
         for node in module.graph.nodes:
@@ -324,10 +321,7 @@ def _regions(graph_module: fx.GraphModule) -> list[str]:
 
 
 def _without(regions: Collection[str], module: fx.GraphModule) -> fx.GraphModule:
-    """Writes the graph anew, the body of each region in place of its operator.
-
-    In a new graph no name is taken by a node that is gone. `module` is a copy that may be changed.
-    """
+    """Write the graph of `module` anew, with bodies for operators of regions, so that all names are free."""
     graph = fx.Graph()
     here: dict[fx.Node, Any] = {}
     operators = [node for node in module.graph.nodes if node.name in regions]

@@ -201,10 +201,7 @@ class LinearProgram:
         return _Columns(*(numpy.arange(a, b) for a, b in itertools.pairwise(edges)))
 
     def dual_value(self, inequalities: numpy.ndarray, equalities: numpy.ndarray) -> float:
-        """The minimum of the Lagrangian over all variables within their bounds, for these multipliers.
-
-        By weak duality it is a lower bound of the program's optimum for any multipliers.
-        """
+        """The least Lagrangian for these multipliers, by weak duality a lower bound of the optimum."""
         multipliers = numpy.minimum(inequalities, 0.0)
         reduced = self.cost - self.upper.T @ multipliers - self.equal.T @ equalities
         low, high = self.bounds.T

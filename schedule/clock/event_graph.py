@@ -82,10 +82,7 @@ def _next_place(schedule: Schedule, line: Sequence[int], step: int, n: int) -> t
 def launch_edges(
     trace: Trace, hardware: Hardware, streamed: Sequence[int], begin: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the edges of the launches of a pass: source, target, ns and height.
-
-    Steps are numbered from 0, and the launches of the `streamed` ones, which ascend, from `begin` on.
-    """
+    """Yield edges (source, target, ns, height) of launches of `streamed` steps, numbered from `begin` on."""
     for place, step in enumerate(streamed):
         node = begin + place
         yield begin + (place - 1) % len(streamed), node, hardware.host_step_ns, int(place == 0)

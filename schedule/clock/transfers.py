@@ -326,10 +326,10 @@ class Loads:
         return gone
 
     def _free(self, freed: numpy.ndarray, taken: numpy.ndarray, copied: int) -> numpy.ndarray:
-        """For the steps of the pass before and of this one, the memory that is free from their ends on.
+        """The memory that is free from the end of each step on, of the pass before and of this one.
 
-        It counts from what is free when a pass begins, and without the copies in. A step takes memory for
-        what it writes when it begins.
+        It counts from what is free when a pass begins, and without copies in. A step takes memory for what it
+        writes when it begins.
         """
         if not taken.any():
             return numpy.concatenate((freed - copied, freed))

@@ -188,8 +188,7 @@ def _shares(total: int, times: Sequence[int]) -> list[int]:
 def _within_reach(schedule: Schedule, starts: Sequence[int]) -> Schedule:
     """The schedule in which no copy may start before the call before its own begins.
 
-    Transfers start in issue order, those of one call before those of the next, so none may start before those
-    issued before it either.
+    Transfers start in issue order, so a transfer that waits for this holds up those behind it.
     """
     gate = max((t.after for t in schedule.transfers), default=0) - starts[-1]
     order = sorted(

@@ -67,7 +67,7 @@ def check_payload(payload: Payload, source: str) -> None:
 def check_artifact(payload: Payload, source: str) -> None:
     """Raise PayloadError unless the files of an artifact have every byte of its storages.
 
-    Only what a step produces has none. So no program reads memory that nothing has filled.
+    Produced storages have none. Without this check, a program could read memory that nothing has filled.
     """
     for i, storage in enumerate(payload.storages):
         reached = 0

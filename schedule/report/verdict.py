@@ -305,7 +305,7 @@ def slow_launches(plan: Decisions) -> str:
 def _rate(method: str, ns: int, tokens: int | None) -> str:
     """The rate of a method, with the kind of call: `calls of decode with 1 token make 3.05 tokens a second`.
 
-    If a token or a pass takes longer than a second, it is the time of one.
+    Where a token or a pass takes longer than a second, the time of one is said instead.
     """
     if tokens is None:
         calls, make, take, a_pass, many = method, "makes", "takes", "pass", "passes"
@@ -406,7 +406,7 @@ def _help(plan: Decisions, faster: str) -> str:
 def _twice(plan: Decisions) -> str:
     """The clause on what would halve the plan's time, or help at all.
 
-    It takes for granted that plans for larger budgets come as near to `best_ns` as this plan does.
+    It assumes that plans for larger budgets come as near to `best_ns` as this plan does.
     """
     half, compute = plan.predicted_ns // 2, plan.compute_ns
     pool, limit, disk = _pool_bytes(plan), limit_of(plan), plan.hardware.disk_bytes_per_s

@@ -191,11 +191,7 @@ def _chunks(run: Range, chunk: int, granule: int) -> Iterator[Range]:
 
 @dataclass(frozen=True)
 class Block:
-    """A storage as the searches place it, at a multiple of the granule.
-
-    It begins `shift` bytes behind that, as in its granule of the layout. `size` is `shift` and its bytes,
-    rounded up to granules.
-    """
+    """A storage, `shift` bytes behind a multiple of the granule; `size` is all of that in whole granules."""
 
     storage: int
     range: Range

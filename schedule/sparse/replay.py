@@ -20,10 +20,7 @@ Round = tuple[SparseRead, Sequence[int]]
 
 
 def least_missed(parts: Sequence[Round], pool: Pool, storages: Sequence[Storage]) -> tuple[int, bool]:
-    """The least bytes that have to be brought for parts that come one after another, and whether it is exact.
-
-    At first the pool is empty. If it is exact, there is a policy that brings so few.
-    """
+    """The least bytes to bring into an empty pool for these parts, and whether a policy brings so few."""
     pieces = _Pieces(pool, storages)
     asked = [list(dict.fromkeys(p for n in numbers for p in pieces.of(read, n))) for read, numbers in parts]
     exact, room = pieces.alike, pool.nbytes

@@ -81,9 +81,10 @@ def _check_places(storages: tuple[Storage, ...], pool: Pool) -> None:
 
 
 def _most_taken(granule: int, first: int, stride: int, nbytes: int, count: int) -> int:
-    """Bytes of the granules that the widest of some units takes, or more where there are very many begins.
+    """Bytes of the granules that the widest of some units takes; more, if units begin at very many places.
 
-    Where a unit begins in its granule repeats; all begins are the same modulo the common divisor.
+    The places at which units begin in their granules repeat, equal modulo the common divisor of stride and
+    granule.
     """
     common = math.gcd(granule, stride)
     period = granule // common

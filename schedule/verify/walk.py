@@ -317,7 +317,7 @@ def _places(memory: Memory, storages: tuple[int, ...]) -> list[tuple[int, Place]
 class Walk:
     """The state of every cell while calls run in turn; `run` raises PlanError at the first fault.
 
-    The first of `calls` begins from a cold device, and the first comes again behind the last.
+    The first of `calls` begins from a cold device, and is called again after the last.
     """
 
     def __init__(self, memory: Memory, plan: Decisions, calls: Sequence[Call]) -> None:

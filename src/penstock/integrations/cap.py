@@ -44,10 +44,7 @@ ANY_TOTAL = 1 << 60
 
 
 def asked_memory(memory: int | str | None, total: int, device: str = "cpu") -> int:
-    """Return the bytes that `memory=` asks for; the log says what None stands for.
-
-    A percentage is of `total` bytes, the weights of the model. Raises BudgetError for what is no size.
-    """
+    """Return the bytes of `memory`, a share of `total`; what None stands for is logged. Raises BudgetError."""
     if memory is not None:
         return parse_size(memory, total=total, name="memory")
     nbytes, words = default_memory(device)

@@ -197,10 +197,7 @@ def dtype_of(config: Any, dtype: str | None) -> torch.dtype:
 
 
 def inputs_of(config: Any, source: str, *, tokens: int, dtype: str | None) -> dict[str, Any]:
-    """Inputs of a forward call of `tokens` tokens, made for the main input that the model's class names.
-
-    Raises SourceError if the configuration does not tell the shapes of the inputs.
-    """
+    """Inputs of a call of `tokens` tokens, for the main input of the model's class. Raises SourceError."""
     name = getattr(model_class(config, source), "main_input_name", None)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     wanted = dtype_of(config, dtype)

@@ -282,10 +282,7 @@ Inputs = Callable[[], Sequence[Any] | Mapping[str, Any]]
 def open_source(
     source: str, *, tokens: int = 1, dtype: str | None = None
 ) -> tuple[Callable[[], nn.Module], Inputs]:
-    """A function that builds a model, and a function that gives example inputs once the model is built.
-
-    `source` is a configuration or `module:function`. Raises SourceError if it cannot be read.
-    """
+    """A function that builds the model of `source`, and one that gives inputs then. Raises SourceError."""
     path = Path(source)
     if not path.exists():
         return _from_factory(source)

@@ -112,10 +112,7 @@ def read_open_pte(file: BinaryIO, wanted: Callable[[str], bool]) -> Pte:
 
 
 def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:
-    """The absolute offset and the size of each entry of an open `.ptd`, by its key.
-
-    Raises ValueError for other bytes, and for a size in the file that reaches beyond its end.
-    """
+    """The absolute offset and the size of each entry of a `.ptd`, by key, or ValueError for other bytes."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
 

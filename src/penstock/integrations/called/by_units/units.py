@@ -298,10 +298,7 @@ class UnitReads:
             twin.__class__ = kind
 
     def stack(self, paths: Sequence[str], places: Mapping[str, torch.Tensor]) -> set[int]:
-        """Have the weights of one name in the modules of a list be the units of one storage.
-
-        This changes the facts. Returns the storages of weights that are too small for that.
-        """
+        """Make a list's weights of one name the units of a storage; return those too small for that."""
         groups: list[tuple[str, list[str]]] = []
         small: set[int] = set()
         for path in paths:
