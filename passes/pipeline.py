@@ -120,7 +120,6 @@ def _name(run: Callable[..., Any]) -> str:
 
 
 def _order(passes: tuple[Callable[..., Any], ...], known: tuple[str, ...]) -> list[int]:
-    """Returns the positions of the passes in the order in which they run."""
     makers: dict[str, int] = {}
     for k, run in enumerate(passes):
         for fact in _facts(run, "ensures"):

@@ -113,7 +113,6 @@ def _relinked(folder: Path, files: Sequence[Path]) -> Program:
 
 
 def _places(in_place: Sequence[WeightFile], new_files: Sequence[Path]) -> dict[str, Path]:
-    """The new path of each weight file, by its path in the payload."""
     names = {file.path: Path(file.path).name for file in in_place}
     places = {path: Path(path) for path in names}
     for place in new_files:
@@ -252,7 +251,6 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
 
 
 def _stored_weights(annotated: Annotated) -> list[Weight]:
-    """The weights that files have: all but those that stand for what a forward keeps."""
     return [weight for weight in annotated.payload.weights if weight.role != "value"]
 
 

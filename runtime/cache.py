@@ -82,7 +82,6 @@ def _lasting_cache() -> Path:
 
 
 def _can_write(folder: Path) -> bool:
-    """Tell whether a folder, or what is there on the way to it, can be written to."""
     place = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 

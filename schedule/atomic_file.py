@@ -48,7 +48,7 @@ def writing_privately() -> Iterator[None]:
 
 @contextmanager
 def replace_file(path: Path, *, force: bool) -> Iterator[int]:
-    """Yield a descriptor whose file becomes `path` at the end. Raises SourceError if it exists, without `force`."""
+    """Yield a descriptor of what becomes `path` at the end. Raises SourceError if it exists: see `force`."""
     with reporting(path):
         refuse_existing(path, force=force)
         with temporary(path, create_file) as (unfinished, fd):

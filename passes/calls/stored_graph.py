@@ -379,7 +379,6 @@ _OPS = {"placeholder": 0, "get_attr": 1, "call_function": 1, "output": 2}
 
 
 def _check_names(names: Collection[Any]) -> None:
-    """Raises PassError unless each is a name that Python code can have for a value."""
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or name in _RESERVED:
             refuse(name, "name of a value")

@@ -134,7 +134,6 @@ def _read(product: fx.Node, chain: _Chain) -> SparseRead:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Tells whether a node writes to a tensor, itself or in a body that it runs."""
     if any(_writes(inner) for body in subgraphs_of(node) for inner in body.graph.nodes):
         return True
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable

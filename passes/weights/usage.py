@@ -204,7 +204,6 @@ def _touched(arguments: Iterable[object], aliases: dict[int, int]) -> set[int]:
 
 
 def _written_by(node: fx.Node, aliases: dict[int, int]) -> set[int]:
-    """Returns the numbers of the followed storages that a node writes."""
     observed = (aliases[name] for name in node.meta.get(WRITTEN, ()) if name in aliases)
     return _touched(_written_nodes(node), aliases).union(observed)
 

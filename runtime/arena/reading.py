@@ -222,7 +222,6 @@ class WeightArena(ABC):
             raise StreamError("the weights' memory has been closed; load the program again")
 
     def _file_ranges(self, *, gap: int) -> FileRanges:
-        """Returns the bytes of the storages that have a place here, by layout offset."""
         base = self._memory.address
         return FileRanges.of(self._storages, self._layout, self._places, base=base, gap=gap)
 

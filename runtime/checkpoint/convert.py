@@ -120,7 +120,6 @@ def write_shards(
 
 
 def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> None:
-    """Refuse a target that cannot be written, before any work is done."""
     if path.suffix in SUFFIXES:
         raise SourceError(
             f"{path} would be a file of torch.save, and safetensors are written: give a .safetensors file "

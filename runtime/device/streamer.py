@@ -427,7 +427,6 @@ class DeviceStreamer(StreamEngine):
             position.advance(1)
 
     def _make_transfers(self, queue: Queue) -> list[_Transfer]:
-        """Returns the transfers of the pieces of a queue, which keeps them."""
         queue.made[:] = map(self._transfer, queue.pieces)
         return queue.made
 

@@ -169,7 +169,6 @@ class _Writer:
                 self._unflushed = 0
 
     def write_entry(self, packed: PackEntry) -> str:
-        """Write all chunks of an entry, and return the sha256 of its bytes."""
         digest = hashlib.sha256()
         begin = self.position
         for chunk in packed.chunks():

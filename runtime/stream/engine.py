@@ -439,7 +439,6 @@ class StreamEngine(ABC):
         self._running = False
 
     def _enter(self, method: MethodTable) -> None:
-        """Begin a pass of `method`, all steps of which are still to come."""
         self._position.begin(method)
         self._expected = list(reversed(method.probed))
         self._running = True

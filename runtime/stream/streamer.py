@@ -87,7 +87,6 @@ class ArenaStreamer(StreamEngine):
         return self._readers.includes_caller
 
     def _start(self, method: MethodTable) -> None:
-        """Enter a pass, and return once every resident range is loaded."""
         with self._work:
             self._enter(method)
             self._fill_ready()

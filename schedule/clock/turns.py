@@ -273,7 +273,6 @@ def _in_order(plan: Decisions, edges: Sequence[int], present: set[int], trace: T
 
 
 def _first_reads(plan: Decisions, edges: Sequence[int], trace: Trace) -> dict[int, int]:
-    """For each cell that a step reads a byte of, the first such step."""
     first: dict[int, int] = {}
     for k, step in enumerate(trace.steps):
         for s in step.reads:

@@ -113,7 +113,6 @@ def _load(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
 
 
 def _tries(conflicts: Sequence[Sequence[int]], work: int) -> int:
-    """The number of placements that a search may try with this much work."""
     return 1 + work // (1 + len(conflicts) + sum(len(neighbours) for neighbours in conflicts))
 
 
@@ -371,7 +370,6 @@ def place_oldest(
 
 
 def _read_together(blocks: Sequence[Block]) -> list[set[int]]:
-    """For each block, the other blocks that some step reads together with it."""
     together: dict[tuple[int, int], list[int]] = {}
     for b, block in enumerate(blocks):
         for number, steps in enumerate(block.reads):

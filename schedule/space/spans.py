@@ -161,7 +161,6 @@ def _cut(piece: Range, segments: Sequence[Range]) -> Iterator[Range]:
 
 
 def _joined(runs: Sequence[Run], segments: Sequence[Range]) -> Iterator[Run]:
-    """Join neighbouring runs of one segment that have the same reads."""
     begins = {segment.start for segment in segments}
     for (_, _), same in itertools.groupby(
         _numbered(runs, begins), key=lambda numbered: (numbered[0], numbered[1].reads)

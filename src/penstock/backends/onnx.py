@@ -221,7 +221,6 @@ def _streamed(model: Any) -> list[str]:
 
 
 def _check_reads(pieces: Sequence[Any], weights: LoadedPayload) -> None:
-    """Raises PayloadError unless each piece reads what its step holds."""
     payload = weights.payload
     storages = {weight.fqn: weight.parts[0].storage for weight in payload.tensors}
     steps = payload.traces[0].steps

@@ -155,7 +155,6 @@ def _read_peak() -> int:
 
 
 def _limit_address_space(spare_bytes: int) -> None:
-    """Limit the address space of this process to `spare_bytes` more than it has now."""
     import resource
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

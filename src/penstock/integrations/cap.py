@@ -44,7 +44,7 @@ ANY_TOTAL = 1 << 60
 
 
 def asked_memory(memory: int | str | None, total: int, device: str = "cpu") -> int:
-    """Return the bytes of `memory`, a share of `total`; what None stands for is logged. Raises BudgetError."""
+    """Return the bytes of `memory`, a share of `total`; the log says what None is. Raises BudgetError."""
     if memory is not None:
         return parse_size(memory, total=total, name="memory")
     nbytes, words = default_memory(device)
@@ -67,7 +67,6 @@ def default_memory(device: str = "cpu") -> tuple[int, str]:
 
 
 def _free_memory(device: str) -> tuple[int, str]:
-    """Return the bytes that are free on a device, and what has them."""
     if device_kind(device) == ACCELERATOR:
         return torch.accelerator.get_memory_info(target_device(device))[0], device
     hardware = hardware_of(device)

@@ -307,7 +307,6 @@ def weight_sets(folder: Path) -> list[tuple[Path, ...]]:
 
 
 def _variants(folder: Path) -> list[str]:
-    """Return the names of the variants of its weights that a folder has."""
     return sorted({path.suffixes[-2][1:].split("-")[0] for path in folder.glob("*model.*.safetensors")})
 
 

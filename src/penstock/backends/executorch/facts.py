@@ -69,7 +69,6 @@ def as_torch_exports(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _operators(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that call operators, in the bodies of control flow too."""
     modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
     return [node for module in modules for node in module.graph.nodes if isinstance(node.target, OpOverload)]
 
@@ -284,7 +283,6 @@ def _compute_again(graph: fx.Graph, nodes: set[fx.Node], reader: fx.Node) -> Non
 
 
 def _give_own_inputs(exported: ExportedProgram) -> None:
-    """Gives each operator that reads a parameter an input of its own."""
     graph = exported.graph
     nodes = {node.name: node for node in placeholders_of(graph)}
     specs: list[InputSpec] = []

@@ -140,7 +140,6 @@ class Hollow:
         return fill
 
     def _values(self, facts: ModuleFacts) -> dict[str, torch.Tensor]:
-        """Return the values of the parameters in new memory, tied as they were."""
         own_memory, memory = OwnMemory(facts, torch.device("cpu")), dict(self._shared)
         values: dict[str, torch.Tensor] = {}
         for name, absent in self._absent.items():
