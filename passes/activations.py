@@ -113,10 +113,7 @@ def _held(graph_module: fx.GraphModule, names: Collection[str]) -> Counter[_Unit
 
 
 def _alive(graph_module: fx.GraphModule, weights: Collection[int] = ()) -> Iterator[Counter[_Unit]]:
-    """Yields for each node the sizes of all storages that are alive while it runs, added up by unit.
-
-    `weights` are the storages of which nodes may read some units only; bodies read theirs whole.
-    """
+    """The sizes of all storages that live while each node runs; of `weights`, nodes may read units only."""
     nodes, readers = list(graph_module.graph.nodes), readers_by_units(graph_module.graph) if weights else {}
     given_storages = {
         s for node in nodes if node.op == "placeholder" for s in storages_of(node.meta.get("val"))
@@ -144,10 +141,10 @@ def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
 
 
 def _own_bytes(node: fx.Node, by_units: bool) -> Counter[_Unit]:
-    """What a node takes beside its result.
+    """Bytes that a node takes beside its result.
 
-    Attention fills a mask of booleans into one of its queries' dtype. What may read its weight by units may
-    do so in rounds, each of which has a result of its own, and numbers.
+        Attention converts a mask of booleans to the dtype of its queries. An operator that reads its weight by
+    units may run in rounds (`sparse/calls.py`), each of which has a result and numbers of its own.
     """
     if by_units and node.meta["val"].device.type == "cpu":
         return sum(map(_counted, bytes_of_rounds(node)), Counter())

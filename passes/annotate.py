@@ -84,11 +84,20 @@ class Annotated:
 def annotate(
     exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware | str = PRESET_CPU
 ) -> Payload:
-    """Returns catalog and modelled traces of a program, or of several methods {name: program}.
+    """Return the weights of a program and modelled traces of its methods. Nothing is written or copied.
 
-    Nothing is written and nothing copied. Methods are numbered in order; they share the weights of
-    equal names, which must be the same memory. `hardware`, or the preset of that name, gives the rates of the
-    model. Raises PassError for a program that cannot be streamed, PlanError for an unknown preset.
+    Args:
+        exported: A program, or several methods `{name: program}`. Methods are numbered in this order. They
+            share weights of equal names, which must be the same memory.
+        hardware: The machine that times are modelled for: a preset or a `Hardware`.
+
+    Raises:
+        PassError: The program cannot be streamed.
+        PlanError: There is no such preset.
+
+    Example:
+        >>> [step.name for step in penstock.annotate(exported).traces[0].steps]
+        ['linear', 'linear_1', 'linear_2', 'linear_3']
     """
     return annotate_with_values(exported, hardware=hardware).payload
 
@@ -274,10 +283,7 @@ PASSES: tuple[Callable[[Programs], Programs], ...] = (
 
 
 def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]]:
-    """The FQN and the name of each part, by its tensor's name.
-
-    Raises PassError if a weight has other parts in one method than in another.
-    """
+    """The FQN and name of each part, by its tensor's name. Raises PassError if methods differ in them."""
     known: dict[str, tuple[str, str]] = {}
     names: dict[str, set[str]] = {}
     for program in programs.values():

@@ -24,10 +24,21 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def declare(
     *, requires: tuple[str, ...] = (), ensures: tuple[str, ...] = ()
 ) -> Callable[[_Function], _Function]:
-    """A decorator for a pass: the facts that it requires of its program, and those that hold of its result.
+    """Return a decorator that says which facts a pass requires of its program, and which hold of its result.
 
-    A fact is a name, such as "plain parts". A fact that holds of a program still holds after every other
-    pass.
+    A fact is a name, such as "plain parts". A fact that holds of a program holds after every other pass too.
+
+    Args:
+        requires: Facts that hold of the program before the pass.
+        ensures: Facts that hold of the program after it.
+
+    Raises:
+        PassError: The facts are one text, not a tuple.
+
+    Example:
+        >>> @penstock.declare(ensures=("even",))
+        ... def double(number):
+        ...     return 2 * number
     """
     declared: tuple[object, ...] = (requires, ensures)
     for facts in declared:
@@ -43,14 +54,23 @@ def declare(
 
 @dataclass(frozen=True)
 class Pipeline(Generic[Value]):
-    """Applies `passes` to a value of any type, each pass behind those that ensure what it requires.
+    """Applies passes to a value, each pass behind those that ensure what it requires.
 
-    `requires` are facts that hold of the program from the start. Passes keep the order in which they are
-    given wherever their declarations allow it, and none moves across a pass that declares nothing. Raises
-    PassError where no pass or two passes ensure a fact, and where passes wait for each other.
+    Passes keep their order wherever their declarations allow it, and none moves across a pass that declares
+    nothing. Every pass returns a value of the type it was given. An error that a pass raises goes through,
+    with a note that names the pass and its position, counted from 1.
 
-    Every pass returns a value of the type it was given. An error that a pass raises goes through as it is,
-    with a note that says which pass it came from and its position, counted from 1.
+    Args:
+        passes: Functions of a value that return a value.
+        requires: Facts that hold of the value from the start.
+
+    Raises:
+        PassError: No pass or two passes ensure a fact, or passes wait for each other; when it runs, a pass
+            returned a value of another type.
+
+    Example:
+        >>> penstock.Pipeline((abs, float))(-3.0)
+        3.0
     """
 
     passes: tuple[Callable[[Value], Value], ...]
@@ -100,7 +120,6 @@ def _name(run: Callable[..., Any]) -> str:
 
 
 def _order(passes: tuple[Callable[..., Any], ...], known: tuple[str, ...]) -> list[int]:
-    """Returns the positions of the passes in the order in which they run."""
     makers: dict[str, int] = {}
     for k, run in enumerate(passes):
         for fact in _facts(run, "ensures"):

@@ -35,13 +35,13 @@ _Result = TypeVar("_Result")
 
 
 class Probes(Protocol):
-    """The streamer that the operators call."""
+    """What the operators in a graph with probes call: a streamer, or your own object."""
 
     def acquire(self, graph: int, step: int) -> None:
-        """Returns once every weight that the step reads is in place."""
+        """Return once the weights that step number `step` of method number `graph` reads are in place."""
 
     def release(self, graph: int, step: int) -> None:
-        """Called when the step's kernels have been issued, so that its weights may leave."""
+        """Note that the kernels of step number `step` of method number `graph` have been issued."""
 
 
 class CompiledCalls:
@@ -84,10 +84,10 @@ STREAMER: ContextVar[Probes | None] = globals().get("STREAMER") or ContextVar(
 
 @contextmanager
 def streaming(probes: Probes | None) -> Iterator[None]:
-    """Has the operators in a graph with probes call `probes`, on this thread, for as long as it lasts.
+    """Let the operators in graphs with probes call `probes` on this thread, within a `with` statement.
 
-    `probes` has methods `acquire(graph, step)` and `release(graph, step)`: step `step` of method number
-    `graph` is about to read its weights, and has issued its kernels.
+    Args:
+        probes: An object with the methods of `Probes`.
     """
     token = STREAMER.set(probes)
     try:
@@ -108,12 +108,24 @@ class Site:
 def insert_probes(
     graph_module: fx.GraphModule, payload: Payload, *, method: str | None = None, plan: Plan | None = None
 ) -> fx.GraphModule:
-    """Returns a copy of an annotated graph with an acquire before every step and a release after it.
+    """Return a copy of an annotated graph with an acquire before every step and a release after it.
 
-    `graph_module` is that of the exported program which was annotated, or a copy that still has its
-    placeholders and the nodes that read weights. `method` may be left out where the payload has only
-    one. With a `plan`, steps that it never waits for or acts on get no probes. Raises PassError
-    when the graph is not the one that was annotated, and PayloadError when its weights are others.
+    Args:
+        graph_module: The graph of the program that was annotated, or a copy that still has its placeholders
+            and the nodes that read weights.
+        payload: What `annotate` returned.
+        method: The name of the method. Default: the only one.
+        plan: Leave out the probes of steps that this plan never waits for or acts on.
+
+    Raises:
+        PassError: The graph is not the one that was annotated, there is no such method, or the plan is of
+            another program.
+        PayloadError: The weights of the graph are others.
+
+    Example:
+        >>> graph = penstock.insert_probes(exported.graph_module, penstock.annotate(exported))
+        >>> sum(node.target is torch.ops.penstock.acquire.default for node in graph.graph.nodes)
+        4
     """
     if not isinstance(graph_module, fx.GraphModule):
         raise PassError(

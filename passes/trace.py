@@ -89,10 +89,7 @@ def steps_of(
 
 
 def with_measured(trace: Trace, lead_ns: Sequence[int], read_ns: Sequence[int], tail_ns: int) -> Trace:
-    """Returns the trace with measured times, in nanoseconds; the sequences have a time for each step.
-
-    Raises PassError when the measurement has another number of steps than the trace.
-    """
+    """The trace with measured times, in ns for each step. Raises PassError for another number of steps."""
     count = len(trace.steps)
     if len(lead_ns) != count or len(read_ns) != count:
         raise PassError(

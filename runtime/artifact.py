@@ -112,7 +112,6 @@ def _relinked(folder: Path, files: Sequence[Path]) -> Program:
 
 
 def _places(in_place: Sequence[WeightFile], new_files: Sequence[Path]) -> dict[str, Path]:
-    """The new path of each weight file, by its path in the payload."""
     names = {file.path: Path(file.path).name for file in in_place}
     places = {path: Path(path) for path in names}
     for place in new_files:
@@ -163,22 +162,40 @@ def compile(
     earlier: Program | None = None,
     ladder: bool = False,
 ) -> Program:
-    """Compile an exported program, or the result of `annotate_with_values`, into the artifact folder `path`.
+    """Compile an exported program into the artifact in the folder `path`.
 
-    Values come from the program itself, or from the checkpoint `weights` (safetensors files, an index, a
-    folder, what torch.save or torch.distributed wrote), with `rename` and `slices` as for `bind`. They are
-    packed in the order of their first use (small ones before large ones), or, with `pack=False`, left where
-    they are and referred to (safetensors only; slices that are not rows are packed all the same). With
-    `cast`, floating-point tensors of another dtype than their weight's are converted while they are packed.
+    Weights are packed in the order of their first use, small ones first. The bytes to write are logged.
 
-    `lowering="inductor"` compiles with AOTInductor, whose `options` are those of `torch.compile`. Weights of
-    less than `resident_below` bytes (None: 64 KiB) then stay in memory and get no probes. Such an artifact
-    runs with the version of torch, and on the kind of processor, that compiled it. `force` replaces an
-    artifact that exists. Weights that `earlier` has hashed in place are not hashed again if their files are
-    unchanged. With `ladder` the artifact gets plans for programs without Python (`Program.write_ladder`), and
-    computes quantised experts all at once, as only Python does one at a time. The bytes to write are logged.
+    Args:
+        exported: A program, or several methods `{name: program}`; or the result of `annotate_with_values`.
+        path: The folder of the artifact.
+        lowering: `"eager"`, or `"inductor"` for code of AOTInductor, which runs with the version of torch,
+            and on the kind of processor, that compiled it.
+        weights: The checkpoint that has the values: safetensors files, an index, a folder, or what torch.save
+            or torch.distributed wrote. Default: the program's own values.
+        rename, slices: As for `bind`.
+        cast: Convert floating-point tensors of another dtype than their weight's.
+        pack: False: refer to the weights where they are. For safetensors; slices that are not rows, and what
+            the checkpoint lacks, are packed all the same.
+        options: Those of Inductor, as for `torch.compile`.
+        resident_below: Compiled weights of fewer bytes stay in memory, without probes. Default: 64 KiB.
+        force: Replace an artifact that exists.
+        progress: Called with a text, the bytes so far and the bytes of all.
+        earlier: A program whose hashes of unchanged files in place are taken.
+        ladder: Add plans for programs without Python (`Program.write_ladder`), and compute quantised experts
+            all at once, since only Python computes them one at a time.
 
-    Raises PassError for a program that cannot stream, and SourceError for files that are not the program's.
+    Returns:
+        The program, which is trusted.
+
+    Raises:
+        PassError: The program cannot stream, or arguments contradict each other.
+        SourceError: The files are not the program's, the artifact exists, or it cannot be written.
+
+    Example:
+        >>> program = penstock.compile(exported, "mlp.penstock", force=True)
+        >>> program.arenas()[-1]
+        'paged'
     """
     _check_lowering(lowering, options, resident_below)
     _check_packing(weights, pack, cast, slices)
@@ -233,7 +250,6 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
 
 
 def _stored_weights(annotated: Annotated) -> list[Weight]:
-    """The weights that files have: all but those that stand for what a forward keeps."""
     return [weight for weight in annotated.payload.weights if weight.role != "value"]
 
 

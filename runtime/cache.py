@@ -95,7 +95,6 @@ def _lasting_cache() -> Path:
 
 
 def _can_write(folder: Path) -> bool:
-    """Tell whether a folder, or what is there on the way to it, can be written to."""
     place = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 
@@ -183,20 +182,14 @@ class Cache:
 
     @classmethod
     def at(cls, folder: str | os.PathLike[str] | None) -> Cache:
-        """The cache in a folder (None: the user's cache folder), with the limit that the environment sets.
-
-        Raises BudgetError for a limit that is no size.
-        """
+        """The cache in a folder (None: the user's). Raises BudgetError if the limit is no size."""
         asked = os.environ.get(LIMIT)
         limit = parse_size(asked, name=LIMIT) if asked else None
         return cls(Path(folder), limit) if folder else cls(user_cache(), limit, first=_lasting_cache())
 
     @property
     def own(self) -> bool:
-        """Whether nobody but this user can write to the folder: then what is there, this user has made.
-
-        Raises SourceError where the system does not say.
-        """
+        """Whether nobody else can write to the folder. Raises SourceError where the system does not say."""
         return self.writer is None
 
     @property
@@ -206,10 +199,7 @@ class Cache:
             return find_writer(self.folder)
 
     def writer_of(self, path: Path) -> Writer | None:
-        """Who else could change the entry at a path, or anything in it or on the way to it.
-
-        Raises SourceError where the system does not say.
-        """
+        """Who else could change the entry or the way to it. Raises SourceError if nobody knows."""
         with reading(path):
             return find_writer_inside(path)
 
@@ -474,10 +464,7 @@ def _nbytes(path: Path) -> int:
 
 
 def _hold(path: Path, made_for: str) -> Hold | None:
-    """Hold an entry from now on; None if it does not exist.
-
-    If a process is about to remove the entry, this waits until it is gone, and returns None.
-    """
+    """Hold an entry from now on; None if it does not exist, or is being removed."""
     while path.is_dir():
         _make_record(path, made_for)
         record = _open_record(path)
@@ -495,7 +482,6 @@ def _hold(path: Path, made_for: str) -> Hold | None:
 
 
 def _make_record(path: Path, made_for: str) -> None:
-    """Make the record of an entry that has none."""
     with suppress(OSError):
         record = os.open(path / RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -520,11 +506,7 @@ def _let_go(record: int | None) -> None:
 
 
 def _locked(locked: Entry, locks: ExitStack, *, make: bool) -> bool:
-    """Lock the record of an entry; return False if a process uses the entry.
-
-    As long as `locks` is open, no process can begin to use the entry. With `make`, an entry without a record
-    gets one, so that there is a file to lock.
-    """
+    """Lock an entry's record until `locks` ends; False if it is in use. `make` makes a missing record."""
     if locked.kind == "leftover":
         return remove_stale(locked.path, dry_run=True)
     if locked.path.is_symlink() or not locked.path.is_dir():

@@ -61,7 +61,16 @@ def reserved_bytes(reserve: Reserve, context_length: int | None) -> int:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """A cap in bytes on all of a device's memory, and the parts that are taken from it before weights."""
+    """A cap on all of a device's memory, and the parts that are taken from it before weights.
+
+    Attributes:
+        total: Bytes of the cap.
+        activations: Bytes of intermediate values.
+        workspace: Bytes for libraries on an accelerator.
+        reserved: Bytes that the caller needs.
+        others: Bytes that other processes use.
+        trained: Bytes of trained parameters, their gradients and two moments of AdamW.
+    """
 
     total: int
     activations: int
@@ -94,16 +103,23 @@ class MemorySplit:
 
     @property
     def weights(self) -> int:
-        """The bytes that are left for weights, negative if the other parts exceed the cap."""
+        """Bytes that are left for weights; negative if the other parts exceed the cap."""
         return self.total - self.own - self.others
 
     @property
     def own(self) -> int:
-        """The bytes of all parts but weights that this process takes."""
+        """Bytes of all parts but weights that this process takes."""
         return self.activations + self.workspace + self.reserved + self.trained
 
     def budget(self, floor: int) -> int:
-        """Returns the budget for weights. Raises BudgetError, with all parts, if it is below the floor."""
+        """Return the budget for weights, in bytes.
+
+        Args:
+            floor: The smallest budget that can run.
+
+        Raises:
+            BudgetError: Less is left than `floor`; the message has all parts.
+        """
         if self.weights < floor:
             raise BudgetError(
                 f"{self}: weights need at least {format_size(floor, up=True)}, so give at least "
@@ -113,7 +129,12 @@ class MemorySplit:
         return self.weights
 
     def outgrown(self, allocated: int, others_now: int) -> str:
-        """Say which part took more than its share when `allocated` bytes beside weights were not enough."""
+        """Say which part took more than its share, when a device was out of memory.
+
+        Args:
+            allocated: Bytes that this process has on the device beside weights.
+            others_now: Bytes that other processes use now.
+        """
         parts = [("what other processes hold", others_now, self.others)]
         parts.append(("activations, workspace and what the caller keeps", allocated, self.own))
         name, took, share = max(parts, key=lambda part: part[1] - part[2])
@@ -133,10 +154,7 @@ class MemorySplit:
 
 
 def parse_host_memory(host_memory: int | str | None, weight_bytes: int) -> int | None:
-    """Returns the bytes that `host_memory` stands for.
-
-    Raises BudgetError for fewer than weights can pass through.
-    """
+    """Return the bytes of `host_memory`. Raises BudgetError for fewer than weights pass through."""
     if host_memory is None:
         return None
     nbytes = parse_size(host_memory, total=weight_bytes or 100, name="host_memory")
@@ -315,7 +333,6 @@ def check_room(
 
 
 def _stack() -> int:
-    """The bytes of address space that a thread's stack reserves."""
     nbytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
     return _UNLIMITED_STACK if nbytes == resource.RLIM_INFINITY else nbytes
 

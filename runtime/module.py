@@ -70,13 +70,13 @@ class Part(torch.nn.Module):
 
 
 class StreamedModule(Part):
-    """Runs an exported program whose weights stream.
+    """Runs an exported program whose weights stream. `Program.load` returns it.
 
-    Call it like the exported module; where the artifact has several methods, call them by name
-    (`module.decode(...)`). It is a context manager: leaving it closes it. Raises StreamError for a
-    call after `close`, from a second thread while one runs, from a forked child, or with grad mode
-    on while an input requires grad; SourceError when weights cannot be read on the way (the next
-    call starts over).
+    Call it like the exported module. Where the artifact has several methods, call them by name
+    (`module.decode(...)`). The end of a `with` statement closes it. One thread calls it at a time.
+
+    Attributes:
+        plan: The plan that it runs.
     """
 
     def __init__(
@@ -103,7 +103,17 @@ class StreamedModule(Part):
 
     @outside_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the only method, or the one named `forward`."""
+        """Run the only method, or the one named `forward`.
+
+        Args:
+            args, kwargs: Those of the exported module, in shapes that it was exported for.
+
+        Raises:
+            StreamError: The module is closed, another thread runs it, it is called in a forked child, or an
+                input requires grad while grad mode is on; an input is not what was exported; or the device is
+                out of memory.
+            SourceError: Weights cannot be read; the next call starts over.
+        """
         return self.call(self._only_method(), *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -113,14 +123,19 @@ class StreamedModule(Part):
 
     @outside_dynamo
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the method of that name; `module.decode(...)` is `module.call("decode", ...)`."""
+        """Run a method by its name: `module.call("decode", ...)` is `module.decode(...)`.
+
+        Args:
+            method: The name.
+            args, kwargs: As for `forward`, which raises the same.
+        """
         leaves = _checked(self._method(method).program, args, kwargs)
         with without_grad():
             return self.run(method, leaves)
 
     @outside_dynamo
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
-        """Run a method on leaves that its program has checked, whatever autograd may want of them."""
+        """Run `method` on `leaves` that its program has checked, whatever autograd may want of them."""
         loaded = self._method(method)
         with self._call_gate():
             calls, graph = self._calls.get(method), loaded.trace.graph
@@ -140,17 +155,17 @@ class StreamedModule(Part):
             return output
 
     def extra_repr(self) -> str:
-        """Returns the text that `print(module)` shows: how many bytes of weights stream."""
+        """Return what `print(module)` shows: how many bytes of weights stay and stream."""
         closed = ", closed" if self._weights.resources.closed else ""
         return f"{self._name}, {self.plan.residency}{closed}"
 
     @property
     def stats(self) -> Stats:
-        """Bytes moved, stalls, misses and peaks so far."""
+        """Bytes moved, stalls, misses and peaks since the program was loaded."""
         return self._weights.stats(self._passes)
 
     def close(self) -> None:
-        """Stop the readers and give all memory back. Idempotent; calls after it raise StreamError."""
+        """Stop the readers and give all memory back. It may be called again."""
         with self._gate.closing():
             self._weights.close()
 
@@ -161,17 +176,29 @@ class StreamedModule(Part):
         self.close()
 
     def measure(self, *args: Any, **kwargs: Any) -> Trace:
-        """Run one pass with every step timed, and return the trace with measured times.
+        """Run one pass with every step timed, and return a trace with these times.
 
-        `Program.plan(..., traces=[trace])` plans with it. Step times hold the overhead of two probes,
-        some microseconds. Where there are several methods, the one named `forward` is measured;
-        `measure_call` measures any.
+        `Program.plan(..., traces=[trace])` plans with it. The time of a step holds the overhead of two
+        probes, some microseconds. Where there are several methods, the one named `forward` is measured.
+
+        Args:
+            args, kwargs: As for `forward`, which raises the same.
+
+        Example:
+            >>> with program.load("100%") as module:
+            ...     module.measure(x).times
+            'measured'
         """
         return self.measure_call(self._only_method("measure_call(NAME, ...)"), *args, **kwargs)
 
     @outside_dynamo
     def measure_call(self, method: str, /, *args: Any, **kwargs: Any) -> Trace:
-        """Does what `measure` does, for one of several methods. A plan takes a trace of each of them."""
+        """Do what `measure` does, for one of several methods. A plan takes a trace of each of them.
+
+        Args:
+            method: The name.
+            args, kwargs: As for `forward`, which raises the same.
+        """
         loaded = self._method(method)
         steps = len(loaded.trace.steps)
         with self._call_gate():
@@ -195,10 +222,13 @@ class StreamedModule(Part):
             return stopwatch.trace(loaded.trace)
 
     def record_routes(self) -> Any:
-        """Returns a recorder of the units that calls ask for: rows of tables, experts of mixtures.
+        """Return a recorder of the units that calls ask for: rows of tables, experts of mixtures.
 
         Calls within `with module.record_routes() as recorder:` are recorded, and `recorder.save(path)` writes
-        the file that `penstock replay` takes. Raises StreamError if the plan reads all weights whole.
+        the file that `penstock replay` takes.
+
+        Raises:
+            StreamError: The plan reads all weights whole.
         """
         if self._weights.pooled is None:
             raise StreamError(
@@ -209,7 +239,7 @@ class StreamedModule(Part):
         return self._weights.pooled.open_recorder()
 
     def arguments(self, leaves: Sequence[Any], method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of a method from its leaves in pytree order."""
+        """Return the positional and the keyword arguments of `method` from `leaves`, in pytree order."""
         return self._method(method).program.convention.unflatten(leaves)
 
     def _method(self, name: str) -> LoadedMethod:

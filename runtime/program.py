@@ -55,18 +55,29 @@ _log = logging.getLogger(__name__)
 
 
 def open(path: str | PathLike[str], *, trust: bool = False) -> Program:
-    """Open the artifact folder `path` and check it: payload, plans, lowered program, weight files' stamps.
+    """Open the artifact in the folder `path`, and check its payload, its plans and its files.
 
-    An artifact may come from a stranger: all of it is data (docs/security.md), of which only torch's
-    operators run. What cannot be stored so is code, and runs with your rights: what Inductor compiled, a
-    program that has no form as data, and operators of libraries that penstock does not know. It is loaded
-    with `trust` only.
+    An artifact may come from a stranger (docs/security.md): without `trust`, it is data of which only torch's
+    own operators run. Weight files are compared with their stamps; `Program.verify` checks every byte.
 
-    A program that calls collectives is opened by the rank that compiled it only, in a world of the same size
-    and with the same process groups; any other may open.
+    Args:
+        path: The folder that `compile` wrote.
+        trust: Let the artifact run code with your rights: code that Inductor compiled, a program that has no
+            form as data, and operators of libraries that penstock does not know.
 
-    Raises PayloadError, PlanError or SourceError that says what is wrong. `Program.verify` checks every byte
-    of the weights.
+    Returns:
+        The program. No weight has been read.
+
+    Raises:
+        SourceError: The folder is no artifact, or a file of it or of its weights is missing or has changed.
+        PayloadError: `payload.json` is not what docs/payload.md specifies; or another rank compiled the
+            program, which calls collectives.
+        PlanError: A plan of the artifact is not safe.
+
+    Example:
+        >>> program = penstock.open("mlp.penstock")
+        >>> program.weight_bytes
+        66560
     """
     program = read_program(path, trust=trust)
     check_ranks(program.path, program.payload)
@@ -87,7 +98,14 @@ def read_program(path: str | PathLike[str], *, trust: bool = False) -> Program:
 
 
 class Program:
-    """A compiled program on disk. It holds facts only; weights are loaded by `load`."""
+    """A compiled program on disk: what `compile` and `open` return. It holds facts; `load` reads weights.
+
+    Attributes:
+        path: The folder of the artifact.
+        trust: Whether the artifact may run code.
+        digest: The sha256 of `payload.json`, which has the hashes of all code and weights; empty for facts
+            that are not those on the disk.
+    """
 
     def __init__(
         self,
@@ -139,32 +157,45 @@ class Program:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of what a forward keeps among the weights, if it was compiled with `spill=True`."""
+        """Bytes of the values that a forward keeps among the weights (`compile_training(spill=True)`)."""
         return sum(s.nbytes for s in self._stored.storages if s.kind == "produced")
 
     @property
     def largest_budget(self) -> int:
-        """Bytes of all that a budget holds: the weights, and what a forward keeps among them."""
+        """Bytes of the budget with which nothing streams: `weight_bytes` and `value_bytes`."""
         return self.weight_bytes + self.value_bytes
 
     @cached_property
     def floor_bytes(self) -> int:
-        """The smallest budget that `load` accepts on the default device, in the arena that needs least.
+        """The smallest budget in bytes that `load` accepts on a CPU, in the arena that needs least.
 
-        Another arena may need more (`floor`), and so does a load whose options name it.
+        Another arena may need more: see `floor`.
         """
         return self.floor()
 
     def floor(self, device: str = "cpu", arena: str | None = None) -> int:
-        """Returns the smallest budget in bytes for an arena of `arenas()`, or for the best of them."""
+        """Return the smallest budget in bytes.
+
+        Args:
+            device: The device that runs the program, as for `load`.
+            arena: One of `arenas()`. Default: the arena that needs least.
+
+        Raises:
+            PlanError: The weights cannot be in that arena.
+            StreamError: There is no such device.
+
+        Example:
+            >>> program.floor() == program.floor_bytes
+            True
+        """
         return least_budget(self.payload, device, arena)
 
     def read_graph(self) -> networkx.DiGraph:
-        """Returns which step reads which storage; `Payload.read_graph` lists the attributes."""
+        """Return a graph of the steps and the storages that they read; see `Payload.read_graph`."""
         return self.payload.read_graph()
 
     def arenas(self) -> tuple[str, ...]:
-        """Returns the kinds of arena that this system and these files allow, the preferred first."""
+        """Return the kinds of arena that this system and these weight files allow, the preferred first."""
         return tuple(cpu_arenas(self.payload))
 
     @outside_dynamo
@@ -182,22 +213,42 @@ class Program:
         activations: str = AUTO,
         routes: str | PathLike[str] | Routes | None = None,
     ) -> Plan:
-        """Decide what stays and what streams within `budget` (bytes, `32MiB`, or `50%` of the weights).
+        """Decide which weights stay in memory and which stream, and when.
 
-        `keep` holds patterns of FQNs that stay on the device. `arena` asks for a kind of arena instead of the
-        fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware. `traces` replaces
-        the modelled times, by those of `StreamedModule.measure` for example. `host_memory` limits what the
-        host of that hardware holds of the weights: the rest comes from its disk. `activations` is the variant
-        of a program that is trained, as in `LoadOptions`; a budget is of weights only, so "auto" keeps all.
-        Without a `wrap`, copies go on across calls ("overlap"), or join at their ends ("barrier") where
-        replays as graphs are faster.
+        With measured hardware and modelled times, a plan that was made before on this machine is returned
+        again. A plan for this machine for which `load` would find no room now is logged as a warning
+        (`lacking_room`).
 
-        With measured hardware and modelled times, an equal plan that was made before on this machine is used
-        again, and `load` runs the plan that this returns. A plan for this machine that a load would find no
-        room for is logged as a warning (`lacking_room`): it may be for another process. `routes`, recorded by
-        `record_routes` or the file of them, say which rows calls ask for, in place of each as often as
-        another. Raises BudgetError below the floor, PlanError for a pattern that matches nothing,
-        PayloadError for routes of another program.
+        Args:
+            budget: Bytes for weights: a number, `"32MiB"`, or `"50%"` of `largest_budget`. At least `floor`.
+            hardware: `"auto"` measures this machine. Or a preset (`"h200"`), a `.json` file, or a `Hardware`.
+            keep: FQN patterns of weights that never leave the device (`["lm_head.*"]`).
+            wrap: `"overlap"`: copies go on across calls. `"barrier"`: they join at the end of a call.
+                Default: `"barrier"` where calls that replay as graphs are faster, else `"overlap"`.
+            device: The device that runs the plan, as for `load`.
+            arena: One of `arenas()`. Default: the fastest that the budget allows.
+            traces: A trace for each method, whose times replace the modelled ones (`StreamedModule.measure`).
+            host_memory: Bytes of weights that the host behind a device holds; it reads others from its disk.
+            activations: The variant of a program that is trained (`variants`). `"auto"` is `"keep"` here.
+            routes: What calls asked for (`StreamedModule.record_routes`), or the file of it. Default: every
+                unit is asked for equally often.
+
+        Returns:
+            A plan that was verified. `load(plan=plan)` runs it.
+
+        Raises:
+            BudgetError: The budget is no size, or below the floor: `floor_bytes`, `step` and `weights` say
+                why.
+            PlanError: Hardware, arena, wrap, variant or traces do not exist or fit; or a pattern matches
+                nothing.
+            StreamError: There is no such device.
+            SourceError: The file of routes cannot be read.
+            PayloadError: The routes are those of another program.
+
+        Example:
+            >>> plan = program.plan("50%", hardware="h200")
+            >>> plan.streamed_bytes
+            65536
         """
         request = PlanRequest(
             budget=self._nbytes(budget),
@@ -217,11 +268,20 @@ class Program:
         return plan
 
     def lacking_room(self, plan: Plan, device: str = "cpu") -> str:
-        """Say what a load of a plan would not find room for in this process now, and which budget would fit.
+        """Say what this process has no room for now if it loads a plan, and which budget would fit.
 
-        The text is empty if all fits. `load` refuses such a plan, unless its arena maps files: the system can
-        take these back, and read them again. What calls take beside weights is known from the program, and
-        counts as nothing where that is code which nobody trusts.
+        `load` refuses such a plan unless its arena maps files, whose pages the system can take back.
+
+        Args:
+            plan: A plan of this program.
+            device: The device that would run it, as for `load`.
+
+        Returns:
+            A sentence; empty if all fits. Activations count as nothing in code that nobody trusts.
+
+        Example:
+            >>> program.lacking_room(plan)
+            ''
         """
         try:
             beside = self.beside_bytes
@@ -231,10 +291,13 @@ class Program:
         return used.lacking(partial(self.floor, device))
 
     def write_ladder(self) -> Program:
-        """Write a ladder of verified plans into the artifact, in place of those it has, and open it again.
+        """Write plans for several budgets into the artifact, in place of those it has, and open it again.
 
-        A program without Python, such as `penstock-run`, has no planner, and runs the largest of them that
-        its budget allows. They reach from the floor to one that streams nothing, and are for this machine.
+        `penstock-run` has no planner: it runs the largest of these plans that its budget allows. They reach
+        from the floor to a plan that streams nothing, and are made for this machine.
+
+        Returns:
+            The program with the plans (`payload.plans`).
         """
         replace_payload(self.path, replace(self._stored, plans=find_ladder(self.path, self._stored)))
         return open(self.path, trust=self.trust)
@@ -255,16 +318,45 @@ class Program:
         digest: str | None = None,
         options: LoadOptions | None = None,
     ) -> StreamedModule:
-        """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
+        """Load the program so that it runs with at most `budget` bytes of weights.
 
-        Results have the bits of the exported model's call under `torch.no_grad()`, in whatever mode they are
-        asked for; with grad mode on, torch itself takes another kernel for an LSTM.
-        `device_memory` is a cap on all memory of the device, in place of a budget; the bytes that it leaves
-        for weights are logged (`split_memory`). `host_memory` is a cap on the weights that the host of a
-        device holds, by default 80 % of the available memory; other weights are read from the files in every
-        pass. `spill` is the folder for what leaves memory in training, by default the system's for temporary
-        files. `digest` is what all bytes must have (`Program.digest`), which are read first. `options` say
-        how weights are brought into memory (`LoadOptions`). Close the module, or use it as a context manager.
+        Give one of `budget`, `plan` and `device_memory`. Results have the bits of the exported model under
+        `torch.no_grad()`; with grad mode on, torch itself runs another kernel for an LSTM.
+
+        Args:
+            budget: Bytes of the device for weights: a number, `"32MiB"`, or `"25%"` of `largest_budget`. At
+                least `floor`.
+            plan: A plan that `Program.plan` made. It is verified again.
+            device: `"cpu"`, `"cuda:1"` or another accelerator of torch's, or a simulated one (`"sim:h200"`).
+            device_memory: Bytes of the device for everything. What is left for weights is logged
+                (`split_memory`).
+            reserve: Bytes of `device_memory` that the caller needs, or a function of `context_length`
+                (`"2GB"`).
+            context_length: The argument of `reserve`, where that is a function.
+            host_memory: Bytes of weights that the host of a device holds. Default: 80 % of the available
+                memory. Others are read from the files in every pass.
+            keep: FQN patterns of weights that never leave the device (`["lm_head.*"]`).
+            spill: The folder for values that leave memory in training. Default: the system's for temporary
+                files.
+            digest: Read every byte first, and refuse an artifact that is not the one of this
+                `Program.digest`.
+            options: How weights come into memory. Default: `LoadOptions()`.
+
+        Returns:
+            A module that is called like the exported one. Close it, or use it in a `with` statement.
+
+        Raises:
+            BudgetError: Not one of the three is given, the budget is below the floor (`floor_bytes` and
+                `step` say why), or this process has no room for the plan.
+            PlanError: The plan is of another program or is not safe; or as for `Program.plan`.
+            StreamError: The device does not exist or has no such engine, or the plan cannot run there.
+            SourceError: A weight file is missing or has changed.
+            PayloadError: The artifact has code, and was opened without `trust`.
+
+        Example:
+            >>> with program.load("50%") as module:
+            ...     module(x).shape
+            torch.Size([2, 64])
         """
         (run := LoadRequest.of(options, device=device, spill=spill)).check(self.payload)
         if digest is not None:
@@ -295,17 +387,17 @@ class Program:
 
     @cached_property
     def activation_bytes(self) -> int:
-        """The most bytes of intermediate values that any method keeps at once, at the exported sizes."""
+        """The most bytes of intermediate values that a method keeps at once, at the exported sizes."""
         return max(activations.peak() for activations in self._activations_by_method.values())
 
     @property
     def beside_bytes(self) -> int:
-        """The most bytes that calls take beside weights: activations, and what is trained with its copies."""
+        """The most bytes that calls take beside weights: `activation_bytes` and `trained_bytes`."""
         return self.activation_bytes + self.trained_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what a forward keeps for its backward, at the exported sizes."""
+        """Bytes of the values that a forward keeps for its backward, at the exported sizes."""
         return max(activations.held_bytes() for activations in self._activations_by_method.values())
 
     @cached_property
@@ -316,7 +408,7 @@ class Program:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the parameters that are trained, with their gradients, and two moments of AdamW."""
+        """Four times the bytes of the trained parameters: with gradients and two moments of AdamW."""
         return self.kind.resident_bytes
 
     @cached_property
@@ -332,12 +424,27 @@ class Program:
         context_length: int | None = None,
         device: str = "cpu",
     ) -> MemorySplit:
-        """Returns the division of all memory that a device may hold (bytes or `12GB`).
+        """Divide all memory that a device may use.
 
-        Activations are taken from it first, with what a forward keeps for its backward; what is trained, with
-        gradients and two moments of AdamW; on an accelerator, the memory of libraries and of other processes;
-        and then `reserve`, which is bytes, or a function of `context_length` (for a KV cache outside the
-        program). The rest is left for weights.
+        Activations, with the values that a forward keeps, come first; then trained parameters with their
+        gradients and two moments of AdamW; on an accelerator, the workspace of libraries and what other
+        processes use; then `reserve`. Weights get what is left.
+
+        Args:
+            device_memory: Bytes, or a size (`"12GB"`).
+            reserve: Bytes or a size that the caller needs, or a function of `context_length` that returns it,
+                such as the bytes of a KV cache outside of the program.
+            context_length: The argument of `reserve`, where that is a function.
+            device: The device, as for `load`.
+
+        Raises:
+            BudgetError: A value is no size, or `reserve` is a function and `context_length` is missing.
+            StreamError: There is no such device.
+
+        Example:
+            >>> split = program.split_memory("1MB", reserve=lambda tokens: 1024 * tokens, context_length=100)
+            >>> split.activations, split.reserved, split.weights
+            (1024, 102400, 896576)
         """
         return MemorySplit.of(
             device_memory,
@@ -351,13 +458,25 @@ class Program:
     def verify(
         self, progress: Progress | None = None, *, strict: bool = False, digest: str | None = None
     ) -> int:
-        """Hash every weight byte and prove every plan; returns the bytes hashed.
+        """Hash every byte of the weights, and prove every plan.
 
-        `strict` accounts for every byte of the artifact's folder: no file is there that is no part of it,
-        nothing lies between the weights, and the stored code is what the payload says. With a `digest` (also
-        with `sha256:` before it), the artifact must be that one. Raises SourceError naming the first weight
-        whose bytes changed since it was compiled, or that cannot be verified because the payload does not say
-        what its bytes were; and for another digest, or a byte that nothing accounts for.
+        Args:
+            progress: Called with a text, the bytes so far and the bytes of all.
+            strict: Account for every byte of the folder too: no other file is there, nothing lies between the
+                weights, and the stored code is what the payload says.
+            digest: The sha256 that the artifact must have (`Program.digest`); `sha256:` before it is allowed.
+
+        Returns:
+            The bytes that were hashed.
+
+        Raises:
+            SourceError: A weight, which the message names, has changed or has no hash; the digest is another
+                one; or a byte belongs to nothing.
+            PlanError: A plan is not safe.
+
+        Example:
+            >>> program.verify()
+            66560
         """
         if digest is not None and digest.lower().removeprefix("sha256:") != self.digest:
             raise SourceError(

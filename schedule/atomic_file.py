@@ -48,10 +48,7 @@ def writing_privately() -> Iterator[None]:
 
 @contextmanager
 def replace_file(path: Path, *, force: bool) -> Iterator[int]:
-    """Yields a descriptor to write to; the file replaces `path` when the block ends without an error.
-
-    Raises SourceError if `path` exists and `force` is not given, or where the system refuses.
-    """
+    """Yield a descriptor of what becomes `path` at the end. Raises SourceError if it exists: see `force`."""
     with reporting(path):
         refuse_existing(path, force=force)
         with temporary(path, create_file) as (unfinished, fd):

@@ -71,10 +71,7 @@ _PIECE = 1 << 20
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor to read a regular file, which the caller closes.
-
-    Raises SourceError for a folder, a pipe, a socket or a device, and OSError where the system refuses.
-    """
+    """Return a descriptor of a regular file, which the caller closes, or raise SourceError or OSError."""
     _refuse_irregular(path, os.stat(path).st_mode)  # opening some devices has effects
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:

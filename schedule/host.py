@@ -125,11 +125,7 @@ def _with_ring(plan: _P, nbytes: int, ring: int) -> _P:
 
 
 def _held(schedules: Sequence[Schedule], room: int) -> tuple[Range, ...]:
-    """The ranges that the host holds, of at most `room` bytes in all.
-
-    Ranges that are copied most often come first. Of ranges that are copied equally often, and do not all fit,
-    an equal share is held all along the trace.
-    """
+    """The ranges that the host holds, of at most `room` bytes: those that are copied most often first."""
     counts: Counter[Range] = Counter()
     edges = sorted({edge for s in schedules for t in s.transfers for edge in (t.start, t.stop)})
     for schedule in schedules:

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Decisions):
-    """The decisions for a program within a budget. A payload stores plans, and a streamed module runs one."""
+    """The decisions for a program within a budget. `Program.plan` makes it, and `Program.load` runs it.
+
+    Example:
+        >>> plan.budget, plan.streamed_bytes, plan.predicted_ns > 0
+        (33280, 65536, True)
+    """
 
     def __repr__(self) -> str:
         predicted = format_time(self.predicted_ns)
@@ -30,7 +35,7 @@ class Plan(Decisions):
     def residency(self) -> str:
         """How many bytes of the weights stay in memory and how many stream in a pass, in words.
 
-        What a forward keeps for its backward is counted apart, and so is what is read by units.
+        Values that a forward keeps for its backward, and weights that are read by units, are counted apart.
         """
         produced_bytes = sum(self.sizes[s] for s in self.produced) if self.sizes else 0
         outside = sum(self.sizes[s] for s in {*self.outside} - self.produced) if self.sizes else 0
@@ -49,28 +54,54 @@ class Plan(Decisions):
         return f"{resident}{total} resident{units}, {streamed} streamed a pass{written}, budget {budget}"
 
     def to_json(self) -> str:
-        """The plan as JSON, as docs/payload.md specifies it."""
+        """Return the plan as JSON, which docs/payload.md specifies."""
         return encode(self).decode()
 
     def save_report(self, path: str | PathLike[str], *, force: bool = False) -> None:
         """Write the plan as one page of HTML that needs nothing else.
 
-        Raises PlanError where `path` exists, unless `force` is given.
+        Args:
+            path: The file.
+            force: Replace a file that exists.
+
+        Raises:
+            PlanError: The file exists, or cannot be written.
+
+        Example:
+            >>> plan.save_report("plan.html")
         """
         save_report(self, path, force=force)
 
     def save_timeline(self, path: str | PathLike[str], *, force: bool = False) -> None:
-        """Write the first passes as a trace that ui.perfetto.dev opens.
+        """Write the first three passes as a trace that ui.perfetto.dev opens.
 
-        Raises PlanError where `path` exists, unless `force` is given.
+        Args:
+            path: The file.
+            force: Replace a file that exists.
+
+        Raises:
+            PlanError: The file exists, or cannot be written.
+
+        Example:
+            >>> plan.save_timeline("plan.json")
         """
         save_timeline(self, path, force=force)
 
     def event_graph(self, method: str | None = None) -> networkx.DiGraph:
-        """The events of a steady pass of one method, with an edge from each event to those that wait for it.
+        """Return the events of a steady pass of one method; an edge leads to each event that waits.
 
-        docs/planning.md lists the attributes of nodes and edges. `method` may be left out if the plan has
-        only one. Raises PlanError if the plan has no method of that name, or several and none is named.
+        docs/planning.md lists the attributes of nodes and edges.
+
+        Args:
+            method: The name of the method. Default: the only one.
+
+        Raises:
+            PlanError: There is no such method, or there are several and none is named.
+
+        Example:
+            >>> graph = plan.event_graph()
+            >>> "step" in {graph.nodes[node]["kind"] for node in graph}
+            True
         """
         return event_graph(self, method)
 
@@ -83,10 +114,7 @@ _LAST = 6
 
 
 def budgets(lowest: int, highest: int, rungs: int = RUNGS) -> tuple[int, ...]:
-    """The budgets of a ladder in bytes, ascending, from the floor `lowest` to all weights, `highest`.
-
-    Raises PlanError for fewer than two rungs.
-    """
+    """The ascending budgets of a ladder, in bytes. Raises PlanError for fewer than two rungs."""
     if rungs < 2:
         raise PlanError(
             f"a ladder has two plans or more, got {rungs}: the floor's, and one that streams nothing"

@@ -291,7 +291,6 @@ def _least_ns(problem: Problem, cap: int) -> int:
 
 
 def _timed(problem: Problem, draft: Draft) -> tuple[Schedule, ...]:
-    """The schedules of a draft, with their steady periods."""
     boundaries = draft.boundaries or (None,) * len(problem.traces)
     facts = zip(problem.traces, draft.streams, draft.periods_ns(problem), boundaries, strict=True)
     return tuple(Schedule(trace.graph, *stream, ns, boundary=last) for trace, stream, ns, last in facts)
@@ -302,7 +301,6 @@ def _total_ns(schedules: Sequence[Schedule]) -> int:
 
 
 def _check_floor(pieces: Pieces, budget: int, names: Sequence[str] | None) -> None:
-    """Raise BudgetError if the budget is below the floor."""
     demand, lowest = pieces.demand, _floor(pieces)
     if budget >= lowest.upper_bytes:
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import os
 import pkgutil
 import re
@@ -10,16 +12,13 @@ import sys
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import pytest
+import torch
 
-import penstock
 import penstock.integrations
 from benchmarks.plans import floors
-from penstock.runtime.module import StreamedModule
-from penstock.runtime.program import Program
-from penstock.schedule.facts.model import Decisions, Trace
-from penstock.schedule.plan import Plan
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 from tests.forked import run_forked
 
@@ -43,6 +42,9 @@ FOLDERS = "passes|schedule|runtime|src|tests|benchmarks|scripts|examples|docs"
 MEMBERS = (FunctionType, staticmethod, property, cached_property)
 INTERNAL = {"lowered", "kind", "train", "requires_grad_", "load_state_dict"}
 """What these classes have for penstock itself, and what a streamed module refuses."""
+
+NAMED = re.compile(r"^\.\. auto[cef]\w+:: ([\w.]+).*(?:\n   (:members:.*))?", re.MULTILINE)
+"""A class or function of the reference, and which members it shows."""
 
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -83,25 +85,34 @@ def walk(page: str, folder: Path, *, shell: bool = False) -> str:
     return script("\n".join(lines), folder)
 
 
-@pytest.mark.timeout(300)
-def test_large_models_can_be_walked(tmp_path: Path) -> None:
-    output = walk("docs/large-models.md", tmp_path)
-    assert "('cuda:0', 'cuda:1') ['cuda:0', 'cuda:0', 'cuda:1', 'cuda:1']" in output
-    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+WALKED = {
+    "large-models": ["('cuda:0', 'cuda:1') ['cuda:0', 'cuda:0', 'cuda:1', 'cuda:1']"],
+    "passes": [
+        "['acquire', 'linear', 'release', 'relu', 'acquire', 'linear', 'release']",
+        "up.weight is read by linear",
+    ],
+    "backends": ["steps (5,) read 263,168 bytes: layers.5.weight, layers.5.bias", "0 misses"],
+    "quantised": [
+        "0.weight ['qdata', 'scale', 'zero_point']",
+        "no-scale.safetensors: 3.weight.scale; give the missing shards",
+    ],
+    "sparse": ["4096 bytes are enough for 16777216"],
+    "transformers": ["bytes"],
+    "diffusers": ["bytes"],
+}
+"""Pages whose code is run, and what it prints."""
 
 
 @pytest.mark.timeout(300)
-def test_passes_can_be_composed(tmp_path: Path) -> None:
-    output = walk("docs/passes.md", tmp_path)
-    assert "['acquire', 'linear', 'release', 'relu', 'acquire', 'linear', 'release']" in output
-    assert "up.weight is read by linear" in output
+@pytest.mark.parametrize("page", WALKED)
+def test_a_page_can_be_walked(page: str, tmp_path: Path) -> None:
+    output = walk(f"docs/{page}.md", tmp_path)
+    for expected in WALKED[page]:
+        assert expected in output
+    assert page != "large-models" or (tmp_path / "shards" / "model.safetensors.index.json").exists()
 
 
-@pytest.mark.timeout(300)
-def test_a_backend_can_be_written_in_forty_lines(tmp_path: Path) -> None:
-    output = walk("docs/backends.md", tmp_path)
-    assert "steps (5,) read 263,168 bytes: layers.5.weight, layers.5.bias" in output
-    assert "0 misses" in output
+def test_a_backend_can_be_written_in_forty_lines() -> None:
     assert len([line for line in blocks("docs/backends.md")[0][1].splitlines() if line]) <= 40
 
 
@@ -118,28 +129,9 @@ def test_the_table_of_floors_is_what_its_script_says() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_quantised_weights_can_be_walked(tmp_path: Path) -> None:
-    output = walk("docs/quantised.md", tmp_path)
-    assert "0.weight ['qdata', 'scale', 'zero_point']" in output
-    assert "no-scale.safetensors: 3.weight.scale; give the missing shards" in output
-
-
-@pytest.mark.timeout(300)
-def test_reads_by_units_can_be_walked(tmp_path: Path) -> None:
-    assert "4096 bytes are enough for 16777216" in walk("docs/sparse.md", tmp_path)
-
-
-@pytest.mark.timeout(300)
 def test_training_can_be_walked(tmp_path: Path) -> None:
     output = walk("docs/training.md", tmp_path)
     assert re.findall(r"([\d,]+) bytes kept", output) == ["427,520", "11,961,856", "427,520"]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("library", ["transformers", "diffusers"])
-def test_what_is_said_of_a_library_can_be_walked(library: str, tmp_path: Path) -> None:
-    output = walk(f"docs/{library}.md", tmp_path)
-    assert "bytes" in output
 
 
 def test_the_example_of_planning_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -209,31 +201,63 @@ def test_the_table_of_rooms_is_whole() -> None:
     assert listed == {str(room.relative_to(ROOT)) for room in rooms} - links
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make docs` builds, into another folder; any warning fails it."""
+def public() -> dict[str, Any]:
+    """What docs/reference names, with the members that it shows, and the files of ExecuTorch."""
+    listed = {f"penstock.backends.executorch.{name}": ":members:" for name in ("Exported", "read", "save")}
+    for page in (ROOT / "docs/reference").glob("*.rst"):
+        for module in page.read_text().split(".. currentmodule:: "):
+            for name, members in NAMED.findall(module):
+                full = name if name.startswith("penstock.") else f"{module.split()[0]}.{name}"
+                listed[full] = members
+    found = {name: pkgutil.resolve_name(name) for name in listed}
+    for name, members in listed.items():
+        for member, value in vars(found[name]).items() if members else ():
+            hidden = member[0] == "_" or member in INTERNAL or member not in (members[10:] or member)
+            if isinstance(value, MEMBERS) and not hidden:
+                found[f"{name}.{member}"] = value
+    return found
+
+
+def test_the_reference_has_everything_public() -> None:
+    shown = {name.rpartition(".")[2] for name in public()}
+    assert shown >= {*penstock.__all__, *penstock.integrations.__all__} - {"__version__"}
+
+
+def test_what_is_public_says_what_it_takes() -> None:
+    """A parameter is described under `Args:`, or named in the text."""
+    silent = []
+    for name, value in public().items():
+        text = inspect.getdoc(value) or ""
+        parameters = {*inspect.signature(value).parameters} if inspect.isfunction(value) else {"self"}
+        patterns = [rf"`{one}`|^ +[*\w, ]*\b{one}\b[*\w, ]*: " for one in parameters - {"self"}]
+        if not text or not all(re.search(pattern, text, re.MULTILINE) for pattern in patterns):
+            silent.append(name)
+    assert not silent
+
+
+def test_the_examples_of_public_names_print_what_they_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, x = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), torch.rand(2, 64)
+    exported = torch.export.export(model, (x,))
+    program = penstock.compile(exported, "mlp.penstock")
+    plan = program.plan("50%", hardware="h200")
+    names = globals() | {"model": model, "x": x, "exported": exported, "program": program, "plan": plan}
+    runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
+    for name, value in public().items():
+        runner.run(parser.get_doctest(inspect.getdoc(value) or "", dict(names), name, None, 0))
+    assert runner.tries > 20
+    assert not runner.failures
+
+
+@pytest.mark.timeout(300)
+def test_the_pages_lead_to_one_another(tmp_path: Path) -> None:
+    """`make docs` builds them; any warning fails it."""
     command = re.search(r"-m (sphinx .*) build/docs$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert command
-    folder = tmp_path_factory.mktemp("docs")
-    run([sys.executable, "-m", *command[1].split(), str(folder)], ROOT)
-    return folder
-
-
-@pytest.mark.timeout(300)
-def test_the_reference_has_everything_public(built: Path) -> None:
-    pages = "".join(page.read_text() for page in (built / "docs/reference").glob("*.html"))
-    anchors = set(re.findall(r'id="([\w.]+)"', pages))
-    assert anchors >= {f"penstock.{name}" for name in penstock.__all__ if name != "__version__"}
-    assert anchors >= {f"penstock.integrations.{name}" for name in penstock.integrations.__all__}
-    for kind in (Program, StreamedModule, Plan, Decisions, penstock.Payload, penstock.Pipeline, Trace):
-        members = {name: value for name, value in vars(kind).items() if name[0] != "_"}
-        own = {name for name, value in members.items() if isinstance(value, MEMBERS)}
-        assert {anchor.rpartition(".")[2] for anchor in anchors} >= own - INTERNAL, kind
-
-
-@pytest.mark.timeout(300)
-def test_the_pages_lead_to_one_another(built: Path) -> None:
-    first = (built / "README.html").read_text()
+    run([sys.executable, "-m", *command[1].split(), str(tmp_path)], ROOT)
+    first = (tmp_path / "README.html").read_text()
     for page in PAGES:
         assert f'href="{Path(page).with_suffix(".html")}"' in first or page == "README.md", page
-    assert "README.html" in (built / "index.html").read_text()
+    assert "README.html" in (tmp_path / "index.html").read_text()

@@ -28,10 +28,7 @@ class MemoryGroup:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that the group held at once, its share of the page cache included.
-
-        0 if the kernel does not count them (version 2 before Linux 5.19).
-        """
+        """The most bytes that the group held, page cache included; 0 for version 2 before Linux 5.19."""
         name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
         try:
             return int((self.folder / name).read_text())

@@ -146,10 +146,7 @@ def _generate(job: Job, call: Any, load_seconds: float, stats: Callable[[], Any]
 
 
 def _read_peak() -> int:
-    """The largest resident set of this process so far, in bytes; 0 if the system does not tell.
-
-    `getrusage` would not do: after an exec it still counts the memory of the parent.
-    """
+    """The largest resident set so far, in bytes, or 0; after an exec, `getrusage` has the parent's."""
     try:
         status = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -158,7 +155,6 @@ def _read_peak() -> int:
 
 
 def _limit_address_space(spare_bytes: int) -> None:
-    """Limit the address space of this process to `spare_bytes` more than it has now."""
     import resource
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -181,10 +181,7 @@ def write_weights(
 
 
 def _draw_weights(size: tuple[int, ...], generator: np.random.Generator) -> Iterator[npt.NDArray[np.uint16]]:
-    """Yield the bits of one weight in chunks: ones for a norm, else values of standard deviation fan_in^-0.5.
-
-    One random byte makes a bfloat16 value: it gives the sign and the mantissa, and all exponents are equal.
-    """
+    """Yield the bits of a weight in chunks: ones for a norm, else bfloat16 of deviation fan_in^-0.5."""
     count = math.prod(size)
     if len(size) == 1:
         yield np.full(count, 0x3F80, np.uint16)

@@ -74,10 +74,7 @@ class _Rounds:
 
 
 def run_real(console: Console) -> Embedded:
-    """Embed the sentences with weights in memory and streamed, and print a comparison.
-
-    Raises `MissingExtraError` if the packages of the extra `demo` are missing.
-    """
+    """Compare weights in memory and streamed. Raises MissingExtraError without the packages of `demo`."""
     sentences = Path(__file__).with_name("sentences.txt").read_text("utf-8").splitlines()
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
         embedded = embed(console, sentences, Path(folder) / "minilm.penstock")
@@ -114,10 +111,7 @@ def embed(console: Console, sentences: list[str], artifact: Path) -> Embedded:
 def _run_rounds(
     encoder: Encoder, modules: list[Any], report: Callable[[int], None]
 ) -> tuple[Tensor, list[float], list[_Rounds]]:
-    """Embed all batches ROUNDS times with every module.
-
-    Returns the output and the times of the model in memory, and the rounds of each streamed module.
-    """
+    """Embed all batches ROUNDS times; return the output, times in memory, and rounds of each module."""
     for call in (encoder.module, *modules):
         _embed_all(call, encoder)
     memory_seconds: list[float] = []

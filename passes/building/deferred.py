@@ -179,10 +179,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape and stride, in memory of its own, with the values that it would have.
-
-        Raises PassError for a tensor that was not made in this recording.
-        """
+        """A tensor with the values that a recorded one would have. Raises PassError for any other."""
         if tensor.device != _META:
             return tensor
         spec = self._spec(tensor)
@@ -374,10 +371,7 @@ def _drawn(operation: Operation) -> Iterator[torch.Tensor]:
 
 
 def _is_by_element(operation: Operation, whole: Spec) -> bool:
-    """Tell whether each element of an operation's results depends only on the same element of its inputs.
-
-    All tensors of the operation must be contiguous, without an offset, and of the shape of `whole`.
-    """
+    """Tell whether an operation on contiguous tensors of the shape of `whole` computes element by element."""
     leaves = [*pytree.tree_leaves((operation.args, dict(operation.kwargs))), *operation.outputs]
     specs = [leaf for leaf in leaves if isinstance(leaf, Spec)]
     known = operation.function in (*_FILLS, *_FACTORIES, *_EXACT)
@@ -419,12 +413,21 @@ def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
     """Run a constructor without memory for its tensors, and record how it initialises each of them.
 
     Values that are materialised later are those that the constructor would have given with the present state
-    of torch's default CPU generator; this state does not change. To make the values of one parameter, all
-    numbers before them are drawn and forgotten: that takes the time of the whole model, and the memory of
-    that parameter.
+    of torch's default CPU generator, which does not change. To make the values of one parameter, all numbers
+    before them are drawn and forgotten: that takes the time of the whole model, and the memory of that
+    parameter.
 
-    Raises PassError, with the line of the model that causes it, if the constructor cannot run without memory,
-    or draws from a generator of a GPU or any other than the default one.
+    Args:
+        build: A function that returns the module.
+
+    Raises:
+        PassError: The constructor cannot run without memory, or draws from another generator. The message
+            names the line of the model.
+
+    Example:
+        >>> deferred = penstock.deferred_init(lambda: torch.nn.Linear(64, 64))
+        >>> deferred.module.weight.is_meta, deferred.materialize().weight.is_meta
+        (True, False)
     """
     with OnCpu():
         return record(build)
@@ -476,9 +479,11 @@ def _own(module: nn.Module) -> nn.Module:
 
 
 class Deferred:
-    """A model built without memory: `module` has shapes only, until parts of it are materialised.
+    """A model that was built without memory.
 
-    `allocated` has the bytes, and the line of code, of each large tensor that the constructor really made.
+    Attributes:
+        module: The module; its tensors have shapes only, until they are materialised.
+        allocated: The bytes, and the line of code, of each large tensor that the constructor really made.
     """
 
     def __init__(self, module: nn.Module, recording: Recording) -> None:
@@ -488,10 +493,16 @@ class Deferred:
         self._made: dict[int, torch.Tensor] = {}
 
     def materialize(self, name: str = "") -> nn.Module:
-        """Give the submodule `name` (the whole module by default) real parameters and buffers, and return it.
+        """Give a submodule real parameters and buffers, and return it.
 
-        Parts that were materialised before stay as they are, so parts may be asked for in any order, and
-        again. Tied parameters stay tied. Raises PassError if there is no such submodule.
+        Parts that are real stay as they are, so parts may be asked for in any order, and again. Tied
+        parameters stay tied.
+
+        Args:
+            name: The submodule. Default: the whole module.
+
+        Raises:
+            PassError: There is no such submodule.
         """
         try:
             part = self.module.get_submodule(name)
@@ -506,11 +517,18 @@ class Deferred:
         return part
 
     def materialize_slice(self, fqn: str, rows: slice) -> torch.Tensor:
-        """Returns some rows of one parameter or buffer, in memory of their own; the module stays as it is.
+        """Return some rows of one parameter or buffer, in memory of their own; the module stays as it is.
 
         Only these rows are made if the constructor fills, scales and converts the parameter as a whole
         (`nn.init.uniform_`, `normal_`, `constant_` and functions built on them). Otherwise the whole
-        parameter is in memory for a moment. Raises PassError for a name that is no parameter or buffer.
+        parameter is in memory for a moment.
+
+        Args:
+            fqn: The name of the parameter or buffer.
+            rows: A slice of dimension 0.
+
+        Raises:
+            PassError: There is no such parameter or buffer.
         """
         owner, _, key = fqn.rpartition(".")
         try:
@@ -527,11 +545,11 @@ class Deferred:
         return (self.values(tensor)[rows] if run is None else run[::step]).clone()
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with the values of a tensor of the module, which stays as it is."""
+        """Return a tensor with the values of `tensor` of the module, which stays as it is."""
         return self._recording.values(tensor)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor was made by the constructor."""
+        """Tell whether the constructor made `tensor`."""
         return self._recording.has(tensor)
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:

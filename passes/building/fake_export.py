@@ -52,7 +52,6 @@ class _Stack:
 
     @classmethod
     def extract(cls) -> _Stack:
-        """The frames that call this."""
         places = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -62,7 +61,6 @@ class _Stack:
         return cls(places)
 
     def summary(self) -> traceback.StackSummary:
-        """The frames, from the outermost in."""
         return traceback.StackSummary(_summary(*place) for place in reversed(self._places))
 
 
@@ -81,12 +79,24 @@ def fake_export(
 ) -> ExportedProgram:
     """Export the module that `build()` would return, without building it.
 
-    `example_inputs` are positional arguments, or keyword arguments as a mapping. Only shapes and dtypes of
-    tensors count; the tensors are taken to be on the device of the first parameter. `placement` is a device
-    for all tensors, devices by FQN pattern (`{"*": "cuda:0", "head.*": "cuda:1"}`), or None for the devices
-    that the constructor asks for. The program's weights are fake: bind them to those of a checkpoint.
+    Args:
+        build: A function that returns the module.
+        example_inputs: Positional arguments, or keyword arguments as a mapping. Only shapes and dtypes of
+            tensors count; the tensors are taken to be on the device of the first parameter.
+        placement: A device for all tensors, devices by FQN pattern (`{"*": "cuda:0", "head.*": "cuda:1"}`),
+            or None for the devices that the constructor asks for.
+        dynamic_shapes: As for `torch.export.export`.
 
-    Raises PassError, with the line of the model that causes it, if the model cannot be exported unbuilt.
+    Returns:
+        A program whose weights are fake. `bind` them to a checkpoint, or give `compile` the checkpoint.
+
+    Raises:
+        PassError: The model cannot be exported unbuilt; the message names the line of the model.
+
+    Example:
+        >>> exported = penstock.fake_export(lambda: torch.nn.Linear(64, 64), (torch.empty(2, 64),))
+        >>> penstock.annotate(exported).storage_names()
+        ('weight', 'bias')
     """
     with unset_fake_temporarily():  # a fake tensor mode of the caller would mix with the modes used here
         return Built.by(build, placement).export(example_inputs, dynamic_shapes)

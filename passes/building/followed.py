@@ -139,10 +139,7 @@ def _watched(module: nn.Module, export: Callable[[], ExportedProgram]) -> Iterat
 
 
 def _give_attributes(module: nn.Module) -> None:
-    """Make attributes of the buffers that are None, as of those that a call registers (`_register`).
-
-    torch.export cannot follow how a call makes a buffer.
-    """
+    """Make attributes of buffers that are None: torch.export cannot follow how a call makes a buffer."""
     for part in module.modules():
         for name in [name for name, value in part._buffers.items() if value is None]:
             vars(part)[name] = part._buffers.pop(name)

@@ -84,10 +84,7 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _view(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Apply the numbers, slices and None of an index to a tensor.
-
-    Returns the resulting view, and the tensors of the index, at the positions of their dimensions in it.
-    """
+    """Apply an index to a tensor; return the view, and the tensors of the index by dimension of the view."""
     items = list(index) if isinstance(index, tuple) else [index]
     items = [
         torch.tensor(index_item, device=tensor.device) if isinstance(index_item, list) else index_item
@@ -214,10 +211,7 @@ def _asked_for(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 
 def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[str, torch.device]:
-    """The device of every parameter and buffer, by each of its names.
-
-    Raises PassError for a pattern that matches nothing, or a name that two patterns match.
-    """
+    """The device of each tensor by name. Raises PassError for a pattern without a match, or two for one."""
     tensors = {
         name: tensor
         for named_tensors in (

@@ -127,7 +127,6 @@ class _Parser:
         return self._tokens[-1][1] if self._tokens else ""
 
     def expect(self, token: str) -> None:
-        """Go past a token. Raises PassError where there is another."""
         if self._next != token:
             self._refuse(repr(self._next))
         if token:

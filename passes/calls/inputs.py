@@ -73,10 +73,7 @@ _NO_VALUE = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
 class InputChecks:
-    """Checks the leaves of calls. A guard is a pair: its text, and an expression (`expressions.py`).
-
-    Raises PassError for a guard that is no expression.
-    """
+    """Checks the leaves of calls by guards: pairs of a text and an expression, or else PassError."""
 
     def __init__(self, leaves: Iterable[Leaf], guards: Iterable[tuple[str, str]]) -> None:
         self._leaves = list(leaves)
@@ -260,8 +257,7 @@ def _refuse_input(name: str, expected: str, got: object) -> NoReturn:
 
 
 def separate_inputs(module: nn.Module, example: Any) -> Any:
-    """Return an example in which no tensor stands twice, nor one of the module's own: views take their
-    places."""
+    """An example with a view in place of each tensor that stands twice, or is the module's own."""
     seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     def separate(value: torch.Tensor) -> torch.Tensor:
@@ -292,8 +288,7 @@ def refuse_shared_inputs(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _inputs(exported: ExportedProgram) -> Iterator[tuple[fx.Node, str, object, bool]]:
-    """The inputs of a program: what users call them, the tensors of its export, and whether a call gives
-    them."""
+    """The inputs of a program: the user's name, the export's tensor, and whether a call gives it."""
     nodes = {node.name: node for node in placeholders_of(exported.graph)}
     specs = exported.graph_signature.input_specs
     leaves = iter(pytree.tree_leaves(exported.example_inputs or ()))
@@ -495,10 +490,7 @@ _Names = Mapping[sympy.Symbol, sympy.Symbol]
 
 
 def _names_of_symbols(exported: ExportedProgram) -> _Names:
-    """Returns a name for each dynamic size: the user's own, or that of the first input with this size.
-
-    A program that torch.export.save wrote has lost the user's names.
-    """
+    """A name for each dynamic size: the user's own, or that of the first input with this size."""
     places: dict[sympy.Symbol, str] = {}
     input_names: dict[sympy.Symbol, str] = {}
     for node in user_placeholders(exported):
@@ -514,7 +506,6 @@ def _names_of_symbols(exported: ExportedProgram) -> _Names:
 
 
 def _given_names(environment: Any) -> dict[sympy.Symbol, str]:
-    """Returns the names of `torch.export.Dim`s by their symbols."""
     symbols = getattr(environment, "source_to_var", {})
     names = getattr(environment, "source_name_to_debug_name", {})
     return {environment.replace(symbols[place]): name for place, name in names.items() if place in symbols}

@@ -110,7 +110,6 @@ def is_collective(target: Any) -> bool:
 
 
 def _groups(node: fx.Node) -> Iterable[str]:
-    """The names of groups among the arguments of a collective."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     arguments_given = (
         dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs

@@ -226,11 +226,7 @@ def _is_flat(spec: pytree.TreeSpec | None) -> int:
 
 
 def _describe_mismatch(expected: pytree.TreeSpec, got: pytree.TreeSpec, leaves: Sequence[str]) -> str:
-    """Returns a sentence: which arguments are missing, too many or of another structure, and what fits.
-
-    `expected` and `got` are the trees of (args, kwargs) at export and of the call, `leaves` the names of the
-    leaves of `expected`.
-    """
+    """Say which arguments are missing, too many or of another structure; `leaves` are names of `expected`."""
     names, keywords = _names(expected, leaves), _keywords(expected)
     takes = ", ".join(names) + (", *, " if names else "*, ") * bool(keywords) + ", ".join(keywords)
     wrong = [*_positional(expected, got, names), *_by_keyword(expected, got, names)]

@@ -299,10 +299,7 @@ def encode_graph(graph_module: fx.GraphModule) -> dict[str, Any]:
 
 
 def check_operators(stored: Any, *, trust: bool) -> None:
-    """Raises PassError for a stored graph with an operator that is not registered, or not for everybody.
-
-    `operators.operator_of` says which are.
-    """
+    """Raise PassError for an operator of a stored graph that is unknown, or not for everybody."""
     for name in operators_in(stored):
         operator_of(name, trust=trust)
 
@@ -382,7 +379,6 @@ _OPS = {"placeholder": 0, "get_attr": 1, "call_function": 1, "output": 2}
 
 
 def _check_names(names: Collection[Any]) -> None:
-    """Raises PassError unless each is a name that Python code can have for a value."""
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or name in _RESERVED:
             refuse(name, "name of a value")

@@ -87,10 +87,7 @@ def _logged_errors() -> Iterator[list[BaseException]]:
 
 @contextmanager
 def _type_hints_once() -> Iterator[None]:
-    """Lets torch resolve the types of each class of its schema only once while a program is loaded.
-
-    By itself torch resolves them for every node, which is half of the time that loading takes (torch 2.13).
-    """
+    """Resolve the types of torch's schema once, not for every node: that was half of a load (torch 2.13)."""
     from torch._export.serde import serialize  # this import takes a second, and most programs are data
 
     resolve = typing.get_type_hints

@@ -227,10 +227,7 @@ def dry_run(graph: fx.Graph, inputs: Sequence[object], followed: frozenset[int])
 
 @contextmanager
 def _counted(mode: FakeTensorMode, most: int) -> Iterator[None]:
-    """Within the body, the mode runs `most` operators, those that operators consist of included.
-
-    A loop over a dimension, or a list of its parts, would be as long as a stranger says.
-    """
+    """Let the mode run at most `most` operators: a loop over a dimension is as long as a stranger says."""
     left, dispatch = most, mode.dispatch
 
     def counted(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -365,7 +362,7 @@ def _run(node: fx.Node) -> Any:
 def _computed(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The value of a function on numbers. Raises TypeError or OverflowError for what could take for ever.
 
-    Of texts and lists, functions make such as are longer: only items are taken from them, and sums.
+    Of texts and lists, only items and sums are computed, since other functions could make very long ones.
     """
     if function not in (operator.getitem, torch.sym_sum):
         for argument in (*args, *kwargs.values()):
@@ -386,10 +383,7 @@ _POWERS = (pow, operator.pow, round)
 
 @contextmanager
 def _noting_inputs(bodies: Sequence[fx.GraphModule], operands: Sequence[object]) -> Iterator[None]:
-    """Gives the inputs of bodies the values that they are called with within.
-
-    Those that are not called have the last operands, which are their inputs.
-    """
+    """Give the inputs of bodies the values that they are called with, or else the last operands."""
 
     def note(body: Any, inputs: Sequence[object]) -> None:
         for placeholder, value in zip(placeholders_of(body.graph), inputs, strict=False):

@@ -42,10 +42,7 @@ def called(node: fx.Node) -> str:
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a graph module whose graphs, nested ones included, may be changed.
-
-    The copy has the same node names and metadata, and shares the tensors.
-    """
+    """A copy whose graphs, nested ones included, may be changed; it shares the tensors."""
     copied = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     copied.meta.update(graph_module.meta)
     for before, node in zip(graph_module.graph.nodes, copied.graph.nodes, strict=True):
@@ -67,10 +64,7 @@ def use_aten_operators(graph_module: fx.GraphModule) -> None:
 
 
 def with_aten_operators(exported: ExportedProgram) -> ExportedProgram:
-    """Return the program on a copy of its graph with ATen's operators, or itself if it has no others.
-
-    Nodes keep their names, and the copy shares the weights.
-    """
+    """The program on a copy of its graph with ATen's operators only, or itself; nodes keep their names."""
     if not _wrapping(exported.graph_module):
         return exported
     result = copy.copy(exported)
@@ -179,10 +173,7 @@ _CPU_KERNELS = ("_for_cpu", "mkldnn", "onednn", "penstock.random_state")
 
 
 def exported_device(graph_module: fx.GraphModule) -> torch.device:
-    """Returns the device that a program was exported for: the accelerator if it names one.
-
-    Raises PassError when it names several accelerators, since an arena is on one device.
-    """
+    """The device of a program: the accelerator if it names one. Raises PassError for several."""
     devices: set[torch.device] = set()
     for module in nested_modules(graph_module):
         for node in module.graph.nodes:
@@ -330,10 +321,7 @@ def _regions(graph_module: fx.GraphModule) -> list[str]:
 
 
 def _without(regions: Collection[str], module: fx.GraphModule) -> fx.GraphModule:
-    """Writes the graph anew, the body of each region in place of its operator.
-
-    In a new graph no name is taken by a node that is gone. `module` is a copy that may be changed.
-    """
+    """Write the graph of `module` anew, with bodies for operators of regions, so that all names are free."""
     graph = fx.Graph()
     here: dict[fx.Node, Any] = {}
     operators = [node for node in module.graph.nodes if node.name in regions]
@@ -352,10 +340,7 @@ def _without(regions: Collection[str], module: fx.GraphModule) -> fx.GraphModule
 
 
 def _copy_body(region: fx.Node, graph: fx.Graph, here: dict[fx.Node, Any], taken: Collection[str]) -> Any:
-    """Copies the body of a region to the end of `graph`, adds to `here`, and returns its results.
-
-    The arguments of the region's operator are the grad mode, the body and the body's inputs.
-    """
+    """Copy the body of a region to the end of `graph`, add its nodes to `here`, and return its results."""
     (body,) = subgraphs_of(region)
     owner: Any = region.graph.owning_module
     here.update(zip(placeholders_of(body.graph), map_arg(region.args[2:], here.__getitem__), strict=True))

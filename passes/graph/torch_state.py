@@ -97,7 +97,6 @@ def _has_dual_level() -> bool:
 def _restack(
     before: Sequence[Any], now: Sequence[Any], pop: Callable[[], Any], push: Callable[[Any], None]
 ) -> None:
-    """Make a stack of modes what it was before."""
     same = 0
     while same < min(len(before), len(now)) and before[same] is now[same]:
         same += 1

@@ -115,10 +115,7 @@ def _refuse(payload: Payload, method: Method, storage: int, reason: str) -> NoRe
 
 
 def _followed(payload: Payload, code: MethodCode) -> tuple[Flow, fx.Graph, dict[int, int]]:
-    """Runs a method's graph on fake tensors, on a CPU in the place of the program's device.
-
-    Returns the flow, the graph with its values, and the payload's storages by those of the fake tensors.
-    """
+    """Run a method's graph on fake CPU tensors; return flow, graph, and the payload's storages by fakes."""
     graph, device = code.graph(), code.signature.device
     bodies = [module for body in graph.bodies.values() for module in nested_modules(body)]
     move_graph(graph.graph, bodies, device, "cpu")

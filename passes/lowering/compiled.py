@@ -151,10 +151,7 @@ _OF_TORCH = (torch.Tensor, torch.nn.Parameter)
 
 
 def _without_dump(error: RuntimeError) -> Exception:
-    """Return the error that compiled code raised without the calls in C++.
-
-    It says where an operator failed, and of the checks that the program makes only what they say.
-    """
+    """The error that compiled code raised, without the C++ calls that it lists."""
     message, dump, _ = str(error).partition("\nException raised from ")
     if dump or _CALL_FAILED in message or "out of memory" in message:
         return RuntimeError(message)

@@ -41,10 +41,7 @@ from penstock.schedule.payload.codec import Payload
 
 
 def save(annotated: Annotated, folder: Path) -> str:
-    """Writes the programs without their weights to one file of `folder`, whose name it returns.
-
-    Raises PassError for a program that torch cannot save.
-    """
+    """Write the programs without weights to a file, and return its name. Raises PassError if torch cannot."""
     with zipfile.ZipFile(folder / PROGRAM, "w", zipfile.ZIP_STORED) as archive:
         write_programs(archive, annotated)
     return PROGRAM
@@ -162,10 +159,7 @@ def on_device(graph: MethodGraph, source: torch.device, target: torch.device) ->
 def with_probes(
     graph: MethodGraph, lowered: LoweredProgram, method: Method, probed: Iterable[int]
 ) -> MethodGraph:
-    """Returns the graph, which the caller gives away, with probes around the steps `probed` of the method.
-
-    Raises PassError if program and payload do not belong together.
-    """
+    """Put probes around the steps `probed`. Raises PassError if the payload is of another program."""
     trace, probed = lowered.payload.trace_for(method.graph), frozenset(probed)
     _number_stores(graph.graph, trace, probed)
     placeholders = _placeholders(graph.graph, lowered.methods[method.name], lowered.payload)

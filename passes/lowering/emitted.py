@@ -167,10 +167,7 @@ class _Walk:
         self.calls.append(call)
 
     def line(self, line: str, operator: str | None = None, read: int | None = None) -> None:
-        """Follow a line that is no probe call.
-
-        `operator` is the one called through the proxy executor, and `read` its number if it reads by units.
-        """
+        """Follow a line that is no probe call; `read` numbers a read by units of the proxy's `operator`."""
         if not line or _ONLY_METADATA.match(line):
             return
         touched = self._touched(line)
@@ -192,7 +189,6 @@ class _Walk:
                     self.names.setdefault(name, set()).update(touched)
 
     def finish(self) -> list[ObservedStep]:
-        """The steps, once all lines have been followed."""
         self._close(AT_EDGE)
         return self.steps
 
@@ -215,7 +211,6 @@ class _Walk:
 
 
 def _called(line: str) -> str:
-    """The name of the kernel that a line calls, for reports."""
     if operator := _SHIM.search(line) or _PYTHON_OPERATOR.search(line):
         return operator[1]
     return (_IDENTIFIER.search(line) or [""])[0]
@@ -231,10 +226,7 @@ def _results(line: str) -> set[str]:
 
 
 def _may_alias(line: str, operator: str | None) -> bool:
-    """Tell whether the result of the operator on a line may share memory with its arguments.
-
-    A kernel that Inductor generated writes into memory of its own.
-    """
+    """Tell whether an operator's result may share its arguments' memory; generated kernels' never do."""
     if _GENERATED.match(line):
         return False
     if operator is not None:

@@ -73,10 +73,7 @@ def values_of(graph_module: fx.GraphModule) -> Placed:
 
 
 def only_device(placed: Placed, title: str) -> torch.device:
-    """Returns the device of all tensors of `title`; the CPU where there are none.
-
-    Raises PassError, which names a tensor on each, if they lie on two.
-    """
+    """The device of all tensors of `title`, or the CPU. Raises PassError if they lie on two."""
     devices: dict[torch.device, str] = {}
     for name, device in placed:
         devices.setdefault(indexed(device), name)
@@ -186,10 +183,7 @@ def _reserve(nbytes: int) -> torch.Tensor:
 
 
 def example_arguments(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns positional and keyword arguments of the exported sizes, with zeros for tensors.
-
-    Raises PassError for an input that is a number which each call chooses.
-    """
+    """Arguments of the exported sizes, of zeros. Raises PassError for a number that each call chooses."""
     constants = {
         spec.arg.name: spec.arg.value
         for spec in exported.graph_signature.input_specs
@@ -400,10 +394,7 @@ def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, An
 
 
 def _with_tensor_scales(module: Any) -> Any:
-    """The module, in which products divided by a tensor are divided by an operator with the same code.
-
-    Inductor takes any divisor of an attention's products for a number, and fails when it is a tensor.
-    """
+    """Replace divisions by a tensor, which Inductor takes for a number in attention, so that it fails."""
     for nested in nested_modules(module):
         for node in nested.graph.nodes:
             if node.target is not aten.div.Tensor or not isinstance(node.args[1], fx.Node):

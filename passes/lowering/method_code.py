@@ -76,10 +76,7 @@ class MethodCode:
 
 
 def method_code(exported: ExportedProgram, values_kept: Collection[int] = ()) -> MethodCode:
-    """The code of a program, whose weights may be on the meta device.
-
-    Another method made the leaves `values_kept` of a call for it.
-    """
+    """The code of a program; another method made the leaves `values_kept` of a call for it."""
     specs = exported.graph_signature.input_specs
     weights = [(spec.arg.name, str(spec.target)) for spec in specs if spec.kind is not InputKind.USER_INPUT]
     values = {**exported.state_dict, **exported.constants}

@@ -115,7 +115,6 @@ class ProbePass(CustomGraphPass):
 
 
 def _operands(names: Mapping[fx.Node, str], weights: Weights) -> dict[int, list[fx.Node]]:
-    """Returns, for each streamable storage that is used, the nodes that hold it."""
     operands: dict[int, list[fx.Node]] = {}
     for node, name in names.items():
         storage = weights.storage_of(name)

@@ -24,10 +24,7 @@ Operator = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Rounds:
-    """The units of each round, ascending within and across rounds, and how to have them in memory.
-
-    A unit is a run of `slices` slices of the weight.
-    """
+    """The units of each round, ascending throughout, and how to have them in memory."""
 
     parts: Sequence[Sequence[int]]
     hold: Callable[[Sequence[int]], AbstractContextManager[None]]
@@ -167,10 +164,7 @@ class SparseCall(torch.nn.Module):
 
 
 def call_by_units(graph: fx.Graph, bodies: dict[str, Any], trace: Trace, units: Units) -> None:
-    """Puts a `SparseCall` in the place of each node of a trace that reads from a pool, in place.
-
-    Raises PassError if the trace is not that of the graph.
-    """
+    """Replace nodes that read from a pool by `SparseCall`s. Raises PassError for another graph's trace."""
     nodes = {node.name: node for node in graph.nodes}
     for k, step in enumerate(trace.steps):
         for read in step.sparse:

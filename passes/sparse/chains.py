@@ -52,10 +52,7 @@ _LOOKED_UP = aten.index.Tensor
 
 @dataclass(frozen=True)
 class _Chain:
-    """The nodes from a weight to the stack that a product is given, in order, and what else they take.
-
-    `sliced` have a slice for each of the stack, and `shared` are the same for all slices.
-    """
+    """The nodes from a weight to a product's stack; `sliced` operands have a slice each, `shared` none."""
 
     nodes: tuple[fx.Node, ...]
     sliced: tuple[fx.Node, ...]
@@ -137,7 +134,6 @@ def _read(product: fx.Node, chain: _Chain) -> SparseRead:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Tells whether a node writes to a tensor, itself or in a body that it runs."""
     if any(_writes(inner) for body in subgraphs_of(node) for inner in body.graph.nodes):
         return True
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
@@ -152,10 +148,7 @@ def _is_static(node: object) -> bool:
 
 
 def _chain(product: fx.Node, weights: Collection[fx.Node], position: Mapping[fx.Node, int]) -> _Chain | None:
-    """The chain that computes the stack of a product from the largest weight that has as many slices.
-
-    None if there is no such weight, or others use what is computed.
-    """
+    """The chain from the largest weight with as many slices as the product's stack; None if there is none."""
     stack: fx.Node = product.args[1]  # type: ignore[assignment]
     count = stack.meta["val"].shape[0]
     around = needed([stack], lambda node: _is_static(node) and node.meta["val"].shape[0] == count)
@@ -205,10 +198,7 @@ def _sliced_as(operand: fx.Node, node: fx.Node) -> bool | None:
 
 
 def _opened(node: fx.Node, count: int) -> tuple[Any, ...] | None:
-    """The arguments of a node of a chain, which do not tell how many slices there are.
-
-    None for an operator that mixes slices, or that is not known.
-    """
+    """The arguments of a node of a chain without the number of slices; None if its operator mixes slices."""
     rank = node.all_input_nodes[0].meta["val"].dim() if node.all_input_nodes else 0
     if node.target in _EACH_ELEMENT:
         exact = not set(node.kwargs) - {"dtype"} and len(node.args) <= 2 and not _rounds_late(node)

@@ -411,10 +411,7 @@ def _is_index(contract: Contract, index: torch.Tensor) -> bool:
 
 
 def _view(tensor: torch.Tensor, input: torch.Tensor, part: Part) -> Part | None:
-    """The geometry of a fake tensor in the storage of a part, which is the fake `input`.
-
-    None if it has dynamic sizes, or no dimension to slice, or bits that only torch sees as others.
-    """
+    """The geometry of a fake tensor in the storage of a part; None if it has no static slices."""
     if tensor.is_conj() or tensor.is_neg():
         return None
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())

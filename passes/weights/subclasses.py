@@ -209,10 +209,7 @@ def _plain(tensor: torch.Tensor, wrap: bool) -> torch.Tensor:
 def _decomposed(
     exported: ExportedProgram, subclasses: Mapping[str, _Subclass], hidden: str
 ) -> ExportedProgram:
-    """Returns the decomposed program, in which torch has run the operators of the subclasses.
-
-    torch gives the parts names of its own, in the order of `flattened`.
-    """
+    """The decomposed program, whose parts torch has named in the order of `flattened`."""
     name, kind = hidden, type(subclasses[hidden].value).__name__
     role = subclasses[hidden].spec.kind.name.lower()
     refusal = f"{role} {name!r} is a {kind}, whose parts the graph does not show"
@@ -245,10 +242,7 @@ def _decomposed(
 
 
 def _with_plain_memory(exported: ExportedProgram, subclasses: Mapping[str, _Subclass]) -> ExportedProgram:
-    """Returns the program with memory that is never touched in place of fake parts.
-
-    torch does not take a subclass apart whose parts are fake.
-    """
+    """Put untouched memory in place of fake parts, of which torch takes no subclass apart."""
     return with_values(exported, lambda fqn, old: each_part(old, _plain_memory) if fqn in subclasses else old)
 
 

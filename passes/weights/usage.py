@@ -112,10 +112,7 @@ def usage_of(
 def follow_weights(
     graph_module: fx.GraphModule, weights: Weights, *, propagated: bool = False
 ) -> tuple[fx.GraphModule, Flow]:
-    """Returns a propagated copy of a graph, and the flow of the weights among its inputs.
-
-    A graph that is `propagated` is returned itself.
-    """
+    """A propagated copy of a graph (itself if it is `propagated`), and the flow of its weights."""
     propagated_graph = (
         graph_module if propagated else propagate(graph_module, fake_inputs(graph_module, weights))
     )
@@ -148,10 +145,7 @@ Run = Callable[[fx.GraphModule, Sequence[object]], fx.GraphModule]
 
 
 def follow(graph: fx.Graph, aliases: dict[int, int], run: Run = propagate) -> Flow:
-    """Follows storages through a propagated graph; `aliases` maps a fake storage to its number.
-
-    The bodies of control flow are propagated by `run`.
-    """
+    """Follow storages, numbered by `aliases`, through a propagated graph; `run` propagates bodies."""
     aliases = dict(aliases)
     reads: dict[str, tuple[int, ...]] = {}
     written: set[int] = set()
@@ -210,7 +204,6 @@ def _touched(arguments: Iterable[object], aliases: dict[int, int]) -> set[int]:
 
 
 def _written_by(node: fx.Node, aliases: dict[int, int]) -> set[int]:
-    """Returns the numbers of the followed storages that a node writes."""
     observed = (aliases[name] for name in node.meta.get(WRITTEN, ()) if name in aliases)
     return _touched(_written_nodes(node), aliases).union(observed)
 
@@ -306,10 +299,7 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int], run: Run) -> Flow:
 
 
 def _written_through(node: fx.Node) -> list[object] | None:
-    """Returns what an operator without a body writes, None if nothing says it.
-
-    Such operators may call the operator that stands among their arguments, before those that it gets.
-    """
+    """What an operator without a body writes; None if nothing says it."""
     if str(getattr(node.target, "__name__", "")) in _FUNCTIONAL:
         return []
     for position, argument in enumerate(node.args):

@@ -177,10 +177,7 @@ class WeightArena(ABC):
         self._fill(start, stop, self._back)
 
     def write_out(self, start: int, stop: int) -> int:
-        """Write the bytes of a range, which stays as it is, to the files; returns how many were written.
-
-        Blocks without the GIL, like `fill`.
-        """
+        """Write a range, which stays, to the files without the GIL; return how many bytes were written."""
         self._require_open()
         return self._pieces.write(self._source, start, stop)
 
@@ -212,10 +209,7 @@ class WeightArena(ABC):
         return tensor_at(self._memory.address + place, part, self._storages[part.storage].nbytes)
 
     def mapped_bytes(self) -> int:
-        """Returns the bytes of whole pages that the process's page tables really hold for the arena.
-
-        Raises StreamError where the system does not tell (only Linux does).
-        """
+        """Bytes that page tables hold for the arena. Raises StreamError where the system does not tell."""
         return 0 if self._closed else self._memory.resident_bytes()
 
     def close(self) -> None:
@@ -228,7 +222,6 @@ class WeightArena(ABC):
             raise StreamError("the weights' memory has been closed; load the program again")
 
     def _file_ranges(self, *, gap: int) -> FileRanges:
-        """Returns the bytes of the storages that have a place here, by layout offset."""
         base = self._memory.address
         return FileRanges.of(self._storages, self._layout, self._places, base=base, gap=gap)
 
@@ -289,7 +282,6 @@ class PagedArena(WeightArena):
             protect(self._memory.address, self._memory.nbytes, PROT_NONE)
 
     def _pages(self, start: int, stop: int) -> Iterator[Pages]:
-        """Yields the pages of a range, segment by segment."""
         first = max(0, bisect_right(self._starts, start) - 1)
         for index in range(first, bisect_left(self._starts, stop)):
             segment = self._segments[index]

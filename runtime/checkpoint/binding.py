@@ -174,10 +174,7 @@ def tensor_names(fqn: str, rename: Rename) -> tuple[str, ...]:
 
 
 def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkpoint) -> list[Part]:
-    """Returns the share of a part that each of several tensors has.
-
-    Raises SourceError where they do not add up to it.
-    """
+    """The share of a part that each of several tensors has. Raises SourceError if they do not add up."""
     if len(names) == 1:
         return [part]
     shapes = [checkpoint.tensors[name].shape for name in names]
@@ -207,10 +204,7 @@ def _taken(
 
 
 def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool) -> Reading:
-    """Returns the reading that is a part's value.
-
-    Raises SourceError where dtype, shape or strides do not allow it.
-    """
+    """The reading that is a part's value. Raises SourceError if dtype, shape or strides do not allow it."""
     name, taken = named
     tensor, shape = taken.tensor, taken.shape
     before = TORCH_NAMES.get(tensor.dtype, tensor.dtype)
@@ -362,23 +356,29 @@ def bind(
     only: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
 ) -> ExportedProgram:
-    """Returns a copy of the program whose weights are those of a checkpoint, mapped from its files.
+    """Return a copy of the program whose weights are those of a checkpoint, mapped from its files.
 
-    `checkpoint` is a safetensors file, an index, a folder, several files, a file that torch.save wrote, or a
-    folder of torch.distributed (whose chunks are copied into memory where a tensor has several).
-    `rename` maps an FQN to a tensor's name there, or to those of several tensors whose rows, one after
-    another, are the weight's; tied weights need one of their names. Non-persistent buffers of a program from
-    fake_export get the values that their module computes. Writing to a bound value changes memory, not the
-    file. Mapped values are read when they are used; only values that have to be copied are read at once.
+    Mapped values are read when they are used; only values that have to be copied are read at once. Writing to
+    a value changes memory, not the file. Non-persistent buffers of a program from `fake_export` get the
+    values that their module computes.
 
-    With `cast`, floating-point tensors of another dtype than their weight's are converted to it, as torch
-    does; the converted copy is in memory. `slices` gives weights one rank's equal part of a tensor, by
-    patterns of FQNs: `{"*.q_proj.weight": (0, rank, ranks)}` takes rows, which are mapped as well; parts of
-    other dimensions are copied, and only their bytes are read. `only` has patterns of tensor names: all other
-    tensors are ignored, and shards of an index that hold only ignored tensors may be missing.
+    Args:
+        exported: A program.
+        checkpoint: A safetensors file, an index, a folder, several files, a file that torch.save wrote, or a
+            folder of torch.distributed (whose chunks are copied into memory where a tensor has several).
+        rename: The name in the checkpoint of each FQN, or the names of tensors whose rows, one after another,
+            are the weight's: a function, or a mapping of names that differ. Tied weights need one of their
+            names.
+        cast: Convert floating-point tensors of another dtype than their weight's, as torch does, in memory.
+        slices: One rank's equal part of tensors, by FQN pattern: `{"*.q_proj.weight": (0, rank, ranks)}`
+            takes rows, which are mapped. Parts of other dimensions are copied, and only their bytes are read.
+        only: Patterns of tensor names. All others are ignored, and shards of an index that hold no other may
+            be missing.
+        ignore: Patterns of names of tensors that the program may have no use for.
 
-    Raises SourceError for weights that are missing or of another dtype or shape, and for tensors that the
-    program has no use for, unless a pattern of `ignore` matches them; and for patterns that match nothing.
+    Raises:
+        SourceError: A weight is missing, or of another dtype or shape; the program has no use for a tensor;
+            or a pattern matches nothing.
     """
     opened = open_checkpoint(checkpoint, only)
     ignore = _ignored(ignore, opened)
@@ -431,10 +431,7 @@ def _refuse_unexpected(stored: Found, checkpoint: Checkpoint, ignore: Sequence[s
 
 
 def _values(payload: Payload, stored: Found, *, most: int | None = None) -> dict[str, torch.Tensor]:
-    """Returns a tensor for each weight that the files hold, in a storage of at most `most` bytes.
-
-    Tensors of one storage share its memory.
-    """
+    """A tensor for each weight in the files, of storages of at most `most` bytes, whose memory it shares."""
     maps: dict[int, mmap.mmap] = {}
     storages = stored.placed(payload.storages)
     memory = {

@@ -87,10 +87,7 @@ def convert(
 
 
 def place_beside(source: Path) -> Path:
-    """The safetensors file that libraries read in a model's folder, or beside a file that is converted.
-
-    Raises SourceError for safetensors, which need another place.
-    """
+    """The safetensors file of a model's folder, or beside a file. Raises SourceError for safetensors."""
     if source.suffix in (".safetensors", ".json") or any(source.glob("*.safetensors")):
         raise SourceError(f"{source} is safetensors already: say with --output where to write it anew")
     if not source.is_dir():
@@ -123,7 +120,6 @@ def write_shards(
 
 
 def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> None:
-    """Refuse a target that cannot be written, before any work is done."""
     if path.suffix in SUFFIXES:
         raise SourceError(
             f"{path} would be a file of torch.save, and safetensors are written: give a .safetensors file "
@@ -186,10 +182,7 @@ def _entry(name: str, tensor: StoredTensor, checkpoint: Checkpoint, dtype: str |
 
 
 def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:
-    """Returns the dtype that a tensor is written in.
-
-    Raises SourceError for a dtype that tensors cannot be converted to.
-    """
+    """The dtype that a tensor is written in. Raises SourceError if tensors cannot be converted to it."""
     if dtype is None:
         return before
     wanted = getattr(torch, dtype, None)

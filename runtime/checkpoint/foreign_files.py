@@ -185,7 +185,6 @@ def _load(file: Any, path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the reason of an error, without torch's advice to run the code."""
     if refused := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
         return f"it calls {refused[1]}"
     reason = str(error).partition("WeightsUnpickler error:")[2] or str(error)
@@ -222,10 +221,7 @@ def _is_tensor(record: str) -> bool:
 
 
 def _check_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> None:
-    """Raise an error for a record that torch reads as a whole, if that takes too much memory or time.
-
-    torch finds records whatever the case of their names.
-    """
+    """Raise an error for a record that torch would read whole in too much memory or time, in any case."""
     name = info.filename.lower()
     if info.compress_type != zipfile.ZIP_STORED:
         raise SourceError(f"{path} has {info.filename} compressed: load it with torch and save it again")
@@ -440,7 +436,6 @@ def _sizes(path: Path, value: object) -> tuple[int, ...]:
 
 
 def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """Refuse chunks that do not hold every element of a tensor exactly once."""
     for offsets, sizes in chunks:
         inside = len(offsets) == len(sizes) == len(shape)
         if not inside or any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):

@@ -45,6 +45,7 @@ _ATTEMPTS = 3
 T = TypeVar("T")
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
+"""A file, an index, a folder, or several files."""
 
 
 class TouchedError(SourceError):
@@ -195,10 +196,7 @@ def _find_index(path: Path) -> Path | None:
 
 
 def _check_names(files: Iterable[Path]) -> None:
-    """Refuse shards without an index whose own names (`NAME-00001-of-00003`) say that some are missing.
-
-    Also raises SourceError for shards whose names give different numbers of shards.
-    """
+    """Refuse shards without an index whose names say that some are missing, or contradict each other."""
     sets: dict[tuple[Path, str, str], dict[int, list[tuple[int, Path]]]] = {}
     for file in files:
         match = _SHARD.fullmatch(file.name)
@@ -225,10 +223,7 @@ def _check_names(files: Iterable[Path]) -> None:
 
 
 def _note_total(index: Path, nbytes: Mapping[Path, int]) -> None:
-    """Warn where an index's `metadata.total_size` is not the sum of `nbytes`, the tensors of its files.
-
-    Published ones are often wrong, above all where weights are tied, so that alone is no error.
-    """
+    """Warn where an index's `total_size` is not that of its tensors: published indices are often wrong."""
     fields = read_index(index)
     metadata = fields.get("metadata")
     expected = metadata.get("total_size") if isinstance(metadata, dict) else None

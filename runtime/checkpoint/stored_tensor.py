@@ -44,10 +44,7 @@ class Box:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: safetensors' name of its dtype, shape, and boxes that cover it once.
-
-    `origin` is the file to name in messages.
-    """
+    """A checkpoint's tensor: safetensors' dtype, shape, boxes that cover it once; `origin` is its file."""
 
     origin: Path
     dtype: str
@@ -105,10 +102,7 @@ class Reading:
             yield from self._runs(0, [(box, box.start) for box in boxes if box.sizes])
 
     def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
-        """Yields the bytes of the region, at most 16 MiB at a time.
-
-        Raises SourceError if a file cannot be read.
-        """
+        """Yield the bytes of the region, at most 16 MiB at a time. Raises SourceError."""
         chunks = read_runs(self.runs(), files)
         return chunks if self.cast is None else _cast(chunks, TORCH_NAMES[self.tensor.dtype], self.cast)
 
@@ -220,10 +214,7 @@ def _check_form(slices: object) -> None:
 
 
 def region(fqn: str, name: str, tensor: StoredTensor, share: Slice | None) -> Region:
-    """Returns the region of a tensor that a weight takes.
-
-    Raises SourceError for a slice that the tensor does not have.
-    """
+    """The region of a tensor that a weight takes. Raises SourceError for a slice beyond the tensor."""
     if share is None:
         return tensor.whole
     dim, rank, world = share

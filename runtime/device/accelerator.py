@@ -241,10 +241,7 @@ _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
 
 
 def find_accelerator(name: str) -> torch.device:
-    """Returns the accelerator of a name such as `cuda` or `xpu:1`; without an index, the current one.
-
-    Raises StreamError where torch finds none of that name.
-    """
+    """The accelerator of a name such as `xpu:1` (`xpu`: the current). Raises StreamError for others."""
     asked, here = torch.device(name), torch.accelerator.current_accelerator()
     if here is None or here.type != asked.type or not torch.accelerator.is_available():
         why = "there is no driver, or no device"
@@ -399,7 +396,6 @@ class AcceleratorDevice(DiskedDevice):
         return [stream for stream in self._streams if isinstance(stream, PageableStream)]
 
     def _lock(self, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` of page-locked memory that begin at a page."""
         try:
             whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
@@ -449,7 +445,6 @@ class AcceleratorDevice(DiskedDevice):
         return event
 
     def _event(self, stream: torch.Stream) -> torch.Event:
-        """Returns an event that is recorded on a stream of torch's."""
         event = torch.Event(self.torch_device)
         event.record(stream)
         return event
@@ -503,10 +498,7 @@ def _views(there: torch.Tensor, moves: Sequence[Move]) -> Views:
 
 
 def _alias(memory: torch.Tensor) -> torch.Tensor:
-    """Returns the same bytes under a storage of their own.
-
-    `apply` counts what refers to the storage of weights: views that are kept would pass for a caller's.
-    """
+    """The same bytes under another storage: `apply` would take views of the first for a caller's."""
     storage = torch._C._construct_storage_from_data_pointer(
         memory.data_ptr(), memory.device, memory.untyped_storage().nbytes()
     )

@@ -38,10 +38,7 @@ class Move:
 
 
 class Moves(tuple[Move, ...]):
-    """The moves of a transfer that is made again and again.
-
-    `views` is for the device, to keep what it makes of them for one pair of memories.
-    """
+    """The moves of a repeated transfer; `views` is for what a device makes of them for two memories."""
 
     views: Any = None
 
@@ -112,10 +109,7 @@ class Device(Protocol):
         """Enqueue one transfer from host memory to device memory `target`; it never blocks."""
 
     def copy_out(self, stream: Stream, source: torch.Tensor, moves: Sequence[Move], label: object) -> None:
-        """Enqueue one transfer the other way, from device memory `source` to host memory; it never blocks.
-
-        Each move goes from its `target`, in device memory, to its `start`.
-        """
+        """Enqueue a transfer to the host's memory: from each move's `target` in `source`, to its `start`."""
 
     def fill(self, stream: Stream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
         """Enqueue the setting of bytes `start` to `stop`."""

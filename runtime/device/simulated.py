@@ -176,7 +176,6 @@ class SimDisk:
 def _make_event(
     streams: Sequence[SimStream], known: Clock, time_ns: int, *, of_disk: bool = False
 ) -> SimEvent:
-    """Returns an event behind all that was enqueued on `streams` so far."""
     reached = tuple((stream, stream.enqueued) for stream in streams)
     after = tuple(event for stream in streams for event in stream.pending)
     return SimEvent(reached, after, known, time_ns, of_disk)

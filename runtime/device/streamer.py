@@ -157,10 +157,7 @@ class Staging:
         return skip
 
     def _make_room(self, nbytes: int) -> bool:
-        """Have the disk wait for the oldest copies until there is room in the ring.
-
-        Returns False where one of those copies is still to be enqueued.
-        """
+        """Have the disk wait until the ring has room; False if a copy to wait for is not enqueued yet."""
         while self._used + nbytes > self._host.ring.numel():
             if not self._slots or self._slots[0].copied is None:
                 return False
@@ -214,10 +211,7 @@ class _Label:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """One piece of a queue as a device copies it, `out` of the arena or into it.
-
-    `host_has_all` says that no byte of it comes from a disk.
-    """
+    """One piece of a queue as a device copies it; `host_has_all`: no byte comes from a disk."""
 
     moves: Moves
     label: _Label
@@ -433,7 +427,6 @@ class DeviceStreamer(StreamEngine):
             position.advance(1)
 
     def _make_transfers(self, queue: Queue) -> list[_Transfer]:
-        """Returns the transfers of the pieces of a queue, which keeps them."""
         queue.made[:] = map(self._transfer, queue.pieces)
         return queue.made
 

@@ -60,9 +60,13 @@ HOME = "penstock_home"
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The parameters of a module that are now in files only, which gave `nbytes` of memory back.
+    """The record of a module whose parameters are in files only.
 
-    They are streamed to `device`. `sessions` has what streams them, once the module has been compiled.
+    Attributes:
+        weights, storages, files: Where the bytes of the parameters lie, and the tensors in them.
+        nbytes: Bytes of memory that the module gave back.
+        device: The device that runs the module.
+        sessions: What streams the parameters, once the module has been compiled.
     """
 
     weights: tuple[Weight, ...]
@@ -78,7 +82,7 @@ class Offloaded:
         return self.sessions[0].stats if self.sessions else None
 
     def close(self) -> None:
-        """Stop the readers and give the arena's memory back; a later call takes them again."""
+        """Stop the readers and give the arena's memory back; a later call takes it again."""
         for session in self.sessions:
             session.close()
 
@@ -98,18 +102,31 @@ def offload(
     rename: Rename = None,
     device: str = "cpu",
 ) -> Offloaded:
-    """Replace a module's parameters by ones without memory, whose bytes lie in safetensors files.
+    """Replace a module's parameters by parameters without memory, whose bytes lie in safetensors files.
 
-    `checkpoint` is a file, an index, a folder or a list of files, which are used in place and must hold the
-    values that the module has (parameters on the meta device have none, and take the files'). `rename`
-    maps an FQN to a tensor's name. Buffers stay, and so do recurrent layers, which Dynamo leaves to
-    Python. Run the module through `torch.compile(module, backend="penstock", options={"budget": ...})`.
-    The bytes that were given back are logged. On a `device` other than the CPU, such as `cuda`, buffers and
-    recurrent layers go there, and weights as they are needed.
+    Run the module through `torch.compile(module, backend="penstock", options={"budget": "8GB"})`. Buffers
+    stay, and so do recurrent layers, which Dynamo leaves to Python. The bytes that were given back are
+    logged.
 
-    Raises SourceError for files that are not the module's, PassError for parameters that cannot leave
-    memory, or for a device that Inductor does not compile for; StreamError where there is no such device, or
-    where it has no memory for what goes there. The module is then as it was, and the device too.
+    Args:
+        module: The module. It is changed, unless an error is raised.
+        checkpoint: A file, an index, a folder or a list of files. They are used in place, and must hold the
+            values that the module has; parameters on the meta device have none, and take those of the files.
+        rename: The name of a tensor for an FQN, as for `bind`.
+        device: `"cpu"` or an accelerator of torch's. Buffers and recurrent layers go there now, and weights
+            as they are needed.
+
+    Raises:
+        SourceError: The files are not the module's.
+        PassError: A parameter cannot leave memory, or Inductor has no code for the device.
+        StreamError: There is no such device, or it has no memory for what goes there.
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> linear = torch.nn.Linear(64, 64)
+        >>> save_file(linear.state_dict(), "linear.safetensors")
+        >>> penstock.offload(linear, "linear.safetensors").nbytes
+        16640
     """
     refuse_scripted(module)
     where = _place(device)
@@ -398,10 +415,7 @@ class Session:
             return output
 
     def home(self, value: Any) -> str:
-        """Returns the FQN of a weight that a piece is called with.
-
-        Raises StreamError for a weight of another module.
-        """
+        """The FQN of a weight that a piece is called with. Raises StreamError for another module's."""
         home = home_of(value)
         if home is None or home.offloaded is not self._record:
             raise StreamError("a graph is called with a parameter that was not offloaded with its module")
@@ -443,11 +457,7 @@ class Session:
 
 
 class _CompiledPiece:
-    """A compiled piece, called with Dynamo's inputs.
-
-    Dynamo guards the shapes of parameters and not their identities, so one piece serves all equal
-    layers: each choice of weights that it is called with is a method of its own.
-    """
+    """A compiled piece. Dynamo guards shapes, not identities: equal layers are methods of one piece."""
 
     def __init__(
         self,
@@ -547,11 +557,20 @@ _ADVICE = "call penstock.offload(module, checkpoint) first"
 def compile_piece(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo. torch.compile calls this for `backend="penstock"`.
+    """Compile one graph of Dynamo. `torch.compile(backend="penstock")` calls this.
 
-    `options` are `budget` (bytes, `8GB`, or `50%` of the parameters), `resident_below` (64KiB), and
-    Inductor's own. Raises PassError for parameters that are still in memory, or on the meta device, and
-    BudgetError without a budget.
+    Args:
+        graph_module: The graph.
+        example_inputs: Its inputs, of the module's parameters too.
+        options: `budget` (bytes, `"8GB"`, or `"50%"` of the parameters), `resident_below` (default: 64 KiB),
+            and Inductor's own.
+
+    Returns:
+        A function of the graph's inputs.
+
+    Raises:
+        PassError: Parameters are still in memory, or on the meta device.
+        BudgetError: There is no budget.
     """
     own_part, rest_options = own_options(options, "penstock")
     check_options(rest_options)

@@ -43,10 +43,7 @@ CHUNK_BYTES = 16 << 20
 
 
 def stamp_file(path: Path, *, recorded_path: str) -> WeightFile:
-    """Returns the stamp of a safetensors file, to be recorded under `recorded_path`.
-
-    Raises SourceError if it is not one.
-    """
+    """The stamp of a safetensors file, recorded as `recorded_path`. Raises SourceError for another file."""
     with open_for_reading(path) as fd:
         status = os.fstat(fd)
         header = read_open_header(fd, path)
@@ -84,10 +81,7 @@ def compare_header(path: Path, file: WeightFile, present: WeightFile) -> None:
 
 
 def locate(file: WeightFile, folder: Path) -> Path:
-    """Tells where a weight file lies.
-
-    Raises SourceError for a relative path that leaves the artifact's folder.
-    """
+    """Where a weight file lies. Raises SourceError for a relative path that leaves the folder."""
     if ".." in Path(file.path).parts or "\0" in file.path or not file.path:
         raise SourceError(
             f"the payload names the weight file {file.path!r}, which is not inside {folder}: "
@@ -111,10 +105,7 @@ def sample_offsets(header: Header) -> tuple[int, ...]:
 
 
 def file_chunks(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    """Yields the bytes `start` to `stop` of a file, at most 16 MiB at a time.
-
-    Raises SourceError if it cannot be read.
-    """
+    """Yield bytes `start` to `stop` of a file, at most 16 MiB at a time. Raises SourceError."""
     with open_for_reading(path, RECOMPILE) as fd:
         for offset in range(start, stop, CHUNK_BYTES):
             yield read_exactly(fd, offset, min(CHUNK_BYTES, stop - offset), path)

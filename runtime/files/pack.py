@@ -146,10 +146,7 @@ def tensor_chunks(flat: torch.Tensor) -> Iterator[Chunk]:
 
 
 class _Writer:
-    """Writes in order, hashes on the pool's thread meanwhile, and flushes often.
-
-    Flushing bounds dirty memory, and is faster: past the kernel's limit, writes are held up.
-    """
+    """Writes in order, hashes on the pool's thread, and flushes often: the kernel holds up late writers."""
 
     def __init__(self, fd: int, pool: ThreadPoolExecutor, progress: BytesDone | None) -> None:
         self.position = 0
@@ -172,7 +169,6 @@ class _Writer:
                 self._unflushed = 0
 
     def write_entry(self, packed: PackEntry) -> str:
-        """Write all chunks of an entry, and return the sha256 of its bytes."""
         digest = hashlib.sha256()
         begin = self.position
         for chunk in packed.chunks():

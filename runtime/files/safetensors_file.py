@@ -134,10 +134,7 @@ def read_raw_header(fd: int, path: Path) -> bytes:
 
 
 def read_exactly(fd: int, offset: int, nbytes: int, path: Path) -> bytes:
-    """Returns `nbytes` of an open file from `offset` on.
-
-    Raises SourceError when the file ends before or fails.
-    """
+    """Return `nbytes` of an open file from `offset` on. Raises SourceError if they cannot be read."""
     parts = []
     while nbytes:
         try:
@@ -202,10 +199,7 @@ def own_place(path: Path) -> Path:
 
 @contextmanager
 def open_for_reading(path: Path, otherwise: str = ELSEWHERE) -> Iterator[int]:
-    """Yields a descriptor of a weight file, closed at the end.
-
-    Raises SourceError as `open_descriptor` does, and for what the system refuses meanwhile.
-    """
+    """Yield a descriptor of a weight file. Raises SourceError for what the system refuses meanwhile."""
     with reading(path):
         fd = open_descriptor(path, otherwise)
         try:
@@ -236,10 +230,7 @@ def close_read(fd: int) -> None:
 
 
 def open_descriptor(path: Path, otherwise: str = ELSEWHERE) -> int:
-    """Returns a descriptor of a weight file that the caller closes.
-
-    Raises SourceError if the system does not open it. `otherwise` says what to do about a missing file.
-    """
+    """A descriptor of a weight file, or SourceError; `otherwise` says what to do if it is missing."""
     try:
         return open_regular(path)
     except FileNotFoundError as error:

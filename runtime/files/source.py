@@ -215,7 +215,6 @@ class Source:
         return ""
 
     def _hashed(self, number: int) -> list[Storage]:
-        """The storages with a hash that have bytes in a file."""
         return [s for s in self._storages if s.sha256 and any(e.file == number for e in s.extents)]
 
     def close(self) -> None:

@@ -73,10 +73,7 @@ class _Pass(NamedTuple):
 
 
 class Sightings:
-    """Watches the first passes of each method of a load on the machine that its plan was made for.
-
-    `counters` returns the streamer's present counters.
-    """
+    """Watches each method's first passes on its plan's machine; `counters` has the streamer's counters."""
 
     def __init__(self, folder: Path, payload: Payload, plan: Plan, counters: Callable[[], Counters]) -> None:
         self._folder, self._payload, self._plan, self._counters = folder, payload, plan, counters
@@ -314,7 +311,6 @@ def _products_of(dtype: str, size: int) -> Trials:
 
 
 def _memory() -> Trials:
-    """Bytes a second that this CPU reads from memory."""
     buffer = torch.zeros(_BUFFER // 4)
     return repeat(buffer.sum, _BUFFER, threads=torch.get_num_threads())
 
@@ -342,7 +338,6 @@ def _device_products(device: AcceleratorDevice, dtype: str) -> Trials:
 
 
 def _device_memory(device: AcceleratorDevice) -> Trials:
-    """Bytes a second that copies within the device read and write."""
     both = torch.zeros(2, _DEVICE_BUFFER // 2, dtype=torch.uint8, device=device.torch_device)
     return _on_device(device, lambda: both[1].copy_(both[0]), _DEVICE_BUFFER)
 

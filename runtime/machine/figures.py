@@ -56,10 +56,7 @@ class Trials:
 
 
 def repeat(work: Callable[[], object], amount: float, *, threads: int = 1) -> Trials:
-    """Returns the rates of `work`, which does `amount` units of something on `threads` threads, per second.
-
-    A first run does not count. There are `LEAST` trials at least.
-    """
+    """Rates of `work`, `amount` units a run on `threads` threads, per second; the first run is no trial."""
     work()
     seconds: list[float] = []
     waited = -waiting_ns()
@@ -334,7 +331,6 @@ def _path() -> Path:
 
 
 def _processor() -> str:
-    """The name of the processor, by the operating system."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -192,10 +192,11 @@ class NativeUnits(PooledUnits):
 
 
 class Recorder:
-    """What the calls of a streamed module ask for, while the recorder is open; it is a context manager.
+    """Records which units the calls of a streamed module ask for, within a `with` statement.
 
-    A call that fails is recorded as far as it came. `penstock replay` tells what other sizes of pool and
-    other policies would have moved for these calls.
+    A call that fails is recorded as far as it came. `penstock replay` computes what pools of other sizes, and
+    other policies, would have moved for these calls. Entering raises StreamError while another recorder is
+    open.
     """
 
     def __init__(self, units: PooledUnits) -> None:
@@ -215,13 +216,19 @@ class Recorder:
 
     @property
     def routes(self) -> Routes:
-        """The routes of all calls so far."""
+        """What all calls so far asked for."""
         return Routes(self._reads, tuple(tuple(call) for call in self._calls))
 
     def save(self, path: str | PathLike[str], *, force: bool = False) -> None:
-        """Write the routes to a file, which is replaced with `force` only.
+        """Write the routes to a file, for `penstock replay` and `Program.plan(routes=...)`.
 
-        Raises SourceError where the file cannot be written, and PayloadError for more than 64 MiB of routes.
+        Args:
+            path: The file.
+            force: Replace a file that exists.
+
+        Raises:
+            SourceError: The file exists, or cannot be written.
+            PayloadError: The routes take more than 64 MiB.
         """
         data = routes_to_bytes(self.routes)
         with replace_file(Path(path), force=force) as fd:

@@ -54,12 +54,20 @@ class MemoryUse:
 class Stats(MemoryUse):
     """The counters of a streamed module since it was loaded.
 
-    `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the storages
-    outside it. `stall_seconds` is time the caller waited for weights, loading the resident ones included.
-    `bytes_written` are those of kept values that left for the spill file. `arena` says in words where weights
-    live and why. `pinned_bytes` is what the host holds for a device that copies from it, `mapped_bytes` what
-    of `held_bytes` is the page cache's own, and `simulated_seconds` the virtual time of a simulated device,
-    loading included.
+    Attributes:
+        passes: Calls that ended.
+        bytes_moved: Bytes of weights that came into memory.
+        misses: Steps that ran out of the planned order, whose weights were loaded on demand.
+        stall_seconds: Time in which the caller waited for weights, loading the resident ones included.
+        budget: Bytes of the plan's budget.
+        arena: Where weights live and why, in words.
+        bytes_written: Bytes of kept values that left for the spill file.
+        held_bytes: Bytes of weights in memory now: the arena's ranges and the storages outside of it.
+        peak_bytes: The most that `held_bytes` has been, within the budget.
+        readers: Threads that read weights.
+        pinned_bytes: Bytes that the host holds for a device that copies from it.
+        mapped_bytes: The part of `held_bytes` that is the page cache's own.
+        simulated_seconds: Virtual time of a simulated device, loading included; None for any other.
     """
 
     passes: int
@@ -275,10 +283,7 @@ class Position:
         return self.queue.pieces[self.index : end]
 
     def adjacent_pieces(self) -> Sequence[Piece]:
-        """Returns the next piece and those that may start too, each from where the one before it stops.
-
-        None of them goes out, unless the first one does.
-        """
+        """The next piece and those that may start too, each from where the last stops, in one direction."""
         pieces, end = self.queue.pieces, self.index + 1
         while (
             self.may_start(end)
@@ -480,7 +485,6 @@ class StreamEngine(ABC):
         self._running = False
 
     def _enter(self, method: MethodTable) -> None:
-        """Begin a pass of `method`, all steps of which are still to come."""
         self._position.begin(method)
         self._expected = list(reversed(method.probed))
         self._running = True

@@ -347,7 +347,6 @@ class LoadedWeights:
 
 
 def _describe_arena(plan: Plan) -> str:
-    """Says in words where the weights of a plan live."""
     if not plan.arena_bytes:
         return "ordinary memory: everything fits"
     backing = f" {plan.arena.backing}" if plan.arena.kind == "paged" else ""
@@ -401,10 +400,7 @@ class Gate:
 
     @contextmanager
     def _holding(self, refusal: str) -> Iterator[None]:
-        """Hold the lock. Raises StreamError if another thread does.
-
-        The lock is tried, and then taken by a `with`: wherever an interrupt comes, that gives it back.
-        """
+        """Hold the lock, whenever an interrupt comes. Raises StreamError if another thread holds it."""
         if not self._lock.acquire(blocking=False) or self._lock.release():  # type: ignore[func-returns-value]
             raise StreamError(refusal)
         with self._lock:

@@ -87,7 +87,6 @@ class ArenaStreamer(StreamEngine):
         return self._readers.includes_caller
 
     def _start(self, method: MethodTable) -> None:
-        """Enter a pass, and return once every resident range is loaded."""
         with self._work:
             self._enter(method)
             self._fill_ready()
@@ -231,10 +230,7 @@ class ArenaStreamer(StreamEngine):
             self._position.advance(len(pieces))
 
     def _check(self) -> None:
-        """Raise SourceError if bytes in the arena cannot be read any more.
-
-        The check takes a system call for each file, so it is not made at every step.
-        """
+        """Raise SourceError if bytes in the arena cannot be read any more; a system call for each file."""
         self._arena.check()
         self._checked_ns = time.perf_counter_ns()
 

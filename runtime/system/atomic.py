@@ -123,10 +123,7 @@ def _put_back(path: Path, fd: int, old: Path | None) -> None:
 
 
 def check_output(path: Path, *, force: bool, marker: str | None = None) -> None:
-    """Raise SourceError, before any work is done, where `replace_file` would raise it.
-
-    With a `marker`, it is raised where `write_artifact` would raise it.
-    """
+    """Raise SourceError where `replace_file` (with a `marker`: `write_artifact`) would, before any work."""
     path = path if marker is None else Path(os.path.realpath(path))
     with reporting(path):
         refuse_existing(path, force=force)
@@ -188,10 +185,7 @@ def _recover(path: Path) -> None:
 
 
 def exchange_paths(first: Path, second: Path) -> bool:
-    """Swap two paths in one step, and return True; return False where the system cannot do that.
-
-    Raises OSError where it fails otherwise.
-    """
+    """Swap two paths in one step; False where the system cannot. Raises OSError where it fails."""
     return rename_by_rule(first, second, _EXCHANGE)
 
 

@@ -75,10 +75,7 @@ def _run_on(cpus: frozenset[int]) -> str:
 
 
 def cpus_near(pci: str | None) -> tuple[frozenset[int], str]:
-    """Returns the CPUs on a PCI device's node that this process may use, or none and why.
-
-    Where there is only one node, it returns none and no reason.
-    """
+    """The CPUs on a PCI device's node that this process may use, or none and why, if there are several."""
     nodes = cpus_by_node()
     if len(nodes) < 2:
         return frozenset(), ""
@@ -106,13 +103,11 @@ def cpus_by_node() -> dict[int, frozenset[int]]:
 
 
 def _parse_cpus(listed: str) -> frozenset[int]:
-    """Returns the numbers in a list such as `0-3,8-11`."""
     spans = [span.partition("-") for span in listed.strip().split(",") if span]
     return frozenset(cpu for low, _, high in spans for cpu in range(int(low), int(high or low) + 1))
 
 
 def _allowed_cpus() -> frozenset[int]:
-    """Returns the CPUs that the calling thread may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))

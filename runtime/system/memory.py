@@ -393,7 +393,6 @@ def may_ask_mincore(fd: int) -> bool:
 
 
 def _mapped_pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:
-    """Asks mincore(2) for all pages of a window."""
     try:
         with Reservation(nbytes) as window:
             window.map_file(0, window.nbytes, fd, offset)

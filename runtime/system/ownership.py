@@ -63,10 +63,7 @@ def find_writer_inside(path: Path) -> Writer | None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those on the way to it, for this user alone, whatever umask and parents say.
-
-    Raises OSError where the system refuses.
-    """
+    """Make a folder, and the way to it, for this user alone, whatever the umask. Raises OSError."""
     if folder.is_dir():
         return
     if not folder.parent.exists():
@@ -81,10 +78,7 @@ def make_private(folder: Path) -> None:
 
 
 def _way_to(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
-    """Yield each folder and link that is passed to reach a path, from the root on.
-
-    With it come its status, and whether the way leads on from it.
-    """
+    """Yield each folder and link on the way to a path, its status, and whether the way leads on from it."""
     first, *names = path.absolute().parts
     left, place, followed = names[::-1], Path(first), 0
     yield place, place.lstat(), bool(left)

@@ -30,9 +30,7 @@ class ReaderThreads:
         ]
 
     def start(self, stop: Callable[[], None]) -> None:
-        """Start all threads. Where the system refuses one, `stop` has to end the others: it is called, and
-        StreamError is raised.
-        """
+        """Start all threads; where the system refuses one, `stop` the others and raise StreamError."""
         try:
             for thread in self._threads:
                 thread.start()

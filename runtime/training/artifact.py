@@ -58,33 +58,49 @@ def compile_training(
     backward: Literal["joint", "segments"] = "joint",
     **options: Any,
 ) -> Program:
-    """Compile a program into the artifact folder `path`, whose module computes gradients like the model's.
+    """Compile a model into an artifact whose module computes the gradients that the model computes.
 
-    `model` is an exported program, or a module, which is exported with the arguments `example` (a sequence of
-    positional ones, or a mapping of keyword arguments) and `dynamic_shapes`, as `torch.export.export` takes
-    them, in the mode in which it is: train() or eval(). `trainable` holds patterns of the FQNs of parameters.
-    They are inputs of both methods, belong to the module that `load` returns as its parameters, and stay in
-    memory; all other weights are frozen and stream. Inputs that require grad in `example` get gradients too.
+    Trainable parameters are inputs of the compiled methods and parameters of the module that `load` returns.
+    They stay in memory. All other weights are frozen, and stream. A module is exported in its mode, `train()`
+    or `eval()`.
 
-    A third method, `evaluate`, is the forward by itself, for calls without gradients. A module that is in
-    train() is exported a second time in eval(); where that is another program it is the method `predict`,
-    which computes what the model computes after `eval()`. Without `evaluate` both are left out: calls without
-    gradients run the forward of training, `eval()` is refused, and plans serve steps of training alone.
+    Args:
+        model: A module, or an exported program.
+        path: The folder of the artifact.
+        trainable: FQN patterns of the parameters to train (`["*.lora_*"]`).
+        example: The arguments with which a module is exported: a sequence of positional ones, or a mapping of
+            keyword arguments. Those that require grad get gradients too.
+        dynamic_shapes: As for `torch.export.export`, for a module.
+        losses: Names of the results that gradients may come from. Default: floating-point numbers of no
+            dimension, or all floating-point tensors if there is none. A list of lists makes a backward for
+            each list; it runs when gradients come from exactly these results, and everything is kept for it.
+        evaluate: Compile the forward by itself too, for calls without gradients, and once more as in `eval()`
+            where that is another program. False: such calls run the forward of training, `eval()` is refused,
+            and plans serve steps of training alone.
+        spill: Count the values that a forward keeps in the budget, like weights; they may leave memory for a
+            file (docs/training.md).
+        activations: The values of `activations=` that `Program.load` can choose from; each adds two methods.
+            Default: all, but `["keep"]` with `spill` and with Inductor, whose code need not compute the same
+            bits twice.
+        backward: `"joint"` traces it. `"segments"` lets autograd compute one segment of the forward after
+            another again, from its inputs, and take its gradients.
+        options: Those of `compile`.
 
-    `losses` names the results from which gradients may come: by default those that are floating-point numbers
-    of no dimension, or all floating-point tensors if there is no such number. Given several sets of them, as
-    a list of lists, each set has a backward of its own, which runs when gradients come from exactly that set,
-    and everything is kept for them.
+    Returns:
+        The program, whose `load` returns a `TrainingModule`.
 
-    With `spill`, what the forward keeps for the backward counts in the budget like weights, and may leave
-    memory for a file in between (docs/training.md). `activations` are the ways to keep it elsewhere
-    (`Program.load`), each of which is two more methods: all of them by default, and "keep" only with `spill`,
-    and where Inductor compiles the methods, since what it computes a second time need not have the same bits.
-    With `backward="segments"` the backward is not traced: autograd takes the gradients of one segment of the
-    forward after another, computed again from what entered it. `options` are those of `compile`.
+    Raises:
+        PassError: The module cannot be exported, its call changes what later calls read, its gradients cannot
+            be traced, a pattern matches no parameter, or arguments contradict each other; or as for
+            `compile`.
+        SourceError: As for `compile`.
 
-    Raises PassError for a module that cannot be exported, or whose call changes what later calls read, for
-    gradients that cannot be traced, and for a pattern that matches no parameter; and what `compile` raises.
+    Example:
+        >>> program = penstock.compile_training(model, "train.penstock", trainable=["3.*"], example=(x,))
+        >>> with program.load("50%") as module:
+        ...     module(x).sum().backward()
+        ...     [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+        ['3.weight', '3.bias']
     """
     rungs = _rungs(activations, backward, options.get("lowering", "eager"), spill=spill)
     exported, in_eval = _exported(model, example, dynamic_shapes, trainable, evaluate=evaluate)

@@ -179,17 +179,16 @@ def dynamic_values(program: Program) -> tuple[str, ...]:
 
 
 class TrainingModule(StreamedModule):
-    """A streamed module whose parameters, which stay in memory, are trained like those of any module.
+    """A streamed module whose parameters stay in memory and are trained like those of any module.
 
-    `parameters()` are those that the program was compiled to train, under their FQNs, and `buffers()` those
-    that it writes to, such as the statistics of batch norms; so are `state_dict()` and `load_state_dict()`.
-    Frozen weights stream through the forward, and again through the backward. Under `torch.no_grad()` the
-    forward runs by itself, and keeps nothing. After `eval()` a call computes what the model computes in eval
-    mode; where that is another program, it has no backward. `train()` is the mode in which the model was
-    exported.
+    `parameters()` and `state_dict()` have the parameters that the program was compiled to train, under their
+    FQNs, and the buffers that it writes to, such as the statistics of batch norms. Frozen weights stream
+    through the forward, and again through the backward. Under `torch.no_grad()` the forward runs by itself
+    and keeps nothing. After `eval()`, a call computes what the model computes in eval mode; where that is
+    another program, it has no backward. `train()` is the mode in which the model was exported.
 
-    With `places`, what a forward keeps has places among the weights, one for each value: a forward is refused
-    while another waits for its backward.
+    With `places`, the values that a forward keeps have places among the weights, one for each value: a
+    forward is refused while another waits for its backward.
     """
 
     def __init__(
@@ -218,12 +217,20 @@ class TrainingModule(StreamedModule):
 
     @property
     def activations(self) -> str:
-        """What is kept for the backward: "keep", "layers" or "segments"."""
+        """What a forward keeps for its backward: `"keep"`, `"layers"` or `"segments"`."""
         return self._rung.name
 
     @outside_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward. Gradients go to the parameters, and to inputs that were exported with grad."""
+        """Run the forward. Its backward gives gradients to the parameters, and to inputs exported with grad.
+
+        Args:
+            args, kwargs: Those of the exported model.
+
+        Raises:
+            StreamError: Autocast is on; an input requires grad and was exported without; with `spill=True`,
+                another forward waits for its backward; or as for `StreamedModule`.
+        """
         if torch.is_autocast_enabled("cpu"):
             raise StreamError(
                 "autocast is on, and the program computes in the dtypes in which it was exported: call it "

@@ -33,8 +33,7 @@ class Gap:
 def gaps_of(groups: Sequence[Group], trace: Trace, *, number: int = 0) -> tuple[Gap, ...]:
     """The gaps of every group that trace number `number` reads and that a plan may drop.
 
-    There is no gap between the last read of what is produced and the step that writes it anew: no copy can
-    bring it then.
+    A produced storage has no gap from its last read to the step that writes it: no copy can bring it then.
     """
     n = len(trace.steps)
     return tuple(

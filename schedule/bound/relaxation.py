@@ -201,10 +201,7 @@ class LinearProgram:
         return _Columns(*(numpy.arange(a, b) for a, b in itertools.pairwise(edges)))
 
     def dual_value(self, inequalities: numpy.ndarray, equalities: numpy.ndarray) -> float:
-        """The minimum of the Lagrangian over all variables within their bounds, for these multipliers.
-
-        By weak duality it is a lower bound of the program's optimum for any multipliers.
-        """
+        """The least Lagrangian for these multipliers, by weak duality a lower bound of the optimum."""
         multipliers = numpy.minimum(inequalities, 0.0)
         reduced = self.cost - self.upper.T @ multipliers - self.equal.T @ equalities
         low, high = self.bounds.T
@@ -329,10 +326,7 @@ step counts as one that reads much more than others.
 
 
 def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> None:
-    """Add the variables and constraints of the pauses to a program.
-
-    `groups` has the group of each gap, and `always` is the bytes of the groups that never leave.
-    """
+    """Add the pauses to a program; `groups` are those of gaps, `always` the bytes that never leave."""
     _, first, group = numpy.unique(groups, return_index=True, return_inverse=True)
     sizes = program.sizes[first]
     gaps = numpy.bincount(group)
@@ -387,10 +381,7 @@ def _add_fewest(program: LinearProgram, tier: int, room: float, excess: float) -
 
 
 def _add_pairs(program: LinearProgram, group: numpy.ndarray, room: float, excess: float) -> None:
-    """Add the constraint that neighbouring copies share the memory unless the link idles between them.
-
-    `group` has the group of each gap. The bytes of a group count at the longest of its reads.
-    """
+    """Add that neighbouring copies share the memory unless the link idles; `group` is that of each gap."""
     its, upper, phases, shape = program.columns(0), program.at_most, program.phases, program.tiers[0]
     read = phases.read_ns / program.unit_ns
     ends = phases.last % phases.count
@@ -537,10 +528,7 @@ def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
 
 
 def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], number: int = 0) -> Relaxation | None:
-    """Solve the relaxation for trace number `number` of the problem; None if the solver fails in time.
-
-    The first tier is the device's.
-    """
+    """Solve the relaxation of one trace; None if the solver fails. The device's tier comes first."""
     groups, trace = pieces.copied, problem.traces[number]
     gaps = gaps_of(groups, trace, number=number)
     if not gaps:

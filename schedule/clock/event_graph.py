@@ -68,10 +68,7 @@ def unit_edges(
 
 
 def _next_place(schedule: Schedule, line: Sequence[int], step: int, n: int) -> tuple[int, int]:
-    """Where in a line the first transfer is that cannot start before `step` has ended.
-
-    Returns 0 for a transfer of the same pass and 1 for one of the next pass, and its place in the line.
-    """
+    """The pass (0: this, 1: the next) and the place in a line of the first transfer that waits for `step`."""
     afters = [schedule.transfers[i].after for i in line]
     places = [
         (height, place)
@@ -85,10 +82,7 @@ def _next_place(schedule: Schedule, line: Sequence[int], step: int, n: int) -> t
 def launch_edges(
     trace: Trace, hardware: Hardware, streamed: Sequence[int], begin: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the edges of the launches of a pass: source, target, ns and height.
-
-    Steps are numbered from 0, and the launches of the `streamed` ones, which ascend, from `begin` on.
-    """
+    """Yield edges (source, target, ns, height) of launches of `streamed` steps, numbered from `begin` on."""
     for place, step in enumerate(streamed):
         node = begin + place
         yield begin + (place - 1) % len(streamed), node, hardware.host_step_ns, int(place == 0)
@@ -334,10 +328,7 @@ class _System:
 def _reads(
     trace: Trace, schedule: Schedule, now: list[int], launches: Iterable[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """When the reads of a pass begin, and when their steps end, from the times of all events.
-
-    `launches` are pairs of a step and the end of its launch.
-    """
+    """When the reads of a pass begin, and when their steps end; `launches` are steps and ends of launches."""
     n, began = len(trace.steps), []
     ended = now[n + len(schedule.transfers)]
     for k, step in enumerate(trace.steps):
@@ -452,21 +443,15 @@ def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edg
 
 
 def _staged(schedule: Schedule) -> list[int]:
-    """The indices of the transfers for which the disk reads bytes."""
     return [i for i, nbytes in enumerate(schedule.staged) if nbytes]
 
 
 def _count(trace: Trace, schedule: Schedule) -> int:
-    """The number of events of a pass."""
     return len(trace.steps) + len(schedule.transfers) + 1 + len(_staged(schedule))
 
 
 def _topological_order(edges: list[Edge], count: int, graph: int) -> list[int]:
-    """The events in an order in which one pass can happen, by the edges of height 0.
-
-    Raises:
-        PlanError: events wait for each other within one pass.
-    """
+    """The events in an order in which one pass can happen. Raises PlanError if there is none."""
     waiting = [0] * count
     following: list[list[int]] = [[] for _ in range(count)]
     for source, target, _, height in edges:

@@ -60,10 +60,7 @@ class _Way(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A copy of neighbours that ends with number `pieces` of all, and may start when step `after` ends.
-
-    The next copy is for step `following`.
-    """
+    """A copy that ends with piece `pieces` and starts when step `after` ends; `following` has the next."""
 
     pieces: int
     after: int
@@ -329,10 +326,10 @@ class Loads:
         return gone
 
     def _free(self, freed: numpy.ndarray, taken: numpy.ndarray, copied: int) -> numpy.ndarray:
-        """For the steps of the pass before and of this one, the memory that is free from their ends on.
+        """The memory that is free from the end of each step on, of the pass before and of this one.
 
-        It counts from what is free when a pass begins, and without the copies in. A step takes memory for
-        what it writes when it begins.
+        It counts from what is free when a pass begins, and without copies in. A step takes memory for what it
+        writes when it begins.
         """
         if not taken.any():
             return numpy.concatenate((freed - copied, freed))
@@ -343,10 +340,7 @@ class Loads:
         return least[: 2 * self.steps]
 
     def _left(self, rows: numpy.ndarray, put_off: int) -> numpy.ndarray:
-        """The step at whose end each row's span leaves: at once, or when too many bytes wait for copies out.
-
-        Only what leaves right after the step that writes it can be put off.
-        """
+        """The step at whose end each row's span leaves, which is later if too many bytes wait to go out."""
         dropped: numpy.ndarray = self.dropped[rows]
         fresh = numpy.nonzero(self.produced[rows] & (dropped == self.written[self.span[rows]] + 1))[0]
         if not put_off or not len(fresh):
@@ -386,10 +380,7 @@ class Loads:
     def _joined(
         self, pieces: Iterable[tuple[int, int, int, int]], direction: Direction, most: float
     ) -> list[Transfer]:
-        """The transfers of pieces, given by start, stop, step and `after`, of which neighbours alike are one.
-
-        Neighbours are joined up to `most` bytes.
-        """
+        """The transfers of pieces (start, stop, step, `after`); like neighbours join up to `most` bytes."""
         result: list[Transfer] = []
         start = stop = step = earliest = -1
         for next_start, next_stop, next_step, next_after in pieces:

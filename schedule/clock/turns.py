@@ -166,7 +166,6 @@ def _parts(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Tra
 
 
 def _in_flight(schedule: Schedule) -> list[Range]:
-    """What is on its way when a pass begins."""
     return [Range(t.start, t.stop) for t in schedule.transfers if t.after < 0 and t.direction == "in"]
 
 
@@ -189,8 +188,7 @@ def _shares(total: int, times: Sequence[int]) -> list[int]:
 def _within_reach(schedule: Schedule, starts: Sequence[int]) -> Schedule:
     """The schedule in which no copy may start before the call before its own begins.
 
-    Transfers start in issue order, those of one call before those of the next, so none may start before those
-    issued before it either.
+    Transfers start in issue order, so a transfer that waits for this holds up those behind it.
     """
     gate = max((t.after for t in schedule.transfers), default=0) - starts[-1]
     order = sorted(
@@ -275,7 +273,6 @@ def _in_order(plan: Decisions, edges: Sequence[int], present: set[int], trace: T
 
 
 def _first_reads(plan: Decisions, edges: Sequence[int], trace: Trace) -> dict[int, int]:
-    """For each cell that a step reads a byte of, the first such step."""
     first: dict[int, int] = {}
     for k, step in enumerate(trace.steps):
         for s in step.reads:

@@ -25,9 +25,10 @@ class PenstockError(Exception):
 class BudgetError(PenstockError):
     """The budget is below the floor, or not a budget at all.
 
-    `floor_bytes` is the smallest budget that can run, `step` the name of the step that sets
-    it and `weights` the FQNs of what that step reads; each is None or empty where the budget
-    was refused before a floor was worked out.
+    Attributes:
+        floor_bytes: The smallest budget that can run; None if the budget was refused before that was known.
+        step: The name of the step that sets it, or None.
+        weights: The FQNs of the weights that this step reads; may be empty.
     """
 
     def __init__(

@@ -94,7 +94,6 @@ def _device(name: str, tflops: float, memory_gb_per_s: float, link_gb_per_s: flo
 
 
 def _host(name: str, tflops: float, memory_gb_per_s: float, disk_gb_per_s: float, gb: int) -> Hardware:
-    """The preset of a CPU, whose link is its disk."""
     return Hardware(
         name=name,
         flops_per_s=tflops * 1e12,
@@ -149,12 +148,20 @@ _MOST = 1 << 20
 
 
 def find_hardware(name: Hardware | str) -> Hardware:
-    """The preset of that name, or the hardware that is given.
+    """Return the hardware of a name.
 
-    A name may be that of a JSON file, as `penstock hardware h200 --json` prints it (`mine.json`), and figures
-    of a preset may be changed: `rtx4090,memory=24GB,link=12GB/s`.
+    Args:
+        name: A preset (`"h200"`), one with figures of yours (`"rtx4090,memory=24GB,link=12GB/s"`), a JSON
+            file as `penstock hardware h200 --json` prints it (`"mine.json"`), or a `Hardware`, which is
+            returned.
 
-    Raises PlanError for an unknown name or figure; the message suggests a preset of the same number.
+    Raises:
+        PlanError: The name, or a figure, is unknown. The message suggests a preset of the same number.
+
+    Example:
+        >>> from penstock.schedule.facts.hardware import find_hardware
+        >>> find_hardware("rtx4090,memory=24GB").memory_nbytes
+        24000000000
     """
     if isinstance(name, Hardware):
         return name
@@ -267,10 +274,7 @@ def with_times(trace: Trace, hardware: Hardware) -> Trace:
 
 
 def stretched(trace: Trace, compute_ns: float) -> Trace:
-    """The trace with its times scaled by one factor, so that a pass without its gap takes `compute_ns`.
-
-    `gap_ns` stays as it is.
-    """
+    """The trace, its times scaled by one factor so that a pass without its gap takes `compute_ns`."""
     modelled = trace.compute_ns - trace.gap_ns
     if not modelled:
         return trace

@@ -43,13 +43,15 @@ torch's own quantised dtypes (qint8 and the like) are missing: their tensors are
 class WeightFile:
     """A safetensors file and the stamp by which it is recognised, or an entry of ExecuTorch's named data.
 
-    `path` is relative to the artifact's folder for a packed file, and absolute for a checkpoint that
-    is used in place. `nbytes` is the size of the file, and `mtime_ns` and `inode` are as in its
-    `os.stat`. `header_sha256` is the hash of the length prefix and the header, and `sampled_sha256`
-    that of the blocks that `runtime/files/artifact_files.py` samples.
-
-    Where `kind` is `named`, `path` is the name of a `.ptd`, `nbytes` the size of the entry `key` in it, and
-    the stamp is zeros and empty texts: the key has the hash of the bytes.
+    Attributes:
+        path: Relative to the artifact's folder for a packed file, absolute for a checkpoint that is used in
+            place; the name of a `.ptd` for named data.
+        nbytes: Bytes of the file, or of the entry.
+        mtime_ns, inode: Those of its `os.stat`.
+        header_sha256: The hash of the length prefix and the header.
+        sampled_sha256: The hash of the blocks that `runtime/files/artifact_files.py` samples.
+        kind: `"file"`, or `"named"` for named data, whose stamp is zeros and empty texts.
+        key: The key of the entry, which has the hash of the bytes; empty for a file.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -65,7 +67,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class Extent:
-    """A run of `nbytes` bytes, at `storage_offset` of a storage and at `file_offset` of file `file`."""
+    """A run of `nbytes` bytes: at `storage_offset` of a storage, and at `file_offset` of number `file`."""
 
     __pydantic_config__: ClassVar = STRICT
     file: int
@@ -78,14 +80,15 @@ class Extent:
 class Storage:
     """The bytes behind one or more parts; its index in the catalog is its identity.
 
-    A storage may be streamed only if its `kind` is `streamable` or `produced`. One that is produced has no
-    content until a step of the program writes it. `extents` is empty as long as the bytes lie in no file;
-    otherwise it is sorted by `storage_offset` and covers all bytes that a part reads. `sha256` is the hash of
-    the bytes, None if it is not known.
-
-    `phase` is the address, modulo ALIGNMENT, at which a CPU computes on the storage. A file of a library
-    that is used in place gives each tensor the phase at which the library maps it, and so the library's last
-    bits.
+    Attributes:
+        nbytes: Its size.
+        kind: Only `"streamable"` and `"produced"` storages stream. A step of the program writes a produced
+            one, which has no content before.
+        extents: Where its bytes lie in files: sorted by `storage_offset`, covering all bytes that a part
+            reads. Empty if they lie in no file.
+        sha256: The hash of the bytes; None if it is not known.
+        phase: The address, modulo ALIGNMENT, at which a CPU computes on it. A tensor in a library's file that
+            is used in place keeps the phase of the library's mapping, and so the library's last bits.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -100,8 +103,13 @@ class Storage:
 class Part:
     """One strided tensor of a weight, inside one storage.
 
-    `name` is empty for a plain tensor. `dtype` is torch's name without the prefix
-    (`bfloat16`), `stride` counts elements, `offset` counts bytes from the storage's start.
+    Attributes:
+        name: Empty for a plain tensor.
+        dtype: torch's name without the prefix (`bfloat16`).
+        shape: Its sizes.
+        stride: Its strides, in elements.
+        storage: The index of the storage.
+        offset: Bytes from the start of the storage.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -115,11 +123,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, buffer or constant that export lifted to an input, or a value that the program keeps.
+    """A parameter, buffer or constant that export lifted to an input, or a value that a forward keeps.
 
-    Tied weights, and weights that are views of one another, are separate weights whose parts
-    name the same storage. `device` is the device the program was exported for. A weight of role `value` is
-    what a forward computes and its backward reads.
+    Tied weights, and weights that are views of one another, are separate weights whose parts name one
+    storage.
+
+    Attributes:
+        fqn: Its name in the model.
+        role: `"value"` for what a forward computes and its backward reads.
+        device: The device that the program was exported for.
+        parts: Its tensors; a quantised weight has several.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -149,18 +162,18 @@ class Computed:
 
 @dataclass(frozen=True)
 class SparseRead:
-    """A read that needs of a tensor only the slices on dimension 0, its units, that an operand names.
+    """A read that needs only some slices on dimension 0 of a tensor: the units that an operand names.
 
-    `view` is the tensor as the operator is given it, a weight or a view of one, whose units do not overlap.
-    `operator` is the operator's name, which says how the operand names units (`passes/sparse/contracts.py`).
-    Reads of one method with the same `route` have the same operand. A call of the exported sizes names at
-    most `asked` different units.
-
-    With `tiles`, every call needs all units, which are the tiles of a product that may be computed one after
-    another. If `slices` is more than 1, a unit is a run of so many slices: the operator is given the tensor
-    whose dimension 0 is the first two of `view` in one.
-
-    If `computed` is there, the operator is given that in the place of `view`, a slice at a time.
+    Attributes:
+        view: The tensor as the operator is given it: a weight or a view of one. Its units do not overlap.
+        operator: The operator's name, which says how the operand names units (`passes/sparse/contracts.py`).
+        route: Equal for reads of one method that have the same operand.
+        asked: The most units that a call of the exported sizes names.
+        slices: The slices of a unit. If more than 1, the operator is given the tensor whose dimension 0 is
+            the first two dimensions of `view` in one.
+        tiles: Every call needs all units: tiles of a product that may be computed one after another.
+        computed: The tensor that the operator is given in place of `view`, a slice at a time; None for
+            `view`.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -174,6 +187,7 @@ class SparseRead:
 
     @property
     def storage(self) -> int:
+        """The index of the storage that is read."""
         return self.view.storage
 
     @property
@@ -202,23 +216,28 @@ class SparseRead:
         return not self.tiles and self.asked >= self.count
 
     def unit(self, number: int) -> tuple[int, int]:
-        """The bytes of a unit: start and stop, counted from the start of the storage."""
+        """Return the bytes of unit `number`, counted from the start of the storage: start and stop."""
         start = self.view.offset + number * self.unit_stride
         return start, start + self.unit_nbytes
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Memory of at most `nbytes`, beside the arena, in which units come and go as calls ask for them.
+    """Memory beside the arena, in which units come and go as calls ask for them.
 
-    `layout[s]` is where storage s begins in the address space of the pool, in bytes, or -1 if its units are
-    not in it. All reads of a storage that it serves have the same units; reads by tiles are served only with
-    `tiles`, and dense ones only with `dense`. Memory is taken and given back in granules of
-    `granule` bytes, counted from offset 0; what two units share is counted once.
+    All reads of a storage that it serves have the same units.
 
-    `expected_ns[i]` are the nanoseconds that a pass of the plan's trace number i is expected to wait for
-    units, if all are asked for equally often, and `worst_ns[i]` those of a pass that finds none of them.
-    Both are empty if nobody has estimated them.
+    Attributes:
+        nbytes: Its size at most.
+        granule: Memory is taken and given back in multiples of these bytes, counted from offset 0. What two
+            units share is counted once.
+        layout: Where each storage begins in the pool's address space, in bytes; -1 if its units are not
+            there.
+        expected_ns: Nanoseconds that a pass of each trace is expected to wait for units, if all are asked for
+            equally often; empty if nobody has estimated them.
+        worst_ns: The same for a pass that finds no unit in the pool.
+        tiles: Whether it serves reads by tiles.
+        dense: Whether it serves reads that may ask for all units (`SparseRead.dense`).
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -231,7 +250,7 @@ class Pool:
     dense: bool = True
 
     def has(self, read: SparseRead) -> bool:
-        """Tells whether the pool serves a read."""
+        """Tell whether the pool serves `read`."""
         served = self.layout[read.storage] >= 0
         return served and (self.tiles or not read.tiles) and (self.dense or not read.dense)
 
@@ -241,17 +260,17 @@ class Pool:
         return tuple(s for s, place in enumerate(self.layout) if place >= 0)
 
     def whole(self, reads: Sequence[int], sparse: Sequence[SparseRead]) -> tuple[int, ...]:
-        """All that a step reads, which has `reads` of the arena: what the pool serves of `sparse`, too."""
+        """Return all storages of a step: `reads`, from the arena, and what the pool serves of `sparse`."""
         return tuple(sorted({*reads, *(read.storage for read in sparse if self.has(read))}))
 
     def granules(self, read: SparseRead, number: int) -> tuple[int, int]:
-        """The granules that hold a unit: the first one, and the one behind the last."""
+        """Return the granules that hold unit `number` of `read`: the first, and the one behind the last."""
         start, stop = read.unit(number)
         place = self.layout[read.view.storage]
         return (place + start) // self.granule, -(-(place + stop) // self.granule)
 
     def bytes_in(self, granules: tuple[int, int], storage: int, nbytes: int) -> tuple[int, int]:
-        """The bytes of a storage of `nbytes` in granules, from the first to one behind the last."""
+        """Return the bytes of `storage`, of `nbytes`, in `granules`: the first, and one behind the last."""
         (first, stop), place = granules, self.layout[storage]
         return max(first * self.granule, place), min(stop * self.granule, place + nbytes)
 
@@ -279,12 +298,15 @@ class Work:
 class Step:
     """One position of the lowered order that reads or writes at least one storage of the arena.
 
-    `lead_ns` is the compute since the step before, which reads no streamable storage, and `read_ns` the
-    compute that reads those in `reads`, which holds storage indices in ascending order. `name` is that of the
-    node or kernel that reads. `lead_work` and `read_work` are the work from which times are modelled.
-    `writes` are the produced storages whose whole content is written during the read, in ascending order.
-    `sparse` says of some storages in `reads` that single units of them may do. In the traces of a plan with a
-    pool, `reads` are what has to be in the arena, and so not what the pool serves.
+    Attributes:
+        name: The name of the node or kernel that reads.
+        reads: Indices of storages, ascending. In the traces of a plan with a pool, without what the pool
+            serves.
+        lead_ns: Nanoseconds of compute since the step before, which reads no streamable storage.
+        read_ns: Nanoseconds of the compute that reads `reads`.
+        lead_work, read_work: The work from which these times are modelled.
+        writes: Produced storages whose whole content is written during the read, ascending.
+        sparse: Reads of storages in `reads` for which single units may do.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -302,10 +324,17 @@ class Step:
 class Trace:
     """The steps of one method in the order the lowered program runs them, at one shape point.
 
-    `graph` is the number that the method's probes carry. `shape` names the shape point
-    (`batch=1,sequence=16`; empty for a static program). `tail_ns` is the compute after the last
-    step, and `gap_ns` the time between two calls. `times` says whether the times are modelled or measured.
-    `follows` is the number of the method whose call comes before each call of this one, if that is another.
+    Attributes:
+        method: The name of the method.
+        graph: The number that the method's probes carry.
+        shape: The shape point (`batch=1,sequence=16`); empty for a static program.
+        steps: The steps.
+        tail_ns: Nanoseconds of compute after the last step.
+        gap_ns: Nanoseconds between two calls.
+        times: Whether the times are `"modelled"` or `"measured"`.
+        tail_work: The work from which `tail_ns` is modelled.
+        follows: The number of the method whose call comes before each call of this one; None if that is this
+            one.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -327,10 +356,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Input:
-    """A leaf of a method's inputs: a tensor, or a Python value, whose `dtype` is the name of its type.
+    """A leaf of a method's inputs: a tensor or a Python value.
 
-    A dimension in `shape` is a size, or the name of a symbol of the method. `value` is the repr of a
-    Python value that export has made constant.
+    Attributes:
+        name: The name of the input.
+        dtype: torch's name of a tensor's dtype, or the name of a value's type.
+        shape: Sizes, or names of symbols of the method.
+        device: The device of a tensor.
+        value: The repr of a Python value that export has made constant; None for any other.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -343,9 +376,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A dynamic size of a method's inputs, from `lower` to `upper` (both included, None: no limit).
+    """A dynamic size of a method's inputs.
 
-    `example` is its value in the inputs that the method was exported with.
+    Attributes:
+        name: The name in the shapes of inputs.
+        lower, upper: The range, both included; None: no limit.
+        example: The size in the inputs that the method was exported with.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -357,9 +393,13 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Method:
-    """The inputs of a method: its leaves in pytree order, and the symbols in their shapes.
+    """The inputs of a method.
 
-    `graph` is the number that the method's probes carry.
+    Attributes:
+        name: The name of the method.
+        graph: The number that the method's probes carry.
+        inputs: The leaves in pytree order.
+        symbols: The symbols in their shapes.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -383,9 +423,10 @@ MEASURED = "measured on"
 class Confidence:
     """How far the times of a plan can be trusted.
 
-    `level` is `measured` if the rates were measured and agreed between trials, `doubtful` if one of them did
-    not or is a guess, and `assumed` if none was measured: those of a preset, or figures that were given.
-    `why` has the reasons in words.
+    Attributes:
+        level: `"measured"`: the rates were measured, and trials agreed. `"doubtful"`: a rate is a guess, or
+            its trials did not agree. `"assumed"`: none was measured, as in a preset.
+        why: The reasons, in words.
     """
 
     level: Literal["measured", "doubtful", "assumed"]
@@ -399,18 +440,30 @@ class Confidence:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine that a plan assumes. Rates are per second, and latencies are for each transfer.
+    """The machine that a plan assumes.
 
-    `link_bytes_per_s` is the rate at which weights reach the arena while enough bytes are on their way at
-    once. With one copy of b bytes on its way it is that rate times b / (b + `link_in_flight_bytes`): the
-    latter, over the rate, is the time from when a transfer may start until its bytes flow (Hockney's
-    half-performance length, Parallel Computers, 1981, section 1.3.2). Copies that may start early enough hide
-    it. `memory_nbytes` is all memory of the device. `disk_bytes_per_s` and `disk_latency_ns` are of the disk
-    behind the host of a device; the rate is None if there is no such disk or it is not known. `note` says
-    where the figures come from. `write_bytes_per_s` is the rate of copies out of the arena, None if they are
-    as fast as those into it. With `duplex` the link carries both at once, each at its own rate.
-    `host_step_ns` is what it takes the thread that calls a program to launch one streamed step on a device:
-    to enqueue its waits, its copy and its events. It is 0 on a CPU, where the steps have that time.
+    With one copy of b bytes on its way, the link has `link_bytes_per_s` times b / (b +
+    `link_in_flight_bytes`): the latter, over the rate, is the time from when a transfer may start until its
+    bytes flow (Hockney's half-performance length, Parallel Computers, 1981, section 1.3.2). Copies that start
+    early enough hide it.
+
+    Attributes:
+        name: The name of a preset, or of what was measured.
+        flops_per_s: Floating-point operations per second.
+        memory_bytes_per_s: The rate of the device's memory.
+        link_bytes_per_s: The rate at which weights reach the arena while enough bytes are on their way at
+            once.
+        link_latency_ns: Nanoseconds of each transfer.
+        link_in_flight_bytes: See above.
+        memory_nbytes: All memory of the device; None if it is not known.
+        disk_bytes_per_s: The rate of the disk behind the host of a device; None if there is none, or if it is
+            not known.
+        disk_latency_ns: Nanoseconds of each read of that disk.
+        note: Where the figures come from.
+        write_bytes_per_s: The rate of copies out of the arena; None if they are as fast as those into it.
+        duplex: Whether the link carries both directions at once, each at its own rate.
+        host_step_ns: Nanoseconds in which the calling thread launches one streamed step on a device: its
+            waits, its copy and its events. 0 on a CPU, where the steps have that time.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -430,20 +483,20 @@ class Hardware:
 
     @property
     def uneven(self) -> bool:
-        """True if `note` says that figures of this hardware are doubtful."""
+        """Whether `note` says that figures of this hardware are doubtful."""
         return self.note.endswith(UNEVEN)
 
     def copy_ns(self, nbytes: int) -> int:
-        """Nanoseconds that one transfer of `nbytes` takes, rounded up."""
+        """Return the nanoseconds that a transfer of `nbytes` into the arena takes, rounded up."""
         return self.link_latency_ns + -int(-nbytes * 1e9 // self.link_bytes_per_s)
 
     def write_ns(self, nbytes: int) -> int:
-        """Nanoseconds that one transfer of `nbytes` out of the arena takes, rounded up."""
+        """Return the nanoseconds that a transfer of `nbytes` out of the arena takes, rounded up."""
         rate = self.write_bytes_per_s or self.link_bytes_per_s
         return self.link_latency_ns + -int(-nbytes * 1e9 // rate)
 
     def moving_ns(self, transfer: Transfer) -> int:
-        """Nanoseconds that a transfer takes in its direction, rounded up."""
+        """Return the nanoseconds that `transfer` takes in its direction, rounded up."""
         nbytes = transfer.stop - transfer.start
         return self.copy_ns(nbytes) if transfer.direction == "in" else self.write_ns(nbytes)
 
@@ -453,10 +506,7 @@ class Hardware:
         return -int(-self.link_in_flight_bytes * 1e9 // self.link_bytes_per_s)
 
     def disk_ns(self, nbytes: int) -> int:
-        """Nanoseconds that the disk behind the host takes to read `nbytes`, rounded up.
-
-        The rate of the disk must be known.
-        """
+        """Return the nanoseconds in which the host's disk, of a known rate, reads `nbytes`; rounded up."""
         assert self.disk_bytes_per_s is not None
         return self.disk_latency_ns + -int(-nbytes * 1e9 // self.disk_bytes_per_s)
 
@@ -466,7 +516,7 @@ class Hardware:
 
 @dataclass(frozen=True, order=True)
 class Range:
-    """Bytes `start` to `stop` of a layout, the latter excluded."""
+    """Bytes of a layout, from `start` to `stop`; the latter is excluded."""
 
     __pydantic_config__: ClassVar = STRICT
     start: int
@@ -474,6 +524,7 @@ class Range:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the range."""
         return self.stop - self.start
 
 
@@ -481,14 +532,15 @@ class Range:
 class Arena:
     """The facts of the memory that a plan fills, before any decision.
 
-    `layout[s]` is the layout offset at which storage s begins, or -1 for a storage that is never in
-    the arena. `granule` is the unit, in bytes, in which memory is filled and dropped; granules are
-    counted from layout offset 0. `segments` are the ranges of the layout that hold bytes: one for each
-    mapped file, or a single one for anonymous memory. A span is a run of granules, cut to its segment.
-
-    In a `paged` arena, the address of a storage is its layout offset, and a range of the layout takes
-    memory only while it is on the device. In a `contiguous` arena, the plan chooses addresses, each congruent
-    to the layout offset modulo the granule.
+    Attributes:
+        kind: In a `"paged"` arena, the address of a storage is its layout offset, and a range takes memory
+            only while it is on the device. In a `"contiguous"` one, the plan chooses addresses, each
+            congruent to the layout offset modulo the granule.
+        backing: Whether memory is `"mapped"` from the weight files or `"anonymous"`.
+        granule: Memory is filled and dropped in multiples of these bytes, counted from layout offset 0. A
+            span is a run of granules, cut to its segment.
+        layout: The offset at which each storage begins, in bytes; -1 for one that is never in the arena.
+        segments: The ranges of the layout that hold bytes: one for each mapped file, or one for all.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -501,14 +553,19 @@ class Arena:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy of the layout range `start:stop` into the arena, for the read of step `step`, or out of it.
+    """One copy of a range into the arena, for the read of a step, or out of it.
 
-    The copy may start once step `after` has ended. `after` is less than `step` and counts from the start of
-    the pass in which `step` runs: a negative value is step `n + after` of the pass before, which has n steps.
-    If that is one of the same method, it is at least `step - n`: no dependency reaches back two passes.
+    A copy out takes produced bytes to the spill file, from which another copy brings them back. Its step does
+    not end before it is done, so that the bytes may leave with that step.
 
-    A copy in direction `out` takes produced bytes to the spill file, from which another brings them back.
-    Step `step` does not end before it is done, so that they may leave with that step.
+    Attributes:
+        start, stop: The layout range.
+        step: The step that reads the range, or at which it is written out.
+        after: The copy may start once this step has ended. Less than `step`, and counted in the pass in which
+            `step` runs: a negative value is step `n + after` of the pass before, which has n steps. If that
+            is a pass of the same method, it is at least `step - n`: no dependency reaches back two passes.
+        direction: `"in"` or `"out"`.
+        link: The number of the link.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -522,7 +579,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Drop:
-    """The layout range `start:stop` leaves the device when step `step` ends."""
+    """The layout range from `start` to `stop` leaves the device when step number `step` ends."""
 
     __pydantic_config__: ClassVar = STRICT
     start: int
@@ -532,21 +589,22 @@ class Drop:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What streams in one pass of one method: transfers in issue order, and drops by step.
+    """What streams in one pass of one method. A range that no transfer brings and no drop takes is resident.
 
-    A range that no transfer brings and no drop takes is resident. The transfers with a negative
-    `after` are on their way, or done, when a call begins. `predicted_ns` is the steady period, and
-    `lower_bound_ns` a period that no plan can beat (`bound/period.py`), None if the solver did not find one
-    in time.
-
-    `staged[i]` is the number of bytes of transfer i that the host does not hold. The disk reads them into a
-    ring of `staging_bytes` first, in issue order, as soon as earlier transfers have left room in the ring.
-    `staged` is empty if the host holds the bytes of every transfer.
-
-    `boundary` is what is on the device, or on its way, when a call of this method follows another call of
-    it, or a call of the method that its trace follows. After any other call, only the resident ranges are
-    there, and the rest of `boundary` is loaded in its order. None stands for the boundary of the plan. Of
-    methods whose calls come in turn, each has its part of the period and of the bound.
+    Attributes:
+        graph: The number of the method.
+        transfers: In issue order. Those with a negative `after` are on their way, or done, when a call
+            begins.
+        drops: By step.
+        predicted_ns: The steady period. Methods whose calls come in turn share one: each has its part.
+        lower_bound_ns: A period that no plan can beat (`bound/relaxation.py`); None if the solver found none
+            in time.
+        staged: Bytes of each transfer that the host does not hold; empty if it holds all. The disk reads them
+            into a ring first, in issue order, as soon as earlier transfers have left room in the ring.
+        staging_bytes: The size of that ring.
+        boundary: What is on the device, or on its way, when a call of this method follows another, or one of
+            the method that its trace follows. After any other call, only the resident ranges are there, and
+            the rest is loaded in this order. None: the boundary of the plan.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -560,16 +618,13 @@ class Schedule:
     boundary: tuple[Range, ...] | None = None
 
     def moved_bytes(self, direction: Direction) -> int:
-        """Bytes that the transfers of one direction move in a pass."""
+        """Return the bytes that transfers in `direction` move in a pass."""
         return sum(t.stop - t.start for t in self.transfers if t.direction == direction)
 
 
 @dataclass(frozen=True)
 class HostTier:
-    """The memory of a host between disk and device: `nbytes`, in which it holds the ranges `resident`.
-
-    The staging ring of the schedules takes a part of these bytes.
-    """
+    """The memory of a host, of `nbytes` with the staging ring, in which it holds the ranges `resident`."""
 
     __pydantic_config__: ClassVar = STRICT
     nbytes: int
@@ -578,20 +633,28 @@ class HostTier:
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decisions of a plan: which bytes are on the device when, for every method, within `budget` bytes.
+    """The decisions of a plan: which bytes are on the device when, for every method.
 
-    This class has the decisions alone. Plans are made, stored and run as a `Plan` (`schedule/plan.py`), a
-    subclass that can also be written and drawn.
+    Plans are made, stored and run as a `Plan` (`schedule/plan.py`), a subclass that can be written and drawn.
 
-    `outside` lists the storages that are held whole in ordinary memory: all that are not streamable, and all
-    others too if everything fits. Their bytes and `arena_bytes` together are within the budget.
-    `addresses[s]` is the address of storage s in a contiguous arena (-1 for a storage outside); it is empty
-    for a paged arena. The ranges in `resident` never leave the device. `boundary`, which contains them, is on
-    the device or on its way between calls, in the order in which a cold start loads it; each of several
-    methods may have a boundary of its own. `traces` are those that the plan was made for. `names` and `sizes`
-    (bytes) are those of the storages, for people who read the plan without its catalog; they are empty if
-    nobody gave them. `host` is the memory of a host between disk and device, None if that memory holds all
-    that streams. `pool` is the memory for single units of what is read sparsely, None if all is read whole.
+    Attributes:
+        budget: Bytes that the arena, the pool and the storages outside of both may take together.
+        arena: The arena's facts.
+        arena_bytes: Its size.
+        outside: Storages that are held whole in ordinary memory: all that are not streamable, and all others
+            too if everything fits.
+        addresses: The address of each storage in a contiguous arena, -1 for one outside; empty for a paged
+            arena.
+        resident: Ranges that never leave the device.
+        boundary: Ranges on the device, or on their way, between calls; with `resident`, and in the order in
+            which a cold start loads them. Each of several methods may have its own.
+        wrap: Whether copies go on across calls (`"overlap"`) or join at the end of a call (`"barrier"`).
+        schedules: One for each trace.
+        traces: The traces that the plan was made for.
+        hardware: The machine that it was made for.
+        names, sizes: Names and bytes of the storages, for people; empty if nobody gave them.
+        host: The memory of a host between disk and device; None if it holds all that streams.
+        pool: The memory for units of what is read sparsely; None if all is read whole.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -623,19 +686,19 @@ class Decisions:
 
     @cached_property
     def produced(self) -> frozenset[int]:
-        """The storages that a step writes: what a forward keeps for its backward."""
+        """The storages that a step writes: values that a forward keeps for its backward."""
         return frozenset(s for trace in self.traces for step in trace.steps for s in step.writes)
 
     def boundary_of(self, schedule: Schedule) -> tuple[Range, ...]:
-        """The ranges on the device, or on their way to it, between two calls of the schedule's method."""
+        """Return the ranges on the device, or on their way, between two calls of the method of `schedule`."""
         return self.boundary if schedule.boundary is None else schedule.boundary
 
     def reads_of(self, step: Step) -> tuple[int, ...]:
-        """The storages that a step of the plan's traces reads: from the arena, and by units from the pool."""
+        """Return the storages that `step` of the plan's traces reads: from the arena, and by units."""
         return self.pool.whole(step.reads, step.sparse) if self.pool else step.reads
 
     def expected_ns(self, number: int) -> int:
-        """Nanoseconds that a pass of trace `number` takes, with what it is expected to wait for units."""
+        """Return the nanoseconds that a pass of trace `number` is expected to take, with waits for units."""
         waits = self.pool.expected_ns if self.pool else ()
         return self.schedules[number].predicted_ns + (waits[number] if waits else 0)
 
@@ -646,10 +709,7 @@ class Decisions:
 
     @property
     def predicted_ns(self) -> int:
-        """Nanoseconds that one more pass of each method costs in the steady state, summed.
-
-        If there is a pool, this has what a pass is expected to wait for units.
-        """
+        """Nanoseconds of one more pass of each method in the steady state, with waits for units, summed."""
         units = sum(self.pool.expected_ns) if self.pool else 0
         return sum(schedule.predicted_ns for schedule in self.schedules) + units
 

@@ -133,9 +133,9 @@ def facts_faults(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterat
 
 
 def produced_faults(storages: Sequence[Storage], traces: Sequence[Trace], path: str) -> Iterator[str]:
-    """A produced storage is written in one step, and read behind it: later in that call, or in the next.
+    """A produced storage is written in one step, and read later in that call or in the next.
 
-    The trace of the next call stands behind: a round of calls begins with the first of its traces.
+    The next call is that of the trace behind; after the last trace of a round comes the first.
     """
     written: dict[int, tuple[int, int]] = {}
     for i, trace in enumerate(traces):

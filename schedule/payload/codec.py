@@ -67,7 +67,7 @@ def check_payload(payload: Payload, source: str) -> None:
 def check_artifact(payload: Payload, source: str) -> None:
     """Raise PayloadError unless the files of an artifact have every byte of its storages.
 
-    Only what a step produces has none. So no program reads memory that nothing has filled.
+    Produced storages have none. Without this check, a program could read memory that nothing has filled.
     """
     for i, storage in enumerate(payload.storages):
         reached = 0
@@ -331,9 +331,12 @@ Lowering = Literal["none", "eager", "inductor", "executorch"]
 
 @dataclass(frozen=True)
 class ProgramFile:
-    """The lowered program: its path inside the artifact's folder, and the sha256 of the file.
+    """The file of the lowered program.
 
-    `machine` names the processor or device that the program was compiled for, and is empty if any will do.
+    Attributes:
+        path: Its path inside the artifact's folder.
+        sha256: The hash of the file.
+        machine: The processor or device that the program was compiled for; empty if any will do.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -344,11 +347,16 @@ class ProgramFile:
 
 @dataclass(frozen=True)
 class ProbeOrder:
-    """The probe calls that enclose each step of method number `graph`, in the code that a compiler emitted.
+    """The probe calls that enclose each step of a method, in the code that a compiler emitted.
 
-    Step k runs between the calls `opens[k]` and `closes[k]`. Call 2 p is the acquire of probe p, and 2 p + 1
-    its release; -1 is the beginning of the pass in `opens`, and its end in `closes`. Of the reads that the
-    code could do by units, `units[r]` is the step of number r; -1 if its weight has to be there as a whole.
+    Call 2 p is the acquire of probe p, and 2 p + 1 its release.
+
+    Attributes:
+        graph: The number of the method.
+        opens: The call before each step; -1 is the beginning of the pass.
+        closes: The call after each step; -1 is the end of the pass.
+        units: The step of each read that the code can do by units; -1 if its weight has to be there as a
+            whole.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -360,10 +368,25 @@ class ProbeOrder:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Payload:
-    """Catalog, traces and plans of one compiled program.
+    """All facts of one compiled program: its weights, its traces and its plans.
 
-    `lowering` is `none` for a program annotated in memory. The times of the traces are of `hardware`. If
-    `probes` has no entry for a method, step k lies between acquire and release of probe k.
+    Attributes:
+        format, version: Those of docs/payload.md.
+        lowering: `"none"` for a program that was annotated in memory.
+        program: The file of the lowered program.
+        torch: The version of torch.
+        files, storages, weights: Where the bytes of weights lie, and the tensors in them.
+        methods: The methods and their inputs.
+        traces: A trace for each method.
+        probes: The probe calls of compiled methods. Without an entry, step k lies between acquire and release
+            of probe k.
+        hardware: The machine that the times of the traces are of.
+        plans: Plans that the program can run.
+
+    Example:
+        >>> payload = penstock.annotate(exported)
+        >>> penstock.Payload.from_bytes(payload.to_bytes()) == payload
+        True
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -387,16 +410,25 @@ class Payload:
         return f"Payload({self.lowering}, {nbytes} in {len(self.weights)} weights, methods: {methods})"
 
     def to_bytes(self) -> bytes:
-        """The payload as UTF-8 JSON. Equal payloads give equal bytes.
+        """Return the payload as UTF-8 JSON. Equal payloads give equal bytes.
 
-        Raises PayloadError for a payload that `from_bytes` would refuse.
+        Raises:
+            PayloadError: `from_bytes` would refuse the payload.
         """
         check_payload(self, "the payload to be written")
         return encode(self)
 
     @staticmethod
     def from_bytes(data: bytes, *, source: str = "payload.json") -> Payload:
-        """Read and check a payload; `source` names it in messages. Raises PayloadError."""
+        """Read and check a payload.
+
+        Args:
+            data: The JSON that `to_bytes` returned.
+            source: What messages call it.
+
+        Raises:
+            PayloadError: The bytes are not what docs/payload.md specifies, or of another version.
+        """
         text, tree = parse(data, source)
         _check_version(tree, source)
         payload = decode(Payload, text, tree, source)
@@ -409,7 +441,7 @@ class Payload:
         return plain_weights(self.weights)
 
     def storage_names(self) -> tuple[str, ...]:
-        """For each storage, the name of the first weight or part that lies in it, for messages."""
+        """Return, for each storage, the name of the first weight or part that lies in it, for messages."""
         names: dict[int, str] = {}
         for weight in self.weights:
             for part in weight.parts:
@@ -417,31 +449,37 @@ class Payload:
         return tuple(names.get(s, f"storage {s}") for s in range(len(self.storages)))
 
     def read_graph(self) -> networkx.DiGraph:
-        """A graph of the steps of all methods, the storages of all weights, and the reads between them.
+        """Return a graph of all steps, all storages, and the reads between them.
 
-        The node `("step", graph, k)` is step k of method number `graph`, with these attributes: `kind`
-        ("step"), `name` (of the node or kernel that reads), `method`, `index` (k), `bytes` (of the storages
-        that it reads), `lead_ns`, `lead_flops` and `lead_bytes` (the compute since the step before, and the
-        memory that it reads and writes), `read_ns`, `read_flops` and `read_bytes` (the compute of the step
-        itself, and its memory).
+        The graph has the attributes `lowering` and `methods`: by name, the `shape` point of the trace, its
+        `tail_ns` and `gap_ns`, and whether its `times` are modelled or measured.
+
+        The node `("step", graph, k)` is step k of method number `graph`. Its attributes: `kind` ("step"),
+        `name` (of the node or kernel that reads), `method`, `index` (k), `bytes` (of the storages that it
+        reads), `lead_ns`, `lead_flops` and `lead_bytes` (the compute since the step before, and the memory
+        that it reads and writes), `read_ns`, `read_flops` and `read_bytes` (the compute of the step itself,
+        and its memory).
 
         The node `("storage", s)` is storage s of the payload: `kind` ("storage"), `name` (the first FQN that
         lies in it), `bytes`, `storage_kind` ("streamable", "mutable", "returned", "inlined", "small" or
-        "produced"), and one entry for each tensor that lies in it in the lists `fqns`, `dtypes` and `shapes`.
-        A storage without edges always stays in memory, or nothing uses it.
+        "produced"), and the lists `fqns`, `dtypes` and `shapes` with one value for each tensor that lies in
+        it. A storage without edges always stays in memory, or nothing uses it.
 
         Edges have the attribute `why`: "reads" from a storage to a step, "writes" from a step to a storage
         that it produces, "order" from a step to the next one of its method. Where single units of a storage
         may do for a read, its edge has `units` (their number), `unit_bytes` (of one), `asked` (the most that
         a call of the exported sizes names), `operator`, and `route` (equal for reads of one method that name
-        the same units); a plan says by its `pool` whether they are read so. The graph's own attributes are
-        `lowering`, and `methods`: by name the `shape` point of the trace, its `tail_ns` and `gap_ns`, and
-        whether its `times` are modelled or measured.
+        the same units). The `pool` of a plan says whether they are read so.
+
+        Example:
+            >>> graph = program.read_graph()
+            >>> [graph.nodes[node]["name"] for node in graph.predecessors(("step", 0, 0))]
+            ['0.weight', '0.bias']
         """
         return read_graph(self)
 
     def trace_for(self, graph: int) -> Trace:
-        """The trace of method number `graph`. Raises PayloadError when there is none."""
+        """Return the trace of method number `graph`. Raises PayloadError if there is none."""
         for trace in self.traces:
             if trace.graph == graph:
                 return trace

@@ -19,10 +19,7 @@ _T = TypeVar("_T")
 
 
 def encode(value: Any) -> bytes:
-    """A dataclass as UTF-8 JSON; equal values give equal bytes.
-
-    Raises PayloadError for text that is not Unicode.
-    """
+    """A dataclass as UTF-8 JSON, equal for equal values. Raises PayloadError for text that is no Unicode."""
     try:
         return (_render(_plain(value), "") + "\n").encode()
     except UnicodeEncodeError as error:
@@ -69,10 +66,7 @@ def _pairs(items: list[tuple[str, Any]]) -> _Pairs:
 
 
 def parse(data: str | bytes, source: str) -> tuple[str, Any]:
-    """The text and its JSON tree.
-
-    Raises PayloadError for text that is no JSON, and for repeated keys and NaN, which pydantic accepts.
-    """
+    """The text and its JSON tree. Raises PayloadError for no JSON, repeated keys and NaN."""
     try:
         text = data if isinstance(data, str) else bytes(data).decode("utf-8")
         tree = json.loads(text, object_pairs_hook=_pairs)
@@ -113,10 +107,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def decode(kind: type[_T], text: str, tree: Any, source: str, *, page: str = "docs/payload.md") -> _T:
-    """The dataclass that `text` holds, whose JSON tree is `tree`; `page` specifies it.
-
-    Raises PayloadError, with the path.
-    """
+    """The dataclass that `text`, of the JSON `tree`, holds; `page` specifies it. Raises PayloadError."""
     from pydantic import ValidationError
 
     try:

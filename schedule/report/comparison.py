@@ -165,10 +165,7 @@ def without_values(trace: Trace) -> Trace:
 
 
 def _period(setting: Setting, starts: Sequence[tuple[int, int]]) -> int | None:
-    """The period if, for each pair (k, after), the reads of step k are copied once step `after` has ended.
-
-    Every storage is a copy of its own. None if the reads of one step do not fit into the memory.
-    """
+    """The period if the reads of step k are copied once step `after` has ended; None if they do not fit."""
     if max(setting.read_bytes(k) for k, _ in starts) > setting.cap:
         return None
     transfers = []

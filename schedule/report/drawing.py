@@ -545,7 +545,6 @@ def _cells(intervals: Iterable[Interval], view: View, columns: int) -> str:
 
 
 def _events(plan: Decisions, number: int, names: Sequence[str], passes: int) -> Iterator[Event]:
-    """Yield the events of one method in the Trace Event Format."""
     trace, schedule = plan.traces[number], plan.schedules[number]
     launched = launched_steps(plan, number)
     times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1, launched=launched)
@@ -596,11 +595,7 @@ def _new_file(path: str | PathLike[str], *, force: bool) -> Path:
 
 
 def _write(target: Path, pieces: Iterable[str], *, force: bool) -> None:
-    """Write all of the pieces to `target`, or leave it as it is. `force` replaces a file that exists.
-
-    Raises:
-        PlanError: `target` exists and `force` is not given, or it cannot be written.
-    """
+    """Write all pieces to `target`, or leave it as it is. Raises PlanError if it exists without `force`."""
     with (
         _as_plan_errors(),
         replace_file(target, force=force) as fd,

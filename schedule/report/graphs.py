@@ -60,7 +60,6 @@ def read_graph(payload: Payload) -> networkx.DiGraph:
 
 
 def _units(read: SparseRead | None) -> dict[str, str | int]:
-    """The attributes of an edge of which units may do."""
     if read is None:
         return {}
     named: dict[str, str | int] = {"operator": read.operator, "route": read.route}
@@ -68,7 +67,6 @@ def _units(read: SparseRead | None) -> dict[str, str | int]:
 
 
 def _facts(step: Step) -> dict[str, str | int]:
-    """The attributes of a step's node that say what it computes."""
     return {
         "name": step.name,
         "lead_ns": step.lead_ns,
@@ -128,9 +126,12 @@ def event_graph(plan: Decisions, method: str | None = None) -> networkx.DiGraph:
 
 
 def to_dot(graph: networkx.DiGraph) -> str:
-    """The graph in Graphviz' language; every attribute of a node or an edge is written as text.
+    """Return a graph in Graphviz' language; every attribute of a node or an edge is written as text.
 
     `weight` is written as `weight_ns`: Graphviz adds up the weights of edges in 32 bits to lay them out.
+
+    Args:
+        graph: What `Plan.event_graph` or `Program.read_graph` returns.
     """
     numbers = {node: number for number, node in enumerate(graph)}
     lines = [
@@ -144,7 +145,7 @@ def to_dot(graph: networkx.DiGraph) -> str:
 
 
 def to_json(graph: networkx.DiGraph) -> str:
-    """The graph as networkx' node-link JSON, which `networkx.node_link_graph` reads."""
+    """Return a `graph` of penstock's as node-link JSON, which `networkx.node_link_graph` reads."""
     import networkx
 
     return json.dumps(networkx.node_link_data(graph, edges="edges"), indent=1) + "\n"

@@ -20,10 +20,7 @@ _MOST_EVENTS = 400_000
 
 @dataclass(frozen=True)
 class Copy:
-    """Transfers `first` to `last` (the latter excluded) as one range; other fields are as in Transfer.
-
-    `out` is its direction: from the arena, and not into it.
-    """
+    """Transfers `first` to `last` (excluded) as one range, `out` of the arena or into it; see Transfer."""
 
     range: Range
     step: int
@@ -104,10 +101,7 @@ def views_of(plan: Decisions, number: int) -> Views:
 
 
 def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes] = ()) -> tuple[Copy, ...]:
-    """Returns the transfers in issue order; neighbours without a pause between them in `passes` are one copy.
-
-    Without `passes`, every transfer is a copy.
-    """
+    """The transfers in issue order; with `passes`, neighbours without a pause between them are one copy."""
     breaks = set(plan.arena.layout) if plan.arena.kind == "contiguous" else set()
     breaks |= {segment.start for segment in plan.arena.segments}
     copies: list[Copy] = []
@@ -162,10 +156,7 @@ def stays_of(plan: Decisions, index: int, copies: Sequence[Copy]) -> tuple[Stay,
 
 
 def names_of(plan: Decisions, names: Sequence[str] | None = None) -> Sequence[str]:
-    """Returns `names`, or else the names in the plan, or else numbers.
-
-    Raises PlanError unless there is a name for every storage.
-    """
+    """`names`, or those in the plan, or numbers. Raises PlanError unless each storage has a name."""
     count = len(plan.arena.layout)
     chosen = names if names is not None else plan.names or [f"storage {s}" for s in range(count)]
     if len(chosen) != count:
@@ -235,10 +226,7 @@ def overlap(place: Range | None, piece: Range) -> int:
 
 
 def cut_of(plan: Decisions, ranges: Iterable[Range]) -> Iterator[tuple[int, int, Range]]:
-    """Cuts ranges where storages begin, and yields each range's number, a storage and its piece.
-
-    Padding belongs to the storage before it.
-    """
+    """Cut ranges where storages begin; yield each range's number, storage (with its padding) and piece."""
     starts = sorted((offset, s) for s, offset in enumerate(plan.arena.layout) if offset >= 0)
     offsets = [offset for offset, _ in starts]
     for number, piece in enumerate(ranges):

@@ -39,10 +39,7 @@ class Use:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The copies of the part of a weight that does not stay, in the steady state.
-
-    `nbytes` is the bytes that they bring in a pass.
-    """
+    """The copies in a steady pass, of `nbytes` in all, of the part of a weight that does not stay."""
 
     share: float
     """The share of the weight that stays."""
@@ -132,7 +129,6 @@ def _of_value(picture: Picture, s: int, written: int, stream: _Stream, waits: Se
 
 
 def _streams(picture: Picture) -> Iterator[_Stream]:
-    """Yield the copies of each storage, by index."""
     places, view = storage_ranges(picture.plan), picture.views.steady
     brought: list[Counter[int]] = [Counter() for _ in places]
     for stay in picture.stays:
@@ -309,7 +305,7 @@ def slow_launches(plan: Decisions) -> str:
 def _rate(method: str, ns: int, tokens: int | None) -> str:
     """The rate of a method, with the kind of call: `calls of decode with 1 token make 3.05 tokens a second`.
 
-    If a token or a pass takes longer than a second, it is the time of one.
+    Where a token or a pass takes longer than a second, the time of one is said instead.
     """
     if tokens is None:
         calls, make, take, a_pass, many = method, "makes", "takes", "pass", "passes"
@@ -328,10 +324,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, str]:
-    """Compare the plan with the best of the other policies.
-
-    Returns the words that say whether streaming pays, and a clause about that policy if it is faster.
-    """
+    """The words that say whether streaming pays, and a clause about the best other policy if it is faster."""
     if not policies:
         return (
             "No other way fits, as each holds all that the forward keeps"
@@ -393,7 +386,6 @@ def _limited(plan: Decisions, limit: Limit) -> str:  # noqa: PLR0911 (one for ea
 
 
 def _copied(plan: Decisions) -> str:
-    """The bytes that a pass copies in and out, and their rates."""
     hardware = plan.hardware
     brought = f"{format_size(plan.streamed_bytes)} a pass at {_gigabytes(hardware.link_bytes_per_s)}"
     if not plan.written_bytes:
@@ -414,7 +406,7 @@ def _help(plan: Decisions, faster: str) -> str:
 def _twice(plan: Decisions) -> str:
     """The clause on what would halve the plan's time, or help at all.
 
-    It takes for granted that plans for larger budgets come as near to `best_ns` as this plan does.
+    It assumes that plans for larger budgets come as near to `best_ns` as this plan does.
     """
     half, compute = plan.predicted_ns // 2, plan.compute_ns
     pool, limit, disk = _pool_bytes(plan), limit_of(plan), plan.hardware.disk_bytes_per_s
@@ -457,7 +449,6 @@ def _pool_bytes(plan: Decisions) -> int:
 
 
 def _staged(plan: Decisions) -> int:
-    """Bytes that the disk reads in a pass of each method, summed."""
     return sum(nbytes for schedule in plan.schedules for nbytes in schedule.staged)
 
 

@@ -178,10 +178,7 @@ class _Search:
         return {math.ceil(ring / granule) * granule for ring in rings}
 
     def _candidate(self, family: _Family, ring: int) -> _Candidate | None:
-        """The candidate whose streaming blocks share `ring` bytes.
-
-        None if the blocks that cannot stream do not fit into the rest of the memory.
-        """
+        """The candidate whose streaming blocks share `ring` bytes; None if the other blocks do not fit."""
         ends = sum(self.blocks[b].size for b in family.ends)
         other_bytes = sum(b.size for n, b in enumerate(self.blocks) if n not in family.able) - ends
         ring = max(ring, ends - self.cap + other_bytes)

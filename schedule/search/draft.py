@@ -176,11 +176,7 @@ class Occupancy:
 
 
 def _cells(blocks: Sequence[Block], placement: Addressing) -> tuple[list[dict[int, Range]], list[list[int]]]:
-    """Cut the arena wherever a block begins or ends.
-
-    Returns, for each block, its layout range in every cell that it fills, by the number of the cell; and, for
-    each cell, the blocks that fill it.
-    """
+    """For each block, its layout range in each cell that it fills; for each cell, the blocks that fill it."""
     places = [Range(at, at + block.size) for at, block in zip(placement.addresses, blocks, strict=True)]
     cuts = sorted({edge for place in places for edge in (place.start, place.stop)})
     pieces: list[dict[int, Range]] = []
@@ -205,10 +201,7 @@ class _Waits:
         self._ended = list(itertools.accumulate(step.lead_ns + step.read_ns for step in steps))
 
     def until(self, written: int, nbytes: int, least: int, most: int) -> int:
-        """The step, from `least` to `most`, by whose end a copy out has had time enough.
-
-        It is in the call that writes the bytes.
-        """
+        """The step of the same call, from `least` to `most`, by whose end a copy out has had time enough."""
         done = self._ended[written] + _TIMES_AS_LONG * self._problem.hardware.write_ns(nbytes)
         most = min(most, self._problem.call_ends(self._which, written))
         return max(least, min(most, bisect_left(self._ended, done)))
@@ -228,15 +221,11 @@ class _Cell:
     waits: _Waits
 
     def writes(self, j: int) -> bool:
-        """True if use number j writes its block."""
         k, b = self.reads[j]
         return self.written.get(b) == k
 
     def leaves(self, j: int) -> int:
-        """The step at whose end the block of use number j leaves the cell, which others then fill.
-
-        What is copied out may stay longer, until the step before the one that fills the cell.
-        """
+        """The step at whose end the block of use number j leaves the cell at the earliest."""
         k, b = self.reads[j]
         if self.written.get(b) != k - 1 or not self.out(j):
             return k
@@ -251,7 +240,6 @@ class _Cell:
 
 
 def _move(cell: _Cell, steps: int, moves: _Moves) -> None:
-    """Add the copies and drops of one cell to `moves`."""
     reads, ranges = cell.reads, cell.ranges
     saved: set[int] = set()
     for j, (k, b) in enumerate(reads):
@@ -275,11 +263,7 @@ def _move(cell: _Cell, steps: int, moves: _Moves) -> None:
 def _joined(
     pieces: Sequence[tuple[Range, int]], least: int, begins: Collection[int]
 ) -> Iterator[tuple[Range, int]]:
-    """Join neighbouring pieces while one of the two has fewer than `least` bytes.
-
-    Each piece comes with the step whose end its copy waits for; a joined piece waits for the later of the
-    two.
-    """
+    """Join neighbours with fewer than `least` bytes; each comes with the step that its copy waits for."""
     last, waits = pieces[0]
     for piece, after in pieces[1:]:
         touches = piece.start == last.stop and piece.start not in begins
@@ -292,6 +276,5 @@ def _joined(
 
 
 def _parts(whole: Range) -> Iterator[Range]:
-    """Cut a range into parts of at most MERGED_BYTES."""
     for start in range(whole.start, whole.stop, MERGED_BYTES):
         yield Range(start, min(start + MERGED_BYTES, whole.stop))

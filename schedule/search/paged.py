@@ -53,20 +53,14 @@ class Runs:
         self._excess = int(residency.held_bytes(sizes).max()) - cap
 
     def choices(self, shared_bytes: float) -> Iterator[numpy.ndarray]:
-        """Yield choices of rows in runs of several lengths, each as a mask over all rows.
-
-        `shared_bytes` is the memory that the relaxation refills during a pass.
-        """
+        """Yield masks over all rows, in runs of several lengths, that refill `shared_bytes` of memory."""
         for ring, parts, ahead in itertools.product(_RINGS, _PARTS, _AHEAD):
             rows = self.choose(int(shared_bytes * ring), int(shared_bytes * ring / parts), ahead)
             if rows is not None:
                 yield rows
 
     def choose(self, shared: int, run: int, ahead: float) -> numpy.ndarray | None:
-        """Choose rows in runs of about `run` bytes that refill `shared` bytes of memory.
-
-        None if no choice fits after `_ATTEMPTS`.
-        """
+        """Choose rows in runs of about `run` bytes that refill `shared` bytes of memory; None if none fit."""
         copied = self._excess + shared
         for _ in range(_ATTEMPTS):
             rows = self._spread(copied, run, ahead)
@@ -77,10 +71,7 @@ class Runs:
         return None
 
     def neighbours(self, rows: numpy.ndarray, *, any_two: bool) -> Iterator[numpy.ndarray]:
-        """Yield the choices next to `rows` that fit: one end of a run is moved, or two ends of any runs are.
-
-        With `any_two`, choices that differ in any two rows follow.
-        """
+        """Yield choices with one or two ends of runs moved; `any_two` adds those that differ in two rows."""
         order = numpy.nonzero(self._may)[0]
         chosen = rows[order]
         edges = numpy.nonzero(chosen != numpy.roll(chosen, 1))[0]
@@ -253,11 +244,7 @@ class OneTrace:
         return self.ranked[-1].period_ns if len(self.ranked) == 2 * _JOINED else math.inf
 
     def _round(self, relaxed: Relaxation) -> None:
-        """Round the relaxation to whole spans, with several amounts of memory left free.
-
-        The free memory takes what rounding adds, and copies on their way. The best amount is found first, and
-        then the best way to round with that amount.
-        """
+        """Round the relaxation to whole spans: find the best amount of free memory, then how to round."""
         shared = int(relaxed.shared_bytes)
         copy = shared // 2
         margins = {self.largest_span * count for count in (0, 1, 2, 4, 8)}

@@ -113,7 +113,6 @@ def _load(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
 
 
 def _tries(conflicts: Sequence[Sequence[int]], work: int) -> int:
-    """The number of placements that a search may try with this much work."""
     return 1 + work // (1 + len(conflicts) + sum(len(neighbours) for neighbours in conflicts))
 
 
@@ -267,17 +266,13 @@ def _alive(block: Block) -> list[int]:
 
 
 class _Room:
-    """Memory cut into pieces, each with an age: the position, in order of first use, of its last block.
-
-    Piece i reaches from `edges[i]` to `edges[i + 1]`, and no block was placed there yet if its age is -1.
-    """
+    """Memory cut at `edges` into pieces. A piece's age is the rank of its last block by first use, or -1."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.edges = [start, stop]
         self.ages = [-1]
 
     def take(self, start: int, stop: int, age: int) -> None:
-        """Place a block at these bytes, whose age becomes `age`."""
         low, high = bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop) - 1
         before = [self.edges[low]] * (self.edges[low] < start)
         after = [self.edges[high + 1]] * (stop < self.edges[high + 1])
@@ -310,7 +305,6 @@ class _Room:
         return min(alike, key=lambda start: (self._bytes_of(least, start, start + size), start))
 
     def _bytes_of(self, age: int, start: int, stop: int) -> int:
-        """The bytes of the given age between two addresses."""
         low, high = bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop)
         return sum(
             min(stop, self.edges[i + 1]) - max(start, self.edges[i])
@@ -376,7 +370,6 @@ def place_oldest(
 
 
 def _read_together(blocks: Sequence[Block]) -> list[set[int]]:
-    """For each block, the other blocks that some step reads together with it."""
     together: dict[tuple[int, int], list[int]] = {}
     for b, block in enumerate(blocks):
         for number, steps in enumerate(block.reads):
@@ -390,7 +383,6 @@ def _read_together(blocks: Sequence[Block]) -> list[set[int]]:
 
 
 def _overlap(blocks: Sequence[Block], addresses: Sequence[int], read_with: Sequence[Collection[int]]) -> bool:
-    """Tell whether two blocks that one step reads share bytes."""
     return any(
         addresses[b] < addresses[o] + blocks[o].size and addresses[o] < addresses[b] + blocks[b].size
         for b, neighbours in enumerate(read_with)

@@ -111,7 +111,6 @@ def place_in_file(storage: Storage) -> tuple[int, int] | None:
 
 
 def _file_bases(files: Sequence[WeightFile], alignment: int) -> Iterator[int]:
-    """Yield the layout offset at which each file begins."""
     end = 0
     for file in files:
         yield end

@@ -154,7 +154,6 @@ def _union(steps: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _cut(piece: Range, segments: Sequence[Range]) -> Iterator[Range]:
-    """Yield the parts of a range that lie in segments."""
     for segment in segments:
         start, stop = max(piece.start, segment.start), min(piece.stop, segment.stop)
         if start < stop:
@@ -162,7 +161,6 @@ def _cut(piece: Range, segments: Sequence[Range]) -> Iterator[Range]:
 
 
 def _joined(runs: Sequence[Run], segments: Sequence[Range]) -> Iterator[Run]:
-    """Join neighbouring runs of one segment that have the same reads."""
     begins = {segment.start for segment in segments}
     for (_, _), same in itertools.groupby(
         _numbered(runs, begins), key=lambda numbered: (numbered[0], numbered[1].reads)
@@ -192,11 +190,7 @@ def _chunks(run: Range, chunk: int, granule: int) -> Iterator[Range]:
 
 @dataclass(frozen=True)
 class Block:
-    """A storage as the searches place it, at a multiple of the granule.
-
-    It begins `shift` bytes behind that, as in its granule of the layout. `size` is `shift` and its bytes,
-    rounded up to granules.
-    """
+    """A storage, `shift` bytes behind a multiple of the granule; `size` is all of that in whole granules."""
 
     storage: int
     range: Range

@@ -105,9 +105,9 @@ class Table:
     cut: int = 0
 
     def missed(self, pool_bytes: int) -> float:
-        """Units that a pass misses where a pool has `pool_bytes` bytes and all are asked for equally often.
+        """Units that a pass misses with a pool of `pool_bytes` bytes, if all are asked for equally often.
 
-        A read that does not fit finds none: each of its rounds takes the whole pool.
+        A read that does not fit into the pool finds none, since each of its rounds takes the whole pool.
         """
         return self.cut + (self.asked - self.cut) * (1 - min(1.0, pool_bytes / self.nbytes))
 

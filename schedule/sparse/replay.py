@@ -20,10 +20,7 @@ Round = tuple[SparseRead, Sequence[int]]
 
 
 def least_missed(parts: Sequence[Round], pool: Pool, storages: Sequence[Storage]) -> tuple[int, bool]:
-    """The least bytes that have to be brought for parts that come one after another, and whether it is exact.
-
-    At first the pool is empty. If it is exact, there is a policy that brings so few.
-    """
+    """The least bytes to bring into an empty pool for these parts, and whether a policy brings so few."""
     pieces = _Pieces(pool, storages)
     asked = [list(dict.fromkeys(p for n in numbers for p in pieces.of(read, n))) for read, numbers in parts]
     exact, room = pieces.alike, pool.nbytes
@@ -33,10 +30,7 @@ def least_missed(parts: Sequence[Round], pool: Pool, storages: Sequence[Storage]
 
 
 class _Pieces:
-    """Units in pieces, the bytes that the same units have: of most units one, besides edges that are shared.
-
-    Of the granules at the ends of a storage, only its own bytes count.
-    """
+    """Units cut into pieces, so that the bytes which several units share are one piece."""
 
     def __init__(self, pool: Pool, storages: Sequence[Storage]) -> None:
         self.sizes: list[int] = []
@@ -155,10 +149,7 @@ class Replay:
 
 
 def replay(profile: Profile, pool: Pool) -> Replay:
-    """What the calls of a profile move through a pool that is empty at first.
-
-    Raises PayloadError if the pool is for other tables than those of the profile.
-    """
+    """What the calls of a profile move through an empty pool. Raises PayloadError if it has other tables."""
     tables = {read.storage for read in profile.reads()}
     if tables != {s for s, place in enumerate(pool.layout) if place >= 0}:
         raise PayloadError(
@@ -187,10 +178,7 @@ def replay_own(profile: Profile, pool: Pool) -> Moved:
 
 
 def expectation(profile: Profile, graphs: Sequence[int]) -> Expectation:
-    """What a pass of each of the methods `graphs` misses, as the recorded calls of it do on the average.
-
-    A method of which no call was recorded misses nothing.
-    """
+    """What a pass of each of the methods `graphs` misses on average; nothing if no call was recorded."""
 
     def expect(pool: Pool) -> list[Missed]:
         driven = Driven(profile, pool)
@@ -293,10 +281,7 @@ class Driven:
 
 
 def ladder_of(profile: Profile, rungs: int = 8) -> Sequence[Pool]:
-    """Pools of growing sizes, each about the same multiple of the one before.
-
-    The smallest holds what any one read asked for, and the largest all tables.
-    """
+    """Pools of growing sizes, by about equal factors, from the largest read's units to all tables."""
     smallest, reads = profile.pool(0), profile.reads()
     asks = [(reads[ask.read], ask.units) for call in profile.routes.calls for ask in call]
     edges = ([smallest.granules(read, number) for number in units] for read, units in asks)

@@ -17,10 +17,7 @@ _FORGOTTEN = 2048
 
 
 def _powers(base: float) -> np.ndarray:
-    """The powers of a number as products, which have the same bits everywhere; those of libraries differ.
-
-    The native engine computes the same keys, so that it makes the same decisions.
-    """
+    """The powers of a number as products, which have the same bits everywhere; those of libraries differ."""
     factors = np.full(_FORGOTTEN + 1, base)
     factors[0] = 1.0
     return np.multiply.accumulate(factors)
@@ -34,11 +31,16 @@ Unit = tuple[int, int]
 
 @dataclass
 class Change:
-    """What has to happen before a read: units to drop first, then units to bring, and to bring ahead of need.
+    """What has to happen before a read.
 
-    `ahead` is for later steps that will ask for the same units; nobody waits for these before that step.
-    `granules` are those that have to be read for each unit: the first, and the one behind the last. What a
-    unit that is held has brought of a granule that two share is the whole granule, which is not read again.
+    Two units can share a granule. Reading either one loads the whole granule, so the second does not read it
+    again.
+
+    Attributes:
+        drop: Units to drop first.
+        bring: Units to read then.
+        ahead: Units that later steps will ask for; no step before them waits for these.
+        granules: The granules to read for each unit: the first, and the one behind the last.
     """
 
     drop: list[Unit] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Residency:
     """The units that are in a pool, of all methods whose traces are given.
 
     A unit counts from when it is to be brought until it is dropped. Units of a read in progress never leave.
-    Those that a later read of the turn will ask for leave only for units that a read asks for now, and last.
+    Units that a later read of the turn will ask for leave last, and only for units that a read asks for now.
     """
 
     def __init__(self, pool: Pool, traces: Sequence[Trace]) -> None:
@@ -208,7 +210,7 @@ class Residency:
     def _by_key(self, until: np.ndarray, *, needed: bool) -> list[int]:
         """The units that may leave, the one first that is expected to be asked for last.
 
-        Behind all others, and only for units that are needed now, those that this turn will ask for.
+        The units that this turn will ask for come last, and only if `needed` says that others are needed now.
         """
         some = np.flatnonzero(self._held & ~self._used & (needed | ~self._soon))
         ordered: list[int] = some[np.argsort(-self.keys(some, until), kind="stable")].tolist()
@@ -240,7 +242,6 @@ class Residency:
         return first + (first in self._users), stop - (last > first and last in self._users)
 
     def _cost(self, index: int) -> int:
-        """The bytes that a unit takes beside those that are held."""
         first, stop = self._own(index)
         return (stop - first) * self._pool.granule
 
@@ -266,7 +267,6 @@ class Residency:
 
 
 def _reads_of(trace: Trace, pool: Pool) -> dict[int, _Read]:
-    """The reads of a trace that a pool serves, by step."""
     reads = [(k, read) for k, step in enumerate(trace.steps) for read in step.sparse if pool.has(read)]
     turns = {route: turn for turn, route in enumerate(dict.fromkeys(read.route for _, read in reads))}
     reads_of_steps: dict[int, _Read] = {}

@@ -19,9 +19,16 @@ from penstock.schedule.sparse.pool import smallest_pool, units_layout
 
 @dataclass(frozen=True)
 class RoutedRead:
-    """A read whose units were recorded: of `count` units of `unit_nbytes` bytes of the weight named `weight`.
+    """A read whose units were recorded.
 
-    It is step number `step`, called `name`, of the method `method`, whose probes carry the number `graph`.
+    Attributes:
+        method: The name of the method.
+        graph: The number that the method's probes carry.
+        step: The number of the step.
+        name: The name of the step.
+        weight: The weight that is read.
+        count: The number of its units.
+        unit_nbytes: Bytes of a unit.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -35,7 +42,7 @@ class RoutedRead:
 
 
 class Ask(NamedTuple):
-    """What one read of a call asked for: the number of the read in the routes, and units, ascending."""
+    """The `units` (numbers, ascending) that a call asked for by read number `read` of the routes."""
 
     read: int
     units: tuple[int, ...]
@@ -47,7 +54,7 @@ Route = tuple[Ask, ...]
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of calls in their order, and the reads that they were recorded of."""
+    """What recorded `calls` asked for, in their order, by the recorded `reads`."""
 
     reads: tuple[RoutedRead, ...]
     calls: tuple[tuple[Ask, ...], ...]
@@ -184,10 +191,7 @@ class _Header:
 
 
 def routes_to_bytes(routes: Routes) -> bytes:
-    """The routes as the bytes of a file; equal routes give equal bytes.
-
-    Raises PayloadError for routes that `routes_from_bytes` would refuse.
-    """
+    """The routes as a file; equal routes give equal bytes. Raises PayloadError for impossible routes."""
     header = _Header(reads=routes.reads, calls=len(routes.calls))
     lines = [_line(asdict(header))]
     lines += (_line([[ask.read, *ask.units] for ask in call]) for call in routes.calls)
@@ -239,7 +243,6 @@ def _check_size(data: bytes, source: str) -> None:
 
 
 def _call(line: bytes, source: str) -> Route:
-    """The route of one call, of numbers that are not checked yet."""
     from pydantic import Strict
 
     kind = tuple[tuple[Annotated[int, Strict()], ...], ...]
@@ -253,7 +256,6 @@ def _call(line: bytes, source: str) -> Route:
 
 
 def _faults(routes: Routes) -> Iterator[str]:
-    """What is wrong with routes beyond the types of their fields."""
     yield from _read_faults(routes.reads)
     for k, call in enumerate(routes.calls):
         for ask in call:

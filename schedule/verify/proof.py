@@ -81,9 +81,10 @@ def _check_places(storages: tuple[Storage, ...], pool: Pool) -> None:
 
 
 def _most_taken(granule: int, first: int, stride: int, nbytes: int, count: int) -> int:
-    """Bytes of the granules that the widest of some units takes, or more where there are very many begins.
+    """Bytes of the granules that the widest of some units takes; more, if units begin at very many places.
 
-    Where a unit begins in its granule repeats; all begins are the same modulo the common divisor.
+    The places at which units begin in their granules repeat, equal modulo the common divisor of stride and
+    granule.
     """
     common = math.gcd(granule, stride)
     period = granule // common
@@ -93,10 +94,7 @@ def _most_taken(granule: int, first: int, stride: int, nbytes: int, count: int) 
 
 
 def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, where: str) -> tuple[int, int]:
-    """Every unit of a read lies in its storage, apart from the others, and the largest fits into the pool.
-
-    Returns the bytes from a unit to the next, and those of a unit.
-    """
+    """Check the units of a read; return the bytes from a unit to the next, and those of a unit."""
     view, item_bytes = read.view, ITEM_SIZES.get(read.view.dtype, 0)
     if not item_bytes or len(view.shape) != len(view.stride) or min(view.shape, default=0) < 1:
         raise PlanError(f"{where} reads units of a tensor of {view.dtype} {view.shape}, which has none")
@@ -144,7 +142,6 @@ def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
 
 
 def _paired(plan: Decisions) -> list[tuple[Schedule, Trace]]:
-    """Each schedule of a plan with the trace that it was made for."""
     traces = {t.graph: t for t in plan.traces}
     return [(s, traces[s.graph]) for s in plan.schedules]
 
@@ -208,7 +205,6 @@ def _check_turns(plan: Decisions) -> None:
 
 
 def _check_writes(storages: tuple[Storage, ...], plan: Decisions) -> None:
-    """A step writes what is produced, and no other step writes it."""
     written: set[int] = set()
     for trace in plan.traces:
         for k, step in enumerate(trace.steps):
@@ -254,10 +250,7 @@ def _check_budget(storages: tuple[Storage, ...], plan: Decisions) -> None:
 
 
 def _check_schedule(schedule: Schedule, trace: Trace, before: Trace) -> None:
-    """Transfers and drops name steps of the trace, and no transfer waits for more than one pass.
-
-    `before` is the trace of the call before, of which a transfer may wait for a step.
-    """
+    """Transfers and drops name steps; no transfer waits for more than `before`, the pass before."""
     steps = len(trace.steps)
     if schedule.predicted_ns < 0:
         raise PlanError(

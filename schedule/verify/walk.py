@@ -239,10 +239,7 @@ NEVER_YET = -1
 
 
 def lay(items: Sequence[Item], memory: Memory, title: str) -> list[int]:
-    """The content of every cell if it holds `items` and nothing else.
-
-    Raises PlanError if two of the items take the same bytes; `title` names them in the message.
-    """
+    """The content of each cell if it holds `items`, called `title`. Raises PlanError if two overlap."""
     owner = [ABSENT] * memory.cells
     for i, move in enumerate(items):
         place = memory.place(move)
@@ -294,10 +291,7 @@ def gates(calls: Sequence[Call]) -> list[list[int]]:
 
 
 class _Steps:
-    """What happens when the steps of one call end: which transfers may start, and which drops are due.
-
-    `opened` counts steps from the beginning of the call; negative ones are of the call before.
-    """
+    """What starts and leaves when steps of a call end; `opened` counts them, negative in the call before."""
 
     def __init__(self, call: Call, gates: Sequence[int], memory: Memory) -> None:
         self.schedule, self.trace = call
@@ -323,7 +317,7 @@ def _places(memory: Memory, storages: tuple[int, ...]) -> list[tuple[int, Place]
 class Walk:
     """The state of every cell while calls run in turn; `run` raises PlanError at the first fault.
 
-    The first of `calls` begins from a cold device, and the first comes again behind the last.
+    The first of `calls` begins from a cold device, and is called again after the last.
     """
 
     def __init__(self, memory: Memory, plan: Decisions, calls: Sequence[Call]) -> None:
@@ -343,7 +337,6 @@ class Walk:
         self._leaving = [NEVER_YET] * memory.cells
 
     def _written(self, number: int) -> list[tuple[int, Place]]:
-        """The storages that a call writes, with their cells."""
         return [written for step in self._calls[number].writes for written in step]
 
     def run(self) -> None:

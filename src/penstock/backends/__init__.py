@@ -9,7 +9,6 @@ __all__ = ["executorch", "fx", "onnx"]
 
 
 def __getattr__(name: str) -> Any:
-    """A backend, whose library is imported when it is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")

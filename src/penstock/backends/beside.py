@@ -47,11 +47,16 @@ Compiler = Callable[..., Callable[..., Any]]
 
 
 def beside(other: str | Compiler) -> Compiler:
-    """Returns a backend for torch.compile that runs a module offloaded by `penstock.offload`.
+    """Return a backend for torch.compile that runs a module offloaded by `penstock.offload`.
 
-    `other` compiles every region that reads no weight which streams: a backend's name, or a function of a
-    graph module and example inputs. `options` are `budget` and `resident_below`, as for the backend
-    "penstock", and those of the other. Raises PassError for a name that no installed library has.
+    Its `options` are `budget` and `resident_below`, as for the backend "penstock", and those of the other.
+
+    Args:
+        other: The backend that compiles every region which reads no streamed weight: its name, or a function
+            of a graph module and example inputs.
+
+    Raises:
+        PassError: No installed library has a backend of that name.
     """
     compiler = _find(other) if isinstance(other, str) else other
 
@@ -170,10 +175,7 @@ def _without_weights(propagated: fx.GraphModule, streamed: set[str]) -> frozense
 
 
 class _Region(torch.nn.Module):
-    """A region that the other compiler compiles when it is first called, on real inputs.
-
-    Compilers take the sizes of these for all that come, so one with dynamic sizes is compiled for each.
-    """
+    """A region that the other compiler compiles when first called, once for each sizes of real inputs."""
 
     def __init__(self, graph_module: fx.GraphModule, compiler: Compiler) -> None:
         super().__init__()

@@ -45,29 +45,60 @@ class Backend(Protocol):
     def annotate(
         self, exported: ExportedProgram | Mapping[str, ExportedProgram]
     ) -> Mapping[str, fx.GraphModule]:
-        """Returns a copy of each method's graph, with facts in `node.meta`. No weight is touched."""
+        """Return a copy of each method's graph, with facts in `node.meta`. No weight is touched.
+
+        Args:
+            exported: A program, or several methods `{name: program}`.
+        """
 
     def lower(self, graph_module: fx.GraphModule, method: str = "forward") -> fx.GraphModule:
-        """Returns a copy with an acquire before every read of a streamed weight, and a release behind it.
+        """Return a copy with an acquire before every read of a streamed weight, and a release behind it.
 
         The order of reads is that of the graph given here, after the compiler's passes. Lowering what has
-        been lowered gives an equal graph; so it may be called again after passes that came later.
+        been lowered gives an equal graph, so it may be called again after later passes.
+
+        Args:
+            graph_module: A graph that `annotate` returned, or what passes made of it.
+            method: The name of its method.
+
+        Raises:
+            PassError: As for `reobserve`.
         """
 
     def payload(self) -> tuple[str, bytes]:
-        """Writes the weights, and returns the key and the bytes that a container keeps for the program.
+        """Write the weights, and return the key and the bytes that a container keeps for the program.
 
         One payload serves all methods, all partitions and every budget.
         """
 
     def load(self, payload: tuple[str, bytes], budget: int | str) -> LoadedPayload:
-        """Starts to load the weights of a payload, of which at most `budget` bytes will be in memory."""
+        """Start to load the weights of a payload.
+
+        Args:
+            payload: The key and the bytes that `payload` returned.
+            budget: Bytes of weights in memory at most: a number, `"8GB"`, or `"50%"` of the weights.
+
+        Raises:
+            PayloadError: The bytes are not those of the key.
+            BudgetError: The budget is below the floor.
+            SourceError: The weight files are others.
+        """
 
 
-class FxBackend:
-    """The protocol `Backend` for graphs of torch.fx; the weights lie in `folder`, beside the container.
+class FxBackend(Backend):
+    """The protocol `Backend` for graphs of torch.fx.
 
-    With `weights`, the safetensors files of a checkpoint are used in place, and nothing is written.
+    Args:
+        folder: Where the weights lie, beside the container.
+        weights: Safetensors files of a checkpoint that are used in place, so that nothing is written.
+
+    Example:
+        >>> import pathlib
+        >>> backend = penstock.backends.fx.FxBackend(pathlib.Path())
+        >>> graph = backend.lower(backend.annotate(exported)["forward"])
+        >>> with backend.load(backend.payload(), "50%") as weights:
+        ...     torch.equal(weights.bind(graph)(x)[0], model(x))
+        True
     """
 
     def __init__(self, folder: Path, weights: Paths | None = None) -> None:
@@ -76,7 +107,7 @@ class FxBackend:
 
     @property
     def facts(self) -> Payload:
-        """What is known so far: weights, and the order of reads. Raises PassError before `annotate`."""
+        """The weights, and the order of reads, so far. Raises PassError before `annotate`."""
         return self._known().payload
 
     def annotate(
@@ -97,7 +128,9 @@ class FxBackend:
     def observe(self, order: Sequence[Collection[str]], method: str = "forward") -> None:
         """Say in which order a program that is no graph reads its weights, in place of `lower`.
 
-        `order` has the FQNs that each of its steps reads; see `with_order`.
+        Args:
+            order: The FQNs that each step reads, as for `with_order`, which raises the same.
+            method: The name of the method.
         """
         annotated = self._known()
         self._annotated = replace(annotated, payload=with_order(annotated.payload, order, method=method))
@@ -118,6 +151,12 @@ class FxBackend:
         keep: tuple[str, ...] = (),
         options: LoadOptions | None = None,
     ) -> LoadedPayload:
+        """Do what `Backend.load` does, which describes `payload` and `budget`.
+
+        Args:
+            keep: FQN patterns of weights that never leave memory.
+            options: How weights come into memory.
+        """
         return load_payload(payload, budget, self._folder, keep=keep, options=options)
 
     def _known(self) -> Annotated:
@@ -133,12 +172,19 @@ def with_facts(
     method: str | None = None,
     names: Mapping[str, str] | None = None,
 ) -> fx.GraphModule:
-    """Returns a copy of a graph with facts in `node.meta["custom"]["penstock"]`, as plain values.
+    """Return a copy of a graph with facts in `node.meta["custom"]["penstock"]`, as plain values.
 
     An input that holds a weight has `weight` (its FQN). A node that reads weights that stream has `step` (its
-    position in the order of reads), `reads` (FQNs) and `nbytes` (of the storages that it reads). `names`
-    gives the FQNs of inputs by their names, where the graph neither has facts nor the names of an export.
-    Raises PassError for a graph whose weights have lost their names.
+    position in the order of reads), `reads` (FQNs) and `nbytes` (of the storages that it reads).
+
+    Args:
+        graph_module: The graph.
+        payload: What `annotate` returned.
+        method: The name of its method. Default: the only one.
+        names: FQNs of inputs by their names, where the graph has neither facts nor the names of an export.
+
+    Raises:
+        PassError: The weights of the graph have lost their names; or as for `reobserve`.
     """
     method = _method(payload, method)
     copied = inline_grad_regions(inline_transforms(copy_graph_module(graph_module)))
@@ -160,11 +206,19 @@ def with_facts(
 
 
 def reobserve(graph_module: fx.GraphModule, payload: Payload, method: str | None = None) -> Payload:
-    """Returns the payload with the order in which a method's graph reads its weights now.
+    """Return the payload with the order in which a method's graph reads its weights now.
 
     Passes have fused, moved or decomposed nodes since it was annotated. A region that became a graph module
-    is one step. Raises PassError for a graph that writes or returns a weight which streamed before, and for
-    one that calls a module that is no graph module.
+    is one step.
+
+    Args:
+        graph_module: The graph.
+        payload: The payload before.
+        method: The name of its method. Default: the only one.
+
+    Raises:
+        PassError: The graph writes or returns a weight that streamed before, calls a module that is no graph
+            module, or there is no such method.
     """
     method = _method(payload, method)
     opaque = [n for n in graph_module.graph.nodes if n.op == "call_module" and not subgraphs_of(n)]
@@ -190,12 +244,19 @@ def reobserve(graph_module: fx.GraphModule, payload: Payload, method: str | None
 
 
 def with_order(payload: Payload, order: Sequence[Collection[str]], *, method: str | None = None) -> Payload:
-    """Returns the payload with the order of reads that a compiler reports of its own code.
+    """Return the payload with the order of reads that a compiler reports of its own code.
 
-    `order` has, for each step, the FQNs of the weights that it reads; those that never stream may be among
-    them. Work is that of the annotated nodes that read the same, each counted once. Raises PassError for a
-    name that the payload does not have, for a step that reads nothing that streams, and where a weight that
-    was read before is read by no step.
+    Work is that of the annotated nodes that read the same, each counted once.
+
+    Args:
+        payload: The payload before.
+        order: For each step, the FQNs of the weights that it reads; those that never stream may be among
+            them.
+        method: The name of the method. Default: the only one.
+
+    Raises:
+        PassError: A name is no weight's, a step reads nothing that streams, or no step reads a weight that
+            was read before.
     """
     before = trace_of(payload, _method(payload, method))
     storages = {weight.fqn: weight.parts[0].storage for weight in payload.tensors}
@@ -232,9 +293,17 @@ def with_order(payload: Payload, order: Sequence[Collection[str]], *, method: st
 def lower(
     graph_module: fx.GraphModule, payload: Payload, method: str | None = None
 ) -> tuple[fx.GraphModule, Payload]:
-    """Returns a copy of the graph with probes around its reads, and the payload with their order.
+    """Return a copy of the graph with probes around its reads, and the payload with their order.
 
-    Probes that the graph has are placed anew. Raises what `reobserve` raises.
+    Probes that the graph has are placed anew.
+
+    Args:
+        graph_module: The graph.
+        payload: The payload before.
+        method: The name of its method. Default: the only one.
+
+    Raises:
+        PassError: As for `reobserve`.
     """
     bare = with_facts(without_probes(graph_module), payload, method=method)
     payload = reobserve(bare, payload, method)
@@ -242,10 +311,11 @@ def lower(
 
 
 def torch_pass(run: Callable[[fx.GraphModule], fx.GraphModule]) -> Callable[[fx.GraphModule], PassResult]:
-    """Returns a pass of penstock's kind as one for `torch.fx.passes.infra.pass_manager.PassManager`.
+    """Return a pass for torch's `PassManager`, whose result counts as modified if its code is another.
 
-    `run` takes a graph module and returns one, as `FxBackend.lower`, a `penstock.Pipeline` and every pass of
-    docs/passes.md do. The result counts as modified if its code is another.
+    Args:
+        run: A pass of penstock's kind, which takes a graph module and returns one: `FxBackend.lower`, a
+            `Pipeline`, and every pass of docs/passes.md.
     """
 
     def run_pass(graph_module: fx.GraphModule) -> PassResult:
@@ -257,10 +327,13 @@ def torch_pass(run: Callable[[fx.GraphModule], fx.GraphModule]) -> Callable[[fx.
 
 @dataclass(frozen=True)
 class AnnotatedPartition:
-    """Nodes that become one region, and what penstock knows of it.
+    """Nodes that become one region.
 
-    `steps` are its positions in the order of reads, `weights` the FQNs of what it reads that streams, and
-    `nbytes` the bytes of these: the least that a budget needs for the region once it is one step.
+    Attributes:
+        nodes: The nodes, in the order of the graph.
+        steps: Their positions in the order of reads.
+        weights: The FQNs of the weights that they read and that stream.
+        nbytes: Bytes of these: the least that a budget needs for the region once it is one step.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -276,12 +349,19 @@ def annotated_partitions(
     method: str | None = None,
     supported: OperatorSupportBase | None = None,
 ) -> tuple[AnnotatedPartition, ...]:
-    """Returns the regions of a graph that read streamed weights, in the order of their first reads.
+    """Return the regions of a graph that read streamed weights, in the order of their first reads.
 
-    torch's `CapabilityBasedPartitioner` finds them. `supported` says which nodes a compiler takes; without
-    it, a region holds only nodes that read streamed weights. The facts of a region's nodes get its number,
-    `partition`, and nothing else of the graph is changed. Raises PassError where no region reads a weight
-    that streams, and for a graph whose weights have lost their names.
+    torch's `CapabilityBasedPartitioner` finds them. The facts of a region's nodes get its number,
+    `partition`; nothing else of the graph is changed.
+
+    Args:
+        graph_module: The graph.
+        payload: What `annotate` returned.
+        method: The name of its method. Default: the only one.
+        supported: Says which nodes a compiler takes. Default: those that read streamed weights.
+
+    Raises:
+        PassError: No region reads a weight that streams, or the weights of the graph have lost their names.
     """
     method = _method(payload, method)
     if inline_grad_regions(graph_module) is not graph_module:

@@ -35,11 +35,17 @@ _DTYPES = ("float32", "float16", "float64", "int8", "uint8", "int16", "int32", "
 
 @kept_torch_state()
 def write_onnx(exported: ExportedProgram, folder: Path, *, optimize: bool = False) -> None:
-    """Write a program as an ONNX model with penstock's payload, and the weights, into `folder`.
+    """Write a program as an ONNX model with penstock's payload and its weights.
 
-    `optimize` is that of torch.onnx.export, and folds or merges weights of most models. Raises PassError for
-    weights that have lost their names or are not as ONNX has tensors, for buffers that the program writes,
-    and for control flow.
+    Args:
+        exported: A program.
+        folder: A folder that exists.
+        optimize: As for `torch.onnx.export`; it folds or merges weights of most models.
+
+    Raises:
+        PassError: Weights have lost their names or are not as ONNX has tensors, the program writes a buffer,
+            or it has control flow.
+        MissingExtraError: onnx, onnxruntime or onnxscript is not installed.
     """
     require("onnx", "onnxruntime", "onnxscript", purpose="writing an ONNX model")
     import onnx_ir
@@ -126,11 +132,21 @@ def plain_options() -> Any:
 
 
 class StreamedModel:
-    """What `write_onnx` wrote, within `budget` bytes of weights; a context manager.
+    """Runs what `write_onnx` wrote. The end of a `with` statement closes it.
 
-    It is called with numpy arrays in the order of the model's inputs, and returns a list of them. `keep` and
-    `options` are those of `load_payload`. Raises PayloadError for a payload of another model, BudgetError for
-    a budget below the floor.
+        It is called with numpy arrays in the order of the model's inputs, and returns a list of arrays.
+
+    Args:
+        folder: The folder that `write_onnx` wrote to.
+        budget: Bytes of weights in memory at most: a number, `"8GB"`, or `"50%"` of the weights.
+        keep: FQN patterns of weights that never leave memory.
+        options: How weights come into memory.
+
+    Raises:
+        PayloadError: The payload is of another model.
+        BudgetError: The budget is below the floor.
+        SourceError: A file is missing or has changed.
+        MissingExtraError: onnx or onnxruntime is not installed.
     """
 
     def __init__(
@@ -211,7 +227,6 @@ def _streamed(model: Any) -> list[str]:
 
 
 def _check_reads(pieces: Sequence[Any], weights: LoadedPayload) -> None:
-    """Raises PayloadError unless each piece reads what its step holds."""
     payload = weights.payload
     storages = {weight.fqn: weight.parts[0].storage for weight in payload.tensors}
     steps = payload.traces[0].steps

@@ -37,10 +37,7 @@ _UNKNOWN = object()
 def check_probes(
     graph_module: fx.GraphModule, payload: Payload, trace: Trace, weights: Mapping[str, Weight]
 ) -> None:
-    """Raises PayloadError unless the probes of the graph are those of the trace, around the same weights.
-
-    `weights` has the weights by the names of the graph's inputs.
-    """
+    """Raise PayloadError unless the graph's probes are the trace's; `weights` go by names of inputs."""
     probed = {
         int(node.args[2]): {weights[operand.name].parts[0].storage for operand in node.args[0]}
         for node in graph_module.graph.nodes
@@ -165,12 +162,7 @@ def load_payload(
     keep: tuple[str, ...] = (),
     options: LoadOptions | None = None,
 ) -> LoadedPayload:
-    """Plan the payload of a container for `budget` (bytes, `8GB`, `50%`), and start to load its weights.
-
-    `folder` holds the weight files that lie beside the container. Weights whose FQNs match a pattern of
-    `keep` never leave memory. Raises PayloadError for bytes that are not
-    those of the key, BudgetError for a budget below the floor, SourceError for other weight files.
-    """
+    """Do what `FxBackend.load` does; `folder` has the weight files."""
     key, data = payload
     if payload_key(data) != key:
         raise PayloadError(
@@ -181,10 +173,13 @@ def load_payload(
 
 
 class LoadedPayload:
-    """Weights that stream within a budget, for programs that a compiler made; a context manager.
+    """Weights that stream within a budget, for a program that a compiler made. A `with` statement closes it.
 
-    One pass runs at a time. `tensors` are views of the weights by FQN, at addresses that never change. A
-    view may be read while a step that reads it is held, or at any time if the plan never moves it.
+    One pass runs at a time.
+
+    Attributes:
+        payload: The facts of the program.
+        plan: The plan that it runs.
     """
 
     def __init__(
@@ -206,19 +201,31 @@ class LoadedPayload:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Views of the weights by FQN, at addresses that never change.
+
+        Read a view while a step that reads it is held, or at any time if the plan never moves it.
+        """
         return self._weights.tensors
 
     @property
     def stats(self) -> Stats:
-        """Bytes moved, stalls, misses and peaks so far."""
+        """Bytes moved, stalls, misses and peaks since the payload was loaded."""
         return self._weights.stats(self._passes)
 
     def bind(self, graph_module: fx.GraphModule, method: str = "forward") -> Callable[..., Any]:
-        """Returns a function that runs a lowered graph on the inputs of its method, over these weights.
+        """Return a function that runs a lowered graph on the inputs of its method, over these weights.
 
-        It returns what the graph returns. Raises PayloadError if graph and payload do not belong together,
-        and for a graph that reads a weight outside of the weight's probes; the function raises StreamError
-        for more or fewer inputs than the method has.
+        Args:
+            graph_module: A graph that `FxBackend.lower` returned.
+            method: The name of its method.
+
+        Returns:
+            A function that returns what the graph returns. It raises StreamError for another number of
+            inputs, and for one that requires grad while grad mode is on.
+
+        Raises:
+            PayloadError: Graph and payload do not belong together, or the graph reads a weight outside of its
+                probes.
         """
         trace = trace_of(self.payload, method)
         weights = weights_among(graph_module, self.payload, method)
@@ -250,13 +257,23 @@ class LoadedPayload:
 
     @outside_dynamo
     def stream(self, run: Callable[[Reading], _Result], method: str = "forward") -> _Result:
-        """Run one pass of a program that is no graph: `run` holds each step while it reads its weights.
+        """Run one pass of a program that is no graph.
 
             weights.stream(lambda reading: [session_of_step(k, reading) for k in steps])
 
         Steps in the order of the trace were prefetched. A step out of that order is loaded on demand and
         counts as a miss: slower, and never wrong. One step is held at a time, and a step that fails ends the
-        pass. Raises StreamError where another step is held, or none of that number is.
+        pass.
+
+        Args:
+            run: A function of `reading`, which computes step k within `with reading(k):`.
+            method: The name of the method.
+
+        Returns:
+            What `run` returns.
+
+        Raises:
+            StreamError: Another step is held, or there is no step of that number.
         """
         trace = trace_of(self.payload, method)
 

@@ -108,11 +108,7 @@ def _print(output: Path, compiled: Program, rungs: tuple[int, ...]) -> None:
 
 
 def _program(model: str, tokens: int, files: Any, *, trust: bool) -> tuple[Any, Any, dict[str, Any]]:
-    """The program to compile, the weight files to take values from, and the names of weights in these files.
-
-    A saved program is loaded, with `trust` only, as that may run code. A model is exported without being
-    built, and its values come from the model's own files if no others are given.
-    """
+    """The program to compile, files to take values from, and names in them; `trust` loads a saved program."""
     path = Path(model)
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     if folder is None and (path.exists() or ":" not in model):

@@ -143,10 +143,7 @@ def generate(
 
 
 def find_folder(source: str) -> Path:
-    """Return the folder of a model, which is downloaded where the local cache of the hub does not have it.
-
-    Raises SourceError where it cannot be.
-    """
+    """The folder of a model, downloaded if no local cache has it. Raises SourceError if that fails."""
     from huggingface_hub import constants
 
     from penstock.integrations.folders import is_hub_name, local_folder
@@ -188,10 +185,7 @@ def _is_downloaded(path: str) -> bool:
 
 
 def read_tokenizer(folder: Path, *, chat: bool) -> Any:
-    """Return the tokenizer of a folder; code of its own is not run.
-
-    Raises SourceError where there is none, or none that can `chat`.
-    """
+    """A folder's tokenizer, without its own code. Raises SourceError without one, or one that can `chat`."""
     from transformers import AutoTokenizer
 
     from penstock.integrations.folders import is_pipeline
@@ -296,7 +290,6 @@ class _Stream:
         self.times: list[tuple[float, int]] = []  # of each call: when it ended, and the tokens so far
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the tokens of one call."""
         if self._begun:
             self.tokens += value.flatten().tolist()
             self.times.append((time.perf_counter(), len(self.tokens)))
@@ -305,7 +298,6 @@ class _Stream:
             self._shown.put(value)
 
     def end(self) -> None:
-        """Show what is still held back."""
         if self._shown is not None:
             self._shown.end()
 
@@ -371,14 +363,12 @@ class _Session:
             raise SourceError(f"the chat template refuses the conversation: {first_line(error)}") from error
 
     def stream(self) -> _Stream:
-        """Return what takes the tokens of one answer."""
         from transformers import TextStreamer
 
         shown = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         return _Stream(shown if self._shows else None)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
@@ -451,7 +441,6 @@ class _Session:
 
 
 def _limit(plan: Plan) -> str:
-    """Return what limits a plan, in words."""
     from penstock.schedule.report.verdict import limit_of
 
     match limit_of(plan):

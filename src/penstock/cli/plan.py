@@ -98,7 +98,6 @@ def _write(advice: Advice, *, output: Path | None, timeline: Path | None, force:
 
 
 def _print_json(program: Program, advice: Advice) -> None:
-    """Print the verdict, the figures behind it, and the plan itself as JSON."""
     facts: dict[str, Any] = {
         "verdict": list(advice.verdict),
         "predicted_seconds": advice.plan.predicted_seconds,
@@ -150,7 +149,6 @@ def _print(artifact: Path, program: Program, advice: Advice) -> None:
 
 
 def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
-    """The plan's decisions and times as lines of a name and a value."""
     from penstock.schedule.report.verdict import has_costly_pool, near_best, units_of
 
     resident = sum(r.nbytes for r in plan.resident)

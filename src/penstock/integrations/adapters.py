@@ -23,7 +23,6 @@ def by_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[d
 
 
 def _names(module: nn.Module, adapter: str) -> Iterator[str]:
-    """Yield the FQNs of the parameters of an adapter."""
     for path, layer in module.named_modules():
         kinds = {*getattr(layer, "adapter_layer_names", ()), *getattr(layer, "other_param_names", ())}
         for name, _ in layer.named_parameters() if kinds else ():

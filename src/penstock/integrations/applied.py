@@ -61,10 +61,9 @@ _MOVING_OF_DIFFUSERS = ("layerwise_casting", "group_offloading", "lazy_prefetch_
 
 
 class Applied:
-    """A model or a pipeline whose components stream; returned by `apply`, and kept by what `load` returns.
+    """A model or a pipeline whose components stream: what `apply` returns, and `load` keeps.
 
-    As a context manager it restores the model at the end, which only `apply` can: what `load` returns was
-    never in memory.
+    The end of a `with` statement restores the model, unless it is one of `load`, which was never in memory.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Applied:
     def memory(self) -> int:
         """Bytes that weights and calls may take together. Set it between calls: `applied.memory = "6GB"`.
 
-        `"50%"` is half of all weights, and None what is free, as for `apply`.
+        It takes what `memory=` of `apply` takes. Raises BudgetError for what is no size, or too little.
         """
         return self.cap.nbytes
 
@@ -125,7 +124,7 @@ class Applied:
 
     @property
     def contexts(self) -> list[str]:
-        """A sentence for each component that makes text: how long a context may become in its memory."""
+        """A sentence for each component that generates text: how long a context fits in its memory."""
         facts = [(part.module, self.cap.room, part.largest_bytes) for part in self.components.values()]
         return [words for fact in facts if (words := context_that_fits(*fact, self.memory))]
 
@@ -135,7 +134,7 @@ class Applied:
         return self.cap.bytes_read
 
     def idle(self) -> None:
-        """Give the memory of weights back until the next call, which loads them again."""
+        """Give the memory of the weights back until the next call, which loads them again."""
         with self.cap.lock:
             for component in self.components.values():
                 component.unload()
@@ -145,7 +144,7 @@ class Applied:
 
     @property
     def residency(self) -> dict[str, tuple[Residency, ...]]:
-        """By component, how the present plan holds each module's weights; empty before the first plan."""
+        """How the present plan holds each module's weights, by component; empty before the first plan."""
         return {name: component.residency for name, component in self.components.items()}
 
     def add(
@@ -220,8 +219,9 @@ class Applied:
     def restore(self) -> None:
         """Give every component its weights and its own methods again.
 
-        Raises StreamError for what `load` made, which was never in memory, and SourceError where the weights
-        cannot be read again. Everything is still applied then.
+        Raises:
+            StreamError: `load` made the model, which was never in memory.
+            SourceError: The weights cannot be read again; everything is still applied.
         """
         with self.cap.lock:
             if not self._restores:
@@ -320,10 +320,17 @@ def apply(
         options: How weights are brought into memory; `activations` is for exported programs alone.
 
     Returns:
-        What restores the model, at the end of a `with` statement too.
+        An object that restores the model, by `restore()` or at the end of a `with` statement.
 
     Raises:
         PassError: The model cannot stream as it is; the message says why. It is as it was then.
+        BudgetError: `memory` is no size, or trained parameters leave nothing of it.
+        StreamError: There is no such device.
+
+    Example:
+        >>> with penstock.integrations.apply(model, "50MB") as applied:
+        ...     model(x).shape, applied.freed_bytes
+        (torch.Size([2, 64]), 66560)
     """
     if train and not isinstance(model, nn.Module):
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
@@ -378,8 +385,7 @@ def load(
     """Return a transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
 
     The model is never in memory: its weights are read from its safetensors files, in place, when it is
-    called. What is returned is the library's own object, in eval mode. Its `penstock_applied` is what `apply`
-    would return. In a `with` statement it stops its readers and frees its memory at the end.
+    called.
 
     Args:
         source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
@@ -387,12 +393,19 @@ def load(
         variant: The variant of the weights (`"fp16"`), for components that have it.
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
-        train: As for `apply`; `adapter` says what is trained: a configuration of peft, the folder of a saved
-            adapter, or a function of the model such as `lambda model: get_peft_model(model, config)`, whose
-            result is returned. Its first values are drawn from torch's generator as it is.
+        train: As for `apply`, for the parameters that `adapter` adds.
+        adapter: What is trained: a configuration of peft, the folder of a saved adapter, or a function of the
+            model that returns it adapted (`lambda model: get_peft_model(model, config)`). Its first values
+            are drawn from torch's generator as it is.
+
+    Returns:
+        The library's own object, in eval mode. Its `penstock_applied` is what `apply` would return. At the
+        end of a `with` statement it stops its readers and frees its memory.
 
     Raises:
-        SourceError, PassError: The folder holds no model, or as for `apply`.
+        SourceError: The folder holds no model, or a file of it cannot be read.
+        PassError: `train` and `adapter` are not given together; or as for `apply`.
+        BudgetError, StreamError: As for `apply`.
     """
     show(verbose)
     adapting = Adapting.asked(adapter, train=train)

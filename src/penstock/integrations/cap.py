@@ -47,10 +47,7 @@ ANY_TOTAL = 1 << 60
 
 
 def asked_memory(memory: int | str | None, total: int, device: str = "cpu") -> int:
-    """Return the bytes that `memory=` asks for; the log says what None stands for.
-
-    A percentage is of `total` bytes, the weights of the model. Raises BudgetError for what is no size.
-    """
+    """Return the bytes of `memory`, a share of `total`; the log says what None is. Raises BudgetError."""
     if memory is not None:
         return parse_size(memory, total=total, name="memory")
     nbytes, words = default_memory(device)
@@ -59,10 +56,7 @@ def asked_memory(memory: int | str | None, total: int, device: str = "cpu") -> i
 
 
 def default_memory(device: str = "cpu") -> tuple[int, str]:
-    """Return the bytes that are free, less a reserve, and a sentence about both.
-
-    Raises BudgetError where too little is free, and where the system does not say.
-    """
+    """The bytes that are free, less a reserve, and a sentence. Raises BudgetError if that is nothing."""
     free, place = _free_memory(device)
     reserve = max(SLACK, free // _RESERVE)
     if free <= reserve:
@@ -76,7 +70,6 @@ def default_memory(device: str = "cpu") -> tuple[int, str]:
 
 
 def _free_memory(device: str) -> tuple[int, str]:
-    """Return the bytes that are free on a device, and what has them."""
     if device_kind(device) == ACCELERATOR:
         return torch.accelerator.get_memory_info(target_device(device))[0], device
     hardware = hardware_of(device)

@@ -70,10 +70,7 @@ def largest_context(token: TokenBytes, left: int) -> int | None:
 
 
 def context_that_fits(module: nn.Module, room: int, largest: int, memory: int) -> str | None:
-    """Return a sentence about the largest context that fits `room` bytes of `memory`, or None.
-
-    `largest` bytes of weights are in memory at once.
-    """
+    """A sentence about the largest context that fits `room`, with `largest` bytes of weights, or None."""
     token = token_bytes(module)
     tokens = None if token is None else largest_context(token, max(0, room - largest))
     if token is None or not tokens:

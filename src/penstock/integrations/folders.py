@@ -221,7 +221,6 @@ def is_pipeline(folder: Path) -> bool:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Raise SourceError where a folder holds an adapter."""
     adapter = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
     if adapter:
         raise SourceError(
@@ -231,10 +230,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
-    """Return the name of the dtype that `dtype=` asks for; None for that of the configuration or the files.
-
-    Raises SourceError for what is no dtype of weights.
-    """
+    """The name of the dtype asked for; None for the files' own. Raises SourceError for no dtype."""
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name in (None, "auto"):
         return None
@@ -311,7 +307,6 @@ def weight_sets(folder: Path) -> list[tuple[Path, ...]]:
 
 
 def _variants(folder: Path) -> list[str]:
-    """Return the names of the variants of its weights that a folder has."""
     return sorted({path.suffixes[-2][1:].split("-")[0] for path in folder.glob("*model.*.safetensors")})
 
 
@@ -326,10 +321,7 @@ def refuse_variant(folder: Path, variant: str | None) -> None:
 def open_pipeline(
     folder: Path, variant: str | None = None, dtype: str | None = None
 ) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
-    """Find the modules of a pipeline by name; returned with them is what assembles the pipeline.
-
-    Without a dtype each has that of its files.
-    """
+    """The modules of a pipeline by name, in `dtype` or their files', and what assembles the pipeline."""
     require("diffusers", purpose="a pipeline")
     index = _facts(folder / _PIPELINE)
     kind = _class(folder, "diffusers", index.pop("_class_name", None))
@@ -437,10 +429,7 @@ def _diffusers_builder(
 
 
 def _fill_buffers(deferred: Deferred, files: tuple[Path, ...], names: Mapping[str, tuple[str, ...]]) -> None:
-    """Give a module's buffers the values in the files, or else those that the module computes.
-
-    A buffer that is made of several tensors has their rows, one tensor after another.
-    """
+    """Give a module's buffers the values in the files, in rows of several tensors, or those it computes."""
     with ExitStack() as stack:
         opened = [stack.enter_context(open_tensors(file)) for file in files]
         where = {name: file for file in opened for name in file.entries}

@@ -151,10 +151,7 @@ class _Merge:
 
 
 def _unloaded(adapted: Any) -> tuple[nn.Module, dict[str, list[_Merge]]]:
-    """Take the layers of peft out of a model, as `merge_and_unload` does, but merge nothing yet.
-
-    Returns the model, and by the names of its parameters what is to be merged into them, in that order.
-    """
+    """Take peft's layers out of a model; return it, and by parameter what is to be merged, in order."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     merges: list[_Merge] = []

@@ -77,10 +77,7 @@ def keep_weights(
 def _best_match(
     module: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Checkpoint, Matches, Mapping[str, int | None]]:
-    """Return the checkpoint that holds most bytes of a module, its matches, and `_same_bytes` of both.
-
-    All are empty where none holds any.
-    """
+    """The checkpoint that holds most bytes of a module, its matches, and `_same_bytes`; all may be empty."""
     best: tuple[Checkpoint, Matches, Mapping[str, int | None]] = Checkpoint((), {}), {}, {}
     most, total = 0, _nbytes(tensors, tensors)
     for checkpoint in _checkpoints(module):

@@ -38,10 +38,7 @@ Read = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def write_folder(folder: str | PathLike[str], build: Callable[[Path], None]) -> None:
-    """Make a folder from what `build` writes into the empty one that it is given, all of it or nothing.
-
-    Raises SourceError where there is something already.
-    """
+    """Make a folder of what `build` writes, all or nothing. Raises SourceError if something is there."""
     path = Path(folder)
     refuse_folder(path)
     with torch.no_grad():
@@ -149,10 +146,7 @@ def _groups(
     shapes: Mapping[str, torch.Tensor],
     revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> list[_Group]:
-    """Divide a state dict into the smallest groups that can be converted to names of files by themselves.
-
-    Raises PassError where not even the weights of a layer can.
-    """
+    """The smallest groups of a state dict that convert by themselves. Raises PassError if no layer does."""
     whole, groups, left = revert(dict(shapes)), list[_Group](), dict[str, list[str]]()
 
     def add(names: Sequence[str]) -> bool:

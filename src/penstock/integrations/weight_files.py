@@ -47,10 +47,7 @@ def computed_buffers(module: nn.Module) -> set[str]:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a checkpoint of the module holds, by FQN.
-
-    Raises PassError for a tensor without values.
-    """
+    """The tensors that a checkpoint of the module holds, by FQN. Raises PassError for one without values."""
     computed = computed_buffers(module)
     tensors = plain_parts(module.named_parameters())
     tensors |= plain_parts((name, value) for name, value in module.named_buffers() if name not in computed)
@@ -130,7 +127,6 @@ def keep_packed(
 
 
 def _holds(file: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether a file holds these tensors, byte for byte."""
     with open_tensors(file) as opened:
         return all(opened.holds(name, bytes_of(value)) for name, value in tensors.items())
 

@@ -188,10 +188,7 @@ def _keep_dtypes(model: Any, wanted: torch.dtype) -> None:
 
 
 def dtype_of(config: Any, dtype: str | None) -> torch.dtype:
-    """The dtype asked for, or else that of the configuration, or else float32.
-
-    Raises SourceError if it is no floating-point dtype of torch.
-    """
+    """The dtype asked for, or the configuration's, or float32. Raises SourceError for no float."""
     asked = dtype or getattr(config, "dtype", None) or torch.float32
     chosen = getattr(torch, asked, None) if isinstance(asked, str) else asked
     if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
@@ -200,10 +197,7 @@ def dtype_of(config: Any, dtype: str | None) -> torch.dtype:
 
 
 def inputs_of(config: Any, source: str, *, tokens: int, dtype: str | None) -> dict[str, Any]:
-    """Inputs of a forward call of `tokens` tokens, made for the main input that the model's class names.
-
-    Raises SourceError if the configuration does not tell the shapes of the inputs.
-    """
+    """Inputs of a call of `tokens` tokens, for the main input of the model's class. Raises SourceError."""
     name = getattr(model_class(config, source), "main_input_name", None)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     wanted = dtype_of(config, dtype)
@@ -255,5 +249,4 @@ def _has(config: Any, *names: str) -> bool:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these numbers that a configuration has, or 0."""
     return next((int(length) for name in names if (length := getattr(config, name, None))), 0)

@@ -20,11 +20,18 @@ from penstock.schedule.facts.errors import PassError
 def unpack_gguf(module: nn.Module) -> nn.Module:
     """Replace the GGUF linears of a module by linears that hold the same bytes in a plain buffer.
 
-    Returns the module. Its outputs are those of diffusers on a CPU, bit for bit. The buffer has the
-    parameter's name.
+    The outputs are those of diffusers on a CPU, bit for bit. The buffer has the parameter's name.
 
-    Raises PassError for GGUF blocks in any other kind of module, and if there are no GGUF linears; nothing is
-    replaced then. Raises MissingExtraError if diffusers or gguf is not installed.
+    Args:
+        module: A module that diffusers loaded from a GGUF file. It is changed.
+
+    Returns:
+        The module.
+
+    Raises:
+        PassError: There are no GGUF linears, or GGUF blocks in another kind of module. Nothing is replaced
+            then.
+        MissingExtraError: diffusers or gguf is not installed.
     """
     require("diffusers", "gguf", purpose="unpack_gguf")
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter

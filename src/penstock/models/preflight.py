@@ -75,10 +75,7 @@ def advise(
 
 
 def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
-    """Rows for the plan, its bound and every other policy, the fastest first.
-
-    A row has the name, the seconds of a pass, and these seconds divided by the plan's.
-    """
+    """Rows of the plan, its bound and other policies: name, seconds of a pass, ratio to the plan's."""
     rows = [("this plan", point.predicted_ns), *point.policies.items()]
     if point.lower_bound_ns is not None:
         rows.append((whatif.BEST, point.lower_bound_ns))
@@ -159,8 +156,12 @@ _ALIGNMENT = 64
 class Model:
     """The facts of a model that was never built, and the bytes that it needs beside weights.
 
-    `activations` is the most bytes of intermediate values. `cache_bytes` is the size of a key-value cache for
-    the context asked for, which the program itself does not hold.
+    Attributes:
+        name: The source that it was read from.
+        payload: Its weights and traces.
+        activations: The most bytes of intermediate values.
+        cache_bytes: Bytes of a key-value cache for the context asked for, which the program does not hold.
+        notes: Sentences about what the figures leave out.
     """
 
     name: str
@@ -191,7 +192,7 @@ class Model:
         return packed_arena(storages, traces, kind="contiguous", granule=_ALIGNMENT, alignment=_ALIGNMENT)
 
     def facts(self) -> dict[str, Any]:
-        """The facts as JSON."""
+        """Return the facts as JSON, in bytes."""
         return {
             "model": self.name,
             "weight_bytes": self.weight_bytes,
@@ -206,9 +207,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result for one budget on one kind of hardware: a plan and its verdict.
+    """What one budget makes of a model on one kind of hardware.
 
-    If the model does not run, the plan is None, and the verdict says why.
+    Attributes:
+        hardware: The machine.
+        split: The division of its memory.
+        budget: Bytes for weights.
+        floor_bytes: The smallest budget that can run the model.
+        plan: The plan; None if the model does not run.
+        verdict: Sentences: how fast it runs and why, or why it does not run.
     """
 
     hardware: Hardware
@@ -219,7 +226,7 @@ class Finding:
     verdict: tuple[str, ...]
 
     def facts(self) -> dict[str, Any]:
-        """The finding as JSON."""
+        """Return the finding as JSON, in bytes and seconds."""
         plan, split = self.plan, self.split
         fact = {
             "hardware": self.hardware.name,
@@ -244,13 +251,18 @@ class Finding:
 
 
 def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | None = None) -> Model:
-    """Export the model of a transformers `config.json` (or its folder), or of `module:function`, unbuilt.
+    """Export a model without building it.
 
-    The function returns a module and its example inputs. `tokens` is the length of a call in tokens, and
-    `context` the length of a key-value cache; `dtype` replaces the dtype of the configuration.
+    Args:
+        source: A transformers `config.json`, its folder, or `module:function`. The function takes nothing,
+            and returns a module and its example inputs.
+        tokens: The length of a call.
+        context: The tokens of a key-value cache.
+        dtype: Replaces the dtype of the configuration.
 
-    Raises SourceError if the source cannot be read, and PassError, with the line, if the model does not
-    export.
+    Raises:
+        SourceError: The source cannot be read.
+        PassError: The model does not export; the message names the line.
     """
     build, inputs = open_source(source, tokens=tokens, dtype=dtype)
     exported = Built.by(build, "cuda").export(inputs())
@@ -270,10 +282,7 @@ Inputs = Callable[[], Sequence[Any] | Mapping[str, Any]]
 def open_source(
     source: str, *, tokens: int = 1, dtype: str | None = None
 ) -> tuple[Callable[[], nn.Module], Inputs]:
-    """A function that builds a model, and a function that gives example inputs once the model is built.
-
-    `source` is a configuration or `module:function`. Raises SourceError if it cannot be read.
-    """
+    """A function that builds the model of `source`, and one that gives inputs then. Raises SourceError."""
     path = Path(source)
     if not path.exists():
         return _from_factory(source)
@@ -283,7 +292,21 @@ def open_source(
 
 
 def find(model: Model, hardware: str, budget: str | None, host_memory: str | None = None) -> Finding:
-    """Plan a model for a preset. Without `budget`, weights get all memory that the device has left."""
+    """Plan a model for a machine that need not be here.
+
+    Args:
+        model: What `read_model` returned.
+        hardware: A preset, as for `find_hardware`.
+        budget: Bytes for weights, a size, or a share (`"50%"`). Default: what the device has left.
+        host_memory: Bytes of weights that the host holds; it reads others from its disk.
+
+    Returns:
+        The plan and its verdict; without a plan if the budget is below the floor.
+
+    Raises:
+        PlanError: There is no such hardware.
+        BudgetError: A value is no size.
+    """
     machine = find_hardware(hardware)
     storages = model.payload.storages
     traces = tuple(with_times(trace, machine) for trace in model.payload.traces)

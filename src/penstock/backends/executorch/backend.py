@@ -107,7 +107,7 @@ def add_storages(
 
 
 class PenstockBackend(BackendDetails):  # type: ignore[misc]
-    """What ExecuTorch calls with all that was tagged for penstock: the partitioner names it."""
+    """What ExecuTorch calls with all that was tagged for penstock. `PenstockPartitioner` names it."""
 
     @classmethod
     def copy_exported_program_for_preprocess(

@@ -295,7 +295,6 @@ def _with_weights_as_inputs(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _with_inputs_in_order(graph_module: fx.GraphModule, order: list[str]) -> fx.GraphModule:
-    """Returns a copy of a graph module whose placeholders stand in another order."""
     nodes: Mapping[str, fx.Node] = {node.name: node for node in graph_module.graph.nodes}
     graph = fx.Graph()
     copied: dict[fx.Node, Any] = {}

@@ -69,7 +69,6 @@ def as_torch_exports(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _operators(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that call operators, in the bodies of control flow too."""
     modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
     return [node for module in modules for node in module.graph.nodes if isinstance(node.target, OpOverload)]
 
@@ -140,10 +139,7 @@ _FORMATS = {
 
 
 def _memory_format(node: fx.Node, order: object) -> torch.memory_format:
-    """The memory format that an order of dimensions stands for: that of the input, or one of torch's.
-
-    An order that has no format there is the input's: values are the same in any.
-    """
+    """The memory format of an order of dimensions; the input's, if torch has no format for the order."""
     source = node.args[0]
     value = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(order, list | tuple):
@@ -287,7 +283,6 @@ def _compute_again(graph: fx.Graph, nodes: set[fx.Node], reader: fx.Node) -> Non
 
 
 def _give_own_inputs(exported: ExportedProgram) -> None:
-    """Gives each operator that reads a parameter an input of its own."""
     graph = exported.graph
     nodes = {node.name: node for node in placeholders_of(graph)}
     specs: list[InputSpec] = []
@@ -318,14 +313,12 @@ def named_without_use(name: str) -> str:
 
 
 def _shared(value: torch.Tensor) -> torch.Tensor:
-    """Another tensor of the same memory."""
     with torch.no_grad():
         shared = value.detach()
     return nn.Parameter(shared, requires_grad=False) if isinstance(value, nn.Parameter) else shared
 
 
 def _sort_inputs(graph: fx.Graph, order: Mapping[str, int]) -> None:
-    """Moves the graph's inputs to the order of the signature."""
     inputs = sorted((node for node in graph.nodes if node.op == "placeholder"), key=lambda n: order[n.name])
     for before, node in pairwise(inputs):
         before.append(node)
@@ -368,10 +361,7 @@ class Facts:
 def find_facts(
     regions: Sequence[RegionProgram], methods: Mapping[str, MethodFacts], settings: Settings
 ) -> Facts:
-    """Annotates all regions as one program, and joins what belongs to one method.
-
-    Raises PassError for a region without weights.
-    """
+    """Annotate all regions as one program, and join methods. Raises PassError for one without weights."""
     refuse_without_weights(regions)
     annotated = annotate_with_values(
         {region.name: region.program for region in regions}, hardware=settings.hardware

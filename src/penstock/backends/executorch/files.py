@@ -112,10 +112,7 @@ def read_open_pte(file: BinaryIO, wanted: Callable[[str], bool]) -> Pte:
 
 
 def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:
-    """The absolute offset and the size of each entry of an open `.ptd`, by its key.
-
-    Raises ValueError for other bytes, and for a size in the file that reaches beyond its end.
-    """
+    """The absolute offset and the size of each entry of a `.ptd`, by key, or ValueError for other bytes."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
 
@@ -190,29 +187,24 @@ class _Table:
         return _Table(data, struct.unpack_from("<I", data)[0], _Unread(len(data)))
 
     def number(self, field: int, form: str) -> int:
-        """The number in a field, 0 if it is left out."""
         place = self._place(field)
         return 0 if place is None else int(struct.unpack_from(f"<{form}", self.data, place)[0])
 
     def text(self, field: int) -> str:
-        """The text in a field."""
         return self.vector(field).decode()
 
     def vector(self, field: int) -> bytes:
-        """The bytes in a field, none if it is left out."""
         start, size = self._vector(field) or (0, 0)
         self.unread.take(size)
         return bytes(self.data[start : start + size])
 
     def table(self, field: int) -> _Table:
-        """The table in a field."""
         place = self._place(field)
         if place is None:
             raise IndexError(f"field {field} is missing")
         return _Table(self.data, self._follow(place), self.unread)
 
     def tables(self, field: int) -> Iterator[_Table]:
-        """The tables of the list in a field."""
         first, count = self._vector(field) or (0, 0)
         self.unread.take(4 * count)
         return (_Table(self.data, self._follow(first + 4 * k), self.unread) for k in range(count))
@@ -327,7 +319,6 @@ class _Catalog:
         self.stay = set.intersection(*outside) if outside else set()
 
     def faults(self, region: RegionCode) -> Iterator[str]:
-        """One sentence for each field that contradicts the payload."""
         if region.graph not in self.steps:
             yield f"$.graph: expected that of a method, one of {sorted(self.steps)}, got {region.graph}"
             return
@@ -412,8 +403,12 @@ _OWN = (PAYLOAD, PROGRAM, COMPILED)
 class Exported:
     """What a `.pte` holds of penstock, and where the `.ptd` files beside it have the weights.
 
-    `regions` are those of all methods, in the order in which each method runs them. `programs` has their
-    code, by key. `places` has the file and the absolute offset of each storage's bytes, by key.
+    Attributes:
+        path: The `.pte`.
+        payload: Its weights, traces and plans.
+        regions: The regions of all methods, in the order in which each method runs them.
+        programs: The code of regions, by key.
+        places: The file, and the absolute offset, of each storage's bytes, by key.
     """
 
     path: Path
@@ -428,15 +423,15 @@ class Exported:
         return sum(storage.nbytes for storage in self.payload.storages)
 
     def arenas(self) -> tuple[str, ...]:
-        """The kinds of arena that plans are made for, the preferred first."""
+        """Return the kinds of arena that plans are made for, the preferred first."""
         return tuple(arenas(self.payload))
 
     def floor(self, *, arena: str) -> int:
-        """The smallest budget in bytes for a kind of arena, with what the export keeps in memory."""
+        """Return the smallest budget in bytes for an `arena`, with what the export keeps in memory."""
         return floors(self.payload, kept_by_all(self.payload))[arena].upper_bytes
 
     def place_of(self, part: Part) -> tuple[Path, int] | None:
-        """The file of a part and its absolute offset there; None for one that no file has."""
+        """Return the file of `part` and its absolute offset there; None for one that no file has."""
         extents = self.payload.storages[part.storage].extents
         if not extents:
             return None
@@ -444,7 +439,15 @@ class Exported:
         return path, offset + extents[0].file_offset + part.offset
 
     def plan(self, budget: int | str) -> Plan:
-        """The plan that a program with this budget runs; raises BudgetError if it is below the lowest."""
+        """Return the plan that a program with a budget runs.
+
+        Args:
+            budget: Bytes, a size, or a share of the weights (`"50%"`).
+
+        Raises:
+            BudgetError: The budget is below that of the lowest plan.
+            PlanError: The file has no plans.
+        """
         plans = sorted(self.payload.plans, key=lambda plan: plan.budget)
         if not plans:
             raise PlanError(f"{self.path.name} has no plans, so no budget can be chosen for it: export again")
@@ -461,12 +464,20 @@ class Exported:
 
 
 def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Path:
-    """Writes what `to_executorch` returned: the `.pte` at `path`, and the `.ptd` files beside it.
+    """Write what `to_executorch` returned, and return the path.
 
-    What fails leaves all files as they were. They are replaced one by one, the `.pte` last: a process that is
-    killed between two of them leaves a `.pte` that `read` refuses beside the new `.ptd`. Raises SourceError
-    for an alignment from which weights cannot be read in place, for a program without values, and for a file
-    that is there already unless `force` is given.
+    An error leaves all files as they were. They are replaced one by one, the `.pte` last: a process that is
+    killed between two of them leaves a `.pte` that `read` refuses beside the new `.ptd`.
+
+    Args:
+        program: What `to_executorch` returned.
+        path: The `.pte`. The `.ptd` files go beside it.
+        force: Replace files that exist.
+
+    Raises:
+        SourceError: The path does not end in .pte, a file exists, weights do not begin at multiples of 4,096
+            bytes, or the program has no values.
+        PayloadError: The program is no export of penstock's.
     """
     path = Path(path)
     if path.suffix != ".pte":
@@ -495,11 +506,15 @@ def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Pat
 
 
 def read(path: str | PathLike[str]) -> Exported:
-    """Reads a `.pte`, and the heads of the `.ptd` files beside it that its payload names.
+    """Read a `.pte`, and the heads of the `.ptd` files beside it that its payload names.
 
-    Raises PayloadError for a file that is no such export, or whose regions contradict its payload, and
-    SourceError for a `.ptd` that is missing, that is of another program, or whose weights do not begin at
-    multiples of 4,096 bytes.
+    Args:
+        path: The `.pte`.
+
+    Raises:
+        PayloadError: The file is no export of penstock's, or its regions contradict its payload.
+        SourceError: A file is missing, a `.ptd` is of another program, or its weights do not begin at
+            multiples of 4,096 bytes.
     """
     path = Path(path)
     try:

@@ -54,14 +54,21 @@ _KEPT_WHOLE = [torch.ops.aten.linear.default]
 class PenstockPartitioner(Partitioner):  # type: ignore[misc]
     """Tags what reads weights for `PenstockBackend`, which lets them stream; it changes nothing else.
 
-    `budget` (bytes, `"32MiB"` or `"50%"` of the weights) is what a program runs with that is loaded without
-    one; None keeps all weights in memory then. `keep` has patterns of FQNs that stay in memory. `kernels`
-    are those that run what is tagged: ExecuTorch's own around single reads of weights ("executorch"), or code
-    that AOTInductor compiles of whole methods ("aotinductor"), which is for this torch and this processor.
-    `hardware` is what times are modelled for, a preset's name or a Hardware. `data_file` is the name of the
-    `.ptd`. Storages of fewer than `least` bytes
-    are not worth a delegate. Give one partitioner for all methods of a program; it may then be given for
-    another program.
+    Give one partitioner for all methods of a program; it may then be given for another program.
+
+    Args:
+        budget: What a program runs with that is loaded without a budget: bytes, `"32MiB"`, or `"50%"` of the
+            weights. Default: all weights stay in memory then.
+        keep: FQN patterns of weights that stay in memory.
+        kernels: `"executorch"`: its own kernels, around single reads of weights. `"aotinductor"`: code that
+            AOTInductor compiles of whole methods, for this torch and this processor.
+        hardware: The machine that times are modelled for: a preset or a `Hardware`.
+        data_file: The name of the `.ptd`.
+        least: Storages of fewer bytes are not worth a delegate.
+
+    Raises:
+        BudgetError: `budget` is no size.
+        PlanError: `keep` is a text, or there are no such kernels or hardware.
     """
 
     def __init__(
@@ -182,7 +189,6 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         return find_regions(plain, usage, weights_of, worth)
 
     def _specs(self, exported: ExportedProgram, regions: Regions) -> list[list[Any]]:
-        """The compile specs of every region."""
         specs = []
         for number, region in enumerate(regions.regions):
             last = number == len(regions.regions) - 1

@@ -54,10 +54,7 @@ def kept_by_all(payload: Payload) -> frozenset[int]:
 def make_plans(
     payload: Payload, keep: frozenset[int], settings: Settings
 ) -> tuple[tuple[Plan, ...], int | None]:
-    """The plans by ascending budget, one of them for the budget that was asked for, and that budget in bytes.
-
-    Raises BudgetError for a budget below the floor.
-    """
+    """The ascending plans, and the bytes of the budget asked for. Raises BudgetError below the floor."""
     total = sum(storage.nbytes for storage in payload.storages)
     least_of = floors(payload, keep)
     lowest = min(least_of, key=lambda name: least_of[name].upper_bytes)

@@ -166,10 +166,7 @@ def _readers(graph: _Graph, left: set[int]) -> Iterator[set[fx.Node]]:
 
 
 def _whole_weights(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.Node]]:
-    """The groups, and one for each weight whose parts different groups read, with what lies between.
-
-    It holds no other group: an embedding and a head that share a weight are not read at once.
-    """
+    """The groups, and one for each weight whose parts different groups read, with what lies between."""
     of_whole: dict[str, list[int]] = {}
     for number, group in enumerate(groups):
         read = {
@@ -226,10 +223,7 @@ def _writes_what_stays(graph: _Graph, group: set[fx.Node], states: Sequence[set[
 
 
 def _users(graph: _Graph, state: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that use a state, before or behind its update, or what is computed from it alone.
-
-    ExecuTorch has no value for an updated state outside of the delegate that owns it.
-    """
+    """The nodes that use a state, or what is computed from it alone, before or behind its update."""
     same = set(state)
     computed = {node for node in state if node.op != "placeholder"}
     for node in graph.order:
@@ -275,10 +269,7 @@ def _merged(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.Node]]
 
 
 def _with_results(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.Node]]:
-    """The groups, in which one that only writes states is joined with another.
-
-    ExecuTorch drops a delegate of which nobody uses a result.
-    """
+    """Join groups that only write states to others: ExecuTorch drops a delegate without used results."""
     with_results = [group for group in groups if _has_result(graph, group)]
     for group in (group for group in groups if not _has_result(graph, group)):
         first = min(map(graph.order.__getitem__, group))

@@ -146,7 +146,6 @@ def _limit() -> int | None:
 
 
 def _seconds(age: str) -> float:
-    """The seconds that `12h`, `30d` or `6w` stand for."""
     match = _AGE.fullmatch(age.strip())
     if match is None:
         fail(f"--older-than {age!r} is no age: write 90min, 12h, 30d or 6w")
@@ -180,7 +179,6 @@ def _rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _for(cached: Entry) -> str:
-    """The model that an entry was made for, in words."""
     return cached.made_for or _FOR.get(cached.kind, "unknown")
 
 

@@ -77,11 +77,7 @@ def hardware(
 
 
 def _print_measured(figures: Sequence[Measurement]) -> None:
-    """Print a table of the figures of each machine, what its columns mean, and the reasons for doubts.
-
-    Of figures that read alike, as those of a file that was written again, only the newest is shown; figures
-    of one file stand together.
-    """
+    """Print a table of each machine's figures, the meaning of its columns, and reasons for doubts."""
     newest = {
         (figure.subject.machine, *_subject(figure)): figure
         for figure in sorted(figures, key=lambda figure: figure.taken_at)

@@ -94,10 +94,7 @@ _SHORTEST = 12
 
 @contextmanager
 def byte_progress(title: str) -> Iterator[Progress]:
-    """Draw a bar on stderr for each task, below the log messages.
-
-    Without a terminal there are no bars, and long work is announced as `title`.
-    """
+    """Draw a bar on stderr for each task; without a terminal, announce long work as `title`."""
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -133,10 +130,7 @@ def spinner(title: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop the log messages and the stderr of torch, and send the stdout of a model to stderr.
-
-    This is for work whose failures are reported in one sentence.
-    """
+    """Drop log messages and torch's stderr, and send a model's stdout to stderr, while work runs."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -168,10 +162,7 @@ def print_json(facts: Any) -> None:
 
 
 def print_sentences(sentences: Iterable[str], indent: str = "") -> None:
-    """Print each sentence on lines of its own, wrapped between words at the width of the terminal.
-
-    A number and its unit stay on one line.
-    """
+    """Print each sentence, wrapped between words at the terminal's width; a unit stays with its number."""
     for sentence in sentences:
         lines = fill(
             _UNIT.sub("\N{NO-BREAK SPACE}", sentence),
@@ -228,7 +219,6 @@ def _justify(values: Sequence[str]) -> Literal["left", "right"]:
 
 
 def _widest(values: Sequence[str]) -> int:
-    """The number of characters in the longest line of any value."""
     return max(len(line) for value in values for line in value.split("\n"))
 
 

@@ -279,7 +279,6 @@ class CalledModule:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Make an outermost call."""
         refuse_elsewhere((args, kwargs), self.name, self._process)
         with self._cap.lock:
             if not self._active:  # restored while this call waited for its turn
@@ -314,10 +313,7 @@ class CalledModule:
             return self._own_steps.with_weights(output)
 
     def _order_of(self, method: str, kind: object, arguments: CallArguments) -> int | None:
-        """Return the order that a call probably has; None where it is observed.
-
-        That is so, too, where it may take more memory than there is room for beside the plan.
-        """
+        """The order that a call probably has; None if it is observed, or may take more than there is room."""
         orders_of_method = [graph for graph, known in enumerate(self.orders) if known.entry == method]
         order = self._kinds.expected(kind, orders_of_method[0] if len(orders_of_method) == 1 else None)
         if order is None or not self._sizes or self._terms == self._impossible:
@@ -432,7 +428,6 @@ class CalledModule:
     # Plans.
 
     def _open(self) -> LoadedWeights:
-        """Plan for all orders that are known, and load."""
         self._check_files()
         begun = time.monotonic()
         with self._cap.working():

@@ -86,10 +86,7 @@ IN_MEMORY = (
 
 
 def refuse_elsewhere(arguments: object, name: str, process: int) -> None:
-    """Raise StreamError for a call in a forked child of the process, or in a tracer of torch's.
-
-    What a tracer records would run without the weights.
-    """
+    """Raise StreamError in a forked child, or in a tracer, whose record would run without the weights."""
     if os.getpid() != process:
         raise StreamError(f"a forked child cannot call the {name}: load it in the child")
     if tracer := tracer_of(pytree.tree_leaves(arguments)):

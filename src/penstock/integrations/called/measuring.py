@@ -306,7 +306,6 @@ class CallSizes:
         self._measured: deque[MeasuredCall] = deque(maxlen=_REMEMBERED)
 
     def __bool__(self) -> bool:
-        """Tell whether calls were measured."""
         return bool(self._measured)
 
     def add(self, arguments: CallArguments, after: CallArguments, beside: int) -> None:
@@ -333,10 +332,7 @@ class CallSizes:
         return any(f <= _ALIKE or (f <= _FAR and beside * f**2 * _FAR <= room) for f, beside in factors)
 
     def most(self, call: CallArguments) -> float:
-        """Return the most bytes that a call takes beside weights, as far as measured calls tell.
-
-        Attention takes up to the square of the tokens.
-        """
+        """The most bytes that a call takes beside weights; attention may take the square of the tokens."""
         factors = [(measured.growth_to(call), measured.beside) for measured in self._measured]
         return min(
             (beside * (factor**2 if factor > _ALIKE else 1) for factor, beside in factors), default=inf
@@ -518,10 +514,7 @@ class AllocatorMeter(Meter):
 
 
 def highest_resident() -> int:
-    """Return the most bytes that this process has had resident, which looks of PeakMeter reset.
-
-    Returns 0 where the system does not say.
-    """
+    """The most bytes resident since PeakMeter last looked; 0 where the system does not say."""
     try:
         return max(PeakMeter.highest, _resident_sizes().get("VmHWM", 0))
     except OSError:

@@ -78,10 +78,7 @@ def positions_of(order: Order) -> dict[str, list[int]]:
 
 @contextmanager
 def one_pass() -> Iterator[None]:
-    """Count a pass, and keep autocast from holding converted copies of weights meanwhile.
-
-    It converts to the same bits each time.
-    """
+    """Count a pass. Autocast keeps no converted copies of weights meanwhile: it makes the same bits again."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -290,11 +290,7 @@ class PlanMemory:
         return weights
 
     def _values_of(self, step: Step, left_out: Collection[int]) -> tuple[Values, Values]:
-        """Return the values of a step without those of the storages `left_out`, and which it puts in places.
-
-        Small weights of modules that values choose stay in memory. What the plan has in memory throughout
-        stands in its places already.
-        """
+        """The values of a step without those of storages `left_out`, and which of them it puts in places."""
         away = set(left_out) - self._steps.learned.small
         values = {
             twin: self._values[twin]
@@ -373,10 +369,7 @@ class PlanMemory:
         current.position = number + 1
 
     def waits(self, current: Pass, number: int) -> bool:
-        """Tell whether a step waits for reads.
-
-        In a pass that is astray, each does: what the plan has kept in memory for it may have gone.
-        """
+        """Tell whether a step waits for reads; in a pass that is astray, each does."""
         assert current.order is not None
         return current.astray or number in self.probed[current.order]
 

@@ -140,7 +140,6 @@ class Hollow:
         return fill
 
     def _values(self, facts: ModuleFacts) -> dict[str, torch.Tensor]:
-        """Return the values of the parameters in new memory, tied as they were."""
         own_memory, memory = OwnMemory(facts, torch.device("cpu")), dict(self._shared)
         values: dict[str, torch.Tensor] = {}
         for name, absent in self._absent.items():
@@ -172,7 +171,6 @@ class Hollow:
                     child._buffers[key] = moved[id(buffer)]
 
     def _replace(self, module: nn.Module, name: str, value: object) -> None:
-        """Set an attribute of a module until its values are back."""
         self._undo.callback(replace_attribute(module, name, value))
 
     def _refuse_uses(self, module: nn.Module, path: str, sentence: str) -> None:

@@ -98,10 +98,7 @@ class Activations:
 
 
 def activations_of(quantised: Mapping[str, Any], folder: Path) -> Activations | None:
-    """Return how layers round their inputs by a configuration; None where they do not.
-
-    Raises SourceError for what is not computed here.
-    """
+    """How layers round their inputs, or None. Raises SourceError for what is not computed here."""
     groups = quantised.get("config_groups")
     scheme: Any = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
     weights: Any = scheme.get("weights") if isinstance(scheme, dict) else None

@@ -298,10 +298,7 @@ class UnitReads:
             twin.__class__ = kind
 
     def stack(self, paths: Sequence[str], places: Mapping[str, torch.Tensor]) -> set[int]:
-        """Have the weights of one name in the modules of a list be the units of one storage.
-
-        This changes the facts. Returns the storages of weights that are too small for that.
-        """
+        """Make a list's weights of one name the units of a storage; return those too small for that."""
         groups: list[tuple[str, list[str]]] = []
         small: set[int] = set()
         for path in paths:
@@ -589,10 +586,7 @@ class UnitReads:
         return read if nbytes >= LEAST and has_units(read, nbytes) else None
 
     def _note(self, current: Any, path: str, read: SparseRead | int, route: object) -> Seen:
-        """Note an operator as a step of the pass.
-
-        Reads of slices by one module are one step; so are operators that read a storage one after another.
-        """
+        """Note an operator as a step of the pass; reads in a row, and slices for one module, are one step."""
         reads = current.reads
         storage = read if isinstance(read, int) else read.storage
         name = self._twins[storage][0]
