@@ -25,7 +25,7 @@ project = "penstock"
 release = version = __version__
 root_doc = "README"
 extensions = ["sphinx.ext.autodoc", "myst_parser"]
-include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst"]
+include_patterns = ["*.md", "docs/*.md", "docs/notes/*.md", "docs/reference/*.rst"]
 exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "docs"]
 nitpicky = True
 
@@ -88,6 +88,14 @@ CHANGELOG
 SECURITY
 CONTRIBUTING
 docs/testing
+```
+
+```{toctree}
+:hidden:
+:caption: Notes
+:glob:
+
+docs/notes/*
 ```
 """
 """The order of the pages. It is not in README.md, where other readers of Markdown would show it as code."""

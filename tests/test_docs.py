@@ -37,7 +37,11 @@ def call(line):
 """
 """What runs a command of penstock where torch is imported already, which takes seconds."""
 
-PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/*.md", "docs/notes/*.md")
+    for path in ROOT.glob(pattern)
+)
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 FOLDERS = "passes|schedule|runtime|src|tests|benchmarks|scripts|examples|docs"
 MEMBERS = (FunctionType, staticmethod, property, cached_property)
