@@ -34,7 +34,7 @@ autodoc_member_order = "bysource"
 default_role = "code"  # docstrings put code between single backticks
 maximum_signature_line_length = 80
 add_module_names = False
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = f"penstock {version}"
