@@ -309,7 +309,7 @@ def main(
 ) -> None:
     """Plan a sample without one stage after another, and print what changes.
 
-    Example: python benchmarks/ablation.py --docs docs/planning.md
+    Example: python benchmarks/ablation.py --docs docs/notes/plans.md
     """
     chosen = list_cases(None if everything else cases)
     results, began = [], time.perf_counter()

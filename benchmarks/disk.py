@@ -61,11 +61,11 @@ from penstock.schedule.facts.sizes import format_size, parse_size
 
 EXAMPLES = """Examples:
 
-python benchmarks/disk.py --json disk.json --docs docs/benchmarks.md
+python benchmarks/disk.py --json disk.json --docs docs/notes/disk.md
 
 python benchmarks/disk.py --size 512MiB --rounds 2 --models linears --tokens 8 --states cold
 
-python benchmarks/disk.py --render disk.json --docs docs/benchmarks.md
+python benchmarks/disk.py --render disk.json --docs docs/notes/disk.md
 """
 
 

@@ -157,7 +157,7 @@ def main(
 
     Examples:
 
-      python benchmarks/pipeline.py --json pipeline.json --docs docs/benchmarks.md
+      python benchmarks/pipeline.py --json pipeline.json --docs docs/notes/plans.md
 
       python benchmarks/pipeline.py --cap 12GB --cap 8GB --steps 4
     """

@@ -285,7 +285,7 @@ def main(
 
     Examples:
 
-      python benchmarks/schedule.py --json schedule.json --docs docs/planning.md
+      python benchmarks/schedule.py --json schedule.json --docs docs/notes/plans.md
 
       python benchmarks/schedule.py --programs "llama-3.1-8b;flux" --hardware rtx4090
 
