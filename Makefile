@@ -32,11 +32,11 @@ bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
 
 sparse: $(STAMP) ## measure reads by units, into docs/: experts in memory groups (root), rows, routes; 42 GiB of disk
 	@test -e benchmarks/results/routes-128-prose.jsonl || $(VENV)/bin/python -m benchmarks.experts.recorded_routes --experts 128
-	@$(VENV)/bin/python -m benchmarks.experts.replay --docs docs/sparse.md
+	@$(VENV)/bin/python -m benchmarks.experts.replay --docs docs/notes/experts.md
 	@$(VENV)/bin/python -m benchmarks.experts.rows --json benchmarks/results/rows.json --docs docs/benchmarks.md
 	@for model in olmoe qwen3-30b; do \
 		$(VENV)/bin/python -m benchmarks.experts --model $$model --json benchmarks/results/experts-$$model.json \
-			--docs docs/benchmarks.md || exit 1; \
+			--docs docs/notes/experts.md || exit 1; \
 	done
 
 nightly: $(STAMP) ## the long tests and hunts, one after another: 200 random programs, and a share of each of those below

@@ -25,7 +25,7 @@ project = "penstock"
 release = version = __version__
 root_doc = "README"
 extensions = ["sphinx.ext.autodoc", "myst_parser"]
-include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst"]
+include_patterns = ["*.md", "docs/*.md", "docs/notes/*.md", "docs/reference/*.rst"]
 exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "docs"]
 nitpicky = True
 
@@ -34,7 +34,7 @@ autodoc_member_order = "bysource"
 default_role = "code"  # docstrings put code between single backticks
 maximum_signature_line_length = 80
 add_module_names = False
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = f"penstock {version}"
@@ -88,6 +88,14 @@ CHANGELOG
 SECURITY
 CONTRIBUTING
 docs/testing
+```
+
+```{toctree}
+:hidden:
+:caption: Notes
+:glob:
+
+docs/notes/*
 ```
 """
 """The order of the pages. It is not in README.md, where other readers of Markdown would show it as code."""

@@ -154,7 +154,7 @@ def main(
 
     Examples:
 
-      python -m benchmarks.calls.pipeline --json pipeline.json --docs docs/benchmarks.md
+      python -m benchmarks.calls.pipeline --json pipeline.json --docs docs/notes/plans.md
 
       python -m benchmarks.calls.pipeline --cap 12GB --cap 8GB --steps 4
     """

@@ -58,11 +58,11 @@ from penstock.schedule.facts.sizes import format_size, parse_size
 
 EXAMPLES = """Examples:
 
-python -m benchmarks.disk --json disk.json --docs docs/benchmarks.md
+python -m benchmarks.disk --json disk.json --docs docs/notes/disk.md
 
 python -m benchmarks.disk --size 512MiB --rounds 2 --models linears --tokens 8 --states cold
 
-python -m benchmarks.disk --render disk.json --docs docs/benchmarks.md
+python -m benchmarks.disk --render disk.json --docs docs/notes/disk.md
 """
 
 

@@ -286,7 +286,7 @@ def main(
 
     Examples:
 
-      python -m benchmarks.plans --json schedule.json --docs docs/planning.md
+      python -m benchmarks.plans --json schedule.json --docs docs/notes/plans.md
 
       python -m benchmarks.plans --programs "llama-3.1-8b;flux" --hardware rtx4090
 

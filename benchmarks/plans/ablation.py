@@ -305,7 +305,7 @@ def main(
 ) -> None:
     """Plan a sample without one stage after another, and print what changes.
 
-    Example: python -m benchmarks.plans.ablation --docs docs/planning.md
+    Example: python -m benchmarks.plans.ablation --docs docs/notes/plans.md
     """
     chosen = list_cases(None if everything else cases)
     results, began = [], time.perf_counter()

@@ -38,10 +38,10 @@ from pinned memory were reported to reach, in one direction.
   server.
 - The least time of a kernel. On a device: short kernels took 3.4 us each in a graph, and 3.8 us when launched
   one by one, on a V100 (NVIDIA's developer blog, Getting Started with CUDA Graphs, 2019). On a CPU: torch
-  2.13 took 2.1 us for a product of eight numbers by eight, on the virtual machine of docs/benchmarks.md.
+  2.13 took 2.1 us for a product of eight numbers by eight, on the virtual machine of docs/notes/disk.md.
 
 - The calling thread's time for a streamed step of a device: 5.8 us, which
-  `python -m benchmarks.calls.steps --device null` measured on a virtual machine (docs/benchmarks.md) and a
+  `python -m benchmarks.calls.steps --device null` measured on a virtual machine (docs/notes/disk.md) and a
   device whose streams and copies do nothing. The program's own kernels, and the driver's part of a copy or an
   event, are not in it.
 

@@ -4,7 +4,7 @@
 
 Each mutant is compiled from a changed syntax tree, in a process forked for it, so that no file is changed. It
 runs the tests that reached its line when nothing was changed, the quickest first, until one fails.
-docs/testing.md says which changes are made, and lists those that no test can find, each with the reason.
+docs/testing.md says which changes are made, and docs/notes/tests.md lists those that no test can find.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ RIG_MEMORY = MEMORY + (32 << 30)
 """The rig reserves 16 GiB for each of its two devices (tests/rig/memory.h)."""
 
 EQUIVALENT = re.compile(r"^- `(\S+)`, `(\S+)`: `(.+?)` becomes `(.+?)`", re.M)
-"""A mutant that docs/testing.md lists, as its file, the function, and the line before and after."""
+"""A mutant that docs/notes/tests.md lists, as its file, the function, and the line before and after."""
 
 
 class Compiled(importlib.abc.MetaPathFinder):
@@ -235,7 +235,7 @@ def mutants_of_room(room: str) -> tuple[dict[str, ast.AST], list[Mutant]]:
 def check_room(room: str, options: argparse.Namespace) -> tuple[int, int]:
     """Try a sample of a room's mutants. Returns how many were not equivalent, and survivors."""
     trees, every = mutants_of_room(room)
-    page = Path("docs/testing.md")
+    page = Path("docs/notes/tests.md")
     equivalent = {match.groups() for match in EQUIVALENT.finditer(page.read_text() if page.exists() else "")}
     some = [one for one in every if options.only in str(one)]
     if not options.all and len(some) > options.sample:

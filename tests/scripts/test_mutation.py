@@ -95,7 +95,7 @@ def test_a_child_that_dies_or_does_not_end_is_told_apart():
 
 
 def test_what_is_equivalent_is_a_mutant_of_today():
-    listed = [match.groups() for match in EQUIVALENT.finditer(Path("docs/testing.md").read_text())]
+    listed = [match.groups() for match in EQUIVALENT.finditer(Path("docs/notes/tests.md").read_text())]
     every = set()
     for room in ROOMS:
         every |= {(one.path, one.scope, one.before, one.after) for one in mutants_of_room(room)[1]}
