@@ -11,8 +11,8 @@ from tests.hunt import scaled
 from tests.rig import machine
 from tests.rig.rig_runs import LateDisk, RigRun, run_everywhere
 from tests.runtime.device.device_runs import CountError, Parts, WrongBytesError, cases, disk_cases
-from tests.runtime.sim.faults import FAULTS, PLANS, PROBES, RECORDS, WAITS
-from tests.runtime.sim.test_sim import case_of
+from tests.runtime.device.simulated.faults import FAULTS, PLANS, PROBES, RECORDS, WAITS
+from tests.runtime.device.simulated.test_sim import case_of
 from tests.schedule.traces import problems
 
 LATE_ORDERS = machine.ORDERS[1:2] + machine.ORDERS[3:]

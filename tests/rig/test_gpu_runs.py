@@ -71,6 +71,7 @@ def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path: Path) -> Non
     assert {*tmp_path.iterdir()} == {path, Path(hidden)}
 
 
+@pytest.mark.nightly
 def test_a_step_that_crashes_is_a_line(tmp_path: Path) -> None:
     hidden = hide(tmp_path / "hidden", "import os\nos.abort()", "torch")
     status, lines, said = run([*ON_THE_RIG, "--only", "machine"], hidden)

@@ -60,6 +60,7 @@ class ForkedStep:
         return self.returncode
 
 
+@pytest.mark.nightly
 def test_both_runs_on_a_gpu_are_tried_on_the_rig(tmp_path, monkeypatch, capsys):
     """All steps, but for the time that each would need to import torch; those below have real processes."""
     build()  # outside of the steps' limits

@@ -133,7 +133,7 @@ def layers(count, nbytes, *, compute, hardware):
 
 
 def test_what_does_not_fit_is_copied_out_and_in_once():
-    nbytes, count = 64 * GRANULE, 20
+    nbytes, count = 16 * GRANULE, 20
     problem = layers(count, nbytes, compute=10, hardware=machine(1e9))
     plan = make_plan(problem, 12 * nbytes)
     verify_plan(problem.storages, problem.traces, plan)

@@ -19,6 +19,7 @@ from penstock.passes.probes import STORE
 from penstock.passes.training.facts import RUNGS, Training
 from penstock.passes.training.halves import Halves, divide
 from penstock.schedule.facts.errors import PassError
+from tests.hunt import nightly_but
 from tests.training_models import DECODER, NORMED, Decoder, Trained
 
 aten = torch.ops.aten
@@ -175,8 +176,13 @@ def test_values_are_those_of_autograd(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self")
-@pytest.mark.parametrize("spill", [False, True])
-@pytest.mark.parametrize("name", [*MODELS, "decoder"])
+@pytest.mark.parametrize(
+    ("name", "spill"),
+    nightly_but(
+        {("moving", False), ("normed", True), ("packed", False), ("recurrent", True)},
+        itertools.product((*MODELS, "decoder"), (False, True)),
+    ),
+)
 def test_graphs_that_need_no_propagation_have_the_values_that_it_gives(name: str, spill: bool) -> None:
     if name == "decoder":
         length = Dim("length", min=2, max=512)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.random
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "mapped"])
 @settings(
-    max_examples=scaled(25), phases=[Phase.generate], deadline=None, suppress_health_check=[*HealthCheck]
+    max_examples=scaled(12), phases=[Phase.generate], deadline=None, suppress_health_check=[*HealthCheck]
 )
 @given(data=st.data())
 def test_every_read_of_a_random_plan_finds_the_files_bytes(engine, kind, data):

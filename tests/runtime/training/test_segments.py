@@ -17,9 +17,9 @@ from penstock.passes.graph.nodes import move_graph
 from penstock.passes.training.rerun import RANDOM_STATE, SEGMENT_GRADIENTS
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import PassError
-from tests.hunt import sampled
-from tests.runtime.training.conftest import DTYPES
-from tests.runtime.training.test_training import STEPS, assert_equal, gradients, train
+from tests.hunt import nightly_but, sampled
+from tests.runtime.training.conftest import OfEachDtype
+from tests.runtime.training.test_training import IN_FP32, STEPS, assert_equal, gradients, train
 from tests.training_models import DECODER, NORMED, Adapted, Trained
 
 
@@ -73,9 +73,9 @@ def _case(dtype: torch.dtype) -> Trained:
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
     """The layers, compiled by segments."""
     folder = tmp_path_factory.mktemp("segments")
-    return {
-        dtype: _compiled(_case(dtype), folder / f"{dtype}.penstock", dtype, evaluate=True) for dtype in DTYPES
-    }
+    return OfEachDtype(
+        lambda dtype: _compiled(_case(dtype), folder / f"{dtype}.penstock", dtype, evaluate=True)
+    )
 
 
 def _compiled(case: Trained, path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Program:
@@ -91,7 +91,7 @@ def _compiled(case: Trained, path: Path, dtype: torch.dtype = torch.float32, **o
 
 
 @pytest.mark.random
-@pytest.mark.parametrize(("engine", "budget", "dtype"), sampled(STEPS, 2))
+@pytest.mark.parametrize(("engine", "budget", "dtype"), nightly_but(IN_FP32, sampled(STEPS, 2)))
 def test_five_steps(
     programs: dict[torch.dtype, Program], dtype: torch.dtype, engine: str, budget: str
 ) -> None:
@@ -143,7 +143,7 @@ def test_what_is_kept(of_any_length: Program, program_of: Callable[..., Program]
     assert of_any_length.rungs["segments"].kept_bytes < joint.rungs["keep"].kept_bytes
 
 
-@pytest.mark.parametrize("spill", [False, True])
+@pytest.mark.parametrize("spill", nightly_but({True}, [False, True]))
 def test_a_decoder(of_any_length: Program, tmp_path: Path, spill: bool) -> None:
     program = _compiled(DECODER, tmp_path / "m.penstock", spill=True) if spill else of_any_length
     plain = DECODER.model()

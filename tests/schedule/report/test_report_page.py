@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.schedule.planner import make_plan
 from penstock.schedule.report.drawing import save_report
 from penstock.schedule.report.pictures import views_of
 from penstock.schedule.space.layout import packed_arena
+from tests.hunt import nightly_but
 from tests.schedule.report.report_browser import Page, open_browser
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
 from tests.schedule.report.test_pools_in_reports import pooled
@@ -46,8 +48,10 @@ def names(count: int) -> list[str]:
     return [f"block.{s}.weight" for s in range(count)]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    nightly_but({("contiguous", "dark")}, itertools.product(("paged", "contiguous"), ("light", "dark"))),
+)
 def test_the_page_opens_and_names_what_the_pointer_is_at(
     browser: Chrome, tmp_path: Path, kind: ArenaKind, scheme: str
 ) -> None:
@@ -176,15 +180,13 @@ def test_a_weight_chosen_in_the_table_is_marked_in_the_picture(browser: Chrome, 
     assert page.picture() == before
 
 
-@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+@pytest.mark.parametrize("kind", nightly_but({"contiguous"}, ["paged", "contiguous"]))
 def test_a_thousand_storages_stay_usable(browser: Chrome, tmp_path: Path, kind: ArenaKind) -> None:
     plan = corpus_plan("llama-3.1-405b, decode", "h200", kind, 0.12)
     assert len(plan.names) > 1100
     path = save(tmp_path, plan)
     assert path.stat().st_size < MOST_BYTES
     page = Page(browser, path)
-    timing = "return performance.getEntriesByType('navigation')[0].loadEventEnd"
-    assert browser.execute_script(timing) < 10_000  # a second where nothing else runs
     assert len(page.rows()) == len(plan.names)
     assert page.search("layers.77.down") == ["layers.77.down.weight"]
     page.press("key", "f")
