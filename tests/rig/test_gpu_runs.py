@@ -80,6 +80,7 @@ def test_a_step_that_crashes_is_a_line(tmp_path: Path) -> None:
     assert "Fatal Python error: Aborted" in said
 
 
+@pytest.mark.nightly
 def test_what_python_prints_before_a_step_is_not_taken_for_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_what_python_prints_before_a_step_is_not_taken_for_lines(
     assert capsys.readouterr().err.startswith(said)
 
 
+@pytest.mark.nightly
 def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path: Path) -> None:
     hidden = hide(tmp_path / "hidden", "import threading\nthreading.Event().wait()", "torch")
     patience = str(5 / STEPS["machine"].seconds)
