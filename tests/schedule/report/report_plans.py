@@ -1,7 +1,6 @@
 """Plans to draw: small ones, and those of well-known models."""
 
 from dataclasses import replace
-from functools import cache
 
 from benchmarks.corpus import list_programs
 from penstock.schedule.facts.hardware import find_hardware, with_times
@@ -34,7 +33,6 @@ def plan_behind_a_disk(n=16):
     return with_host(replace(plan, hardware=replace(plan.hardware, disk_bytes_per_s=rate)), n * UNIT // 3)
 
 
-@cache
 def corpus_plan(name, hardware, kind, share):
     program, machine_ = list_programs()[name](), find_hardware(hardware)
     trace = with_times(program.trace, machine_)
