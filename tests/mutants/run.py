@@ -43,7 +43,8 @@ ROOMS = {
         "tests/runtime/test_misuse.py",
         "tests/native/test_native_engine.py",
     ],
-    "runtime/arena": ["tests/runtime/arena", "tests/runtime/stream/test_arena_faults.py"],
+    "runtime/arena": ["tests/runtime/arena", "tests/runtime/stream"],
+    "runtime/sparse": ["tests/runtime/sparse"],
     "schedule/verify": [
         "tests/schedule/verify",
         "tests/schedule/test_host.py",

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import signal
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,9 @@ from penstock.runtime.loading import LoadOptions, load_module, load_weights
 from penstock.runtime.planning import PlanRequest
 from penstock.runtime.sparse import trust
 from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError, StreamError
-from tests.engines import ENGINES
-from tests.runtime.sparse.unit_mutants import HARDWARE, POOLS, Model, inputs, plan_with
+from tests.engines import ENGINES, ROOT
+from tests.forked import run_forked
+from tests.runtime.sparse.shared_pages import HARDWARE, POOLS, Model, inputs, plan_with
 from tests.runtime.sparse.unit_reads import have_reads_pass, interrupt_wait, taken
 
 
@@ -37,6 +39,26 @@ def test_calls_are_right_within_the_pool(program, pool, debug, engine):
             assert torch.equal(module(*inputs(call)), model(*inputs(call)))
             assert taken(units) == units.held_bytes <= POOLS[pool]
         assert module.stats.misses == 0
+
+
+UNWAITED = """
+import sys, time, torch, pytest, penstock
+from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.sparse.units import LoadedUnits
+from tests.runtime.sparse.shared_pages import inputs, plan_with
+from tests.runtime.sparse.unit_reads import have_reads_pass
+program = penstock.open(sys.argv[1])
+have_reads_pass(lambda address, nbytes: time.sleep(60), pytest.MonkeyPatch())
+LoadedUnits._wait = lambda self, units: None
+options = LoadOptions(engine="python", debug=True)
+with load_module(program, plan_with(program, "several"), options) as module, torch.no_grad():
+    module(*inputs(0))
+"""
+
+
+def test_a_unit_that_is_not_waited_for_kills_the_process_when_debugging(program):
+    done = run_forked(UNWAITED, program.path, folder=ROOT, warnings="default")
+    assert done.status == -signal.SIGSEGV, done.err
 
 
 @pytest.mark.parametrize("pool", POOLS)

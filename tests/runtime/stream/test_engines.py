@@ -203,6 +203,7 @@ def test_what_is_freed_is_refused_and_its_counters_stay(engine):
         run_pass(streamer, case, case.traces[0])
         moved = streamer.counters.bytes_moved
         streamer.close()
+        streamer.abort()
         streamer.close()
         streamer.free()
         assert streamer.counters.bytes_moved >= moved > 0
