@@ -41,23 +41,22 @@ def test_calls_are_right_within_the_pool(program, pool, debug, engine):
         assert module.stats.misses == 0
 
 
-UNWAITED = """
-import sys, time, torch, pytest, penstock
+FORGETTING = """
+import sys, torch, penstock
+from penstock.passes.sparse.contracts import Contract
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.sparse.units import LoadedUnits
 from tests.runtime.sparse.shared_pages import inputs, plan_with
-from tests.runtime.sparse.unit_reads import have_reads_pass
 program = penstock.open(sys.argv[1])
-have_reads_pass(lambda address, nbytes: time.sleep(60), pytest.MonkeyPatch())
-LoadedUnits._wait = lambda self, units: None
+units = Contract.units
+Contract.units = lambda self, *given: units(self, *given)[:-1]
 options = LoadOptions(engine="python", debug=True)
 with load_module(program, plan_with(program, "several"), options) as module, torch.no_grad():
     module(*inputs(0))
 """
 
 
-def test_a_unit_that_is_not_waited_for_kills_the_process_when_debugging(program):
-    done = run_forked(UNWAITED, program.path, folder=ROOT, warnings="default")
+def test_a_read_of_a_unit_that_is_not_there_kills_the_process_when_debugging(program):
+    done = run_forked(FORGETTING, program.path, folder=ROOT, warnings="default")
     assert done.status == -signal.SIGSEGV, done.err
 
 
