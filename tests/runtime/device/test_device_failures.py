@@ -113,7 +113,7 @@ def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch
     resources = Resources(streamer, (device.close, closed.set))
     reader = OneHelper(target=resources.close, name="penstock-reader-0")
     reader.start()
-    reader.join(10)
+    reader.join(60)
     assert (closed.is_set(), OneHelper.started) == (True, 0)
 
 
@@ -128,7 +128,7 @@ def test_a_module_collected_on_its_own_disk_thread_is_closed_by_one_helper(monke
     monkeypatch.setattr(threading, "Thread", OneHelper)
     resources = Resources(streamer, (device.close, closed.set))
     device._disks[0].wait(resources.close)
-    assert closed.wait(10)
+    assert closed.wait(60)
     assert OneHelper.started == 1
 
 

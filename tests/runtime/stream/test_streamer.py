@@ -215,7 +215,7 @@ def test_close_ends_the_readers_even_while_a_transfer_runs(arena):
     closer = threading.Thread(target=streamer.close)
     closer.start()
     arena.gate.set()
-    closer.join(10)
+    closer.join(60)
     streamer.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("penstock-reader")]
 
@@ -276,7 +276,7 @@ def test_a_second_interrupt_does_not_leave_the_readers_paused(streamer, arena, m
             streamer.abort()
     caller = threading.Thread(target=run_pass, args=(streamer, arena), daemon=True)
     caller.start()
-    caller.join(10)
+    caller.join(60)
     assert not caller.is_alive()
 
 
