@@ -207,3 +207,10 @@ def test_no_placement_of_a_few_blocks_is_faster_than_the_plan(sizes, reads, gran
                 best = min(best, *draft.periods_ns(problem))
     assert tried > 5
     assert best == plan.predicted_ns
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(128, (1352, 8, 6976)), (129, (1348, 7, 7424))])
+def test_a_problem_of_more_than_128_rows_is_searched_for_longer(rows, expected):
+    problem = problem_of((1,) * rows, one_each(rows), hardware=machine(8e9, latency_ns=60))
+    plan = make_plan(problem, 51 * GRANULE)
+    assert (plan.predicted_ns, len(plan.schedules[0].transfers), plan.streamed_bytes) == expected
