@@ -153,7 +153,7 @@ def test_known_bounds(compute, lead, weights, period):
 def test_no_plan_beats_its_bound(kind):
     near = []
 
-    @settings(max_examples=scaled(30))
+    @settings(max_examples=scaled(80))
     @given(st.one_of(problems(kind), problems(kind, methods=2)), st.sampled_from(["overlap", "barrier"]))
     def check(p, wrap):
         if wrap == "barrier":
