@@ -45,7 +45,6 @@ nightly: $(STAMP) ## the long tests and hunts, one after another: 200 random pro
 	@$(VENV)/bin/python -m tests.soak.endurance
 	@PENSTOCK_SOAK=10 $(VENV)/bin/python -m pytest -n $(WORKERS) -m random --timeout=0 --ignore=tests/faults \
 		--ignore=tests/random_programs
-	@$(VENV)/bin/python -m pytest -n $(WORKERS) --timeout=0 tests/faults
 	@$(MAKE) --no-print-directory fuzz FOR=60
 	@$(MAKE) --no-print-directory sanitize
 	@$(VENV)/bin/python -m benchmarks.zoo.random_models --transformers 15 --diffusers 5
@@ -59,7 +58,7 @@ fuzz: $(STAMP) ## files of strangers, changed at random: so many seconds for eac
 	@$(VENV)/bin/python -m tests.trust.fuzz --seconds $(or $(FOR),600) --seed $(or $(SEED),1) $(TARGETS)
 
 faults: $(STAMP) ## every call on files goes wrong in every way, one at a time, in all that penstock does with files
-	@PENSTOCK_SOAK=2 $(VENV)/bin/python -m pytest -n $(WORKERS) --timeout=0 tests/faults
+	@PENSTOCK_SOAK=2 $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not sanitize" --timeout=0 tests/faults
 
 mutants: $(STAMP) ## one change at a time, which the closest tests must see (ROOM=runtime/stream SAMPLE=30 SEED=1)
 	@$(VENV)/bin/python -m tests.mutants.run $(ROOM) --sample $(or $(SAMPLE),30) --seed $(or $(SEED),1)

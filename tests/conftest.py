@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,9 @@ providers._get_local_constants = providers.Constants
 
 # torch reads it as it is imported. Kernels are compiled as ever, and what calls them in seconds less.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts so what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _INDUCTORS_OWN = "TORCHINDUCTOR_CACHE_DIR" not in os.environ  # libraries that tests import may set it
 

@@ -30,8 +30,8 @@ from tests.runtime.device.device_runs import (
     disk_cases,
     totals_of,
 )
+from tests.runtime.device.simulated.faults import FAULTS
 from tests.runtime.device.test_cuda import MANY, load, module, program
-from tests.runtime.sim.faults import FAULTS
 
 __all__ = ["module", "program"]  # fixtures
 

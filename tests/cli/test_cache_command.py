@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ DAY = 86_400
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+def cache(tmp_path, monkeypatch):
     """The user's cache with 2000 bytes of weights used 40 days ago, 1000 used now, and three plans."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(LIMIT, raising=False)
@@ -36,11 +35,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return cache
 
 
-def held(cache: Cache) -> set[str]:
+def held(cache):
     return {path.name[0] for path in cache.weights.iterdir()}
 
 
-def test_a_list_has_a_line_for_all_that_a_model_has_of_a_kind(penstock: Command, cache: Cache) -> None:
+def test_a_list_has_a_line_for_all_that_a_model_has_of_a_kind(penstock, cache):
     also = cache.weights / ("c" * 32)
     cache.keep(also, "model b", also.mkdir).close()
     (also / "weights.safetensors").write_bytes(bytes(968))
@@ -63,9 +62,7 @@ def test_a_list_has_a_line_for_all_that_a_model_has_of_a_kind(penstock: Command,
     use.close()
 
 
-def test_a_prune_goes_by_age_by_size_and_by_the_limit(
-    penstock: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prune_goes_by_age_by_size_and_by_the_limit(penstock, cache, monkeypatch):
     for options, told in ((["--older-than", "6w"], False), (["--to", "8GB"], False), ([], True)):
         said = penstock("cache", "prune", *options).out
         assert "0 B freed" in said
@@ -81,9 +78,7 @@ def test_a_prune_goes_by_age_by_size_and_by_the_limit(
     assert held(cache) == set()
 
 
-def test_the_limit_is_shown_and_kept(
-    penstock: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_is_shown_and_kept(penstock, cache, monkeypatch):
     monkeypatch.setenv(LIMIT, "1500")
     assert json.loads(penstock("cache", "list", "--json").out)["limit"] == 1500
     use = cache.keep(cache.weights / ("a" * 32), "model a", lambda: None)
@@ -94,13 +89,11 @@ def test_the_limit_is_shown_and_kept(
 
 
 @pytest.mark.parametrize(("answer", "left"), [("n\n", {"a", "b"}), ("y\n", set())])
-def test_a_terminal_is_asked_before_all_is_removed(
-    penstock: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch, answer: str, left: set[str]
-) -> None:
+def test_a_terminal_is_asked_before_all_is_removed(penstock, cache, monkeypatch, answer, left):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     asked: list[str] = []
 
-    def confirm(question: str, **_: object) -> bool:
+    def confirm(question, **_):
         asked.append(question)
         return answer == "y\n"
 
@@ -114,9 +107,7 @@ def test_a_terminal_is_asked_before_all_is_removed(
     assert str(cache.folder) in asked[0]
 
 
-def test_all_of_another_folder_is_removed_without_a_question(
-    penstock: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_all_of_another_folder_is_removed_without_a_question(penstock, cache, monkeypatch, tmp_path):
     monkeypatch.setattr("typer.confirm", lambda *_, **__: pytest.fail("it asked"))
     other = tmp_path / "other"
     assert penstock("cache", "clear", "--cache", other).status == 0
@@ -136,18 +127,14 @@ def test_all_of_another_folder_is_removed_without_a_question(
         (["prune", "--to", "much"], "--to 'much' is not a size"),
     ],
 )
-def test_wrong_ages_and_sizes_are_refused(
-    penstock: Command, cache: Cache, options: list[str], words: str
-) -> None:
+def test_wrong_ages_and_sizes_are_refused(penstock, cache, options, words):
     done = penstock("cache", *options)
     assert done.status == 2
     assert words in done.err
     assert held(cache) == {"a", "b"}
 
 
-def test_what_one_model_has_is_together_and_goes_alone(
-    penstock: Command, cache: Cache, tmp_path: Path
-) -> None:
+def test_what_one_model_has_is_together_and_goes_alone(penstock, cache, tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     artifact = tmp_path / "model b.penstock"
     library.compile(torch.export.export(model, (torch.zeros(1, 64),)), artifact)

@@ -211,6 +211,7 @@ def test_a_conversation_that_the_template_refuses_is_one_sentence(tmp_path, pens
 # Ctrl-C, in real processes.
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_with_130_and_no_trace(folder):
     arguments = ("generate", str(folder), "--memory", "50%", "--prompt", PROMPT, "--json")
     place = "penstock.cli.generate._Session.answer"

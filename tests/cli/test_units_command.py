@@ -8,7 +8,7 @@ from torch.export import export
 import penstock as api
 from penstock.schedule.payload.codec import plan_from_json
 from tests.cli.command_line import penstock_fixture
-from tests.runtime.sparse.unit_mutants import Model, inputs
+from tests.runtime.sparse.shared_pages import Model, inputs
 
 __all__ = ["penstock_fixture"]
 GIVEN = ("--budget", "50%", "--hardware", "laptop")

@@ -51,15 +51,6 @@ _SCENARIOS = {
 }  # fmt: skip
 
 
-SLOW = frozenset(
-    {
-        "compiled code", "delegate, compiled code", "delegate, read", "load a model", "penstock-run, mapped",
-        "penstock-run, a new output", "save for ExecuTorch",
-    }
-)  # fmt: skip
-"""Scenarios that take seconds before anything is injected, for a compiler or a library: not in the suite."""
-
-
 def names():
     """The names of all scenarios but the careless one."""
     return tuple(_SCENARIOS)

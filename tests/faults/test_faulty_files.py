@@ -1,6 +1,6 @@
 """Calls on files go wrong, one at a time, in all that penstock does with files.
 
-Some of them here, and all in `make faults` and `make soak`. docs/testing.md says what must hold after each.
+Some of them in `make test` and `make nightly`, and all in `make faults`: docs/testing.md has what must hold.
 """
 
 import json
@@ -14,14 +14,28 @@ import pytest
 
 from tests.engines import ENGINES, ROOT, built
 from tests.faults.double import build
-from tests.faults.scenarios import SLOW, names
-from tests.hunt import scaled
+from tests.faults.scenarios import names
+from tests.hunt import nightly_but, scaled
 
 ALL = scaled(1) > 1
 SOME = (10**6, 1) if ALL else (1, 61)
 """How many of the calls that are alike meet faults, and every which fault is injected."""
 
-NAMES = [one for one in names() if ("native" in ENGINES or "native" not in one) and (ALL or one not in SLOW)]
+NAMES = [one for one in names() if "native" in ENGINES or "native" not in one]
+
+QUICK = frozenset(
+    {
+        "compile",
+        "compile in place",
+        "plan",
+        "penstock run",
+        "apply again",
+        "loading contiguous, python",
+        "loading mapped, native",
+        "running pooled, native",
+    }
+)
+"""The scenarios of `make test`; `make nightly` has the others."""
 
 PROGRAMS = {
     "penstock-run": ("run/penstock-run", "build-run"),
@@ -57,7 +71,7 @@ def inject(tmp_path_factory):
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", nightly_but(QUICK, NAMES))
 def test_a_fault_is_absorbed_or_named_and_nothing_is_lost(inject, name):
     if found := PROGRAMS.get(name.partition(",")[0]):
         built(*found)

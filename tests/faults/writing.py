@@ -1,10 +1,6 @@
 """Scenarios that write: artifacts, checkpoints, reports, results, and what ExecuTorch lowered."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -35,36 +31,36 @@ class Compiling(Scenario):
 
     target = "model.penstock"
 
-    def __init__(self, *, over: bool = False, checkpoint: bool = False, pack: bool = True) -> None:
+    def __init__(self, *, over=False, checkpoint=False, pack=True):
         self._over, self._checkpoint, self._pack = over, checkpoint, pack
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         save_checkpoint(1, root / "checkpoint")
         if self._over:
             penstock.compile(exported(2), root / self.target)
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         return self._compile(root, force=self._over)
 
-    def again(self, root: Path, started: Any) -> str:
+    def again(self, root, started):
         return self._compile(root, force=True)
 
-    def _compile(self, root: Path, *, force: bool) -> str:
+    def _compile(self, root, *, force):
         weights = root / "checkpoint" if self._checkpoint else None
         penstock.compile(exported(1), root / self.target, weights=weights, pack=self._pack, force=force)
         return ""
 
-    def found(self, root: Path) -> str:
+    def found(self, root):
         return of_artifact(root / self.target)
 
 
 class Converting(Scenario):
     """From one form to another: a file, or shards in a folder."""
 
-    def __init__(self, source: str, target: str, *, over: bool) -> None:
+    def __init__(self, source, target, *, over):
         self._source, self.target, self._over = source, target, over
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         tensors = {name: one for name, one in stack(1).state_dict().items() if name != "head.weight"}
         root.mkdir(exist_ok=True)
         if self._source == "shards":
@@ -81,19 +77,19 @@ class Converting(Scenario):
             save_checkpoint(2, root / "other")
             self._convert(root / "other", root, force=False)
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         return self._convert(root / self._source, root, force=self._over)
 
-    def again(self, root: Path, started: Any) -> str:
+    def again(self, root, started):
         return self._convert(root / self._source, root, force=True)
 
-    def _convert(self, source: Path, root: Path, *, force: bool) -> str:
+    def _convert(self, source, root, *, force):
         target = root / self.target
         most = None if target.suffix else "40KiB"
         convert(source, target, shard_size=most, dtype="bfloat16", force=force)
         return ""
 
-    def found(self, root: Path) -> str:
+    def found(self, root):
         return of_files(root / self.target)
 
 
@@ -102,16 +98,16 @@ class Relinking(Scenario):
 
     target = "model.penstock"
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         save_checkpoint(1, root / "before")
         penstock.compile(exported(1), root / self.target, weights=root / "before", pack=False)
         (root / "before").rename(root / "after")
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         relink(root / self.target, [root / "after"])
         return ""
 
-    def found(self, root: Path) -> str:
+    def found(self, root):
         return of_files(root / self.target / "payload.json")
 
 
@@ -120,37 +116,37 @@ class Reporting(Scenario):
 
     target = "plan.html"
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         program = penstock.compile(exported(1), beside / "model.penstock")
         plan = program.plan("60%", arena="paged", hardware=PRESET_CPU)
         (beside / "plan.json").write_text(plan.to_json())
         root.mkdir(exist_ok=True)
         (root / self.target).write_text("old")
 
-    def start(self, root: Path, beside: Path) -> Any:
+    def start(self, root, beside):
         return plan_from_json((beside / "plan.json").read_bytes(), source="plan.json")
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         started.save_report(root / self.target, force=True)
         return ""
 
-    def found(self, root: Path) -> str:
+    def found(self, root):
         return of_files(root / self.target)
 
 
 class Command(Scenario):
     """A command of the command line, given its arguments."""
 
-    def __init__(self, *arguments: str, target: str = "new") -> None:
+    def __init__(self, *arguments, target="new"):
         self._arguments, self.target = arguments, target
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         penstock.compile(export(Plain().eval(), (X,)), root / "model.penstock")
         save_file({"x": X}, root / "in.safetensors")
         self.act(root, None)  # the rates of the machine are known from now on
         (root / "out.safetensors").write_bytes(b"old")
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         from penstock.cli.main import assemble
 
         arguments = [one.replace("ROOT", str(root)) for one in self._arguments]
@@ -160,7 +156,7 @@ class Command(Scenario):
             raise SourceError(error.message) from error
         return ""
 
-    def found(self, root: Path) -> str:
+    def found(self, root):
         return of_files(root / self.target)
 
 
@@ -170,7 +166,7 @@ class Exporting(Scenario):
     target = "out"
     torn = "is not the file that was exported with model.pte"
 
-    def once(self) -> None:
+    def once(self):
         from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
 
         from penstock.backends.executorch import PenstockPartitioner
@@ -183,19 +179,19 @@ class Exporting(Scenario):
             edge = to_edge_transform_and_lower(given, partitioner=[PenstockPartitioner(least=4096)])
             self._programs.append(edge.to_executorch(aligned_blocks))
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         (root / "out").mkdir()
         self._save(root, self._programs[1])
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         return self._save(root, self._programs[0])
 
-    def _save(self, root: Path, program: Any) -> str:
+    def _save(self, root, program):
         from penstock.backends.executorch import read, save
 
         return str(read(save(program, root / "out" / "model.pte", force=True)).payload.storages)
 
-    def found(self, root: Path) -> str:
+    def found(self, root):
         from penstock.backends.executorch import read
 
         read(root / "out" / "model.pte")
@@ -205,11 +201,11 @@ class Exporting(Scenario):
 class Carelessly(Scenario):
     """What penstock does not do: the double must show each fault of this."""
 
-    def prepare(self, root: Path, beside: Path) -> None:
+    def prepare(self, root, beside):
         (root / "in").write_bytes(bytes(range(100)))
         (root / self.target).write_bytes(b"old")
 
-    def act(self, root: Path, started: Any) -> str:
+    def act(self, root, started):
         unfinished = root / f".{self.target}.tmp-0"
         fd = os.open(root / "in", os.O_RDWR)
         data = os.read(fd, 100)
@@ -231,9 +227,9 @@ class Carelessly(Scenario):
         unfinished.unlink()
         return ""
 
-    def again(self, root: Path, started: Any) -> str:
+    def again(self, root, started):
         (root / self.target).write_bytes((root / "in").read_bytes())
         return ""
 
-    def found(self, root: Path) -> str:
+    def found(self, root):
         return of_files(root / self.target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,11 +34,11 @@ class Mutant:
     after: str
     put: Callable[[bool], None]
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"`{self.line}`, `{self.scope}`: `{self.before}` becomes `{self.after}`"
 
 
-def replacements(node: ast.AST, scope: str) -> Iterator[ast.AST]:
+def replacements(node, scope):
     """Yields what may stand in the place of a node."""
     match node:
         case ast.Compare():
@@ -66,11 +66,11 @@ def replacements(node: ast.AST, scope: str) -> Iterator[ast.AST]:
             yield ast.Pass()
 
 
-def _other(kind: Any) -> Any:
+def _other(kind):
     return getattr(ast, SWAPPED[type(kind).__name__])()
 
 
-def mutants_of(path: str, tree: ast.AST) -> Iterator[Mutant]:
+def mutants_of(path, tree):
     """Yields every mutant of a file."""
     seen: dict[str, int] = {}
     for holder, key, node, scope, statement in _places(tree, "", tree):
@@ -91,7 +91,7 @@ def mutants_of(path: str, tree: ast.AST) -> Iterator[Mutant]:
             yield found if number == 1 else replace(found, after=f"{after} ({number})")
 
 
-def replaced(path: str, tree: ast.AST, scope: str, before: str, after: str) -> Mutant:
+def replaced(path, tree, scope, before, after):
     """Return the mutant that has `after` in the first place of `before`, a statement or expression."""
     places = [
         place for place in _places(tree, "", tree) if place[3] == scope and ast.unparse(place[2]) == before
@@ -105,18 +105,18 @@ def replaced(path: str, tree: ast.AST, scope: str, before: str, after: str) -> M
     return Mutant(path, scope, f"{path}:{statement.lineno}", before, after, put)
 
 
-def _put(holder: Any, key: Any, old: ast.AST, new: ast.AST, changed: bool) -> None:
+def _put(holder, key, old, new, changed):
     if isinstance(key, tuple):
         getattr(holder, key[0])[key[1]] = new if changed else old
     else:
         setattr(holder, key, new if changed else old)
 
 
-def _line(statement: ast.AST) -> str:
+def _line(statement):
     return ast.unparse(statement).splitlines()[0]
 
 
-def _places(node: ast.AST, scope: str, statement: ast.AST) -> Iterator[tuple[Any, Any, Any, str, ast.AST]]:
+def _places(node, scope, statement):
     """Yields every node that may be changed, where it hangs, and the scope and the statement it stands in."""
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr) or getattr(node, "arg", "") == "strict":
         return  # what a message says, and checks of what cannot be

@@ -28,13 +28,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.mutants.changes import Mutant, mutants_of
+from tests.mutants.changes import mutants_of
 from tests.mutants.orders import ORDER_FAULTS
 
 ROOMS = {
@@ -43,7 +41,8 @@ ROOMS = {
         "tests/runtime/test_misuse.py",
         "tests/native/test_native_engine.py",
     ],
-    "runtime/arena": ["tests/runtime/arena", "tests/runtime/stream/test_arena_faults.py"],
+    "runtime/arena": ["tests/runtime/arena", "tests/runtime/stream"],
+    "runtime/sparse": ["tests/runtime/sparse"],
     "schedule/verify": [
         "tests/schedule/verify",
         "tests/schedule/test_host.py",
@@ -77,14 +76,14 @@ EQUIVALENT = re.compile(r"^- `(\S+)`, `(\S+)`: `(.+?)` becomes `(.+?)`", re.M)
 class Compiled(importlib.abc.MetaPathFinder):
     """Imports modules of penstock from the given syntax trees, by path."""
 
-    def __init__(self, trees: Mapping[str, ast.AST]) -> None:
+    def __init__(self, trees):
         self._trees = trees
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+    def find_spec(self, name, path=None, target=None):
         file = "/".join(name.split(".")[1:]) + ".py"
         if not name.startswith("penstock.") or file not in self._trees:
             return None
-        code = compile(self._trees[file], f"src/penstock/{file}", "exec")  # type: ignore[call-overload]
+        code = compile(self._trees[file], f"src/penstock/{file}", "exec")
         loader = type("Loader", (importlib.machinery.SourceFileLoader,), {"get_code": lambda *_: code})
         return importlib.util.spec_from_file_location(name, f"src/penstock/{file}", loader=loader(name, file))
 
@@ -92,19 +91,19 @@ class Compiled(importlib.abc.MetaPathFinder):
 class Reached:
     """A plugin of pytest that notes how long each test took, and which lines of instrumented trees it ran."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seconds: dict[str, float] = {}
         self.lines: dict[str, set[str]] = {}
         self._now = ""
-        builtins.__reached__ = self._reach  # type: ignore[attr-defined]
+        builtins.__reached__ = self._reach
 
-    def _reach(self, line: str) -> None:
+    def _reach(self, line):
         self.lines.setdefault(line, set()).add(self._now)
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
+    def pytest_runtest_logstart(self, nodeid):
         self._now = nodeid
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         spent = self.seconds.get(report.nodeid, 0.0) + report.duration
         self.seconds[report.nodeid] = spent if report.outcome == "passed" else 1e9
 
@@ -112,10 +111,10 @@ class Reached:
 class Instrumented(ast.NodeTransformer):
     """Has every statement of a function say that it is reached."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self._path, self._inside = path, False
 
-    def visit(self, node: ast.AST) -> Any:
+    def visit(self, node):
         inside, self._inside = self._inside, self._inside or isinstance(node, ast.FunctionDef)
         self.generic_visit(node)
         self._inside = inside
@@ -124,7 +123,7 @@ class Instrumented(ast.NodeTransformer):
         return [*ast.parse(f"__reached__({f'{self._path}:{node.lineno}'!r})").body, node]
 
 
-def forked(run: Callable[[], object], limit: float, memory: int = MEMORY) -> str | None:
+def forked(run, limit, memory=MEMORY):
     """What `run` gave in a child, as JSON; empty where the child died, and None where it took longer."""
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
@@ -157,11 +156,11 @@ def forked(run: Callable[[], object], limit: float, memory: int = MEMORY) -> str
         return result.read_text() if result.exists() else ""
 
 
-def _run(trees: Mapping[str, ast.AST], tests: list[str], plugin: object = None, each: float = 600.0) -> int:
+def _run(trees, tests, plugin=None, each=600.0):
     """Run tests with modules of these trees, until one fails; returns the exit status of pytest."""
 
     class Quick:
-        def pytest_configure(self) -> None:
+        def pytest_configure(self):
             """A failing example need not become smaller."""
             import hypothesis
 
@@ -175,11 +174,11 @@ def _run(trees: Mapping[str, ast.AST], tests: list[str], plugin: object = None, 
     return int(pytest.main([*options, *tests], [Quick(), *([plugin] if plugin else [])]))
 
 
-def _memory_of(room: str) -> int:
+def _memory_of(room):
     return RIG_MEMORY if room == "orders" else MEMORY
 
 
-def _baseline(room: str, trees: Mapping[str, ast.AST]) -> Any:
+def _baseline(room, trees):
     """How long each test takes that passes, and which of them reach a line; kept until a file changes."""
     closest = [
         file for test in map(Path, ROOMS[room]) for file in (test.rglob("*.py") if test.is_dir() else [test])
@@ -192,7 +191,7 @@ def _baseline(room: str, trees: Mapping[str, ast.AST]) -> Any:
     changed = {path: Instrumented(path).visit(copy.deepcopy(tree)) for path, tree in trees.items()}
     reached = Reached()
 
-    def measure() -> object:
+    def measure():
         _run(changed, ROOMS[room], reached)
         lines = {line: sorted(tests) for line, tests in reached.lines.items()}
         return {"seconds": reached.seconds, "lines": lines}
@@ -205,7 +204,7 @@ def _baseline(room: str, trees: Mapping[str, ast.AST]) -> Any:
     return json.loads(result)
 
 
-def _judge(mutant: Mutant, tree: ast.AST, baseline: Any, memory: int) -> str:
+def _judge(mutant, tree, baseline, memory):
     """Returns "killed", "timeout" or "survived"."""
     seconds: dict[str, float] = {test: spent for test, spent in baseline["seconds"].items() if spent < 1e9}
     # What only a forked child of a test runs is not seen: then it may be any of them.
@@ -221,7 +220,7 @@ def _judge(mutant: Mutant, tree: ast.AST, baseline: Any, memory: int) -> str:
     return {None: "timeout", "0": "survived"}.get(result, "killed")
 
 
-def mutants_of_room(room: str) -> tuple[dict[str, ast.AST], list[Mutant]]:
+def mutants_of_room(room):
     """Return the syntax trees of a room's files, by path, and all mutants of them."""
     files = [room] if room.endswith(".py") else sorted(map(str, Path(room).glob("*.py")))
     if room == "orders":
@@ -232,7 +231,7 @@ def mutants_of_room(room: str) -> tuple[dict[str, ast.AST], list[Mutant]]:
     return trees, [mutant for file, tree in trees.items() for mutant in mutants_of(file, tree)]
 
 
-def check_room(room: str, options: argparse.Namespace) -> tuple[int, int]:
+def check_room(room, options):
     """Try a sample of a room's mutants. Returns how many were not equivalent, and survivors."""
     trees, every = mutants_of_room(room)
     page = Path("docs/notes/tests.md")
@@ -252,7 +251,7 @@ def check_room(room: str, options: argparse.Namespace) -> tuple[int, int]:
     return len(some) - counts["equivalent"], counts["survived"]
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.run")
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=", ".join(ROOMS))
     parser.add_argument("--sample", type=int, default=30, help="so many mutants of each room")

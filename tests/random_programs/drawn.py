@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from tests.random_programs.layer_kinds import LAYERS, TOKENS, Block
+from tests.random_programs.layer_kinds import LAYERS, TOKENS
 from tests.random_programs.odd_kinds import ODD
 
 KINDS = (*LAYERS, *ODD)
@@ -30,7 +30,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Stem(nn.Module):
     """A program: blocks one after another, some of them twice. Each subclass takes other inputs."""
 
-    def __init__(self, blocks: Sequence[Block], order: Sequence[int], head: str) -> None:
+    def __init__(self, blocks, order, head):
         super().__init__()
         first = blocks[0]
         self.blocks, self.order, self.head = nn.ModuleList(blocks), tuple(order), head
@@ -39,7 +39,7 @@ class Stem(nn.Module):
         if head == "tied":
             self.last.weight = self.table.weight
 
-    def run(self, y: Tensor, x: Tensor, ids: Tensor) -> Any:  # noqa: PLR0911
+    def run(self, y, x, ids):  # noqa: PLR0911
         for k in self.order:
             y = self.blocks[k](y, ids)
         if self.head == "tensor":
@@ -57,70 +57,70 @@ class Stem(nn.Module):
             return logits, logits, logits.transpose(0, 1)
         return logits
 
-    def arguments(self, x: Tensor, ids: Tensor) -> Arguments:
+    def arguments(self, x, ids):
         raise NotImplementedError
 
 
 class Positional(Stem):
     """The last input is not used."""
 
-    def forward(self, x: Tensor, ids: Tensor, unused: Tensor) -> Any:
+    def forward(self, x, ids, unused):
         return self.run(x + self.table(ids), x, ids)
 
-    def arguments(self, x: Tensor, ids: Tensor) -> Arguments:
+    def arguments(self, x, ids):
         return (x, ids, torch.zeros(2)), {}
 
 
 class Keyword(Stem):
     """Keyword arguments, a number, and one that is left out."""
 
-    def forward(self, x: Tensor, *, ids: Tensor, scale: float = 1.0, nothing: Tensor | None = None) -> Any:
+    def forward(self, x, *, ids, scale=1.0, nothing=None):
         return self.run(x * scale, x, ids)
 
-    def arguments(self, x: Tensor, ids: Tensor) -> Arguments:
+    def arguments(self, x, ids):
         return (x,), {"ids": ids, "scale": 0.75}
 
 
 class Nested(Stem):
     """Inputs in a dictionary of lists and tuples, and a truth value."""
 
-    def forward(self, batch: Mapping[str, Any], last: bool) -> Any:
+    def forward(self, batch, last):
         x, (ids,) = batch["x"]
         return self.run((x if last else x * 2) + batch["more"], x, ids)
 
-    def arguments(self, x: Tensor, ids: Tensor) -> Arguments:
+    def arguments(self, x, ids):
         return ({"x": [x, (ids,)], "more": x.roll(1, -1)}, True), {}
 
 
 class Tokens(Stem):
     """Rows of a table alone."""
 
-    def forward(self, ids: Tensor) -> Any:
+    def forward(self, ids):
         x = self.table(ids)
         return self.run(x, x, ids)
 
-    def arguments(self, x: Tensor, ids: Tensor) -> Arguments:
+    def arguments(self, x, ids):
         return (ids,), {}
 
 
 class Written(Stem):
     """An input that the call writes."""
 
-    def forward(self, x: Tensor, ids: Tensor, log: Tensor) -> Any:
+    def forward(self, x, ids, log):
         log.add_(1)
         return self.run(x + log, x, ids)
 
-    def arguments(self, x: Tensor, ids: Tensor) -> Arguments:
+    def arguments(self, x, ids):
         return (x, ids, torch.zeros(x.shape[-1], dtype=x.dtype)), {}
 
 
 class Twice(Stem):
     """Two inputs, for which one tensor is given."""
 
-    def forward(self, x: Tensor, ids: Tensor, other: Tensor) -> Any:
+    def forward(self, x, ids, other):
         return self.run(x - 0.5 * other, x, ids)
 
-    def arguments(self, x: Tensor, ids: Tensor) -> Arguments:
+    def arguments(self, x, ids):
         return (x, ids, x), {}
 
 
@@ -148,7 +148,7 @@ class Drawn:
     chosen: Mapping[str, Any]
 
     @cached_property
-    def kinds(self) -> frozenset[str]:
+    def kinds(self):
         """The kinds of its blocks, of its stem and of its head, and how it is exported."""
         made = {type(one).__name__ for one in [*self.module.blocks, self.module]} | {self.module.head}
         made |= {
@@ -156,7 +156,7 @@ class Drawn:
         }
         return frozenset(made | ({"methods"} if len(self.methods) > 1 else set()))
 
-    def describe(self) -> str:
+    def describe(self):
         """What is drawn, in lines."""
         lines = [f"seed {self.seed}: {', '.join(f'{k}={v}' for k, v in self.chosen.items())}"]
         for name, one in self.methods.items():
@@ -170,7 +170,7 @@ class Drawn:
             lines.append(f"  blocks[{k}]: {type(block).__name__}({block.extra_repr()})")
         return "\n".join(lines)
 
-    def export(self) -> dict[str, ExportedProgram]:
+    def export(self):
         """Export every method of the module."""
         return {name: _export(self.module, one) for name, one in self.methods.items()}
 
@@ -179,7 +179,7 @@ class DifferentError(AssertionError):
     """Something differs from the module in eager PyTorch, or breaks a promise."""
 
 
-def difference(one: Any, other: Any) -> str:
+def difference(one, other):
     """How two values differ, in words; empty if every bit is equal."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return "" if type(one) is type(other) and one == other else f"{one!r}, expected {other!r}"
@@ -190,7 +190,7 @@ def difference(one: Any, other: Any) -> str:
     return f"off by {float((one.double() - other.double()).abs().max()):.3g}"
 
 
-def _bytes(value: Tensor) -> Tensor:
+def _bytes(value):
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -198,7 +198,7 @@ class NotExportedError(Exception):
     """torch exports the program in no way."""
 
 
-def _export(module: Stem, method: Method) -> ExportedProgram:
+def _export(module, method):
     """Export a method as it says, or without what torch refuses: dynamic sizes first, then dynamo."""
     ways = [(method.dynamic, method.strict), (False, method.strict), (False, not method.strict)]
     refusal: Exception | None = None
@@ -216,20 +216,20 @@ def _export(module: Stem, method: Method) -> ExportedProgram:
     raise NotExportedError(f"{type(refusal).__name__}: {refusal}")
 
 
-def _dynamic(value: object) -> object:
+def _dynamic(value):
     return {0: Dim.AUTO, 1: Dim.AUTO} if isinstance(value, Tensor) and value.dim() >= 2 else None
 
 
-def _sizes(given: Arguments) -> list[Any]:
+def _sizes(given):
     return [list(one.shape) if isinstance(one, Tensor) else one for one in pytree.tree_leaves(given)]
 
 
-def copied(given: Arguments) -> Arguments:
+def copied(given):
     """The arguments with a copy of each tensor; what was one tensor stays one."""
     return copy.deepcopy(given)
 
 
-def draw(seed: int) -> Drawn:
+def draw(seed):
     """The program of a seed."""
     drawn = random.Random(seed)
     torch.manual_seed(seed)
@@ -250,7 +250,7 @@ def draw(seed: int) -> Drawn:
         sizes = {"prefill": sizes["forward"], "decode": (sizes["forward"][0], 2)}
     dynamic, strict, grad = drawn.random() < 0.5, drawn.random() < 0.3, drawn.random() < 0.7
 
-    def arguments(batch: int, length: int) -> Arguments:
+    def arguments(batch, length):
         x = torch.randn(batch, length, width).to(dtype)
         return module.arguments(x, torch.randint(0, TOKENS, (batch, length)))
 

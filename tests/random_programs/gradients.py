@@ -1,14 +1,9 @@
 """Compiles a random program for training, and compares its steps with those of autograd over the module."""
 
-from __future__ import annotations
-
 import copy
 import inspect
-import random
 import warnings
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 import penstock
 from tests.engines import ENGINES
-from tests.random_programs.drawn import DifferentError, Drawn, difference, draw
+from tests.random_programs.drawn import DifferentError, difference, draw
 
 
-def compare_gradients(drawn: Drawn, path: Path, chosen: random.Random) -> bool:
+def compare_gradients(drawn, path, chosen):
     """Train some parameters of a program's module for two steps; raises DifferentError for other bits.
 
     Returns False where autograd by itself has no gradient for them. The reference is drawn again: a copy of
@@ -56,7 +51,7 @@ def compare_gradients(drawn: Drawn, path: Path, chosen: random.Random) -> bool:
     return True
 
 
-def _step(module: Any, given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _step(module, given, names):
     """The results of a call, and the gradients of their squares."""
     torch.manual_seed(1)
     module.zero_grad()

@@ -15,7 +15,11 @@ IDS = torch.tensor([[5, 17, 99, 23, 42]])
 
 
 @pytest.mark.parametrize(
-    ("make", "memory", "order"), [(models.sliding, "300KB", "late"), (models.t5, "200KB", "lagging")]
+    ("make", "memory", "order"),
+    [
+        (models.sliding, "300KB", "late"),
+        pytest.param(models.t5, "200KB", "lagging", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_is_generated_on_the_rig_is_what_its_library_generates_there(make, memory, order, tmp_path):
     machine.load()
@@ -58,6 +62,7 @@ def test_numbers_that_a_caller_has_on_the_cpu_stay_there(tmp_path):
             model(x=x, factor=factor.expand(8), rows=rows)
 
 
+@pytest.mark.nightly
 def test_a_pipeline_draws_on_the_rig_what_it_draws_there_without_streaming(tmp_path):
     machine.load()
     (tmp_path / "vocabulary").mkdir()

@@ -7,12 +7,12 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from penstock.schedule.facts.errors import PenstockError
-from tests.hunt import scaled
+from tests.hunt import nightly_but, scaled
 from tests.rig import machine
 from tests.rig.rig_runs import LateDisk, RigRun, run_everywhere
 from tests.runtime.device.device_runs import CountError, Parts, WrongBytesError, cases, disk_cases
-from tests.runtime.sim.faults import FAULTS, PLANS, PROBES, RECORDS, WAITS
-from tests.runtime.sim.test_sim import case_of
+from tests.runtime.device.simulated.faults import FAULTS, PLANS, PROBES, RECORDS, WAITS
+from tests.runtime.device.simulated.test_sim import case_of
 from tests.schedule.traces import problems
 
 LATE_ORDERS = machine.ORDERS[1:2] + machine.ORDERS[3:]
@@ -28,8 +28,9 @@ def plainest_last():
     return [one for pair in pairs for one in pair if one]
 
 
-def test_all_cases_run_right_in_all_orders():
-    run_everywhere(Parts(), (*cases(), *disk_cases()))
+@pytest.mark.parametrize(("order", "number"), nightly_but({("late", 0), ("random", 1)}, machine.ORDERS))
+def test_all_cases_run_right_in_all_orders(order, number):
+    run_everywhere(Parts(), (*cases(), *disk_cases()), [(order, number)])
 
 
 @pytest.mark.parametrize("name", ORDERINGS)

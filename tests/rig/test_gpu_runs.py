@@ -1,17 +1,13 @@
 """The runs of `make gpu`: their time, what they write at once, what they continue, what they refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from benchmarks.gpu.steps import STEPS
 ON_THE_RIG = ("--device", "rig", "--scale", "0.0005", "--patience", "20")
 
 
-def hide(folder: Path, how: str, *packages: str) -> str:
+def hide(folder, how, *packages):
     """A folder for PYTHONPATH in which these packages are files that do not import."""
     folder.mkdir()
     for package in packages:
@@ -32,7 +28,7 @@ def hide(folder: Path, how: str, *packages: str) -> str:
     return str(folder)
 
 
-def run(arguments: Sequence[str], hidden: str = "") -> tuple[int, list[dict[str, Any]], str]:
+def run(arguments, hidden=""):
     """The script's exit status, its lines, and what it printed on its standard error."""
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
     surroundings = environment()
@@ -45,7 +41,7 @@ ABSENT = ("pytest", "hypothesis", "typer")
 """What need not be there."""
 
 
-def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path: Path) -> None:
+def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path):
     path = tmp_path / "gpu.jsonl"
     path.write_text('{"step": "of another day"}')
     arguments = [
@@ -71,7 +67,8 @@ def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path: Path) -> Non
     assert {*tmp_path.iterdir()} == {path, Path(hidden)}
 
 
-def test_a_step_that_crashes_is_a_line(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_a_step_that_crashes_is_a_line(tmp_path):
     hidden = hide(tmp_path / "hidden", "import os\nos.abort()", "torch")
     status, lines, said = run([*ON_THE_RIG, "--only", "machine"], hidden)
     assert status == 1
@@ -79,9 +76,8 @@ def test_a_step_that_crashes_is_a_line(tmp_path: Path) -> None:
     assert "Fatal Python error: Aborted" in said
 
 
-def test_what_python_prints_before_a_step_is_not_taken_for_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.nightly
+def test_what_python_prints_before_a_step_is_not_taken_for_lines(tmp_path, monkeypatch, capsys):
     said = "Welcome to this machine\n3\n{}\n"
     monkeypatch.setenv("PYTHONPATH", hide(tmp_path / "hidden", f"print({said!r}, end='')", "sitecustomize"))
     (line,) = isolation.run("machine", ["--device", "cuda:7"], 60)
@@ -90,7 +86,8 @@ def test_what_python_prints_before_a_step_is_not_taken_for_lines(
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path):
     hidden = hide(tmp_path / "hidden", "import threading\nthreading.Event().wait()", "torch")
     patience = str(5 / STEPS["machine"].seconds)
     status, lines, said = run(["--patience", patience, "--only", "machine"], hidden)
@@ -99,7 +96,7 @@ def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path: Path) -> No
     assert "torch.py" in said
 
 
-def test_without_time_the_last_steps_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_time_the_last_steps_say_so(capsys):
     assert script.main(["--device", "rig", "--minutes", "0", "--only", "llama,peers"]) == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     left = "0 s are left, and it may take {} s: give --continue to a new run"
@@ -109,16 +106,16 @@ def test_without_time_the_last_steps_say_so(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
-def test_limits_fit_two_runs() -> None:
+def test_limits_fit_two_runs():
     limits, first = [step.seconds for step in STEPS.values()], [*STEPS].index("llama") + 1
     assert sum(limits[:first]) <= 250
     assert sum(limits[first:]) <= 250
 
 
-def test_a_step_may_take_what_earlier_ones_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_may_take_what_earlier_ones_have_left(monkeypatch):
     now, limits = 0.0, dict[str, float]()
 
-    def run(name: str, arguments: Sequence[str], seconds: float) -> Iterator[dict[str, Any]]:
+    def run(name, arguments, seconds):
         nonlocal now
         limits[name] = seconds
         now += 10
@@ -135,9 +132,7 @@ def test_a_step_may_take_what_earlier_ones_have_left(monkeypatch: pytest.MonkeyP
     assert limits == {"machine": 45, "copies": 65, "llama": 110, "peers": 100}
 
 
-def test_only_results_of_the_same_device_are_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_results_of_the_same_device_are_continued(tmp_path, monkeypatch, capsys):
     first, here = tmp_path / "first.jsonl", {"product": "NVIDIA H200, 150 bytes", "scale": 1.0}
     monkeypatch.setattr(script, "seconds_since_start", lambda: 1.0)  # this process may be old
     monkeypatch.setattr(
@@ -165,7 +160,7 @@ def test_only_results_of_the_same_device_are_continued(
             assert said == f"{first} is of {card}, and this is NVIDIA H200 at scale 1: begin anew\n"
 
 
-def test_the_time_of_a_script_before_exec_counts() -> None:
+def test_the_time_of_a_script_before_exec_counts():
     asked = "from benchmarks.gpu.__main__ import seconds_since_start as age; print(age())"
     command = ["bash", "-c", 'sleep 1; exec "$@"', "run.sh", sys.executable, "-c", asked]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)
@@ -173,23 +168,21 @@ def test_the_time_of_a_script_before_exec_counts() -> None:
 
 
 @pytest.mark.parametrize("ahead", [-1e6, 1e6])
-def test_a_clock_that_began_at_another_time_costs_no_run(
-    monkeypatch: pytest.MonkeyPatch, ahead: float
-) -> None:
+def test_a_clock_that_began_at_another_time_costs_no_run(monkeypatch, ahead):
     there = time.clock_gettime
     monkeypatch.setattr(time, "clock_gettime", lambda clock: there(clock) + ahead)
     before = time.process_time()
     assert before <= script.seconds_since_start() <= time.process_time()
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def wait_until(holds):
     end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_a_killed_run_keeps_its_lines_and_is_continued(tmp_path: Path) -> None:
+def test_a_killed_run_keeps_its_lines_and_is_continued(tmp_path):
     number, first, surroundings = tmp_path / "step", tmp_path / "first.jsonl", environment()
     hangs = f"import os, signal\nopen({str(number)!r}, 'w').write(f'{{os.getpid()}} ')\nsignal.pause()"
     hidden = hide(tmp_path / "hidden", hangs, "torch")
@@ -215,9 +208,7 @@ def test_a_killed_run_keeps_its_lines_and_is_continued(tmp_path: Path) -> None:
     assert "## copies: failed 0 s are left" in said
 
 
-def test_what_is_missing_is_said_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_said_before_anything_runs(monkeypatch, capsys):
     there = script.find_spec
     for gone, what in ({"pydantic"}, script.CARRIED), ({"scipy", "accelerate"}, "scipy"):
         monkeypatch.setattr(
@@ -231,9 +222,7 @@ def test_what_is_missing_is_said_before_anything_runs(
         assert f"carry the wheels of {what} and" in line["do"]
 
 
-def test_an_older_torch_is_said_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_older_torch_is_said_before_anything_runs(monkeypatch, capsys):
     monkeypatch.setattr(script, "version", lambda _: "2.9.1a0+nv25")
     assert script.main([]) == 2
     (line,) = (json.loads(text) for text in capsys.readouterr().out.splitlines())
@@ -249,15 +238,13 @@ def test_an_older_torch_is_said_before_anything_runs(
         (["--scale", "2"], "--scale is a share of the full sizes, above 0 and at most 1, got 2.0"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_refused(arguments, words, capsys):
     with pytest.raises(SystemExit):
         script.main(arguments)
     assert words in capsys.readouterr().err
 
 
-def test_its_help_names_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_help_names_every_step(capsys):
     with pytest.raises(SystemExit):
         script.main(["--help"])
     said = capsys.readouterr().out

@@ -60,6 +60,7 @@ class ForkedStep:
         return self.returncode
 
 
+@pytest.mark.nightly
 def test_both_runs_on_a_gpu_are_tried_on_the_rig(tmp_path, monkeypatch, capsys):
     """All steps, but for the time that each would need to import torch; those below have real processes."""
     build()  # outside of the steps' limits
@@ -87,12 +88,16 @@ def test_both_runs_on_a_gpu_are_tried_on_the_rig(tmp_path, monkeypatch, capsys):
     assert found["machine"][0]["product"] == f"rig, {machine.MEMORY} bytes"
     assert found["machine"][0]["measures"] is False
     assert found["suite"] == [{"checks": len(CHECKS), "faults": len(FAULTS), "failed": 0}]
-    _check_copies(found["copies"])
-    _check_overlap(found["overlap"])
-    _check_bits(found["bits"])
-    _check_passes(found)
-    _check_llama(found)
-    _check_host_and_disk(found)
+    assert len(found["copies"]) == 3 + len(copying.PIECES_MIB)
+    assert [line["share"] for line in found["overlap"]] == list(overlap.SHARES)
+    assert len(found["bits"]) == 4 * (len(bits.ALIGNMENTS) + 1)
+    assert [(line["tokens"], line["share"]) for line in found["llama"]] == [
+        (tokens, share) for tokens in llama.TOKENS for share in llama.SHARES
+    ]
+    assert len(found["peers"]) == len(llama.TOKENS) * (len(peers.PEERS) + 1)
+    assert [line["share"] for line in found["host"]] == list(hosting.SHARES)
+    assert len(found["disk"]) == 2 * len(disk.SHARES)
+    _check(line for step in found.values() for line in step)
     backend, ahead = found["inductor"]
     assert (backend["what"], backend["equal"], backend["misses"]) == ("torch.compile", True, 0)
     assert backend["bytes_moved"] > 0
@@ -120,111 +125,19 @@ def test_both_runs_are_tried_on_a_simulated_device(tmp_path, monkeypatch, capsys
     for line in lines:
         found[line["step"]].append(line)
     assert {step for step in found if "skipped" in found[step][0]} == {*NEED_STREAMS}
-    _check_host_and_disk({step: found[step][:-1] for step in ("host", "disk")})
+    assert [line["share"] for line in found["host"][:-1]] == list(hosting.SHARES)
+    assert len(found["disk"][:-1]) == 2 * len(disk.SHARES)
+    _check(lines)
 
 
-def _check_copies(lines):
-    locking, *copies, small, huge = lines
-    assert (small["huge"], huge["huge"]) == (False, True)
-    assert all(line["equal"] and line["touch_s_a_gib"] > 0 for line in (small, huge))
-    assert locking["nbytes"] == int(copying.TRANSFER * 0.0005) // 4096 * 4096
-    assert locking["seconds_a_gib"] > locking["seconds"] > 0
-    assert len(copies) == len(copying.PIECES_MIB)
-    for line in copies:
-        assert line["equal"] is True
-        assert line["pieces"] == -(-locking["nbytes"] // line["piece_bytes"])
-        # An operation of the rig takes a millisecond, and the record of an event is one.
-        assert line["bytes_per_s"] == pytest.approx(locking["nbytes"] / (line["pieces"] + 1) * 1e3)
-        assert line["bytes_per_s_under_products"] == line["bytes_per_s"]
-        assert line["products_s"] == line["products_under_copies_s"] == (copying.PRODUCTS + 1) / 1e3
-
-
-def _check_overlap(lines):
-    assert [line["share"] for line in lines] == list(overlap.SHARES)
-    transfers = [line["transfers"] for line in lines]
-    assert transfers == sorted(transfers, reverse=True)
-    assert min(transfers) > 0
+def _check(lines):
+    """Every figure of equality is right, nothing was a miss, and what is held is within its budget."""
     for line in lines:
-        assert line["equal"] is True
-        assert line["copying_ms"] == 2 * line["transfers"]  # a copy, and the record behind it
-        assert 0 < line["both_ms"] <= min(line["copying_ms"], line["computing_ms"])
-        assert line["hidden"] == line["both_ms"] / min(line["copying_ms"], line["computing_ms"])
-        assert line["computing_ms"] < line["ms"]
-
-
-def _check_bits(lines):
-    keys = [(line["bias"], line["tokens"], line.get("alignment")) for line in lines]
-    assert sorted(keys[:12]) == [
-        (bias, tokens, alignment)
-        for bias in (False, True)
-        for tokens in (1, 512)
-        for alignment in bits.ALIGNMENTS
-    ]
-    assert sorted(keys[12:]) == [(bias, tokens, None) for bias in (False, True) for tokens in (1, 512)]
-    assert all(line["equal"] is True for line in lines)
-
-
-def _check_passes(found):
-    assert [(line["share"], line["wrap"]) for line in found["streams"]] == [
-        (share, wrap) for share in (0.0, 0.5) for wrap in ("overlap", "barrier")
-    ]
-    assert all(line["equal"] is True and line["misses"] == 0 for line in found["streams"])
-    assert [line["share"] for line in found["closing"]] == [0.0, 0.5, 1.0]
-    assert all(line["equal"] is True and line["overwritten_bytes"] > 0 for line in found["closing"])
-    graphed = {"captured": False, "equal_after_a_broken_capture": True, "equal": True}
-    assert found["graphs"] == [{"share": s, **graphed, "equal_after_closing": None} for s in (0.0, 0.5)]
-
-
-def _check_llama(found):
-    assert [(line["tokens"], line["share"]) for line in found["llama"]] == [
-        (tokens, share) for tokens in llama.TOKENS for share in llama.SHARES
-    ]
-    for line in found["llama"]:
-        assert line["equal"] is True
-        assert line["misses"] == 0
-        assert 0 < line["held_bytes"] <= line["budget"] <= line["weights"]
-        assert line["driver_bytes"] >= line["held_bytes"]
-        assert line["over_limit"] == line["seconds"] / max(line["resident_s"], line["copying_s"])
-        assert line["over_prediction"] == line["seconds"] / line["predicted_s"]
-        assert (line["copying_s"] > 0) == (line["share"] < 1)
-    assert [line["share"] for line in found["replay"]] == list(llama.SHARES)
-    assert all(line["equal"] is True and line["captured"] is False for line in found["replay"])
-    assert [(line["tokens"], line["peer"], line.get("penstock", False)) for line in found["peers"]] == [
-        (tokens, *run)
-        for tokens in llama.TOKENS
-        for run in [
-            ("accelerate", False),
-            ("accelerate", True),
-            *((peer, False) for peer in [*peers.PEERS][1:]),
-        ]
-    ]
-    for line in found["peers"]:
-        if line["peer"] == "accelerate":
-            assert line["equal"] is True
-            assert line["seconds"] > 0
-            assert line["peak_driver_bytes"] > 0
-            assert line.get("within") in (None, line.get("driver_bytes", 0) <= line["peak_driver_bytes"])
-        else:
-            assert line["skipped"] == "diffusers copies on streams of cuda and xpu alone"
-
-
-def _check_host_and_disk(found):
-    assert [line["share"] for line in found["host"]] == list(hosting.SHARES)
-    resident, *streamed = found["host"]
-    assert resident["streamed_steps"] == 0
-    for line in streamed:
-        assert line["equal"] is True
-        assert line["streamed_steps"] > 0
-        added = line["call_processor_us"] - resident["call_processor_us"]
-        assert line["call_processor_us_a_streamed_step"] == added / line["streamed_steps"]
-    assert [(line["share"], line["cached"]) for line in found["disk"]] == [
-        (share, cached) for share in disk.SHARES for cached in (False, True)
-    ]
-    for line in found["disk"]:
-        assert line["equal"] is True
-        assert line["misses"] == 0
-        assert 0 < line["pinned_bytes"] <= line["host_memory"] == line["weights"] // 2
-        assert line["staged_bytes_per_s"] == line["staged_bytes"] / line["seconds"] > 0
+        assert line.get("equal", True) is True, line
+        assert line.get("misses", 0) == 0, line
+        if "held_bytes" in line:
+            assert 0 < line["held_bytes"] <= line["budget"] <= line["weights"]
+        assert all(value > 0 for name, value in line.items() if name.endswith("_bytes_per_s")), line
 
 
 def test_a_peer_that_fails_is_a_line_and_the_next_goes_on(late, tmp_path, monkeypatch):

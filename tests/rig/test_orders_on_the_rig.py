@@ -36,7 +36,7 @@ from tests.runtime.device.device_runs import (
     cases,
     disk_cases,
 )
-from tests.runtime.sim.faults import Passing
+from tests.runtime.device.simulated.faults import Passing
 from tests.runtime.training.spill_plans import spilling_plan
 
 OPERATIONS = 64

@@ -12,6 +12,7 @@ import torch
 from torch.export import Dim, ExportedProgram, export
 
 import penstock
+from tests.cheap_plans import cheap_plans  # noqa: F401
 from tests.engines import built
 from tests.runtime.compiled_models import compile_models
 from tests.runtime.models import Stack

@@ -19,7 +19,7 @@ from penstock.runtime.machine.figures import MEASURING
 from penstock.runtime.memory_split import LOADING
 from penstock.runtime.system.limits import Limit
 from tests.forked import run_forked
-from tests.hunt import sampled
+from tests.hunt import nightly_but, sampled
 
 MIB = 1 << 20
 SLACK = 32 * MIB
@@ -32,8 +32,10 @@ from examples.demo.cgroup import join_group
 group, folder, budget, options = Path(sys.argv[1]), *sys.argv[2:5]
 join_group(group)
 import torch, scipy.optimize, scipy.sparse, scipy.sparse.csgraph, penstock
+from penstock.schedule.planner import make_plan
+make_plan.__kwdefaults__["effort"] = 0.02  # how fast a plan is, is not what is asked
 from penstock.passes.lowering import compiled, eager
-import penstock.runtime.loading, penstock.schedule.planner
+import penstock.runtime.loading
 def leave(said):
     print(said, flush=True)
     os._exit(0)  # an interpreter that ends touches, and so copies, all that a fork has from its parent
@@ -114,7 +116,9 @@ WAYS = [
 
 
 @pytest.mark.random
-@pytest.mark.parametrize(("way", "share"), sampled([*product(WAYS, (25, 75, 100))], 11))
+@pytest.mark.parametrize(
+    ("way", "share"), nightly_but({(WAYS[0], 25)}, sampled([*product(WAYS, (25, 75, 100))], 11))
+)
 def test_beside_a_bare_process_a_load_takes_no_more_than_32_mib(big, way, share):
     device, arena, engine = way
     budget = big.weights * share // 100
@@ -126,7 +130,10 @@ def test_beside_a_bare_process_a_load_takes_no_more_than_32_mib(big, way, share)
 
 
 @pytest.mark.random
-@pytest.mark.parametrize(("way", "slack"), sampled([*product(WAYS, (8, -16))], 7))
+@pytest.mark.parametrize(
+    ("way", "slack"),
+    nightly_but({(WAYS[0], 8), (WAYS[3], -16)}, sampled([*product(WAYS, (8, -16))], 7)),
+)
 def test_in_less_a_load_is_refused_or_its_files_are_only_mapped(big, way, slack):
     device, arena, engine = way
     budget = big.weights * 3 // 4

@@ -1,6 +1,7 @@
 """torchao's quantised modules: the outputs are the library's own, under every budget."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import penstock
 from penstock.schedule.facts.errors import PayloadError, SourceError
 from tests.forked import run_forked
+from tests.hunt import nightly_but
 from tests.quantised_models import linears
 
 # Without set_inductor_config=False each would change options of Inductor for the whole process.
@@ -53,8 +55,13 @@ def inputs(dtype):
     return torch.linspace(-1, 1, 3 * 256).reshape(3, 256).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    nightly_but(
+        {("int8 activations", torch.float32), ("float8", torch.bfloat16), ("int4 packed", torch.bfloat16)},
+        itertools.product(CONFIGS, (torch.float32, torch.bfloat16)),
+    ),
+)
 def test_outputs_are_those_of_the_library(name, dtype, tmp_path):
     module, x = quantised(name, dtype), inputs(dtype)
     with torch.no_grad():
@@ -91,7 +98,7 @@ class Logits(nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", ["int8", "float8", "int4 packed"])
+@pytest.mark.parametrize("name", nightly_but({"int4 packed"}, ["int8", "float8", "int4 packed"]))
 def test_a_small_llama(name, tmp_path):
     torch.manual_seed(0)
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 128)

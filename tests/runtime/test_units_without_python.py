@@ -15,6 +15,7 @@ import penstock
 from penstock.runtime.files.artifact_files import PAYLOAD, digest_line, replace_payload
 from penstock.runtime.program import Program
 from tests.engines import ENGINES
+from tests.hunt import nightly_but
 from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Tables, routes, seeded
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -66,7 +67,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=nightly_but({"tables", "experts"}, MODELS))
 def case(request, tmp_path_factory):
     torch.manual_seed(0)
     model, inputs = MODELS[request.param]()

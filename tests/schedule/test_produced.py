@@ -26,6 +26,7 @@ from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
+from tests.hunt import nightly_but
 from tests.schedule.traces import in_files, machine
 
 GRANULE = 64
@@ -99,7 +100,7 @@ def outs_of(plan):
     return [t for schedule in plan.schedules for t in schedule.transfers if t.direction == "out"]
 
 
-@pytest.mark.parametrize("seeds", range(6))
+@pytest.mark.parametrize("seeds", nightly_but({0, 1}, range(6)))
 def test_plans_of_random_rounds_are_safe_and_within_their_bounds(seeds):
     spilled = 0
     for seed in range(8 * seeds, 8 * seeds + 8):
@@ -133,7 +134,7 @@ def layers(count, nbytes, *, compute, hardware):
 
 
 def test_what_does_not_fit_is_copied_out_and_in_once():
-    nbytes, count = 64 * GRANULE, 20
+    nbytes, count = 16 * GRANULE, 20
     problem = layers(count, nbytes, compute=10, hardware=machine(1e9))
     plan = make_plan(problem, 12 * nbytes)
     verify_plan(problem.storages, problem.traces, plan)

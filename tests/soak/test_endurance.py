@@ -8,6 +8,7 @@ import pytest
 from penstock.runtime.device.simulated import SimDevice
 from penstock.runtime.stream.loaded import Gate
 from penstock.schedule.facts.errors import StreamError
+from tests.hunt import nightly_but
 from tests.soak.endurance import DEVICES, Endurance, Interrupt, NoMoreThanBeforeError, make
 
 
@@ -16,7 +17,7 @@ def one(tmp_path_factory):
     return make(tmp_path_factory.mktemp("endurance"), "cpu", seed=1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", nightly_but({"sim"}, DEVICES))
 def test_a_short_run(device, one, tmp_path):
     run = one if device == "cpu" else make(tmp_path, device, seed=1)
     run.run(6, 48)
@@ -39,6 +40,7 @@ def test_a_descriptor_that_stays_is_found(one, tmp_path, monkeypatch):
         os.close(descriptor)
 
 
+@pytest.mark.nightly
 def test_memory_that_stays_is_found(one, monkeypatch):
     real, kept = Endurance._load, []
 

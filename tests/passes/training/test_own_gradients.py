@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,15 +19,15 @@ class Rounded(torch.autograd.Function):
     """Rounds, with the gradient of the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.round()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient):
         return gradient
 
 
-rounded_by_name = Rounded.apply  # type: ignore[no-untyped-call]
+rounded_by_name = Rounded.apply
 
 
 @torch.library.custom_op("penstock_tests::rounded", mutates_args=())
@@ -48,47 +46,47 @@ rounded_operator.register_autograd(lambda ctx, gradient: gradient)
 class Between(nn.Module):
     """Something between a trained and a frozen layer."""
 
-    def __init__(self, compute: Callable[[torch.Tensor, nn.Module], torch.Tensor]) -> None:
+    def __init__(self, compute):
         super().__init__()
         self.up, self.base, self.compute = nn.Linear(8, 8), nn.Linear(8, 8), compute
         self.base.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.compute(self.up(x) * 3, self.base).square().mean()
 
 
-def hooked(x: torch.Tensor) -> torch.Tensor:
+def hooked(x):
     x.register_hook(lambda gradient: gradient * 3)
     return x.sin()
 
 
-def in_place(x: torch.Tensor) -> torch.Tensor:
+def in_place(x):
     x = x.clone()
     x[0] = x[1] * 2
     return x.add_(1)
 
 
-def without_grad(x: torch.Tensor) -> torch.Tensor:
+def without_grad(x):
     with torch.no_grad():
-        return Rounded.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+        return Rounded.apply(x)
 
 
-def _forked(x: torch.Tensor) -> torch.Tensor:
+def _forked(x):
     with torch.random.fork_rng(devices=[]):
         return x * torch.rand(8)
 
 
-def _seeded(x: torch.Tensor) -> torch.Tensor:
+def _seeded(x):
     torch.manual_seed(7)
     return x * torch.rand(8)
 
 
-def _seeded_elsewhere(x: torch.Tensor) -> torch.Tensor:
+def _seeded_elsewhere(x):
     torch.default_generator.manual_seed(7)
     return x * torch.rand(8)
 
 
-def _state_set(x: torch.Tensor) -> torch.Tensor:
+def _state_set(x):
     torch.random.set_rng_state(torch.get_rng_state())
     return x * torch.rand(8)
 
@@ -132,7 +130,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_gradients_that_export_loses_are_refused(name: str, tmp_path: Path) -> None:
+def test_gradients_that_export_loses_are_refused(name, tmp_path):
     model, x = Between(LOST[name]), torch.randn(4, 8)
     model(x).backward()
     with pytest.raises(PassError, match=r"autograd\.Function, of which torch\.export|registers a hook on"):
@@ -141,7 +139,7 @@ def test_gradients_that_export_loses_are_refused(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_a_model_that_sets_the_generator_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_model_that_sets_the_generator_is_refused(name, tmp_path):
     compute, sentence = GENERATORS[name]
     model, state = Between(lambda x, base: base(compute(x))), torch.get_rng_state()
     with pytest.raises(PassError, match=sentence):
@@ -152,8 +150,8 @@ def test_a_model_that_sets_the_generator_is_refused(name: str, tmp_path: Path) -
     torch.set_rng_state(state)
 
 
-def test_hooks_of_the_model_on_gradients_are_refused(tmp_path: Path) -> None:
-    def double(gradient: torch.Tensor) -> torch.Tensor:
+def test_hooks_of_the_model_on_gradients_are_refused(tmp_path):
+    def double(gradient):
         return gradient * 2
 
     model = Between(lambda x, base: base(x))
@@ -175,15 +173,13 @@ def test_hooks_of_the_model_on_gradients_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trainable", ["up.*", "table.*"])
 @pytest.mark.parametrize("backward", ["joint", "segments"])
-def test_a_model_that_writes_to_its_parameters_is_refused(
-    trainable: str, backward: Any, tmp_path: Path
-) -> None:
+def test_a_model_that_writes_to_its_parameters_is_refused(trainable, backward, tmp_path):
     class Limited(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table, self.up = nn.Embedding(16, 8, max_norm=0.5), nn.Linear(8, 8)
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             return self.up(self.table(ids)).square().mean()
 
     with pytest.raises(PassError, match=r"writes to its parameter table\.weight when it is called"):
@@ -196,7 +192,7 @@ def test_a_model_that_writes_to_its_parameters_is_refused(
         )
 
 
-def test_the_name_of_what_is_refused(tmp_path: Path) -> None:
+def test_the_name_of_what_is_refused(tmp_path):
     with (
         pytest.raises(PassError, match=r"^Rounded is an autograd\.Function"),
         torch.enable_grad(),
@@ -205,13 +201,13 @@ def test_the_name_of_what_is_refused(tmp_path: Path) -> None:
         rounded_by_name(torch.ones(2))
 
 
-def test_inputs_of_names_that_the_trace_uses(tmp_path: Path) -> None:
+def test_inputs_of_names_that_the_trace_uses(tmp_path):
     class Named(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.base, self.up = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
 
-        def forward(self, input: torch.Tensor, t: torch.Tensor, mul: torch.Tensor) -> torch.Tensor:
+        def forward(self, input, t, mul):
             return ((self.base(self.up(input)) - t) * mul).square().mean()
 
     model, example = Named(), tuple(torch.randn(4, 8) for _ in range(3))
@@ -219,11 +215,11 @@ def test_inputs_of_names_that_the_trace_uses(tmp_path: Path) -> None:
     with program.load(program.floor_bytes) as module:
         for one in (model, module):
             one(*example).backward()
-        assert torch.equal(module.get_parameter("up.weight").grad, model.up.weight.grad)  # type: ignore[arg-type]
+        assert torch.equal(module.get_parameter("up.weight").grad, model.up.weight.grad)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_check_that_fails_in_the_forward_is_an_error(tmp_path: Path) -> None:
+def test_a_check_that_fails_in_the_forward_is_an_error(tmp_path):
     model = Between(EQUAL["a factorisation that is checked"])
     program = penstock.compile_training(
         model, tmp_path / "m.penstock", example=(torch.randn(4, 8),), trainable=["up.*"]
@@ -236,7 +232,7 @@ def test_a_check_that_fails_in_the_forward_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", EQUAL)
-def test_gradients_are_those_of_pytorch(name: str, tmp_path: Path) -> None:
+def test_gradients_are_those_of_pytorch(name, tmp_path):
     torch.manual_seed(0)
     model, x = Between(EQUAL[name]), torch.randn(4, 8)
     program = penstock.compile_training(
@@ -250,12 +246,12 @@ def test_gradients_are_those_of_pytorch(name: str, tmp_path: Path) -> None:
         for parameter, gradient in ((fqn, one.grad) for fqn, one in module.named_parameters()):
             assert gradient is not None
             assert gradient.any()
-            assert torch.equal(gradient, own[parameter].grad)  # type: ignore[arg-type]
+            assert torch.equal(gradient, own[parameter].grad)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", REFUSED)
-def test_programs_that_export_makes_and_are_refused(name: str, tmp_path: Path) -> None:
+def test_programs_that_export_makes_and_are_refused(name, tmp_path):
     refused: tuple[type[Exception], str] = PassError, r"memory cannot be found|inside of torch\.func\.grad"
     if torch.__version__.startswith("2.11.") and name == "a transformation":
         refused = AssertionError, "Expected FakeTensor"  # of torch.export itself

@@ -26,7 +26,7 @@ class HonestArena:
 
     def fill(self, start, stop):
         if self.gate is not None:
-            self.gate.wait(10)
+            self.gate.wait(60)
         if start in self.fail_at:
             self.fail_at.discard(start)
             raise SourceError(f"disk error at {start}")

@@ -2,10 +2,7 @@
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,8 @@ from penstock.runtime.arena.kinds import open_arena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 from penstock.schedule.facts.model import Range
-from tests.engines import ENGINES
+from tests.engines import ENGINES, ROOT
+from tests.forked import run_forked
 from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, content, over_engines
 
 
@@ -79,13 +77,10 @@ for granule in 3, 2:
 
 @pytest.mark.parametrize(("kind", "debug"), [("mapped", True), ("anonymous", True), ("mapped", False)])
 def test_a_read_of_a_dropped_granule_faults_when_debugging(tmp_path, kind, debug):
-    command = [sys.executable, "-c", CHILD, str(tmp_path), kind, "debug" if debug else "plain"]
-    path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = run_forked(CHILD, tmp_path, kind, "debug" if debug else "plain", folder=ROOT)
     # Without the debug mode the granule comes back from the file: right, but unplanned.
-    assert done.stdout.split() == (["True"] if debug else ["True", "True"]), done.stderr
-    assert done.returncode == (-signal.SIGSEGV if debug else 0), done.stderr
+    assert done.out.split() == (["True"] if debug else ["True", "True"]), done.err
+    assert done.status == (-signal.SIGSEGV if debug else 0), done.err
 
 
 def test_plans_that_do_not_fit_the_files_are_refused(weights):

@@ -1,5 +1,7 @@
 """Views into arenas, and the bookkeeping of ranges and pieces."""
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given
@@ -42,8 +44,8 @@ def test_views_of_every_dtype(weights, name):
 
 def _raw(tensor):
     size = tensor.element_size()
-    flat = tensor.untyped_storage()
-    data = bytes(flat.tolist())
+    memory = tensor.untyped_storage()
+    data = ctypes.string_at(memory.data_ptr(), memory.nbytes())
     rows, columns = tensor.shape
     row, column = tensor.stride()
     start = tensor.storage_offset()

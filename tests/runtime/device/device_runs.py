@@ -19,7 +19,7 @@ from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
-from tests.runtime.sim.ordered_device import OrderedDevice
+from tests.runtime.device.simulated.ordered_device import OrderedDevice
 
 UNIT = 256
 HARDWARE = Hardware("toy", 1e12, 1e11, 1e9, 100, disk_bytes_per_s=0.5e9, disk_latency_ns=50)

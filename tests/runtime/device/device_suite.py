@@ -16,7 +16,7 @@ from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.device.weights import DeviceWeights
 from penstock.schedule.facts.errors import SourceError, StreamError
 from tests.runtime.device.device_runs import Memory, WrongBytesError, cases, disk_cases
-from tests.runtime.sim.faults import COPIES, READS
+from tests.runtime.device.simulated.faults import COPIES, READS
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from tests.rig import machine
 from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import HARDWARE
 from tests.runtime.device.device_suite import CHECKS, FAULTS, a_copy_of_wrong_bytes_is_found
-from tests.runtime.sim.faults import Fault
-from tests.runtime.sim.ordered_device import OrderedDevice
+from tests.runtime.device.simulated.faults import Fault
+from tests.runtime.device.simulated.ordered_device import OrderedDevice
 
 DEVICES = {
     "cpu": CpuDevice,

@@ -114,7 +114,7 @@ def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch
     resources = Resources(streamer, (device.close, closed.set))
     reader = OneHelper(target=resources.close, name="penstock-reader-0")
     reader.start()
-    reader.join(10)
+    reader.join(60)
     assert (closed.is_set(), OneHelper.started) == (True, 0)
 
 
@@ -129,7 +129,7 @@ def test_a_module_collected_on_its_own_disk_thread_is_closed_by_one_helper(monke
     monkeypatch.setattr(threading, "Thread", OneHelper)
     resources = Resources(streamer, (device.close, closed.set))
     device._disks[0].wait(resources.close)
-    assert closed.wait(10)
+    assert closed.wait(60)
     assert OneHelper.started == 1
 
 
@@ -143,19 +143,19 @@ def test_thousands_of_passes_hold_no_more_memory(host):
     method = streamer.methods[0]
     assert (weights.host.ring.numel() > 0) == (host is not None)
     held = []
-    for number in range(3_000):
+    for number in range(1_500):
         streamer.begin(0)
         for step in method.probed:
             streamer.acquire(0, step)
             streamer.release(0, step)
         streamer.end(0)
-        if number in (1_000, 2_000, 2_999):
+        if number in (500, 1_000, 1_499):
             gc.collect()
             held.append((len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
     streamer.close()
     device.close()
     (objects, peak), (_, peak_later), (objects_last, peak_last) = held
-    assert objects_last - objects < 1000  # one in two passes; other tests' garbage comes and goes
+    assert objects_last - objects < 500  # one in two passes; other tests' garbage comes and goes
     assert min(peak_later - peak, peak_last - peak_later) < 512  # KiB; what comes once is not the passes'
 
 

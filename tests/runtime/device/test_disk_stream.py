@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_a_read_is_not_done_before_it_is():
 
 def test_the_disk_waits_for_what_it_is_told_to_and_the_host_does_not():
     device, gate, waited = CpuDevice(), threading.Event(), list[bool]()
-    event = type("Gate", (), {"synchronize": lambda self: waited.append(gate.wait(5))})()
+    event = type("Gate", (), {"synchronize": lambda self: waited.append(gate.wait(60))})()
     source = Memory(CONTENTS)
     disk = device.open_disk(source)
     device.wait(disk, event)
@@ -91,9 +92,12 @@ def test_large_reads_are_cut_and_bring_the_same(monkeypatch):
 
 
 class Slow(Memory):
-    """Every read takes a moment."""
+    """Every read takes a moment, and is counted."""
+
+    reads: ClassVar[list[int]] = []
 
     def read_into(self, file, offset, address, nbytes):
+        self.reads.append(offset)
         time.sleep(0.01)
         super().read_into(file, offset, address, nbytes)
 
@@ -102,10 +106,9 @@ def test_closing_does_not_read_what_nobody_wants_any_more():
     disk, memory = DiskStream(Slow(CONTENTS)), torch.zeros(2000, dtype=torch.uint8)  # type: ignore[arg-type]
     disk.read(memory, [FileRead(0, k, k, 1) for k in range(2000)])
     event = disk.record()
-    began = time.perf_counter()
     disk.close()
     disk.close()
-    assert time.perf_counter() - began < 2
+    assert len(Slow.reads) < 1000
     with pytest.raises(StreamError, match="closed"):
         event.synchronize()
 

@@ -183,21 +183,21 @@ def test_close_waits_for_reads(own_file, monkeypatch):
 
     def slow(fd, buffers, offset):
         reading.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return real(fd, buffers, offset)
 
     source = Source([file], folder)
     monkeypatch.setattr(os, "preadv", slow)
     reader = threading.Thread(target=source.read_into, args=(0, 0, memory.base, NBYTES))
     reader.start()
-    assert reading.wait(10)
+    assert reading.wait(60)
     closer = threading.Thread(target=source.close)
     closer.start()
     closer.join(0.05)
     assert closer.is_alive()
     go_on.set()
-    reader.join(10)
-    closer.join(10)
+    reader.join(60)
+    closer.join(60)
     assert not closer.is_alive()
     assert memory.read(0, NBYTES) == (folder / file.path).read_bytes()[:NBYTES]
 

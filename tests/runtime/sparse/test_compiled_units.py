@@ -16,6 +16,7 @@ from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Part, SparseRead, Step, Trace, Work
 from penstock.schedule.sparse.replay import replay_own
 from penstock.schedule.sparse.routes import profile_of
+from tests.hunt import nightly_but
 from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Quantised, Tables, routes, seeded
 
 Arguments = tuple[torch.Tensor, ...]
@@ -62,7 +63,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=nightly_but({"tables", "experts"}, MODELS))
 def case(request, tmp_path_factory):
     make, call = MODELS[request.param]
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import signal
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,9 @@ from penstock.runtime.options import LoadOptions
 from penstock.runtime.planning import PlanRequest
 from penstock.runtime.sparse import trust
 from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError, StreamError
-from penstock.schedule.sparse.pool import without_units
-from tests.engines import ENGINES
-from tests.runtime.sparse.unit_mutants import HARDWARE, POOLS, Model, inputs, plan_with
+from tests.engines import ENGINES, ROOT
+from tests.forked import run_forked
+from tests.runtime.sparse.shared_pages import HARDWARE, POOLS, Model, inputs, plan_with
 from tests.runtime.sparse.unit_reads import have_reads_pass, interrupt_wait, taken
 
 
@@ -34,11 +35,31 @@ def program(tmp_path_factory):
 def test_calls_are_right_within_the_pool(program, pool, debug, engine):
     model, options = Model(), LoadOptions(engine=engine, debug=debug)
     with load_module(program, plan_with(program, pool), options) as module, torch.no_grad():
-        units = module._weights.pooled
+        units = module._weights.units
         for call in range(6):
             assert torch.equal(module(*inputs(call)), model(*inputs(call)))
             assert taken(units) == units.held_bytes <= POOLS[pool]
         assert module.stats.misses == 0
+
+
+FORGETTING = """
+import sys, torch, penstock
+from penstock.passes.sparse.contracts import Contract
+from penstock.runtime.loading import load_module
+from penstock.runtime.options import LoadOptions
+from tests.runtime.sparse.shared_pages import inputs, plan_with
+program = penstock.open(sys.argv[1])
+units = Contract.units
+Contract.units = lambda self, *given: units(self, *given)[:-1]
+options = LoadOptions(engine="python", debug=True)
+with load_module(program, plan_with(program, "several"), options) as module, torch.no_grad():
+    module(*inputs(0))
+"""
+
+
+def test_a_read_of_a_unit_that_is_not_there_kills_the_process_when_debugging(program):
+    done = run_forked(FORGETTING, program.path, folder=ROOT, warnings="default")
+    assert done.status == -signal.SIGSEGV, done.err
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -52,13 +73,13 @@ def test_engines_move_the_same_bytes_and_hold_the_same(program, pool):
             seen[engine] = []
             for call in range(12):
                 module(*inputs(call))
-                now = module._weights.pooled.counters
+                now = module._weights.units.counters
                 seen[engine].append((now.bytes_moved, now.bytes_read, *taken_by(module)))
     assert all(one == seen["python"] for one in seen.values())
 
 
 def taken_by(module):
-    units, stats = module._weights.pooled, module.stats
+    units, stats = module._weights.units, module.stats
     return units.held_bytes, units.peak_bytes, stats.bytes_moved, stats.held_bytes, stats.peak_bytes
 
 
@@ -76,7 +97,7 @@ def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, engine, mon
     have_reads_pass(failing, monkeypatch)
     options = LoadOptions(engine=engine, debug=True)
     with load_module(program, plan_with(program, pool), options) as module, torch.no_grad():
-        units, raised = module._weights.pooled, 0
+        units, raised = module._weights.units, 0
         for call in range(6):
             try:
                 found = module(*inputs(call))
@@ -97,7 +118,7 @@ def test_an_interrupt_in_a_round_is_no_matter_to_the_next_call(program, engine, 
             module(*inputs(1))  # in its second round
         for call in range(3):
             assert torch.equal(module(*inputs(call)), model(*inputs(call)))
-            assert taken(module._weights.pooled) == module._weights.pooled.held_bytes
+            assert taken(module._weights.units) == module._weights.units.held_bytes
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -189,7 +210,7 @@ def test_a_program_that_another_calls_has_no_pool(mixed):
     plan = planning.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE))
     assert plan.pool is not None
     with pytest.raises(BudgetError):
-        planning.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, ways=("whole",)))
+        planning.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, by_units=False))
     delegated = replace(mixed.payload, lowering="executorch")
     with pytest.raises(StreamError, match="a program of lowering 'executorch' cannot: make a plan for"):
         load_weights(mixed.path, delegated, plan, LoadOptions(engine="python"))
@@ -212,7 +233,7 @@ def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypat
     monkeypatch.setattr(trust, "reads_units_only", lambda read: read.operator != "aten.index_select.default")
     doubted = program.plan("60%", hardware=HARDWARE)
     assert [names[s] for s in doubted.pool.storages] == ["two"]
-    assert without_units(program.payload.traces[0], doubted.pool).steps[0].reads
+    assert planning.reduced(program.payload, doubted.pool).traces[0].steps[0].reads
     with load_module(program, doubted, LoadOptions(debug=True)) as module, torch.no_grad():
         found = module(given)
     assert torch.equal(found, program.load("100%")(given))

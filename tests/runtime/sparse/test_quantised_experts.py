@@ -22,6 +22,7 @@ from penstock.runtime.program import Program
 from penstock.runtime.sparse import trust
 from penstock.runtime.sparse.units import LoadedUnits
 from tests.engines import ENGINES
+from tests.hunt import nightly_but
 from tests.passes.sparse.test_contracts import Calls
 from tests.runtime.sparse.sparse_models import SLOW, Quantised, routes, seeded
 
@@ -49,7 +50,9 @@ def batch(tokens, seed, dtype):
     return rows, routes(tokens, seed, layers=2, experts=COUNT)
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+@pytest.fixture(
+    scope="module", params=nightly_but({torch.bfloat16}, [torch.bfloat16, torch.float32]), ids=str
+)
 def case(request, tmp_path_factory):
     model = Quantised(request.param)
     tokens = Dim("tokens", min=2, max=64)

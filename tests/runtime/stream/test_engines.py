@@ -23,7 +23,7 @@ pytestmark = pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.random
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "mapped"])
 @settings(
-    max_examples=scaled(25), phases=[Phase.generate], deadline=None, suppress_health_check=[*HealthCheck]
+    max_examples=scaled(12), phases=[Phase.generate], deadline=None, suppress_health_check=[*HealthCheck]
 )
 @given(data=st.data())
 def test_every_read_of_a_random_plan_finds_the_files_bytes(engine, kind, data):
@@ -203,6 +203,7 @@ def test_what_is_freed_is_refused_and_its_counters_stay(engine):
         run_pass(streamer, case, case.traces[0])
         moved = streamer.counters.bytes_moved
         streamer.close()
+        streamer.abort()
         streamer.close()
         streamer.free()
         assert streamer.counters.bytes_moved >= moved > 0

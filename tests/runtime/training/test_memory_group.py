@@ -17,6 +17,7 @@ from tests.hunt import sampled
 
 ROOT = Path(__file__).parents[3]
 SLACK = 64 << 20
+pytestmark = pytest.mark.nightly  # test_room.py has a sample of loads in groups
 TOKENS = torch.arange(97)[None] * 31 % 8192
 
 CHILD = """

@@ -21,7 +21,7 @@ from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
 from tests.faults.double import build
 from tests.forked import run_forked
-from tests.runtime.sim.ordered_device import OrderedDevice
+from tests.runtime.device.simulated.ordered_device import OrderedDevice
 from tests.runtime.training.out_mutants import ELSEWHERE, MUTANTS
 from tests.runtime.training.spill_faults import step
 from tests.runtime.training.spill_plans import spilling_plan

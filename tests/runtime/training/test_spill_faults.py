@@ -18,7 +18,7 @@ from penstock.schedule.facts.errors import SourceError
 from tests.engines import ENGINES
 from tests.faults.double import build
 from tests.forked import run_forked
-from tests.hunt import sampled
+from tests.hunt import nightly_but, sampled
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER
 
@@ -42,8 +42,10 @@ fail_each(Path(artifact), Path(folder), engine, Kind[kind])
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("kind", ["WRITES", "READS"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    nightly_but({("python", "READS"), ("native", "WRITES")}, product(ENGINES, ("WRITES", "READS"))),
+)
 def test_each_call_that_goes_wrong_is_named_or_mended(engine, kind, artifact, tmp_path):
     done = run_forked(FAILING, artifact, tmp_path, engine, kind, folder=ROOT, preloaded=build())
     assert done.status == 0, done.err

@@ -1,6 +1,6 @@
 """Transfers from residency: deadlines, room, merging, and what is on the device between calls."""
 
-from hypothesis import given
+from hypothesis import given, settings
 
 from penstock.schedule.bound.gaps import gaps_of
 from penstock.schedule.clock.transfers import Loads
@@ -74,6 +74,7 @@ def test_what_is_kept_across_the_end_is_in_the_boundary_without_a_transfer():
     assert one.holding.boundary == (Range(0, 64),)
 
 
+@settings(max_examples=30)
 @given(problems("paged"))
 def test_room_is_never_exceeded_and_the_line_is_in_order(p):
     """Occupancy counted event by event over three passes, from when each transfer may start."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.facts import model
 from penstock.schedule.facts.errors import PayloadError, PlanError
-from penstock.schedule.facts.model import ITEM_SIZES, Computed, Method, Part, Step, Storage, Trace, Weight
+from penstock.schedule.facts.model import ITEM_SIZES, Computed, Method, Part, Step, Storage, Weight
 from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, verify_payload
 from tests.schedule.payload.payload_example import BYTES, HARDWARE, PAYLOAD, PLAN, TRACE
 from tests.schedule.verify.random_plans import random_case
@@ -27,14 +27,14 @@ ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "data" / "payload.json"
 
 
-def test_golden_bytes() -> None:
+def test_golden_bytes():
     # Changed on purpose? Then docs/payload.md and the version too: write PAYLOAD.to_bytes() to the file.
     assert PAYLOAD.to_bytes() == GOLDEN.read_bytes()
     assert Payload.from_bytes(GOLDEN.read_bytes()) == PAYLOAD
     verify_payload(PAYLOAD)
 
 
-def test_what_a_machine_or_an_operator_may_add_is_kept() -> None:
+def test_what_a_machine_or_an_operator_may_add_is_kept():
     (step, *others) = TRACE.steps
     read = replace(step.sparse[0], computed=Computed("float32", (64, 8, 4), (32, 1, 8)))
     trace = replace(TRACE, steps=(replace(step, sparse=(read,)), *others))
@@ -44,7 +44,7 @@ def test_what_a_machine_or_an_operator_may_add_is_kept() -> None:
         assert Payload.from_bytes(payload.to_bytes()) == payload
 
 
-def produced_example() -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:
+def produced_example():
     """Storage 3 is written by a forward, and read by its backward."""
     forward = replace(TRACE, steps=(*TRACE.steps, Step("keep", (), 5, 6, writes=(3,))), follows=1)
     last = Step("back", (1, 3), 0, 900)
@@ -52,7 +52,7 @@ def produced_example() -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:
     return (*PAYLOAD.storages, Storage(640, "produced")), (forward, backward)
 
 
-def produced_payload(storages: tuple[Storage, ...], traces: tuple[Trace, ...]) -> Payload:
+def produced_payload(storages, traces):
     kept = Weight("kept.0", "value", "cpu", (Part("", "float32", (160,), (1,), 3, 0),))
     methods = tuple(replace(PAYLOAD.methods[0], name=t.method, graph=t.graph) for t in traces)
     return replace(
@@ -67,7 +67,7 @@ def produced_payload(storages: tuple[Storage, ...], traces: tuple[Trace, ...]) -
     )
 
 
-def test_produced_storages() -> None:
+def test_produced_storages():
     payload = produced_payload(*produced_example())
     assert Payload.from_bytes(payload.to_bytes()) == payload
     edges = payload.read_graph().edges(data="why")
@@ -93,9 +93,7 @@ def test_produced_storages() -> None:
         ({}, {}, {"writes": (3,), "reads": ()}, "expected storages that no other step writes, got 3 again"),
     ],
 )
-def test_produced_storages_are_written_once_and_then_read(
-    storage: dict[str, Any], forward: dict[str, Any], backward: dict[str, Any], sentence: str
-) -> None:
+def test_produced_storages_are_written_once_and_then_read(storage, forward, backward, sentence):
     storages, (first, second) = produced_example()
     storages = (*storages[:3], replace(storages[3], **storage))
     first = replace(first, steps=(*first.steps[:3], replace(first.steps[3], **forward)))
@@ -107,7 +105,7 @@ def test_produced_storages_are_written_once_and_then_read(
 TITLES = {"Payload": "## The top level", "ProgramFile": "### Program", "Decisions": "### Plan"}
 
 
-def test_every_field_is_specified() -> None:
+def test_every_field_is_specified():
     page = (ROOT / "docs" / "payload.md").read_text()
     classes = {c for c in vars(model).values() if isinstance(c, type) and is_dataclass(c)}
     classes -= {model.Confidence}  # it is worked out from a plan, and never written
@@ -118,7 +116,7 @@ def test_every_field_is_specified() -> None:
         assert set(named) == {f.name for f in fields(cls)}, cls.__name__
 
 
-def test_item_sizes_are_those_of_torch() -> None:
+def test_item_sizes_are_those_of_torch():
     dtypes = {
         str(d).removeprefix("torch."): d.itemsize for d in vars(torch).values() if isinstance(d, torch.dtype)
     }
@@ -129,7 +127,7 @@ def test_item_sizes_are_those_of_torch() -> None:
     assert not quantised & ITEM_SIZES.keys()
 
 
-def test_lookups() -> None:
+def test_lookups():
     assert PAYLOAD.storage_names() == ("embedding.weight", "projection.weight.data", "gr\u00f6\u00dfe")
     assert replace(PAYLOAD, weights=()).storage_names() == ("storage 0", "storage 1", "storage 2")
     assert PAYLOAD.trace_for(0) is TRACE
@@ -137,14 +135,14 @@ def test_lookups() -> None:
         PAYLOAD.trace_for(7)
 
 
-def test_importing_the_payload_is_quick() -> None:
+def test_importing_the_payload_is_quick():
     slow = "{'torch', 'pydantic', 'numpy', 'scipy', 'networkx'}"
     code = f"import sys, penstock.schedule.payload.codec; assert not {slow} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")})
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_round_trip(seed: int) -> None:
+def test_round_trip(seed):
     case = random_case(Random(seed))
     methods = tuple(Method(t.method, t.graph, ()) for t in case.traces)
     payload = Payload(
@@ -162,12 +160,12 @@ def test_round_trip(seed: int) -> None:
     assert plan_from_json(case.plan.to_json()) == case.plan
 
 
-def test_whole_rates_are_written_as_they_are_read() -> None:
+def test_whole_rates_are_written_as_they_are_read():
     whole = replace(PAYLOAD, hardware=replace(HARDWARE, flops_per_s=10**12))
     assert whole.to_bytes() == PAYLOAD.to_bytes()
 
 
-def test_an_unsafe_plan_is_named() -> None:
+def test_an_unsafe_plan_is_named():
     bad = replace(PAYLOAD, plans=(PLAN, replace(PLAN, arena_bytes=8_191)))
     with pytest.raises(PlanError, match=r"plan 1 of the payload is not safe: .* 8191"):
         verify_payload(bad)
@@ -176,7 +174,7 @@ def test_an_unsafe_plan_is_named() -> None:
 # Bytes gone bad: an error of the tree or a valid payload, never anything else.
 
 
-def survives(data: bytes) -> None:
+def survives(data):
     try:
         payload = Payload.from_bytes(data)
     except PayloadError:
@@ -204,7 +202,7 @@ def test_cut_files(length: int) -> None:
         Payload.from_bytes(BYTES[:length])
 
 
-def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places(tree, path=()):
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [path] * bool(path) + [p for key, value in items for p in places(value, (*path, key))]
 

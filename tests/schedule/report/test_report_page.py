@@ -1,24 +1,18 @@
 """The page of a report in headless Chromium: it opens without a complaint, names things, and filters."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+import itertools
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from penstock.schedule.facts.model import ArenaKind
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.plan import Plan
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report.drawing import save_report
 from penstock.schedule.report.pictures import views_of
 from penstock.schedule.space.layout import packed_arena
+from tests.hunt import nightly_but
 from tests.schedule.report.report_browser import Page, open_browser
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
 from tests.schedule.report.test_pools_in_reports import pooled
@@ -30,27 +24,27 @@ COMPUTE, LINK = ("lanes", 0.25), ("lanes", 0.75)
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Chrome]:
+def browser():
     driver = open_browser()
     yield driver
     driver.quit()
 
 
-def save(folder: Path, plan: Plan, **options: Any) -> Path:
+def save(folder, plan, **options):
     path = folder / "plan.html"
     save_report(plan, path, **options)
     return path
 
 
-def names(count: int) -> list[str]:
+def names(count):
     return [f"block.{s}.weight" for s in range(count)]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_the_page_opens_and_names_what_the_pointer_is_at(
-    browser: Chrome, tmp_path: Path, kind: ArenaKind, scheme: str
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    nightly_but({("contiguous", "dark")}, itertools.product(("paged", "contiguous"), ("light", "dark"))),
+)
+def test_the_page_opens_and_names_what_the_pointer_is_at(browser, tmp_path, kind, scheme):
     plan = equal_plan(kind=kind)
     page = Page(browser, save(tmp_path, plan, names=names(8)), scheme=scheme)
     assert page.text("h1").startswith("Streaming ")
@@ -76,7 +70,7 @@ def test_the_page_opens_and_names_what_the_pointer_is_at(
     assert page.complaints() == []
 
 
-def test_what_is_held_is_never_more_than_the_arena(browser: Chrome, tmp_path: Path) -> None:
+def test_what_is_held_is_never_more_than_the_arena(browser, tmp_path):
     plan = equal_plan(units=3)
     page = Page(browser, save(tmp_path, plan))
     shares = []
@@ -90,7 +84,7 @@ def test_what_is_held_is_never_more_than_the_arena(browser: Chrome, tmp_path: Pa
     assert len(set(shares)) > 3
 
 
-def test_search_order_and_kinds_narrow_the_table_down(browser: Chrome, tmp_path: Path) -> None:
+def test_search_order_and_kinds_narrow_the_table_down(browser, tmp_path):
     page = Page(browser, save(tmp_path, equal_plan(12, kind="contiguous", units=6), names=names(12)))
     assert page.rows() == names(12)
     assert page.search("block.1") == ["block.1.weight", "block.10.weight", "block.11.weight"]
@@ -111,7 +105,7 @@ def test_search_order_and_kinds_narrow_the_table_down(browser: Chrome, tmp_path:
     assert page.complaints() == []
 
 
-def test_search_finds_where_weights_live(browser: Chrome, tmp_path: Path) -> None:
+def test_search_finds_where_weights_live(browser, tmp_path):
     page = Page(browser, save(tmp_path, equal_plan(units=7), names=names(8)))
     part = page.search("in part")
     assert 0 < len(part) < 8
@@ -120,7 +114,7 @@ def test_search_finds_where_weights_live(browser: Chrome, tmp_path: Path) -> Non
     assert page.rows() == part
 
 
-def test_the_picture_obeys_keys_buttons_and_the_wheel(browser: Chrome, tmp_path: Path) -> None:
+def test_the_picture_obeys_keys_buttons_and_the_wheel(browser, tmp_path):
     page = Page(browser, save(tmp_path, equal_plan(), names=names(8)))
     streamed = page.picture()
     page.keys("0")
@@ -155,7 +149,7 @@ def test_the_picture_obeys_keys_buttons_and_the_wheel(browser: Chrome, tmp_path:
     assert page.complaints() == []
 
 
-def test_the_first_pass_differs_from_a_steady_one(browser: Chrome, tmp_path: Path) -> None:
+def test_the_first_pass_differs_from_a_steady_one(browser, tmp_path):
     plan = equal_plan()
     page = Page(browser, save(tmp_path, plan))
     steady, note = page.picture(), page.text("#pass-note")
@@ -166,7 +160,7 @@ def test_the_first_pass_differs_from_a_steady_one(browser: Chrome, tmp_path: Pat
     assert (page.picture(), page.text("#pass-note")) == (steady, note)
 
 
-def test_a_weight_chosen_in_the_table_is_marked_in_the_picture(browser: Chrome, tmp_path: Path) -> None:
+def test_a_weight_chosen_in_the_table_is_marked_in_the_picture(browser, tmp_path):
     page = Page(browser, save(tmp_path, equal_plan(), names=names(8)))
     before = page.picture()
     page.click("#weights tbody tr:nth-child(3) button")
@@ -176,15 +170,13 @@ def test_a_weight_chosen_in_the_table_is_marked_in_the_picture(browser: Chrome, 
     assert page.picture() == before
 
 
-@pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_a_thousand_storages_stay_usable(browser: Chrome, tmp_path: Path, kind: ArenaKind) -> None:
+@pytest.mark.parametrize("kind", nightly_but({"contiguous"}, ["paged", "contiguous"]))
+def test_a_thousand_storages_stay_usable(browser, tmp_path, kind):
     plan = corpus_plan("llama-3.1-405b, decode", "h200", kind, 0.12)
     assert len(plan.names) > 1100
     path = save(tmp_path, plan)
     assert path.stat().st_size < MOST_BYTES
     page = Page(browser, path)
-    timing = "return performance.getEntriesByType('navigation')[0].loadEventEnd"
-    assert browser.execute_script(timing) < 10_000  # a second where nothing else runs
     assert len(page.rows()) == len(plan.names)
     assert page.search("layers.77.down") == ["layers.77.down.weight"]
     page.press("key", "f")
@@ -195,7 +187,7 @@ def test_a_thousand_storages_stay_usable(browser: Chrome, tmp_path: Path, kind: 
     assert page.complaints() == []
 
 
-def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -> None:
+def test_a_sweep_draws_a_line_for_each_policy(browser, tmp_path):
     plan = equal_plan()
     sweep = [
         {
@@ -233,7 +225,7 @@ def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -
     assert page.complaints() == []
 
 
-def test_what_the_disk_reads_for_the_host_has_a_lane(browser: Chrome, tmp_path: Path) -> None:
+def test_what_the_disk_reads_for_the_host_has_a_lane(browser, tmp_path):
     plan = plan_behind_a_disk()
     page = Page(browser, save(tmp_path, plan, names=names(16)))
     steady = views_of(plan, 0).steady
@@ -245,7 +237,7 @@ def test_what_the_disk_reads_for_the_host_has_a_lane(browser: Chrome, tmp_path: 
     assert page.complaints() == []
 
 
-def odd_plans() -> Sequence[tuple[str, Plan]]:
+def odd_plans():
     p = equal_problem(6, 0.5)
     traces = (p.traces[0], replace(p.traces[0], method="decode", graph=1, steps=p.traces[0].steps[::-1]))
     arena = packed_arena(p.storages, traces, kind="paged", granule=64, alignment=64)
@@ -269,9 +261,7 @@ def odd_plans() -> Sequence[tuple[str, Plan]]:
 
 @pytest.mark.parametrize(("what", "plan"), odd_plans())
 @pytest.mark.parametrize("width", [360, 1600])
-def test_odd_plans_open_at_any_width(
-    browser: Chrome, tmp_path: Path, what: str, plan: Plan, width: int
-) -> None:
+def test_odd_plans_open_at_any_width(browser, tmp_path, what, plan, width):
     page = Page(browser, save(tmp_path, plan), width=width)
     assert page.complaints() == [], what
     wide = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
@@ -285,7 +275,7 @@ def test_odd_plans_open_at_any_width(
     assert page.complaints() == [], what
 
 
-def test_names_are_shown_and_never_obeyed(browser: Chrome, tmp_path: Path) -> None:
+def test_names_are_shown_and_never_obeyed(browser, tmp_path):
     hostile = ["</script><script>document.title = 'hit'</script>", "<img src=x onerror=alert(1)>", *"cdefgh"]
     page = Page(browser, save(tmp_path, equal_plan(), names=hostile))
     assert page.rows() == hostile
@@ -293,7 +283,7 @@ def test_names_are_shown_and_never_obeyed(browser: Chrome, tmp_path: Path) -> No
     assert page.complaints() == []
 
 
-def test_four_cards_and_a_glossary_fit_a_phone(browser: Chrome, tmp_path: Path) -> None:
+def test_four_cards_and_a_glossary_fit_a_phone(browser, tmp_path):
     page = Page(browser, save(tmp_path, equal_plan()), width=360)
     corners = """return [...document.querySelectorAll(".facts > div")]
         .map((card) => [card.getBoundingClientRect().left, card.getBoundingClientRect().top])"""
@@ -305,7 +295,7 @@ def test_four_cards_and_a_glossary_fit_a_phone(browser: Chrome, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("what", "plan"), [*odd_plans(), ("a pool", pooled(1_000, arena=16, pool=8))])
-def test_a_phone_shows_all_and_no_keys(browser: Chrome, tmp_path: Path, what: str, plan: Plan) -> None:
+def test_a_phone_shows_all_and_no_keys(browser, tmp_path, what, plan):
     path = save(tmp_path, plan)
     page = Page(browser, path, width=390)
     cut = """return [...document.querySelectorAll("main *")].filter((one) =>
@@ -323,7 +313,7 @@ def test_a_phone_shows_all_and_no_keys(browser: Chrome, tmp_path: Path, what: st
     assert "PgUp" in wide.text("#keys")
 
 
-def test_lines_and_places_are_explained(browser: Chrome, tmp_path: Path) -> None:
+def test_lines_and_places_are_explained(browser, tmp_path):
     page = Page(browser, save(tmp_path, equal_plan(units=7), names=names(8)))
     explained = """return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)"""
     drawn = {name for name, value in page.legend() if value} - {"budget"}
@@ -338,7 +328,7 @@ def test_lines_and_places_are_explained(browser: Chrome, tmp_path: Path) -> None
     assert browser.execute_script(shown) == 2  # no policy is known there, as no sweep was asked for
 
 
-def test_a_dark_page_prints_light_and_as_wide_as_paper(browser: Chrome, tmp_path: Path) -> None:
+def test_a_dark_page_prints_light_and_as_wide_as_paper(browser, tmp_path):
     page = Page(browser, save(tmp_path, equal_plan()), scheme="dark")
     shown = page.picture()
     browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from penstock.schedule.clock.transfers import MERGED_BYTES
 from penstock.schedule.facts.model import Arena, Drop, Range, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.search.draft import Occupancy, _Cell, _joined, _move, _Moves, _parts, _Waits
+from penstock.schedule.search.draft import Occupancy, _parts
 from penstock.schedule.space.addresses import Addressing
 from penstock.schedule.space.spans import Block
 from tests.schedule.traces import machine
@@ -210,99 +210,11 @@ def test_small_parts_are_copied_with_a_neighbour_when_both_may_be():
     assert [t for t in together.streams[0][0] if t.step == 2] == [Transfer(0, 12, 2, 1)]
 
 
-@pytest.mark.parametrize(
-    ("least", "begins", "expected"),
-    [
-        (6, (), [((0, 64), 1), ((64, 70), 2), ((70, 200), 0), ((201, 202), 5)]),
-        (7, (), [((0, 70), 2), ((70, 200), 0), ((201, 202), 5)]),
-        (70, (), [((0, 70), 2), ((70, 200), 0), ((201, 202), 5)]),
-        (71, (), [((0, 200), 2), ((201, 202), 5)]),
-        (7, (64,), [((0, 64), 1), ((64, 200), 2), ((201, 202), 5)]),
-        (7, (64, 70), [((0, 64), 1), ((64, 70), 2), ((70, 200), 0), ((201, 202), 5)]),
-    ],
-)
-def test_neighbours_are_joined_while_one_is_small(least, begins, expected):
-    pieces = [(Range(0, 64), 1), (Range(64, 70), 2), (Range(70, 200), 0), (Range(201, 202), 5)]
-    assert list(_joined(pieces, least, begins)) == [(Range(*place), after) for place, after in expected]
-
-
 def test_a_copy_has_no_more_bytes_than_may_be_merged():
     whole = Range(5, 5 + 2 * MERGED_BYTES + 1)
     cuts = [5, 5 + MERGED_BYTES, 5 + 2 * MERGED_BYTES]
     assert list(_parts(whole)) == [Range(a, b) for a, b in zip(cuts, [*cuts[1:], whole.stop], strict=True)]
     assert list(_parts(Range(5, 5 + MERGED_BYTES))) == [Range(5, 5 + MERGED_BYTES)]
-
-
-# What is produced: step 0 writes block 0, which step 1 uses, too, as no copy of it can be done before that.
-
-
-def waits_for(write_bytes_per_s, splits=()):
-    """Six steps of 10 ns."""
-    steps = tuple(Step("s", (), 4, 6) for _ in range(6))
-    trace = Trace("m", 0, "", steps, 0, 0, "modelled")
-    arena = Arena("paged", "anonymous", GRANULE, (), ())
-    hardware = replace(machine(1e9), write_bytes_per_s=write_bytes_per_s)
-    return _Waits(Problem((), (trace,), arena, hardware=hardware, splits=splits), 0)
-
-
-@pytest.mark.parametrize(
-    ("rate", "splits", "expected"),
-    [
-        (8e9, (), 2),  # 1 ns, and it waits for two; step 1 ends 10 ns after step 0, but it stays until 2
-        (4e8, (), 4),  # 20 ns, so until 50 ns, when step 4 ends
-        (3.9e8, (), 5),  # 21 ns
-        (1e8, (), 5),  # not longer than the most
-        (1e8, ((4,),), 3),  # nor than the call
-    ],
-)
-def test_what_is_copied_out_stays_twice_as_long_as_its_copy_takes(rate, splits, expected):
-    assert waits_for(rate, splits).until(0, 8, 2, 5) == expected
-
-
-READS = ((0, 0), (1, 0), (3, 1), (5, 0))
-"""Pairs of a step and a block: block 1 takes the place of block 0, which comes back."""
-
-
-def cell_of(reads=READS, rate=1e9):
-    return _Cell(reads, {0: Range(0, 8), 1: Range(8, 16)}, {0: 0}, waits_for(rate))
-
-
-def test_uses_of_what_is_produced():
-    cell = cell_of()
-    assert [cell.writes(j) for j in range(4)] == [True, False, False, False]
-    assert [cell.out(j) for j in range(4)] == [False, True, False, False]
-    assert [cell.leaves(j) for j in range(4)] == [0, 2, 3, 5]  # 8 ns, so until 26 ns
-    assert cell_of(rate=8e9).leaves(1) == 1
-    assert cell_of(rate=1e8).leaves(1) == 2  # the step before that of block 1
-    assert cell_of(((0, 0), (1, 0), (3, 1))).leaves(1) == 1  # nothing is copied out
-    last = cell_of(((0, 0), (1, 0), (2, 1), (3, 0), (4, 1), (5, 0)))
-    assert [last.out(j) for j in range(6)] == [False, True, False, True, False, False]
-    assert [last.leaves(j) for j in range(6)] == [0, 1, 2, 3, 4, 5]
-
-
-def test_what_is_produced_is_copied_out_once_and_never_comes_before_it_is_written():
-    moves = _Moves()
-    _move(cell_of(), 6, moves)
-    assert moves == _Moves(
-        copies={(3, 2, 1): [Range(8, 16)], (5, 3, 0): [Range(0, 8)]},
-        drops={2: [Range(0, 8)], 3: [Range(8, 16)], 5: [Range(0, 8)]},
-        outs={(0, 2, 0): [Range(0, 8)]},
-    )
-    moves = _Moves()
-    _move(cell_of(((0, 0), (1, 0), (2, 1), (3, 0), (4, 1), (5, 0))), 6, moves)
-    assert moves.outs == {(0, 1, 0): [Range(0, 8)]}
-    assert moves.drops == {1: [Range(0, 8)], 2: [Range(8, 16)], 3: [Range(0, 8)], 4: [Range(8, 16)]} | {
-        5: [Range(0, 8)]
-    }
-    assert moves.copies == {
-        (2, 1, 1): [Range(8, 16)],
-        (3, 2, 0): [Range(0, 8)],
-        (4, 3, 1): [Range(8, 16)],
-        (5, 4, 0): [Range(0, 8)],
-    }
-    alone = _Moves()
-    _move(_Cell(((0, 0), (1, 0), (5, 0)), {0: Range(0, 8)}, {0: 0}, waits_for(1e9)), 6, alone)
-    assert alone == _Moves(drops={5: [Range(0, 8)]})
 
 
 def test_copies_out_stand_among_the_copies_in_by_their_starts():

@@ -87,7 +87,7 @@ def test_routes_without_a_unit_and_pools_of_other_tables_are_refused():
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(40))
+@settings(max_examples=scaled(25))
 @given(recordings())
 def test_the_optimum_is_what_a_search_of_all_choices_finds(profile):
     asked = [(ask.read, unit) for call in profile.routes.calls for ask in call for unit in ask.units]
@@ -138,7 +138,7 @@ def turn_pages(profile):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(25))
+@settings(max_examples=scaled(10))
 @given(st.one_of(recordings(), recordings(pages=(1, 1))))
 def test_hits_never_fall_as_the_pool_grows(profile):
     """For units of one size, and pools that hold what each turn asks for."""
@@ -152,7 +152,7 @@ def test_hits_never_fall_as_the_pool_grows(profile):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(25))
+@settings(max_examples=scaled(10))
 @given(recordings(pages=(2, 1)))
 def test_hits_never_fall_where_what_is_asked_together_has_one_size(profile):
     """Of LFU that is not true: it drops halves. It is true of LRU and of the bound for any sizes."""
@@ -167,7 +167,7 @@ def test_hits_never_fall_where_what_is_asked_together_has_one_size(profile):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(25))
+@settings(max_examples=scaled(10))
 @given(recordings(pages=(3, 1)))
 def test_the_ladder_ends_where_each_unit_comes_once(profile):
     first, *_, last = (replay(profile, pool) for pool in ladder_of(profile))

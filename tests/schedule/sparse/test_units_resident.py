@@ -61,7 +61,7 @@ def _trace(dice, graph, tables):
 
 @pytest.mark.random
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=scaled(300), deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 def test_random_calls_are_served_within_the_pool(seed):
     dice = Random(seed)
     pool, traces = random_problem(dice)

@@ -310,13 +310,16 @@ def long_plan(steps, chunks, ahead):
     return tuple(Storage(nbytes, "streamable") for _ in range(steps)), plan
 
 
-def test_thousands_of_transfers_take_half_a_second():
-    storages, plan = long_plan(1_100, 4, 8)
+def test_four_times_as_many_transfers_take_about_four_times_as_long():
     seconds = []
-    for _ in range(3):  # of the processor: other processes may take the core
-        started = time.process_time()
-        verify_plan(storages, plan.traces, plan)
-        seconds.append(time.process_time() - started)
-    assert min(seconds) < 0.5
+    for steps in (275, 1_100):
+        storages, plan = long_plan(steps, 4, 8)
+        taken = []
+        for _ in range(3):  # of the processor: other processes may take the core
+            started = time.process_time()
+            verify_plan(storages, plan.traces, plan)
+            taken.append(time.process_time() - started)
+        seconds.append(min(taken))
+    assert seconds[1] < 10 * seconds[0]
     with pytest.raises(PlanError, match=r"the boundary of 128 bytes does not fit"):
         verify_plan(storages, plan.traces, replace(plan, arena_bytes=127))

@@ -22,7 +22,7 @@ from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from tests.hunt import scaled
 from tests.runtime.device.device_runs import HARDWARE, POLICIES, Case, Run, cases, disk_cases
-from tests.runtime.sim.ordered_device import CapturedDevice, OrderedDevice
+from tests.runtime.device.simulated.ordered_device import CapturedDevice, OrderedDevice
 from tests.schedule.traces import problems
 
 
@@ -225,7 +225,7 @@ def case_of(p, host_share=None):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(100), deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @seed(0)
 @given(problems("contiguous", methods=1))
 def test_random_plans_run_in_random_orders(p):
@@ -236,7 +236,7 @@ def test_random_plans_run_in_random_orders(p):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(50), deadline=None)
+@settings(max_examples=scaled(20), deadline=None)
 @seed(1)
 @given(problems("contiguous", methods=2))
 def test_random_plans_of_two_methods_run_in_random_orders(p):
@@ -246,7 +246,7 @@ def test_random_plans_of_two_methods_run_in_random_orders(p):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(100), deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @seed(2)
 @given(problems("contiguous", methods=1), st.floats(0, 0.6))
 def test_random_plans_with_a_host_between_run_in_random_orders(p, share):
@@ -264,7 +264,7 @@ def test_random_plans_with_a_host_between_run_in_random_orders(p, share):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(25), deadline=None)
+@settings(max_examples=scaled(15), deadline=None)
 @seed(3)
 @given(problems("contiguous", methods=2), st.floats(0, 0.6))
 def test_random_plans_of_two_methods_with_a_host_between(p, share):

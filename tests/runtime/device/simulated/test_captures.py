@@ -10,8 +10,8 @@ from torch.export import export
 import penstock
 from penstock.runtime.loading import load_module
 from penstock.runtime.options import LoadOptions
+from tests.runtime.device.simulated.ordered_device import CapturedDevice
 from tests.runtime.models import Stack, aligned, broken
-from tests.runtime.sim.ordered_device import CapturedDevice
 
 PREFILL, DECODE = torch.arange(12).view(2, 6), torch.arange(2).view(2, 1)
 

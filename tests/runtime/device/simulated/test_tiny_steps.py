@@ -13,7 +13,7 @@ from penstock.runtime.loading import load_module
 from penstock.runtime.options import LoadOptions
 from penstock.schedule.clock.event_graph import launched_steps
 from penstock.schedule.facts.hardware import PRESETS
-from tests.runtime.sim.ordered_device import CapturedDevice
+from tests.runtime.device.simulated.ordered_device import CapturedDevice
 
 H200 = "sim:h200"
 X = torch.ones(2, 32)

@@ -1,0 +1,1 @@
+from tests.cheap_plans import cheap_plans  # noqa: F401
