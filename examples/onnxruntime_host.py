@@ -16,6 +16,7 @@ import onnxruntime
 import torch
 from torch import nn
 
+from penstock import LoadOptions
 from penstock.backends.onnx import StreamedModel, plain_options, write_onnx
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         write_onnx(torch.export.export(model, (tokens,)), folder)
         alone = onnxruntime.InferenceSession(folder / "model.onnx", plain_options())
         (expected,) = alone.run(None, {alone.get_inputs()[0].name: tokens.numpy()})
-        with StreamedModel(folder, "40%", arena="contiguous") as streamed:
+        with StreamedModel(folder, "40%", options=LoadOptions(arena="contiguous")) as streamed:
             for _ in range(3):
                 (output,) = streamed(tokens.numpy())
                 assert np.array_equal(output, expected)

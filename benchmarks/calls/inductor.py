@@ -27,6 +27,7 @@ from torch.nn import functional
 import penstock
 from benchmarks.machine import describe_machine
 from benchmarks.table import write_between
+from penstock import LoadOptions
 
 BEGIN = "<!-- benchmarks.calls.inductor writes from here -->"
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)
@@ -159,7 +160,7 @@ def measure(width: int, layers: int, tokens: int, rounds: int) -> Iterator[dict[
                 times, _ = compare(calls, rounds)
                 equal = torch.equal(module(*arguments), plain(*arguments))
                 misses = module.stats.misses
-            with compiled.load(budget, arena="contiguous", poison=True) as module:
+            with compiled.load(budget, options=LoadOptions(arena="contiguous", poison=True)) as module:
                 equal = equal and torch.equal(module(*arguments), plain(*arguments))
             yield {
                 "budget": f"{budget / compiled.weight_bytes:.1%}",

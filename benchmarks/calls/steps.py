@@ -21,6 +21,7 @@ import typer
 
 import penstock
 from benchmarks.machine import describe_machine
+from penstock import LoadOptions
 from penstock.runtime.device.accelerator import AcceleratorDevice, DiskedDevice
 from penstock.runtime.device.protocol import aligned_bytes
 from penstock.runtime.device.streamer import DeviceStreamer
@@ -133,7 +134,7 @@ def main(
         for arena in ("mapped", "contiguous"):
             plan = program.plan(budget, arena=arena)
             for engine in ("native", "python"):
-                ways[f"{arena}, {engine}"] = program.load(plan=plan, engine=engine)
+                ways[f"{arena}, {engine}"] = program.load(plan=plan, options=LoadOptions(engine=engine))
         found: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(rounds + 1):  # the first round does not count
             for way in [*ways][number % len(ways) :] + [*ways][: number % len(ways)]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.disk.cases import load_weights, make_inputs, make_meta_module
 from benchmarks.disk.reader import Reader, Way
+from penstock import LoadOptions
 
 PEERS = ("accelerate", "diffusers", "mmap")
 
@@ -136,7 +137,7 @@ def _load_penstock(job: Job, inputs: tuple[Tensor, ...]) -> Loaded:
     import penstock
 
     program = penstock.open(job.folder)
-    module = program.load(budget=job.budget, device="cpu", engine=job.engine)
+    module = program.load(budget=job.budget, device="cpu", options=LoadOptions(engine=job.engine))
     files = _list_files(Path(job.folder)) if job.pack else (Path(job.weights),)
 
     def call() -> Tensor:

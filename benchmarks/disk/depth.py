@@ -26,6 +26,7 @@ import typer
 
 import penstock
 from benchmarks.machine import describe_machine
+from penstock import LoadOptions
 from penstock.native.library import Options, open_engine
 from penstock.runtime.stream import native
 from penstock.schedule.clock.event_graph import steady_period_ns
@@ -71,7 +72,7 @@ def emulated_link(folder: Path, bytes_per_s: float, answer_ns: int) -> Iterator[
 
 def in_memory(program: penstock.Program, tokens: int) -> float:
     """Seconds of a pass with everything resident."""
-    with program.load("100%", arena="contiguous", engine="python") as module:
+    with program.load("100%", options=LoadOptions(arena="contiguous", engine="python")) as module:
         return time_passes(module, tokens)
 
 
@@ -125,7 +126,7 @@ def main(
             for number in range(rounds):
                 order = list(plans)
                 for depth in order[number % len(order) :] + order[: number % len(order)]:
-                    with program.load(plan=plans[depth], engine="native") as module:
+                    with program.load(plan=plans[depth], options=LoadOptions(engine="native")) as module:
                         seconds[depth].append(time_passes(module, tokens))
     _print(plans, seconds, link, computing, f"{size}, {tokens} tokens, {budget}, {arena}, {rounds} rounds")
 

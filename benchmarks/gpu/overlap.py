@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.target import Report, Target, make_stack, require
+from penstock import LoadOptions
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.protocol import Move
 from penstock.runtime.loading import load_module

@@ -34,6 +34,7 @@ from torch.nn import functional
 import penstock
 from benchmarks.machine import describe_machine, drop_cache, forget_peak, read_disk_bytes, read_memory
 from benchmarks.ways import Way, answer, in_turn, scratch, started
+from penstock import LoadOptions
 
 WAYS = (
     "plain",
@@ -186,7 +187,7 @@ def load(job: Job) -> nn.Module:
     """The model of a way, with the values of the file."""
     if job.streams:
         kept = job.way.removeprefix("penstock").strip("-") or "keep"
-        return penstock.open(job.artifact).load(job.budget, activations=kept)
+        return penstock.open(job.artifact).load(job.budget, options=LoadOptions(activations=kept))
     with torch.device("meta"):
         model = Decoder(job.layers, job.width)
     values = load_file(job.weights)  # mapped

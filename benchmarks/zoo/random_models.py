@@ -38,6 +38,7 @@ from benchmarks.zoo.inputs import model_generates, tiny_inputs
 from benchmarks.zoo.named import OWN, TRANSFORMERS, looping_mixture, mixtures, own_inputs, own_model
 from benchmarks.zoo.parts import part_inputs, parts, tiny_part
 from benchmarks.zoo.visit import call, first_line, is_listed, quiet, same_bits
+from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, PenstockError

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from examples.onnxruntime_host import Encoder
+from penstock import LoadOptions
 from penstock.backends import onnx as backend
 from penstock.backends.onnx import StreamedModel, cut, plain_options, write_onnx
 from penstock.schedule.facts.errors import BudgetError, PassError, PayloadError
@@ -44,7 +45,7 @@ def alone(folder, *inputs):
 def test_the_bits_are_those_of_onnxruntime_alone(container, budget, arena):
     others = TOKENS.flip(1).contiguous()
     expected = {one: alone(container, one)[0] for one in (TOKENS, others)}
-    with StreamedModel(container, budget, arena=arena) as model:
+    with StreamedModel(container, budget, options=LoadOptions(arena=arena)) as model:
         for tokens in (TOKENS, others, TOKENS):
             (output,) = model(tokens.numpy())
             assert output.tobytes() == expected[tokens].tobytes()
@@ -89,7 +90,7 @@ def test_buffers_are_weights_too(tmp_path):
 
     x = torch.randn(3, 256)
     export(Scaled().eval(), (x,), tmp_path)
-    with StreamedModel(tmp_path, "80%", arena="contiguous") as model:
+    with StreamedModel(tmp_path, "80%", options=LoadOptions(arena="contiguous")) as model:
         for _ in range(2):
             assert model(x.numpy())[0].tobytes() == alone(tmp_path, x)[0].tobytes()
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock
+from penstock import LoadOptions
 from penstock.backends.fx import FxBackend
 from penstock.backends.running import payload_key
 from penstock.passes.graph.nodes import copy_graph_module
@@ -38,7 +39,7 @@ def test_one_number_chooses_what_streams(packed, arena):
     backend, lowered, payload, model, x = packed
     streamed = {}
     for budget in ("25%", "50%", "100%"):
-        with backend.load(payload, budget, arena=arena) as weights:
+        with backend.load(payload, budget, options=LoadOptions(arena=arena)) as weights:
             run = weights.bind(lowered)
             for _ in range(3):
                 assert torch.equal(run(x)[0], model(x))
@@ -69,7 +70,7 @@ def test_methods_share_weights_cache_and_budget(tmp_path):
     assert weight_file.stat().st_size < 1.2 * parameters + 8192  # a storage is written once
     kinds = {w.fqn: backend.facts.storages[w.parts[0].storage].kind for w in backend.facts.weights}
     assert kinds["cache"] == "mutable"
-    with backend.load(payload, "60%", arena="contiguous") as weights, torch.no_grad():
+    with backend.load(payload, "60%", options=LoadOptions(arena="contiguous")) as weights, torch.no_grad():
         prefill, decode = (weights.bind(graphs[name], name) for name in ("prefill", "decode"))
         cache = weights.plan.outside
         for _ in range(2):
@@ -87,7 +88,9 @@ def test_methods_share_weights_cache_and_budget(tmp_path):
 
 def test_pinned_names_never_leave_memory(packed):
     backend, lowered, payload, model, x = packed
-    with backend.load(payload, "75%", keep=("layers.0.*", "layers.5.weight"), arena="paged") as weights:
+    with backend.load(
+        payload, "75%", keep=("layers.0.*", "layers.5.weight"), options=LoadOptions(arena="paged")
+    ) as weights:
         names = weights.payload.storage_names()
         assert {names[s] for s in weights.plan.outside} | resident(weights) >= {
             "layers.0.weight",
@@ -113,7 +116,7 @@ def resident(weights):
 
 def test_a_read_out_of_order_is_a_miss_and_finds_the_right_bytes(packed):
     backend, _, payload, model, _ = packed
-    with backend.load(payload, "25%", arena="contiguous") as weights:
+    with backend.load(payload, "25%", options=LoadOptions(arena="contiguous")) as weights:
         steps = range(len(weights.payload.traces[0].steps))
 
         def sums(reading, order):
@@ -137,7 +140,7 @@ def test_a_read_out_of_order_is_a_miss_and_finds_the_right_bytes(packed):
 def test_two_steps_are_never_held_at_once(packed):
     """The second would drop what the first holds."""
     backend, _, payload, model, _ = packed
-    with backend.load(payload, "25%", arena="contiguous") as weights:
+    with backend.load(payload, "25%", options=LoadOptions(arena="contiguous")) as weights:
 
         def nested(reading):
             with reading(0), reading(1):
@@ -166,7 +169,7 @@ def test_two_steps_are_never_held_at_once(packed):
 
 def test_a_pass_that_fails_leaves_the_next_one_right(packed):
     backend, lowered, payload, model, x = packed
-    with backend.load(payload, "25%", arena="contiguous") as weights:
+    with backend.load(payload, "25%", options=LoadOptions(arena="contiguous")) as weights:
 
         def broken(reading):
             with reading(0):
@@ -230,7 +233,7 @@ def test_a_read_that_a_pass_has_added_behind_the_lowering_is_refused(packed, how
     for node in changed.graph.nodes if not recorded else ():
         node.meta.pop("val", None)  # which a graph loses that is made from code
     reader = {"compiled": "late", "returned": "output"}.get(how, "mm_default")
-    with backend.load(payload, "25%", arena="contiguous") as weights:
+    with backend.load(payload, "25%", options=LoadOptions(arena="contiguous")) as weights:
         with pytest.raises(
             PayloadError,
             match=rf"node '{reader}' of method 'forward' reads the weight 'layers\.0\.weight' outside of its",
@@ -249,7 +252,7 @@ def test_compiled_code_between_probes_is_trusted(packed):
         node.replace_all_uses_with(changed.graph.call_module("region", node.args))
     changed.graph.erase_node(node)
     changed.recompile()
-    with backend.load(payload, "25%", arena="contiguous") as weights:
+    with backend.load(payload, "25%", options=LoadOptions(arena="contiguous")) as weights:
         assert torch.equal(weights.bind(changed)(x)[0], model(x))
 
 
@@ -281,7 +284,7 @@ def test_the_files_of_a_checkpoint_are_used_in_place(tmp_path):
     backend.annotate(exported)
     payload = backend.payload()
     assert not any(folder.iterdir())
-    with backend.load(payload, "50%", arena="contiguous") as weights:
+    with backend.load(payload, "50%", options=LoadOptions(arena="contiguous")) as weights:
         for _ in range(2):
             found = weights.stream(lambda reading: one_by_one(reading, weights))
             assert all(torch.equal(got, one.weight) for got, one in zip(found, model.layers, strict=True))
@@ -306,7 +309,7 @@ def test_quantised_weights_stream_by_their_parts(tmp_path):
         exported = torch.export.export(model, (x,))
     backend = FxBackend(tmp_path)
     lowered = backend.lower(backend.annotate(exported)["forward"])
-    with backend.load(backend.payload(), "60%", arena="paged") as weights:
+    with backend.load(backend.payload(), "60%", options=LoadOptions(arena="paged")) as weights:
         run = weights.bind(lowered)
         for _ in range(3):
             assert torch.equal(run(x)[0], model(x))

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.trace import PRESET_CPU
 from penstock.schedule.payload.codec import plan_from_json
 from tests.faults.scenario import TOKENS, Scenario, bits, exported
@@ -44,7 +45,9 @@ class Loading(Scenario):
 
     def _load(self, root, plan):
         program = penstock.open(root / "model.penstock")
-        return program.load(plan=plan, engine=self._engine, poison=self._arena == "contiguous", readers=2)
+        return program.load(
+            plan=plan, options=LoadOptions(engine=self._engine, poison=self._arena == "contiguous", readers=2)
+        )
 
 
 class Running(Loading):
@@ -76,7 +79,9 @@ class Compiled(Loading):
         return super().start(root, beside)
 
     def _load(self, root, plan):
-        return penstock.open(root / "model.penstock", trust=True).load(plan=plan, engine=self._engine)
+        return penstock.open(root / "model.penstock", trust=True).load(
+            plan=plan, options=LoadOptions(engine=self._engine)
+        )
 
 
 class Verifying(Scenario):

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
+from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, StreamError

@@ -15,7 +15,7 @@ from torchao.quantization import (
     quantize_,
 )
 
-from penstock import fake_export
+from penstock import LoadOptions, fake_export
 from penstock.integrations import apply, load
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.files.safetensors_file import read_header

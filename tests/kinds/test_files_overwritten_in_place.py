@@ -14,6 +14,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import penstock
+from penstock import LoadOptions
 from penstock.integrations import apply, load
 from penstock.native.library import Options
 from penstock.runtime.artifact import relink
@@ -160,7 +161,7 @@ def program(request, artifact, model, tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_file_that_is_overwritten_in_use_ends_the_next_pass(program, model, engine, arena):
     file = program.path / program.payload.files[0].path
-    with program.load(plan=program.plan("80%", arena=arena), engine=engine) as module:
+    with program.load(plan=program.plan("80%", arena=arena), options=LoadOptions(engine=engine)) as module:
         assert torch.equal(module(X), model(X))
         for how in TOUCHES:
             touch(file, how)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
+from penstock import LoadOptions
 from penstock.backends.fx import FxBackend
 from penstock.integrations import apply
 from penstock.passes.lowering.method_code import VERSION, decode_method
@@ -149,10 +150,9 @@ def test_a_streamed_module_has_the_bits_of_the_module(tmp_path, name, how):
     model = make().eval()
     expected = result(model, given)
     program = penstock.compile(export(model, given), tmp_path / "m.penstock")
-    options = {"device": "sim"} if how == "sim" else {"engine": how}
-    with penstock.open(program.path).load(
-        budget(program, options.get("device", "cpu")), **options
-    ) as streamed:
+    device, engine = ("sim", "auto") if how == "sim" else ("cpu", how)
+    given_budget, options = budget(program, device), LoadOptions(engine=engine)
+    with penstock.open(program.path).load(given_budget, device=device, options=options) as streamed:
         assert torch.equal(result(streamed, given), expected)
         with torch.inference_mode():
             assert torch.equal(result(streamed, given), expected)

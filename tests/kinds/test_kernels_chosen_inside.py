@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.options import LoadOptions
 from tests.integrations import models

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock import LoadOptions
 
 WIDTH = 64
 
@@ -43,14 +44,19 @@ def test_the_bytes_are_those_of_the_module(place, share, program):
     where = {"device": "sim", "hardware": "laptop"} if place == "sim" else {"arena": place}
     floor = program.floor(where.get("device", "cpu"), where.get("arena"))
     plan = program.plan(max(floor, int(program.weight_bytes * share)), **where)
-    with program.load(plan=plan, device=where.get("device", "cpu"), poison=True) as module, torch.no_grad():
+    with (
+        program.load(
+            plan=plan, device=where.get("device", "cpu"), options=LoadOptions(poison=True)
+        ) as module,
+        torch.no_grad(),
+    ):
         for _ in range(3):
             assert torch.equal(module(x), reference(x))
 
 
 def test_a_view_that_outlives_a_module_on_a_device_has_its_memory(program):
     """Not the weights any longer, but nobody else's bytes."""
-    module = program.load(budget="50%", device="sim", poison=True)
+    module = program.load(budget="50%", device="sim", options=LoadOptions(poison=True))
     kept = dict(module._weights.tensors)
     module.close()
     del module

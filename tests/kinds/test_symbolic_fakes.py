@@ -9,6 +9,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 import penstock
+from penstock import LoadOptions
 
 WIDTH = 16
 
@@ -54,7 +55,7 @@ def test_it_is_streamed_with_its_own_bits(name, dynamic, tmp_path):
     exported = torch.export.export(copy.deepcopy(model), (x,), dynamic_shapes=(sizes,))
     program = penstock.compile(exported, tmp_path / "m.penstock")
     calls = [x, torch.randn(3, 9, WIDTH)] if dynamic and name == "bilinear" else [x]
-    with program.load(program.floor_bytes, poison=True) as module, torch.no_grad():
+    with program.load(program.floor_bytes, options=LoadOptions(poison=True)) as module, torch.no_grad():
         for given in calls:
             assert torch.equal(module(given), model(given))
         assert module.stats.misses == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.native import library as binding
 from penstock.native.library import library
 from penstock.schedule.facts.errors import StreamError
@@ -35,11 +36,11 @@ def test_without_the_library_pythons_streamer_runs_and_one_line_says_so(built, e
     x = torch.randn(3, 128)
     program = penstock.compile(torch.export.export(model, (x,)), elsewhere / "m.penstock")
     for _ in range(2):
-        with program.load(budget="80%", arena="contiguous") as module, torch.no_grad():
+        with program.load(budget="80%", options=LoadOptions(arena="contiguous")) as module, torch.no_grad():
             assert torch.equal(module(x), model(x))
     (said,) = (one.getMessage() for one in caplog.records if one.name == "penstock.native.library")
     assert said.startswith("there is no native engine (")
     assert ("_engine.so" in said) == built
     assert said.endswith("Python's streamer runs every plan on a CPU")
     with pytest.raises(StreamError, match="is not installed: install penstock from a wheel"):
-        program.load(budget="80%", arena="contiguous", engine="native")
+        program.load(budget="80%", options=LoadOptions(arena="contiguous", engine="native"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.native.library import Options
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, PlanError, SourceError, StreamError
@@ -91,7 +92,10 @@ def test_a_module_computes_the_same_with_either_engine(arena, tmp_path):
     program = penstock.compile(torch.export.export(model, (x,)), tmp_path / "m.penstock")
     counted = []
     for engine in ENGINES:
-        with program.load(budget="50%", arena=arena, engine=engine) as module, torch.no_grad():
+        with (
+            program.load(budget="50%", options=LoadOptions(arena=arena, engine=engine)) as module,
+            torch.no_grad(),
+        ):
             for _ in range(3):
                 assert torch.equal(module(x), model(x))
             assert module.stats.misses == 0
@@ -105,7 +109,10 @@ def test_files_that_change_while_the_engine_streams_are_noticed(tmp_path):
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]).eval()
     x = torch.randn(3, 512)
     program = penstock.compile(torch.export.export(model, (x,)), tmp_path / "m.penstock")
-    with program.load(budget="30%", arena="contiguous", engine="native") as module, torch.no_grad():
+    with (
+        program.load(budget="30%", options=LoadOptions(arena="contiguous", engine="native")) as module,
+        torch.no_grad(),
+    ):
         module(x)
         with (tmp_path / "m.penstock" / "weights.safetensors").open("r+b") as file:
             file.truncate(1000)
@@ -122,13 +129,13 @@ def test_an_unknown_engine_and_a_device_without_one_are_refused(tmp_path):
     model = torch.nn.Linear(64, 64)
     program = penstock.compile(torch.export.export(model, (torch.ones(1, 64),)), tmp_path / "m.penstock")
     with pytest.raises(StreamError, match="no engine 'fast': choose auto, native or python"):
-        program.load(budget="100%", engine="fast")
+        program.load(budget="100%", options=LoadOptions(engine="fast"))
     with pytest.raises(StreamError, match="on a CPU, not on sim"):
-        program.load(budget="100%", device="sim", engine="native")
+        program.load(budget="100%", device="sim", options=LoadOptions(engine="native"))
 
 
 def test_reads_of_what_has_left_fault_in_no_paged_arena(tmp_path):
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
     program = penstock.compile(torch.export.export(model, (torch.ones(1, 256),)), tmp_path / "m.penstock")
-    with pytest.raises(PlanError, match="in a paged arena: leave debug=True out"):
-        program.load(budget="50%", arena="paged", engine="native", debug=True)
+    with pytest.raises(PlanError, match="in a paged arena: leave check_reads=True out"):
+        program.load(budget="50%", options=LoadOptions(arena="paged", engine="native", check_reads=True))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.native.library import Options
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import SourceError
@@ -131,7 +132,7 @@ def test_a_file_that_is_replaced_during_a_load_is_not_read(program, arena, engin
         return to_json(self)
 
     monkeypatch.setattr(type(plan), "to_json", replaced)
-    with program.load(plan=plan, engine=engine) as module, torch.no_grad():
+    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module, torch.no_grad():
         if engine == "python":
             os.replace(other, file)
         for _ in range(2):
@@ -148,7 +149,7 @@ def call_thrice(module):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_file_that_is_written_to_is_refused_by_the_call_that_reads_it(program, arena, engine):
     plan = program.plan("60%", arena=arena)
-    with program.load(plan=plan, engine=engine) as module, torch.no_grad():
+    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module, torch.no_grad():
         module(X)
         with (program.path / "weights.safetensors").open("r+b") as opened:
             opened.seek(4 << 20)
@@ -160,7 +161,7 @@ def test_a_file_that_is_written_to_is_refused_by_the_call_that_reads_it(program,
 @pytest.mark.usefixtures("native")
 def test_descriptors_that_the_engine_was_given_stay_the_callers(program):
     before = len(os.listdir("/proc/self/fd"))
-    with program.load("60%", engine="native") as module:
+    with program.load("60%", options=LoadOptions(engine="native")) as module:
         assert len(os.listdir("/proc/self/fd")) > before
         del module
     assert len(os.listdir("/proc/self/fd")) == before

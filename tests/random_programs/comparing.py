@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import penstock
 from benchmarks.zoo.visit import first_line, is_listed
+from penstock import LoadOptions
 from penstock.schedule.facts.errors import PayloadError, PenstockError
 from tests.engines import ENGINES
 from tests.random_programs.drawn import Arguments, DifferentError, copied, difference, draw
@@ -125,13 +126,14 @@ def _ways(program, chosen):
         plan = program.plan(max(floor, budget), arena=arena, hardware="laptop")
         debug = chosen.random() < 0.1
         engine = "python" if debug else chosen.choice(ENGINES)
-        options = {"plan": plan, "engine": engine, "readers": chosen.randint(1, 3), "debug": debug}
-        yield options | {"poison": arena == "contiguous" or chosen.random() < 0.5}
+        readers, poison = chosen.randint(1, 3), arena == "contiguous" or chosen.random() < 0.5
+        options = LoadOptions(engine=engine, readers=readers, check_reads=debug, poison=poison)
+        yield {"plan": plan, "options": options}
     if chosen.random() < 0.4:
         floor = program.floor("sim")
         budget = floor + int((program.largest_budget - floor) * chosen.choice([0, 0, 0.5]))
         plan = program.plan(max(floor, budget), device="sim", hardware="laptop")
-        yield {"plan": plan, "device": "sim", "poison": True}
+        yield {"plan": plan, "device": "sim", "options": LoadOptions(poison=True)}
 
 
 def _run(program, options, calls, expected):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import penstock
+from penstock import LoadOptions
 from tests.engines import ENGINES
 from tests.random_programs.drawn import DifferentError, difference, draw
 
@@ -41,7 +42,7 @@ def compare_gradients(drawn, path, chosen):
     program = penstock.compile_training(module, path, trainable=names, example=copy.deepcopy(given))
     budget = program.floor(arena="contiguous")
     plan = program.plan(budget, arena="contiguous", hardware="laptop", activations="keep")
-    with program.load(plan=plan, engine=chosen.choice(ENGINES), poison=True) as streamed:
+    with program.load(plan=plan, options=LoadOptions(engine=chosen.choice(ENGINES), poison=True)) as streamed:
         for number, step in enumerate(expected):
             for name, value in _step(streamed, given, names).items():
                 if told := difference(value, step[name]):

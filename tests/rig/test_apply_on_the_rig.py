@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock import LoadOptions
 from penstock.integrations import apply, load
 from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError

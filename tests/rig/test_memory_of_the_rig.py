@@ -16,6 +16,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.device import accelerator, streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice, CudaDevice, PageableStream
 from penstock.runtime.device.protocol import FileRead, Move

@@ -16,6 +16,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.device import streamer as staging
 from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
 from penstock.runtime.loading import load_module

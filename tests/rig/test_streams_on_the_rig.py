@@ -11,6 +11,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.device import streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.loading import load_module

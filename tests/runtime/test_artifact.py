@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.checkpoint.convert import convert
 from tests.runtime.models import Counter, Stack, aligned
 
@@ -71,7 +72,7 @@ def test_values_come_from_files_under_other_names(exported, model, tokens, check
     )
     assert (tmp_path / "b.penstock" / "weights.safetensors").exists() == pack
     for budget in (program.floor_bytes, "60%", "100%"):
-        assert torch.equal(run(program, tokens, budget, poison=True), expected)
+        assert torch.equal(run(program, tokens, budget, options=LoadOptions(poison=True)), expected)
     assert program.verify() == program.weight_bytes
 
 
@@ -260,7 +261,7 @@ def test_weights_of_every_kind(tmp_path, budget, precision):
     with torch.no_grad():
         expected = aligned(zoo)(x)
     amount = program.floor_bytes if budget == "floor" else budget
-    with program.load(amount, poison=True) as module:
+    with program.load(amount, options=LoadOptions(poison=True)) as module:
         for _ in range(2):
             for got, wanted in zip(module(x), expected, strict=True):
                 assert torch.equal(got, wanted)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.files import direct_file
 from penstock.runtime.files.artifact_files import digest_line
 from tests.engines import ENGINES
@@ -157,7 +158,7 @@ def flip(path, offset):
 def test_weights_truncated_while_they_are_in_use(artifact, stack, arena):
     path = artifact / "weights.safetensors"
     whole, before = path.read_bytes(), path.stat()
-    with penstock.open(artifact).load("70%", arena=arena) as module:
+    with penstock.open(artifact).load("70%", options=LoadOptions(arena=arena)) as module:
         module(stack.tokens)
         os.truncate(path, 8192)
         with pytest.raises(penstock.SourceError, match="truncated"):
@@ -172,7 +173,7 @@ def test_weights_truncated_while_they_are_in_use(artifact, stack, arena):
 def test_weights_overwritten_in_place_while_they_are_in_use(artifact, stack, arena):
     path = artifact / "weights.safetensors"
     weight = max(penstock.open(artifact).payload.storages, key=lambda s: s.nbytes).extents[0]
-    with penstock.open(artifact).load("40%", arena=arena) as module:
+    with penstock.open(artifact).load("40%", options=LoadOptions(arena=arena)) as module:
         module(stack.tokens)
         flip(path, weight.file_offset)
         with pytest.raises(penstock.SourceError, match=r"changed while in use.*open the artifact again"):
@@ -182,7 +183,9 @@ def test_weights_overwritten_in_place_while_they_are_in_use(artifact, stack, are
 
 
 def test_a_read_error_in_the_middle_of_a_pass_raises_and_the_next_call_works(artifact, stack, monkeypatch):
-    with penstock.open(artifact).load("40%", arena="contiguous", engine="python") as module:
+    with penstock.open(artifact).load(
+        "40%", options=LoadOptions(arena="contiguous", engine="python")
+    ) as module:
         module(stack.tokens)
         real, failures = os.preadv, [True]
 
@@ -232,7 +235,10 @@ def test_grad_mode_with_an_input_that_requires_grad_is_refused(tmp_path):
 
 
 def test_a_second_thread_is_refused(stack):
-    with stack.open().load("50%", arena="paged") as module, ThreadPoolExecutor(1) as pool:
+    with (
+        stack.open().load("50%", options=LoadOptions(arena="paged")) as module,
+        ThreadPoolExecutor(1) as pool,
+    ):
         with module._gate.call():
             with pytest.raises(penstock.StreamError, match="another thread"):
                 pool.submit(module, stack.tokens).result()
@@ -252,7 +258,7 @@ def test_a_call_after_close_is_refused(stack):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_forked_child_may_only_close(stack, engine):
-    with stack.open().load("50%", arena="mapped", engine=engine) as module:
+    with stack.open().load("50%", options=LoadOptions(arena="mapped", engine=engine)) as module:
         module(stack.tokens)
         child = os.fork()
         if child == 0:
@@ -292,7 +298,7 @@ def test_what_a_streamed_module_cannot_do_raises(stack, misuse):
 
 def test_an_exception_in_the_model_leaves_a_module_that_works(stack):
     outside = torch.full_like(stack.tokens, 10_000)
-    with stack.open().load("40%", arena="paged") as module:
+    with stack.open().load("40%", options=LoadOptions(arena="paged")) as module:
         for _ in range(2):
             with pytest.raises(IndexError):
                 module(outside)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.lowering.emitted import observe_cpp
 from penstock.runtime.program import Program
 from tests.forked import run_forked
@@ -44,7 +45,7 @@ def test_outputs_are_those_of_plain_aotinductor_at_every_budget(compiled, share,
     """Two methods over one arena, called twice in turn, with freed bytes overwritten."""
     program = compiled["decoder"].program
     nbytes = budget(program, share, arena)
-    with program.load(nbytes, arena=arena, poison=True) as module:
+    with program.load(nbytes, options=LoadOptions(arena=arena, poison=True)) as module:
         for _ in range(2):
             outputs = [module.prefill(*decoder_arguments(5)), module.decode(*decoder_arguments(1))]
             for output, expected in zip(outputs, compiled["decoder"].expected, strict=True):
@@ -61,7 +62,7 @@ def test_outputs_are_those_of_plain_aotinductor_at_every_budget(compiled, share,
 )
 def test_reads_through_views_control_flow_and_several_kernels(compiled, share, arena):
     program, expected = compiled["odd"].program, compiled["odd"].expected
-    with program.load(budget(program, share, arena), arena=arena, poison=True) as module:
+    with program.load(budget(program, share, arena), options=LoadOptions(arena=arena, poison=True)) as module:
         for _ in range(3):
             output = module(*odd_arguments())
             assert output.keys() == expected.keys()
@@ -97,8 +98,8 @@ def test_a_compiled_program_runs_on_the_simulated_device_too(compiled):
 def test_two_modules_of_one_artifact_do_not_disturb_each_other(compiled):
     program, expected = compiled["odd"].program, compiled["odd"].expected
     with (
-        program.load(budget(program, 0.0), poison=True) as small,
-        program.load(budget(program, 0.5), poison=True) as large,
+        program.load(budget(program, 0.0), options=LoadOptions(poison=True)) as small,
+        program.load(budget(program, 0.5), options=LoadOptions(poison=True)) as large,
     ):
         for module in (small, large, small, large):
             assert torch.equal(module(*odd_arguments())["mixed"], expected["mixed"])
@@ -215,7 +216,9 @@ def test_probes_moved_before_their_kernel_are_shown_by_the_poison(compiled):
         opens, closes = list(order.opens), list(order.closes)
         opens[k], closes[k] = closes[k - 1], opens[k]
         wrong = replace(program.payload, probes=(replace(order, opens=tuple(opens), closes=tuple(closes)),))
-        with Program(program.path, wrong, trust=True).load(plan=plan, poison=True) as module:
+        with Program(program.path, wrong, trust=True).load(
+            plan=plan, options=LoadOptions(poison=True)
+        ) as module:
             output = module(*odd_arguments())
         assert any(not torch.equal(output[key], expected[key]) for key in expected)
 
@@ -230,7 +233,7 @@ def test_a_fresh_process_needs_neither_the_class_nor_the_source(compiled, tmp_pa
         import penstock, torch
         arguments, expected = torch.load({str(tmp_path / "case.pt")!r})
         program = penstock.open({str(compiled["odd"].program.path)!r}, trust=True)
-        with program.load("75%", poison=True) as module:
+        with program.load("75%", options=penstock.LoadOptions(poison=True)) as module:
             assert torch.equal(module(*arguments)["mixed"], expected)
         """
     )

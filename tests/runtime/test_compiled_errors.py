@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.lowering import compiled as compiled_code
 from penstock.runtime.program import Program
 from tests.runtime.compiled_models import export
@@ -82,7 +83,9 @@ def test_a_view_from_an_operator_without_a_shim_is_followed(tmp_path):
     storage = next(w.parts[0].storage for w in program.payload.weights if w.fqn == "a")
     assert sum(storage in step.reads for step in program.payload.traces[0].steps) >= 2
     with (
-        program.load(program.floor(arena="contiguous"), arena="contiguous", poison=True) as loaded,
+        program.load(
+            program.floor(arena="contiguous"), options=LoadOptions(arena="contiguous", poison=True)
+        ) as loaded,
         torch.no_grad(),
     ):
         torch.testing.assert_close(loaded(x), module(x))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import penstock as library
+from penstock import LoadOptions
 from penstock.runtime.files.artifact_files import PAYLOAD, digest_line
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.sizes import format_size
@@ -37,7 +38,7 @@ def test_the_plans_of_a_ladder_run_on_the_native_engine_with_equal_outputs(ladde
     assert (plans[0].budget, plans[-1].budget) == (min(floors), laddered.weight_bytes)
     for plan in plans:
         assert plan.arena.backing == "anonymous" or plan.arena.kind == "contiguous"
-        with laddered.load(plan=plan, engine="native") as module, torch.no_grad():
+        with laddered.load(plan=plan, options=LoadOptions(engine="native")) as module, torch.no_grad():
             assert torch.equal(module(X), expected)
             assert module.stats.peak_bytes <= plan.budget
             assert (module.stats.bytes_moved > 0) == (plan is not plans[-1])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.schedule.facts.errors import StreamError
 from tests.engines import ENGINES
 from tests.runtime.models import Counter
@@ -25,7 +26,7 @@ def left_behind():
 
 
 def test_a_close_that_was_interrupted_can_be_finished(stack, monkeypatch):
-    module = stack.open().load("50%", arena="mapped")
+    module = stack.open().load("50%", options=LoadOptions(arena="mapped"))
     module(stack.tokens)
     streamer = module._weights.resources.streamer
     assert streamer is not None
@@ -45,7 +46,7 @@ def test_a_close_that_was_interrupted_can_be_finished(stack, monkeypatch):
 
 def test_a_module_collected_on_one_of_its_readers_is_closed(stack):
     """The garbage collector runs on whatever thread allocates, Python's readers included."""
-    module = stack.open().load("50%", arena="mapped", engine="python")
+    module = stack.open().load("50%", options=LoadOptions(arena="mapped", engine="python"))
     module(stack.tokens)
     resources = module._weights.resources
     assert resources.streamer is not None
@@ -81,7 +82,7 @@ def test_the_mode_in_which_a_program_is_loaded_does_not_matter(tmp_path, mode):
 @pytest.mark.parametrize("readers", [0, -1])
 def test_somebody_has_to_read(stack, readers):
     with pytest.raises(penstock.StreamError, match="one reader or more"):
-        stack.open().load("50%", readers=readers)
+        stack.open().load("50%", options=LoadOptions(readers=readers))
 
 
 # Several methods.
@@ -141,7 +142,7 @@ def methods(tmp_path_factory):
 def test_methods_share_weights_and_state(methods, arena, budget):
     program, model = methods
     size = program.floor(arena=arena) if budget == "floor" else budget
-    with torch.no_grad(), program.load(size, arena=arena, poison=True) as module:
+    with torch.no_grad(), program.load(size, options=LoadOptions(arena=arena, poison=True)) as module:
         for name, rows in [("prefill", 5), ("decode", 1), ("decode", 1), ("prefill", 5), ("decode", 1)]:
             x = torch.randn(rows, 640)
             assert torch.equal(getattr(module, name)(x), getattr(model, name)(x)), name
@@ -177,10 +178,10 @@ def test_descriptors_and_threads_do_not_grow(stack):
     gc.collect()  # what other tests left is not counted, nor given back meanwhile
     before = len(os.listdir("/proc/self/fd"))
     for arena in ("mapped", "contiguous", "paged"):
-        with program.load("50%", arena=arena) as module:
+        with program.load("50%", options=LoadOptions(arena=arena)) as module:
             module(stack.tokens)
         with pytest.raises(penstock.BudgetError):
-            program.load(1, arena=arena)
+            program.load(1, options=LoadOptions(arena=arena))
     assert len(os.listdir("/proc/self/fd")) <= before
     assert not left_behind()
 
@@ -219,7 +220,9 @@ def test_what_a_program_hands_out_outlives_the_module(tmp_path, arena):
     model, x = Outlives().eval(), torch.randn(2, 256)
     program = penstock.compile(export(model, (x,)), tmp_path / "outlives.penstock")
     with torch.no_grad():
-        with program.load(program.floor(arena=arena), arena=arena, poison=True) as module:
+        with program.load(
+            program.floor(arena=arena), options=LoadOptions(arena=arena, poison=True)
+        ) as module:
             outputs = module(x)
         assert not left_behind()
         for got, expected in zip(outputs, model(x), strict=True):
@@ -267,7 +270,7 @@ PHASES = ["begin", "acquire", "release", "end"]
 def test_an_interrupt_in_any_phase_leaves_a_module_that_works(request, monkeypatch, engine, where, when):
     stack = request.getfixturevalue("stack")
     program, plan = request.getfixturevalue("planned")
-    with program.load(plan=plan, poison=True, engine=engine) as module:
+    with program.load(plan=plan, options=LoadOptions(poison=True, engine=engine)) as module:
         streamer = module._weights.resources.streamer
         assert streamer is not None
         real, calls = getattr(streamer, where), []
@@ -303,20 +306,20 @@ def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack, engin
     weights = stack.path / "weights.safetensors"
     weights.read_bytes()
     program, several = stack.open(), torch.get_num_threads() > 1
-    with program.load("50%", arena="mapped", engine=engine) as module:
+    with program.load("50%", options=LoadOptions(arena="mapped", engine=engine)) as module:
         for _ in range(50):  # until nothing is read again that the cache holds page by page
             assert torch.equal(module(stack.tokens), stack.expected)
             if not parked(module):
                 break
         assert not parked(module)
-    with program.load("50%", arena="contiguous", engine=engine) as module:
+    with program.load("50%", options=LoadOptions(arena="contiguous", engine=engine)) as module:
         for _ in range(3):
             assert torch.equal(module(stack.tokens), stack.expected)
         assert parked(module) == several
 
 
 def test_a_team_that_the_system_refuses_after_a_pass_costs_no_output(stack, monkeypatch):
-    with stack.open().load("50%", arena="contiguous") as module:
+    with stack.open().load("50%", options=LoadOptions(arena="contiguous")) as module:
         team = module._weights.team
         assert team is not None
         team.wake()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.arena.kinds import cpu_arenas
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
@@ -89,7 +90,7 @@ def test_weights_have_the_phases_of_their_files(case):
 def test_streamed_bits_are_those_of_the_mapped_model(case, kind, engine, share):
     plan = planned(case, kind, share)
     assert plan.streamed_bytes
-    with case[0].load(plan=plan, engine=engine, poison=kind != "mapped") as module:
+    with case[0].load(plan=plan, options=LoadOptions(engine=engine, poison=kind != "mapped")) as module:
         for _ in range(2):
             assert torch.equal(module(ROW), case[1])
 
@@ -98,7 +99,9 @@ def test_streamed_bits_are_those_of_the_mapped_model(case, kind, engine, share):
 def test_so_are_those_of_any_arena_that_a_load_chooses(case, arena):
     program = case[0]
     for budget in (program.floor(arena=arena), program.weight_bytes):
-        with program.load(max(budget, program.floor(arena=arena)), arena=arena) as module:
+        with program.load(
+            max(budget, program.floor(arena=arena)), options=LoadOptions(arena=arena)
+        ) as module:
             assert torch.equal(module(ROW), case[1])
 
 
@@ -110,7 +113,7 @@ def test_a_plan_that_aligns_them_is_refused(case, engine):
     plan = planned((penstock.runtime.program.Program(program.path, flat), *case[1:]), "contiguous")
     verify_plan(payload.storages, payload.traces, plan)  # it is safe, and gives other bits
     with pytest.raises(penstock.PenstockError, match=r"storage \d+ .*plan it again"):
-        program.load(plan=plan, engine=engine)
+        program.load(plan=plan, options=LoadOptions(engine=engine))
 
 
 def test_a_device_gets_aligned_copies(case):

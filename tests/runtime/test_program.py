@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock import LoadOptions
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.sizes import format_size
 
@@ -31,7 +32,7 @@ def mapped_lines():
 def test_outputs_are_bit_for_bit_those_of_the_eager_module(stack, arena, budget):
     program = stack.open()
     budget = program.floor(arena=arena) if budget == "floor" else budget
-    with program.load(budget, arena=arena, poison=True) as module:
+    with program.load(budget, options=LoadOptions(arena=arena, poison=True)) as module:
         for _ in range(3):
             assert torch.equal(module(stack.tokens), stack.expected)
         assert module.stats.peak_bytes <= module.stats.budget
@@ -68,7 +69,7 @@ def test_the_graph_of_reads_is_that_of_the_trace(stack):
 
 
 def test_bytes_that_move_are_those_that_the_plan_streams(stack):
-    with stack.open().load("50%", arena="paged") as module:
+    with stack.open().load("50%", options=LoadOptions(arena="paged")) as module:
         module(stack.tokens)
         before = module.stats.bytes_moved
         for _ in range(4):
@@ -81,7 +82,7 @@ def test_a_dynamic_batch_streams_too(stack):
     tokens = torch.randint(0, 300, (11, 7))
     with torch.no_grad():
         expected = stack.exported.module()(tokens)
-    with stack.open().load("40%", arena="paged") as module:
+    with stack.open().load("40%", options=LoadOptions(arena="paged")) as module:
         assert torch.equal(module(tokens), expected)
 
 
@@ -104,7 +105,7 @@ def test_kept_weights_never_move(stack):
 
 def test_measured_times_can_be_planned_with(stack):
     program = stack.open()
-    with program.load("50%", arena="paged") as module:
+    with program.load("50%", options=LoadOptions(arena="paged")) as module:
         module(stack.tokens)
         trace = module.measure(stack.tokens)
         assert torch.equal(module(stack.tokens), stack.expected)
@@ -124,14 +125,17 @@ def test_tied_weights_are_one_storage(stack):
 
 def test_two_modules_of_one_artifact_do_not_disturb_each_other(stack):
     program = stack.open()
-    with program.load("30%", arena="paged") as one, program.load("60%", arena="contiguous") as two:
+    with (
+        program.load("30%", options=LoadOptions(arena="paged")) as one,
+        program.load("60%", options=LoadOptions(arena="contiguous")) as two,
+    ):
         for _ in range(3):
             assert torch.equal(one(stack.tokens), stack.expected)
             assert torch.equal(two(stack.tokens), stack.expected)
 
 
 def test_nothing_is_left_after_close(stack):
-    module = stack.open().load("50%", arena="mapped")
+    module = stack.open().load("50%", options=LoadOptions(arena="mapped"))
     module(stack.tokens)
     assert mapped_lines()
     module.close()
@@ -149,14 +153,14 @@ def test_nothing_is_left_after_a_load_that_failed(stack, monkeypatch):
     monkeypatch.setattr(loading.eager, "load", fail)
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(MemoryError):
-        stack.open().load("50%", arena="mapped")
+        stack.open().load("50%", options=LoadOptions(arena="mapped"))
     assert not mapped_lines()
     assert not [t for t in threading.enumerate() if t.name.startswith("penstock")]
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_a_module_that_is_forgotten_is_closed(stack):
-    module = stack.open().load("50%", arena="mapped")
+    module = stack.open().load("50%", options=LoadOptions(arena="mapped"))
     module(stack.tokens)
     del module
     import gc

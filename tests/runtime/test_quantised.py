@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.cli.inspect import artifact_tables
 from penstock.schedule.facts.errors import SourceError
 from tests.hunt import nightly_but
@@ -62,13 +63,13 @@ def run(program, budget, **options):
 def test_outputs_are_those_of_the_quantised_module(program, module, arena, budget):
     least = program.floor(arena=arena)  # of a mapped arena one granule, more than half of this model
     nbytes = {"floor": least, "50%": max(least, program.weight_bytes // 2), "100%": "100%"}[budget]
-    assert torch.equal(run(program, nbytes, arena=arena, poison=True), expected(module))
+    assert torch.equal(run(program, nbytes, options=LoadOptions(arena=arena, poison=True)), expected(module))
 
 
 @pytest.mark.parametrize("budget", ["floor", "50%"])
 def test_the_simulated_device_says_the_same(program, module, budget):
     nbytes = program.floor(device="sim") if budget == "floor" else budget
-    assert torch.equal(run(program, nbytes, device="sim", poison=True), expected(module))
+    assert torch.equal(run(program, nbytes, device="sim", options=LoadOptions(poison=True)), expected(module))
 
 
 def test_packed_parts_lie_side_by_side_under_their_names(program, module):
@@ -126,7 +127,9 @@ def test_a_packed_artifact_is_a_checkpoint_for_another(exported, module, program
     again = penstock.compile(
         exported, tmp_path / "c.penstock", weights=program.path / "weights.safetensors", pack=False
     )
-    assert torch.equal(run(again, again.floor(arena="mapped"), arena="mapped"), expected(module))
+    assert torch.equal(
+        run(again, again.floor(arena="mapped"), options=LoadOptions(arena="mapped")), expected(module)
+    )
 
 
 def test_rename_may_name_the_weight_or_the_part(exported, module, tmp_path):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from penstock import LoadOptions
 from penstock.runtime import memory_split, planning
 from penstock.runtime.cache import list_entries
 from penstock.runtime.files.source import Source
@@ -46,7 +47,7 @@ def test_a_load_uses_the_plan_of_an_equal_one_before(stack, made, tmp_path):
     assert load(stack) == first
     assert len(made) == len(stored(tmp_path)) == 1
     load(stack, budget="60%")
-    load(stack, arena="paged")
+    load(stack, options=LoadOptions(arena="paged"))
     load(stack, keep=["blocks.0.*"])
     assert len(made) == len(stored(tmp_path)) == 4
     listed = [one.path for one in list_entries(tmp_path / "penstock") if one.kind == "plan"]
@@ -67,7 +68,7 @@ def test_a_damaged_plan_is_made_again(stack, made, tmp_path, content):
 def test_a_plan_that_is_not_safe_here_is_made_again(stack, made, tmp_path):
     load(stack)
     (path,) = stored(tmp_path)
-    arena_bytes = load(stack, arena="contiguous").arena_bytes
+    arena_bytes = load(stack, options=LoadOptions(arena="contiguous")).arena_bytes
     (other,) = set(stored(tmp_path)) - {path}
     shortened = other.read_text().replace(f'"arena_bytes": {arena_bytes}', '"arena_bytes": 64')
     assert shortened != other.read_text()

@@ -13,6 +13,7 @@ import torch
 
 import penstock
 from examples.demo.cgroup import make_group
+from penstock import LoadOptions
 from penstock.runtime import memory_split
 from penstock.runtime.machine import figures
 from penstock.runtime.machine.figures import MEASURING
@@ -49,7 +50,9 @@ if not budget:
     leave(stat.get("rss") or stat["anon"])
 
 def run(budget):
-    with program.load(budget, **json.loads(options)) as module, torch.no_grad():
+    given = json.loads(options)
+    device, chosen = given.pop("device", "cpu"), penstock.LoadOptions(**given)
+    with program.load(budget, device=device, options=chosen) as module, torch.no_grad():
         for _ in range(3):
             found = module(torch.ones(8, 1024))
         return hashlib.sha256(found.numpy().tobytes()).hexdigest()
@@ -167,7 +170,7 @@ def small(monkeypatch, stack):
 
 def refused(program, plan, device="cpu", engine="auto"):
     with pytest.raises(penstock.BudgetError) as caught:
-        program.load(plan=plan, device=device, engine=engine)
+        program.load(plan=plan, device=device, options=LoadOptions(engine=engine))
     assert caught.value.floor_bytes == program.floor(device)
     return str(caught.value)
 
@@ -184,7 +187,7 @@ def test_private_memory_beyond_the_limit_is_refused_to_the_byte(small, arena, en
         program, plan, engine=engine
     )
     leave(taken)
-    with program.load(plan=plan, engine=engine) as module:
+    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module:
         assert module.stats.peak_bytes <= plan.budget
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from penstock import LoadOptions
 from penstock.runtime.machine import calibrate
 from penstock.runtime.machine.calibrate import FACTOR, PASSES, Sightings, seen_compute
 from penstock.runtime.machine.figures import (
@@ -176,7 +177,7 @@ def test_loads_watch_their_passes_on_the_machine_that_was_measured(program, stac
             for _ in range(PASSES + 3):
                 module(stack.tokens)
 
-    passes(budget="45%", debug=True)
+    passes(budget="45%", options=LoadOptions(check_reads=True))
     passes(budget="45%", device="sim:h200")
     passes(plan=program.plan("45%", hardware="laptop", arena="contiguous"))
     assert concluded == []

@@ -21,6 +21,7 @@ from torchao.quantization.granularity import PerAxis, PerGroup
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
+from penstock import LoadOptions
 from penstock.schedule.facts.errors import PayloadError, SourceError
 from tests.forked import run_forked
 from tests.hunt import nightly_but
@@ -74,7 +75,7 @@ def test_outputs_are_those_of_the_library(name, dtype, tmp_path):
     assert program.weight_bytes < sum(p.nbytes for p in dense.parameters())
     for arena in ("contiguous", "paged"):
         for budget in (program.floor(arena=arena), "50%", "100%"):
-            with program.load(budget, arena=arena, poison=True) as streamed:
+            with program.load(budget, options=LoadOptions(arena=arena, poison=True)) as streamed:
                 assert torch.equal(streamed(x), expected), (arena, budget)
                 assert torch.equal(streamed(x), expected), (arena, budget)
                 assert streamed.stats.misses == 0

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.files.artifact_files import PAYLOAD, digest_line, replace_payload
 from penstock.runtime.program import Program
 from tests.engines import ENGINES
@@ -97,7 +98,7 @@ def test_bits_and_bytes_are_those_of_python(run, case, tmp_path, rung):
     assert facts["plan_budget"] == plan.budget
     assert facts["misses"] == 0
     for engine in ENGINES:
-        with torch.no_grad(), case.program.load(plan=plan, engine=engine) as module:
+        with torch.no_grad(), case.program.load(plan=plan, options=LoadOptions(engine=engine)) as module:
             for _ in range(PASSES):
                 expected = module(*case.inputs.values())
             stats = module.stats

@@ -32,6 +32,7 @@ from torch import nn
 from torch.fx.graph_module import _loader
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.program import Program
 from penstock.runtime.system.memory import anonymous_bytes, give_back_unused
 from tests.engines import ENGINES
@@ -208,7 +209,7 @@ class Endurance:
         plan = chosen.choice(self.plans)
         options = {"plan": plan, "device": self.device}
         if self.device == "cpu":
-            options |= {"engine": chosen.choice(ENGINES), "readers": chosen.randint(1, 3)}
+            options["options"] = LoadOptions(engine=chosen.choice(ENGINES), readers=chosen.randint(1, 3))
         if chosen.random() < 0.05:
             self._interrupted_load(chosen, options)
         module = self.program.load(**options)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.lowering import eager
 from penstock.passes.weights.lifted import tensor_in
 from tests.passes.pass_runs import same_bits
@@ -105,7 +106,7 @@ class Whole:
             plan = program.plan(budget, hardware="laptop", arena=arena)
         poison = plan.arena.kind == "contiguous"
         engine = chosen.choice(("auto", "python"))
-        with program.load(plan=plan, poison=poison, engine=engine, readers=1) as module:
+        with program.load(plan=plan, options=LoadOptions(poison=poison, engine=engine, readers=1)) as module:
             reference = in_memory(program)
             for _ in range(2):
                 _compare(_result(module, self.arguments), _result(reference, self.arguments))

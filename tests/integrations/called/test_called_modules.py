@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from penstock import LoadOptions
 from penstock.integrations.applied import apply
 from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, StreamError

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.options import LoadOptions
 from tests.integrations import models

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock import LoadOptions
 from penstock.integrations.called.measuring import OwnMemory
 from penstock.runtime.options import LoadOptions
 from tests.integrations.called.within import (

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock import LoadOptions
 from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import StreamError
 from tests.integrations.called.within import (

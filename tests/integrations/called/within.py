@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import torch
 
+from penstock import LoadOptions
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.cap import Cap
 from penstock.runtime.options import LoadOptions
 from tests.integrations.models import frozen
 
 POISONED = LoadOptions(arena="contiguous", poison=True)
-CHECKED = LoadOptions(debug=True)
+CHECKED = LoadOptions(check_reads=True)
 
 Called = Callable[..., CalledModule]
 

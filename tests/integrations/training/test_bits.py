@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.options import LoadOptions
 from tests.hunt import sampled

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.files.direct_file import SpillFile
 from penstock.runtime.options import LoadOptions

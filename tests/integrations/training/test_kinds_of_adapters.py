@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 
+from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.options import LoadOptions
 from tests.integrations import models

@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.options import LoadOptions
 from penstock.runtime.stream.loaded import LoadedWeights

@@ -28,7 +28,8 @@ def shrinks(self, graph, step):
         os.truncate(path, 8192)
 
 tokens = torch.zeros(3, 7, dtype=torch.int64)
-with penstock.open(os.path.dirname(path)).load("70%", arena="mapped", engine=engine) as module:
+options = penstock.LoadOptions(arena="mapped", engine=engine)
+with penstock.open(os.path.dirname(path)).load("70%", options=options) as module:
     expected = module(tokens)
     whole, before = open(path, "rb").read(), os.stat(path)
     calls.clear()
@@ -46,7 +47,8 @@ with penstock.open(os.path.dirname(path)).load("70%", arena="mapped", engine=eng
         print("no error")
     except penstock.SourceError as error:
         print("was read meanwhile: open the artifact again" in str(error))
-with penstock.open(os.path.dirname(path)).load("70%", arena="mapped", engine=engine) as module:
+options = penstock.LoadOptions(arena="mapped", engine=engine)
+with penstock.open(os.path.dirname(path)).load("70%", options=options) as module:
     print(torch.equal(module(tokens), expected))
 """
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 
 
 class Halves(nn.Module):
@@ -90,7 +91,7 @@ def test_shards_stream_in_place(shards, tmp_path, source):
     with torch.no_grad():
         for arena in program.arenas():
             floor = program.floor(arena=arena)
-            with program.load(floor, arena=arena, poison=True) as module:
+            with program.load(floor, options=LoadOptions(arena=arena, poison=True)) as module:
                 for _ in range(2):
                     assert torch.equal(module(x), model(x))
                 assert module.stats.peak_bytes <= floor

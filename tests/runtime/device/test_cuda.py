@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.device import accelerator
 from penstock.runtime.device.accelerator import PAGE, CudaDevice, EventClock
 from penstock.runtime.device.opening import accelerators

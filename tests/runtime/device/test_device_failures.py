@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.device.streamer import DeviceStreamer, PassOrder
 from penstock.runtime.device.weights import DeviceWeights, load_resident

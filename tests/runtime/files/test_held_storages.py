@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.files.source import Source, bytes_at
 from penstock.runtime.system.memory import HUGE_PAGE, round_up
 from penstock.schedule.facts.errors import SourceError
@@ -102,7 +103,7 @@ def test_closing_does_not_wait_for_what_was_not_begun(stack, monkeypatch):
     program = stack.open()
     plan = program.plan("100%", hardware="rtx4090")
     monkeypatch.setattr(Source, "read_into", count)
-    module = program.load(plan=plan, readers=1)
+    module = program.load(plan=plan, options=LoadOptions(readers=1))
     threading.Timer(0.2, gate.set).start()
     module.close()
     assert len(reads) == 1
@@ -120,7 +121,7 @@ def test_a_module_that_a_reader_collects_as_garbage_is_closed(stack, monkeypatch
     program = stack.open()
     plan = program.plan("100%", hardware="rtx4090")
     monkeypatch.setattr(Source, "read_into", collect)
-    module = program.load(plan=plan, readers=1)
+    module = program.load(plan=plan, options=LoadOptions(readers=1))
     resources = module._weights.resources
     source = resources.closers[-1].__self__
     module.__dict__["itself"] = [module]
@@ -149,7 +150,7 @@ def read(*_):
 program = penstock.open(sys.argv[1])
 plan = program.plan("100%", hardware="rtx4090")
 Source.read_into = read
-module = program.load(plan=plan, readers=1)
+module = program.load(plan=plan, options=penstock.LoadOptions(readers=1))
 print(len(module._weights.wait.__self__._left), flush=True)
 """
 """Loads with reads of a second each; prints how many are left as it ends, and a dot for each that begins."""

@@ -10,6 +10,7 @@ import torch
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.runtime import planning
 from penstock.runtime.loading import load_module, load_weights
@@ -33,7 +34,7 @@ def program(tmp_path_factory):
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("debug", [False, True])
 def test_calls_are_right_within_the_pool(program, pool, debug, engine):
-    model, options = Model(), LoadOptions(engine=engine, debug=debug)
+    model, options = Model(), LoadOptions(engine=engine, check_reads=debug)
     with load_module(program, plan_with(program, pool), options) as module, torch.no_grad():
         units = module._weights.units
         for call in range(6):
@@ -95,7 +96,7 @@ def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, engine, mon
             raise SourceError("reading weights failed: the disk is gone")
 
     have_reads_pass(failing, monkeypatch)
-    options = LoadOptions(engine=engine, debug=True)
+    options = LoadOptions(engine=engine, check_reads=True)
     with load_module(program, plan_with(program, pool), options) as module, torch.no_grad():
         units, raised = module._weights.units, 0
         for call in range(6):
@@ -111,7 +112,7 @@ def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, engine, mon
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_interrupt_in_a_round_is_no_matter_to_the_next_call(program, engine, monkeypatch):
-    model, options = Model(), LoadOptions(engine=engine, debug=True)
+    model, options = Model(), LoadOptions(engine=engine, check_reads=True)
     interrupt_wait(2, monkeypatch)
     with load_module(program, plan_with(program, "rounds"), options) as module, torch.no_grad():
         with pytest.raises(KeyboardInterrupt):
@@ -123,7 +124,7 @@ def test_an_interrupt_in_a_round_is_no_matter_to_the_next_call(program, engine, 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_index_that_is_out_of_range_is_refused_as_in_memory(program, engine):
-    model, options = Model(), LoadOptions(engine=engine, debug=True)
+    model, options = Model(), LoadOptions(engine=engine, check_reads=True)
     with load_module(program, plan_with(program, "rounds"), options) as module, torch.no_grad():
         rows, ids = inputs(0)
         for wrong in (64, -65):
@@ -234,7 +235,7 @@ def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypat
     doubted = program.plan("60%", hardware=HARDWARE)
     assert [names[s] for s in doubted.pool.storages] == ["two"]
     assert planning.reduced(program.payload, doubted.pool).traces[0].steps[0].reads
-    with load_module(program, doubted, LoadOptions(debug=True)) as module, torch.no_grad():
+    with load_module(program, doubted, LoadOptions(check_reads=True)) as module, torch.no_grad():
         found = module(given)
     assert torch.equal(found, program.load("100%")(given))
     assert set(CONTRACTS) >= {"aten.index_select.default"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.sparse import pool
@@ -55,7 +56,7 @@ def test_prefill_streams_whole_and_decode_reads_units(program, model, engine):
     every = sum(plan.sizes[s] for s in plan.pool.storages)
     assert prefill.moved_bytes("in") > every // 2
     assert decode.moved_bytes("in") < every // 50
-    with program.load(plan=plan, engine=engine) as module, torch.no_grad():
+    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module, torch.no_grad():
         moved = [module.stats.bytes_moved]
         for call, tokens in enumerate((TOKENS, 1, 1, TOKENS, 1)):
             rows, route = torch.randn(tokens, 128), routes(tokens, call)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.activations import activation_bytes
 from penstock.passes.sparse import contracts as by_expert_module
 from penstock.passes.sparse.calls import Rounds, run_in_rounds
@@ -95,7 +96,7 @@ def test_bits_at_every_budget(case, engine, debug):
     assert program.floor_bytes < COUNT * DOWN / 2
     for budget in (program.floor_bytes, "25%", "60%"):
         plan = pooled(program, budget)
-        with program.load(plan=plan, engine=engine, debug=debug) as module:
+        with program.load(plan=plan, options=LoadOptions(engine=engine, check_reads=debug)) as module:
             for seed, tokens in enumerate((3, 2, 40, 5, 64, 4)):
                 assert equal(module, case.model, *batch(tokens, seed, case.model.dtype))
             assert module.stats.misses == 0
@@ -111,7 +112,7 @@ def test_a_pool_of_one_unit_moves_the_sum_of_the_units_that_calls_ask_for(case, 
     plan = pooled(program, "60%")
     assert plan.pool is not None
     plan = replace(plan, pool=replace(plan.pool, nbytes=UP))
-    with program.load(plan=plan, engine=engine) as module:
+    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module:
         moved = 0
         for seed in range(4):
             x, route = batch(5, seed, case.model.dtype)
@@ -208,7 +209,9 @@ def taken_at_the_floor(model, inputs, folder):
     """A result at the floor; the bytes moved for it, taken beside units, and said to be taken."""
     with torch.no_grad():
         program = penstock.compile(export(model, inputs), folder / "rounds.penstock")
-        with program.load(plan=pooled(program, program.floor_bytes), engine="python") as module:
+        with program.load(
+            plan=pooled(program, program.floor_bytes), options=LoadOptions(engine="python")
+        ) as module:
             units = module._weights.pooled
             assert isinstance(units, LoadedUnits)
             with Taken(units.memory, *inputs) as taken:
@@ -254,7 +257,7 @@ def test_tiles_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path):
         plan = pooled(program, "90%")
         assert plan.pool is not None
         assert plan.pool.tiles
-        with program.load(plan=plan, engine="python") as module:
+        with program.load(plan=plan, options=LoadOptions(engine="python")) as module:
             expected = module(x)  # certifies the tiles
             units = module._weights.pooled
             assert isinstance(units, LoadedUnits)

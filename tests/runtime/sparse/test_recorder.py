@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.sparse.units import Recorder, read_routes
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.sparse.replay import replay, replay_own
@@ -64,7 +65,7 @@ def test_a_replay_moves_the_bytes_that_the_run_moved(program, model, budget, eng
     plan = program.plan(budget, hardware=SLOW)
     assert plan.pool is not None
     with (
-        program.load(plan=plan, engine=engine) as module,
+        program.load(plan=plan, options=LoadOptions(engine=engine)) as module,
         torch.no_grad(),
         module.record_routes() as recorder,
     ):

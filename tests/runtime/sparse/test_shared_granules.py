@@ -10,6 +10,7 @@ from torch import nn
 from torch.export import Dim, export
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.sparse.contracts import linears
 from penstock.schedule.sparse.residency import Residency
 from tests.engines import ENGINES
@@ -56,7 +57,7 @@ def straddling(tmp_path_factory):
 def test_a_granule_stays_as_long_as_a_unit_in_it(straddling, budget, engine):
     model, program = straddling
     plan = program.plan(budget, hardware=SLOW)
-    with program.load(plan=plan, engine=engine) as module, torch.no_grad():
+    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module, torch.no_grad():
         units = module._weights.pooled
         for call in range(120):
             index = torch.randint(1200, (1 + call % 9,), generator=seeded(call))
@@ -68,7 +69,10 @@ def test_a_granule_stays_as_long_as_a_unit_in_it(straddling, budget, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_granule_that_is_there_is_not_read_again(straddling, engine):
     model, program = straddling
-    with program.load(plan=program.plan("50%", hardware=SLOW), engine=engine) as module, torch.no_grad():
+    with (
+        program.load(plan=program.plan("50%", hardware=SLOW), options=LoadOptions(engine=engine)) as module,
+        torch.no_grad(),
+    ):
         for index, moved in (([0], 4096), ([1], 0), ([2], 0), ([3], 4096), ([4, 5], 0)):
             before = module.stats.bytes_moved
             assert torch.equal(module(torch.tensor(index)), model(torch.tensor(index)))
@@ -86,7 +90,10 @@ def test_a_read_waits_for_a_granule_that_is_on_its_way_for_another(tmp_path, eng
         time.sleep(0.002)
 
     have_reads_pass(late, monkeypatch)
-    with program.load(plan=program.plan("40%", hardware=SLOW), engine=engine) as module, torch.no_grad():
+    with (
+        program.load(plan=program.plan("40%", hardware=SLOW), options=LoadOptions(engine=engine)) as module,
+        torch.no_grad(),
+    ):
         for call in range(60):
             index = torch.randint(1199, (3,), generator=seeded(call))
             other = torch.cat([index + 1, torch.randint(1200, (1,), generator=seeded(call))])
@@ -100,7 +107,10 @@ def test_a_read_waits_for_a_granule_that_is_on_its_way_for_another(tmp_path, eng
 def test_an_interrupt_within_a_decision_leaves_a_module_that_can_be_called(straddling, monkeypatch, place):
     """Each time after another one of the changes that a decision makes."""
     model, program = straddling
-    with program.load(plan=program.plan(65536, hardware=SLOW), engine="python") as module, torch.no_grad():
+    with (
+        program.load(plan=program.plan(65536, hardware=SLOW), options=LoadOptions(engine="python")) as module,
+        torch.no_grad(),
+    ):
         units = module._weights.pooled
         real = getattr(Residency, place)
         for turn in range(12):
@@ -126,7 +136,10 @@ def test_an_interrupt_within_a_decision_leaves_a_module_that_can_be_called(strad
 
 def test_an_interrupt_between_readers_leaves_none_behind(straddling, monkeypatch):
     model, program = straddling
-    with program.load(plan=program.plan(65536, hardware=SLOW), engine="python") as module, torch.no_grad():
+    with (
+        program.load(plan=program.plan(65536, hardware=SLOW), options=LoadOptions(engine="python")) as module,
+        torch.no_grad(),
+    ):
         units = module._weights.pooled
         real, counter = units._workers.submit, itertools.count()
 
@@ -217,7 +230,7 @@ def test_units_with_gaps_take_no_more_than_they_count(tmp_path, engine):
     model = Gaps()
     program = penstock.compile(export(model, (torch.tensor([1, 5]),)), tmp_path / "gaps.penstock")
     plan = program.plan("45%", hardware=SLOW)
-    with program.load(plan=plan, engine=engine) as module, torch.no_grad():
+    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module, torch.no_grad():
         for first in range(8):
             index = torch.tensor([first, (first + 3) % 8])
             assert torch.equal(module(index), model(index))

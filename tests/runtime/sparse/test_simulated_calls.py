@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.schedule.sparse.replay import replay, simulated_calls
 from penstock.schedule.sparse.routes import profile_of, served_profile
 from tests.engines import ENGINES
@@ -35,7 +36,7 @@ def test_each_call_moves_the_bytes_that_the_run_moved(program, model, budget, en
     plan = program.plan(given, hardware=SLOW, arena="paged", wrap="barrier")
     assert plan.pool is not None
     moved = []
-    loaded = program.load(plan=plan, engine=engine)
+    loaded = program.load(plan=plan, options=LoadOptions(engine=engine))
     with loaded as module, torch.no_grad(), module.record_routes() as recorder:
         while module.stats.bytes_moved < sum(one.nbytes for one in plan.resident):
             time.sleep(0.001)  # what stays comes once, and may still be on its way when the first call begins

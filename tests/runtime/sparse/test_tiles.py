@@ -5,6 +5,7 @@ import torch
 from torch.export import Dim, export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.sparse import trust
 from tests.runtime.sparse.sparse_models import Head, seeded
 from tests.schedule.traces import machine
@@ -57,7 +58,9 @@ def test_the_bits_are_those_of_the_whole(case, budget):
 
 def test_nothing_else_is_in_memory(case):
     model, program, _ = case
-    with program.load(plan=program.plan("10MiB", hardware=SLOW), debug=True) as module:
+    with program.load(
+        plan=program.plan("10MiB", hardware=SLOW), options=LoadOptions(check_reads=True)
+    ) as module:
         ids = torch.tensor([5])
         assert torch.equal(module(ids), logits(model, ids))
 

@@ -8,6 +8,7 @@ import torch
 from torch.export import Dim, export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.sparse import units as units_module
 from penstock.schedule.sparse.pool import smallest_pool, without_units
 from tests.engines import ENGINES
@@ -83,7 +84,7 @@ def test_rows_by_every_operator(tables, engine):
     assert reads == {"aten.embedding.default", "aten.index.Tensor", "aten.index_select.default"}
     for share in ("85%", "95%"):
         plan = pooled(program, share)
-        with program.load(plan=plan, engine=engine) as module:
+        with program.load(plan=plan, options=LoadOptions(engine=engine)) as module:
             for seed in range(4):
                 ids = torch.randint(4096, (2, 8), generator=seeded(seed))
                 index = torch.randint(-1200, 1200, (6,), generator=seeded(seed))
@@ -96,7 +97,7 @@ def test_memory_that_is_not_asked_for_is_never_touched(tables):
     """With `debug`, a read of a row that is not in memory, or of one that was dropped, kills the process."""
     model, program = tables
     plan = pooled(program, "85%")
-    with program.load(plan=plan, debug=True) as module:
+    with program.load(plan=plan, options=LoadOptions(check_reads=True)) as module:
         for seed in range(4):
             ids = torch.randint(4096, (2, 8), generator=seeded(seed))
             equal(module, model, ids, torch.randint(1200, (6,), generator=seeded(seed)))
@@ -110,7 +111,7 @@ def test_experts_at_every_budget(experts, engine, debug):
     assert program.floor_bytes < whole / 2
     for budget in (program.floor_bytes, "25%", "60%"):
         plan = pooled(program, budget)
-        with program.load(plan=plan, engine=engine, debug=debug) as module:
+        with program.load(plan=plan, options=LoadOptions(engine=engine, check_reads=debug)) as module:
             for seed, tokens in enumerate((3, 2, 40, 5, 64, 4)):
                 equal(module, model, *batch(tokens, seed, dtype))
             assert module.stats.misses == 0
@@ -139,7 +140,7 @@ def test_a_pool_of_one_unit_moves_each_unit_asked_for_once(rows, engine):
     model, program = rows
     plan = pooled(program, program.floor_bytes)
     assert (program.floor_bytes, plan.pool.nbytes) == (4096, 4096)
-    with program.load(plan=plan, engine=engine) as module:
+    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module:
         moved, last = 0, -1
         for seed in range(5):
             ids = torch.randint(1024, (300,), generator=seeded(seed))
@@ -155,7 +156,7 @@ def test_a_pool_of_one_unit_moves_each_unit_asked_for_once(rows, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_fits_is_read_once(rows, engine):
     model, program = rows
-    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
+    with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
         ids = torch.randint(1024, (300,), generator=seeded(1))
         for _ in range(3):
             equal(module, model, ids)
@@ -165,7 +166,7 @@ def test_what_fits_is_read_once(rows, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_call_that_names_nothing_reads_nothing(rows, engine):
     model, program = rows
-    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
+    with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
         equal(module, model, torch.zeros(0, dtype=torch.int64))
         assert module.stats.bytes_moved == 0
 
@@ -175,7 +176,10 @@ def test_a_call_that_names_nothing_reads_nothing(rows, engine):
 def test_an_index_out_of_range_is_refused_as_the_kernel_refuses_it(rows, wrong, engine):
     model, program = rows
     ids = torch.tensor([0, wrong, 3])
-    with program.load(plan=pooled(program, "50%"), engine=engine) as module, torch.no_grad():
+    with (
+        program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module,
+        torch.no_grad(),
+    ):
         with pytest.raises(IndexError) as expected:
             model(ids)
         with pytest.raises(IndexError) as got:
@@ -186,7 +190,7 @@ def test_an_index_out_of_range_is_refused_as_the_kernel_refuses_it(rows, wrong, 
 
 def test_negative_numbers_count_from_the_end(tables):
     model, program = tables
-    with program.load(plan=pooled(program, "85%"), debug=True) as module:
+    with program.load(plan=pooled(program, "85%"), options=LoadOptions(check_reads=True)) as module:
         ids, index = torch.zeros(2, 8, dtype=torch.int64), torch.tensor([-1, -1200, 0, 1199, -3, 5])
         with torch.no_grad(), pytest.raises(IndexError):  # index_select takes none
             module(ids, index)
@@ -203,7 +207,7 @@ def test_a_read_that_fails_is_raised_and_the_next_call_is_right(rows, engine, mo
             raise penstock.SourceError("reading weights failed: the disk is gone")
 
     have_reads_pass(failing, monkeypatch)
-    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
+    with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
         ids = torch.randint(1024, (300,), generator=seeded(2))
         with pytest.raises(penstock.SourceError, match="reading weights failed"), torch.no_grad():
             module(ids)
@@ -240,7 +244,7 @@ def mappings_in(start, stop):
 def run_stacks(stacks, engine):
     """Call the program, and return the number of mappings of its pool after each call."""
     model, program = stacks
-    with program.load(plan=pooled(program, "2500KiB"), engine=engine) as module:
+    with program.load(plan=pooled(program, "2500KiB"), options=LoadOptions(engine=engine)) as module:
         units, counts = module._weights.units, []
         for call in range(60):
             dice = seeded(call)
@@ -282,7 +286,9 @@ def test_an_interrupt_leaves_a_module_that_can_be_called(experts, monkeypatch, t
     model, program = experts
     dtype = model.gate_up[0].dtype
     interrupt_wait(turn, monkeypatch)
-    with program.load(plan=pooled(program, program.floor_bytes), engine=engine) as module:
+    with program.load(
+        plan=pooled(program, program.floor_bytes), options=LoadOptions(engine=engine)
+    ) as module:
         with pytest.raises(KeyboardInterrupt), torch.no_grad():
             module(*batch(40, 0, dtype))
         for seed in range(3):
@@ -295,7 +301,7 @@ def test_a_file_that_shrinks_is_an_error(tmp_path, engine):
     model = Rows()
     program = compiled(model, (torch.arange(300),), tmp_path)
     (weights,) = program.path.glob("*.safetensors")
-    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
+    with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
         with weights.open("r+b") as file:
             file.truncate(weights.stat().st_size - 64)
         with pytest.raises(penstock.SourceError, match="truncated"), torch.no_grad():
@@ -305,7 +311,7 @@ def test_a_file_that_shrinks_is_an_error(tmp_path, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_calls_after_close_are_refused(rows, engine):
     _, program = rows
-    module = program.load(plan=pooled(program, "50%"), engine=engine)
+    module = program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine))
     module.close()
     with pytest.raises(penstock.StreamError, match="closed"):
         module(torch.arange(300))
@@ -315,7 +321,9 @@ def test_calls_after_close_are_refused(rows, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_times_that_are_measured_have_no_waiting_for_units(rows, engine):
     _, program = rows
-    with program.load(plan=pooled(program, program.floor_bytes), engine=engine) as module:
+    with program.load(
+        plan=pooled(program, program.floor_bytes), options=LoadOptions(engine=engine)
+    ) as module:
         trace = module.measure(torch.arange(300))
         assert module.stats.stall_seconds > 0
         assert trace.compute_ns / 1e9 < module.stats.stall_seconds + 1

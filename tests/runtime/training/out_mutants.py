@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.loading import load_module
 from penstock.runtime.options import LoadOptions
 from penstock.runtime.training.module import TrainingModule

@@ -8,6 +8,7 @@ from itertools import count
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.loading import load_module
 from penstock.runtime.options import LoadOptions
 from penstock.runtime.training.module import TrainingModule

@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.schedule.facts.errors import PassError, PayloadError, StreamError
 from tests.engines import ENGINES
 from tests.hunt import nightly_but
@@ -87,7 +88,7 @@ def test_training_and_evaluation_by_turns(programs, name, budget, engine):
     program, case = programs[name], CASES[name]
     plain = case.model().train()
     amount = program.floor(arena="contiguous") if budget == "floor" else budget
-    with program.load(amount, engine=engine, poison=True, arena="contiguous") as module:
+    with program.load(amount, options=LoadOptions(engine=engine, poison=True, arena="contiguous")) as module:
         optimisers = {
             one: torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-2)
             for one in (plain, module)

@@ -8,6 +8,7 @@ from torch import fx, nn
 from torch.export import Dim, export
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.training.halves import divide
 from penstock.passes.training.joint import align
 from penstock.schedule.facts.errors import PassError, StreamError
@@ -145,7 +146,7 @@ def test_gradients_of_each_set(programs, dtype, engine, budget):
     program, ways = programs[dtype], [*WAYS, *reversed(WAYS)]
     expected = train(model(dtype), dtype, ways)
     amount = program.floor(arena="contiguous") if budget == "floor" else budget
-    with program.load(amount, engine=engine, poison=True, arena="contiguous") as module:
+    with program.load(amount, options=LoadOptions(engine=engine, poison=True, arena="contiguous")) as module:
         found = train(module, dtype, ways)
         assert len(found) == len(expected)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

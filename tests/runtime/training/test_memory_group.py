@@ -35,8 +35,8 @@ if folder == "bare":
     digest_of(torch.nn.Linear(97, 1), TOKENS.float())
     print(json.dumps(anonymous_bytes()))
 else:
-    rung = {"activations": activations} if activations else {}
-    print(json.dumps(digest_of(penstock.open(folder).load(int(budget), **rung))))
+    options = penstock.LoadOptions(activations=activations or "auto")
+    print(json.dumps(digest_of(penstock.open(folder).load(int(budget), options=options))))
 """
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock import LoadOptions
 from penstock.passes.trace import PRESET_CPU
 from penstock.runtime.device.simulated import RaceError
 from penstock.runtime.device.streamer import DeviceStreamer

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.training.facts import BACKWARD, FORWARD
 from penstock.runtime.training.module import TrainingModule
@@ -29,7 +30,7 @@ def program(trained, tmp_path_factory):
 
 
 def loaded(program):
-    module = program.load("100%", engine="python")
+    module = program.load("100%", options=LoadOptions(engine="python"))
     assert isinstance(module, TrainingModule)
     return module
 
@@ -147,7 +148,7 @@ def test_at_any_budget_gradients_are_those_of_the_model(engine, arena, share, tr
     floor = program.floor(arena=arena)
     budget = floor + int(share * (program.largest_budget - floor))
     plain, rounds = trained.model(), 3
-    with program.load(budget, engine=engine, arena=arena, poison=True) as module:
+    with program.load(budget, options=LoadOptions(engine=engine, arena=arena, poison=True)) as module:
         for seed in range(rounds):
             loss_of(trained, plain, seed).backward()
             loss_of(trained, module, seed).backward()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.passes.training.facts import RUNGS
 from penstock.runtime.training.module import rung_bytes
@@ -51,7 +52,8 @@ def test_steps_equal_those_of_pytorch(decoders, dtype, rung):
     expected = train(DECODER.model(dtype))
     program = decoders[dtype]
     with program.load(
-        program.floor(arena="contiguous"), activations=rung, poison=True, arena="contiguous"
+        program.floor(arena="contiguous"),
+        options=LoadOptions(activations=rung, poison=True, arena="contiguous"),
     ) as module:
         found = train(module)
         assert module.activations == rung
@@ -72,7 +74,7 @@ def counted(program, length):
 @pytest.mark.parametrize("rung", RUNGS)
 def test_what_is_kept_is_what_is_counted(program, rung):
     of_rung = program.variants[rung]
-    with program.load("100%", activations=rung) as module:
+    with program.load("100%", options=LoadOptions(activations=rung)) as module:
         for length in LENGTHS:
             inputs = tokens(length)
             given = {one.untyped_storage().data_ptr() for one in (*inputs, *module.parameters())}
@@ -121,7 +123,7 @@ def test_a_refusal_names_the_least_memory_of_all(program):
     ):
         program.load(device_memory=least - 1)
     with pytest.raises(BudgetError, match="give at least"):
-        program.load(device_memory=needed(program, "keep") - 1, activations="keep")
+        program.load(device_memory=needed(program, "keep") - 1, options=LoadOptions(activations="keep"))
     program.load(device_memory=least).close()
 
 
@@ -130,7 +132,7 @@ def test_a_plan_of_a_rung_is_loaded_as_that_rung(program):
     with program.load(plan=plan) as module:
         assert module.activations == "layers"
     with pytest.raises(PlanError, match="activations= is decided by the plan"):
-        program.load(plan=plan, activations="layers")
+        program.load(plan=plan, options=LoadOptions(activations="layers"))
     kept = program.plan("50%", hardware="server")
     assert kept == program.variants["keep"].plan("50%", hardware="server")
     assert plan.compute_ns > kept.compute_ns
@@ -138,11 +140,11 @@ def test_a_plan_of_a_rung_is_loaded_as_that_rung(program):
 
 def test_other_names_are_refused(program, tmp_path):
     with pytest.raises(PlanError, match="choose from 'auto', 'keep', 'layers'"):
-        program.load("100%", activations="all")
+        program.load("100%", options=LoadOptions(activations="all"))
     linear = nn.Linear(4, 4)
     plain = penstock.compile(export(linear, (torch.ones(1, 4),)), tmp_path / "plain.penstock")
     with pytest.raises(PlanError, match="is for programs that compile_training made"):
-        plain.load("100%", activations="keep")
+        plain.load("100%", options=LoadOptions(activations="keep"))
     for asked in ("keep", ["all"], []):
         with pytest.raises(PassError, match=r"expected a list of 'keep', 'layers'"):
             penstock.compile_training(

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.export import Dim
 
 import penstock
+from penstock import LoadOptions
 from penstock.passes.graph.nodes import move_graph
 from penstock.passes.training.rerun import RANDOM_STATE, SEGMENT_GRADIENTS
 from penstock.schedule.facts.errors import PassError
@@ -94,7 +95,8 @@ def test_five_steps(programs, dtype, engine, budget):
     expected, state = train(plain, case), torch.get_rng_state()
     floor = program.floor_bytes
     with program.load(
-        floor if budget == "floor" else max(floor, _share(program, budget)), engine=engine
+        floor if budget == "floor" else max(floor, _share(program, budget)),
+        options=LoadOptions(engine=engine),
     ) as module:
         assert all(torch.equal(*pair) for pair in zip(train(module, case), expected, strict=True))
         assert torch.equal(torch.get_rng_state(), state)
@@ -142,7 +144,9 @@ def test_a_decoder(of_any_length, tmp_path, spill):
     program = _compiled(DECODER, tmp_path / "m.penstock", spill=True) if spill else of_any_length
     plain = DECODER.model()
     expected = train(plain, DECODER)
-    with program.load(program.floor(arena="contiguous"), poison=True, arena="contiguous") as module:
+    with program.load(
+        program.floor(arena="contiguous"), options=LoadOptions(poison=True, arena="contiguous")
+    ) as module:
         assert all(torch.equal(*pair) for pair in zip(train(module, DECODER), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))
         if not spill:

@@ -77,7 +77,7 @@ child = os.fork()
 if not child:
     os.close(told)
     program = penstock.open(artifact)
-    options = LoadOptions(engine=engine, spill=folder)
+    options = LoadRequest(engine=engine, spill=folder)
     with load_module(program, spilling_plan(program.payload), options) as module:
         while True:
             DECODER.loss(module(*DECODER.inputs())).backward()

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from penstock import LoadOptions
 from penstock.passes.trace import PRESET_CPU
 from penstock.runtime import planning
 from penstock.runtime.device.simulated import RaceError, SimDevice
@@ -187,7 +188,7 @@ def open_files(folder):
 
 
 def test_nothing_is_made_where_nothing_leaves(program, trained, tmp_path):
-    with program.load("100%", engine="python", spill=tmp_path) as module:
+    with program.load("100%", spill=tmp_path, options=LoadOptions(engine="python")) as module:
         loss_of(trained, module).backward()
         assert not open_files(tmp_path)
         assert module.stats.bytes_written == 0

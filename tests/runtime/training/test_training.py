@@ -14,6 +14,7 @@ from torch import nn
 from torch.export import Dim, export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.files.artifact_files import replace_payload
 from penstock.schedule.facts.errors import PassError, PayloadError, SourceError, StreamError
 from penstock.schedule.payload.codec import Payload
@@ -32,7 +33,7 @@ def plain():
 def module(decoders):
     """The decoder at its floor, with poisoned memory."""
     program = decoders[torch.float32]
-    with program.load(program.floor_bytes, poison=True, arena="contiguous") as loaded:
+    with program.load(program.floor_bytes, options=LoadOptions(poison=True, arena="contiguous")) as loaded:
         yield loaded
 
 
@@ -77,7 +78,9 @@ IN_FP32 = {one for one in STEPS if one[2] is torch.float32}
 def test_five_steps(decoders, dtype, engine, budget):
     program, plain = decoders[dtype], DECODER.model(dtype)
     expected = train(plain, DECODER)
-    with program.load(program.floor_bytes if budget == "floor" else budget, engine=engine) as module:
+    with program.load(
+        program.floor_bytes if budget == "floor" else budget, options=LoadOptions(engine=engine)
+    ) as module:
         assert all(torch.equal(*pair) for pair in zip(train(module, DECODER), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))
         assert_equal(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from penstock import LoadOptions
 from penstock.passes.training.facts import BACKWARD, FORWARD
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
@@ -24,8 +25,8 @@ def budget(program, request):
 def module(program, budget, request):
     """The decoder with readers of its own and poisoned memory, in which nothing comes without a copy."""
     engine, rung = request.param
-    options = {"engine": engine, "activations": rung, "poison": True, "arena": "contiguous"}
-    with program.load(budget, **options) as loaded:
+    options = LoadOptions(engine=engine, activations=rung, poison=True, arena="contiguous")
+    with program.load(budget, options=options) as loaded:
         yield loaded
 
 

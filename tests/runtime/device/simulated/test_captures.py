@@ -8,6 +8,7 @@ from torch import nn
 from torch.export import export
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.loading import load_module
 from penstock.runtime.options import LoadOptions
 from tests.runtime.device.simulated.ordered_device import CapturedDevice

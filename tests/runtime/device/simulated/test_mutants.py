@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from penstock import LoadOptions
 from penstock.runtime.device.simulated import HOST as THE_HOST
 from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.loading import load_module

@@ -10,6 +10,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock import LoadOptions
 from penstock.runtime.device import streamer as staging
 from penstock.runtime.device.protocol import Move
 from penstock.runtime.device.simulated import SimDevice
