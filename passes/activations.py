@@ -143,7 +143,7 @@ def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
 def _own_bytes(node: fx.Node, by_units: bool) -> Counter[_Unit]:
     """Bytes that a node takes beside its result.
 
-        Attention converts a mask of booleans to the dtype of its queries. An operator that reads its weight by
+    Attention converts a mask of booleans to the dtype of its queries. An operator that reads its weight by
     units may run in rounds (`sparse/calls.py`), each of which has a result and numbers of its own.
     """
     if by_units and node.meta["val"].device.type == "cpu":

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.target import Report, Target, make_stack, require
-from penstock import LoadOptions
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.protocol import Move
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 
 WIDTH, DEPTH, TOKENS = 4096, 16, 512
 """A stack of half a gibibyte."""
@@ -81,7 +80,7 @@ def measure(target: Target, report: Report) -> None:
     for share, plan in zip(SHARES, plans, strict=True):
         timeline = Timeline()
         device = watched(type(opened), timeline)(target.device)
-        with load_module(program, plan, LoadOptions(target.device), device=device) as streamed:
+        with load_module(program, plan, LoadRequest(target.device), device=device) as streamed:
             equal = torch.equal(streamed(given), expected)
             for _ in range(PASSES):
                 timeline.copies.clear()

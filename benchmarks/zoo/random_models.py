@@ -40,7 +40,6 @@ from benchmarks.zoo.parts import part_inputs, parts, tiny_part
 from benchmarks.zoo.visit import call, first_line, is_listed, quiet, same_bits
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, PenstockError
 
 BEGIN = "<!-- benchmarks.zoo.random_models writes from here -->"

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, StreamError
 from tests.integrations import models
 

@@ -19,7 +19,6 @@ from penstock import LoadOptions, fake_export
 from penstock.integrations import apply, load
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.files.safetensors_file import read_header
-from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
 from tests import quantised_models
 from tests.integrations import models

@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from tests.integrations import models
 
 # torch's own, of backends.mkldnn.flags

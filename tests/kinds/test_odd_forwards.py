@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError
 from tests.integrations import models
 

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import penstock
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import StreamError
 from tests.engines import ENGINES
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from tests.integrations import models
 
 POISONED = LoadOptions(arena="contiguous", poison=True)

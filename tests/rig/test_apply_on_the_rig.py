@@ -6,7 +6,6 @@ from torch import nn
 
 from penstock import LoadOptions
 from penstock.integrations import apply, load
-from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError
 from tests.integrations import models
 from tests.integrations.called.odd_modules import WIDTH, Blocks, Experts, KeepsView, Writes, inputs

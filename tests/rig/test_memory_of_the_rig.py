@@ -16,14 +16,13 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.device import accelerator, streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice, CudaDevice, PageableStream
 from penstock.runtime.device.protocol import FileRead, Move
 from penstock.runtime.device.weights import load_resident
 from penstock.runtime.files.source import FileRange
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.runtime.system.memory import HUGE_PAGE
 from tests.rig import machine
 from tests.rig.rig_runs import plan_of
@@ -91,7 +90,7 @@ def registering(monkeypatch):
 
 
 def load(program, share, device):
-    return load_module(program, plan_of(program, share), LoadOptions(device="rig"), device=device)
+    return load_module(program, plan_of(program, share), LoadRequest(device="rig"), device=device)
 
 
 @pytest.mark.parametrize("share", ["50%", "100%"])
@@ -288,7 +287,7 @@ def test_a_capture_gives_a_copying_thread_nothing_of_its_own(program, late, monk
     values, given = VALUES.to("rig"), list[object]()
     device = AcceleratorDevice("rig", page_lock=False)
     plan = program.plan("50%", device="rig", hardware="h200", wrap="barrier")
-    with torch.no_grad(), load_module(program, plan, LoadOptions("rig"), device=device) as streamed:
+    with torch.no_grad(), load_module(program, plan, LoadRequest("rig"), device=device) as streamed:
         expected = streamed(values)
         with monkeypatch.context() as patched:
             patched.setattr(AcceleratorDevice, "capturing", True)

@@ -16,11 +16,10 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.device import streamer as staging
 from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.model import Drop, HostTier, Range, Schedule, Step, Storage, Trace, Transfer
 from penstock.schedule.verify.proof import verify_plan
@@ -200,7 +199,7 @@ def close_while_replays_run(program):
     stream, values, scratch = torch.Stream("rig"), torch.randn(2, 64).to("rig"), torch.empty(8, device="rig")
     device = AcceleratorDevice("rig")
     plan = plan_of(program, "50%", wrap="barrier")
-    with torch.no_grad(), load_module(program, plan, LoadOptions("rig"), device=device) as streamed:
+    with torch.no_grad(), load_module(program, plan, LoadRequest("rig"), device=device) as streamed:
         streamed(values)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(AcceleratorDevice, "capturing", True)
@@ -239,7 +238,7 @@ def lose_the_last_copy_of_a_pass(program):
     def fail():
         raise RuntimeError("the link is down")
 
-    with torch.no_grad(), load_module(program, plan, LoadOptions("rig"), device=device) as streamed:
+    with torch.no_grad(), load_module(program, plan, LoadRequest("rig"), device=device) as streamed:
         streamed(values)
         device.copy = copy
         expected = streamed(values)

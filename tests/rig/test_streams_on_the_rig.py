@@ -11,11 +11,10 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.device import streamer
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.schedule.facts.model import Range
 from tests.rig import machine
 from tests.rig.rig_runs import plan_of
@@ -95,7 +94,7 @@ def test_a_streamed_step_makes_no_event_and_records_and_waits_once(wide, late, m
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     plan = plan_of(program, "50%")
     transfers = plan.schedules[0].transfers
-    with torch.no_grad(), load_module(program, plan, LoadOptions("rig"), device=device) as streamed:
+    with torch.no_grad(), load_module(program, plan, LoadRequest("rig"), device=device) as streamed:
         engine = streamed._weights.streamer
         steps = len(engine.probed(0))
         pieces = sum(len(engine._weights.moves(Range(t.start, t.stop))) for t in transfers)

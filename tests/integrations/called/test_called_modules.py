@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from penstock import LoadOptions
 from penstock.integrations.applied import apply
-from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, StreamError
 from tests.integrations.called import odd_modules
 from tests.integrations.called.odd_modules import (

@@ -5,7 +5,6 @@ import torch
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])

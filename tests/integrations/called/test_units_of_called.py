@@ -7,7 +7,6 @@ from torch.nn import functional
 
 from penstock import LoadOptions
 from penstock.integrations.called.measuring import OwnMemory
-from penstock.runtime.options import LoadOptions
 from tests.integrations.called.within import (
     CHECKED,
     POISONED,

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional
 
 from penstock import LoadOptions
-from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import StreamError
 from tests.integrations.called.within import (
     CHECKED,

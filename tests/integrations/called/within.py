@@ -10,7 +10,6 @@ import torch
 from penstock import LoadOptions
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.cap import Cap
-from penstock.runtime.options import LoadOptions
 from tests.integrations.models import frozen
 
 POISONED = LoadOptions(arena="contiguous", poison=True)

@@ -6,7 +6,6 @@ from peft import LoraConfig
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from tests.hunt import sampled
 from tests.integrations import expert_models
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained

@@ -6,7 +6,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, trained
 
 pytestmark = [

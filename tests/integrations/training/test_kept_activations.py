@@ -11,7 +11,6 @@ import torch
 from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.files.direct_file import SpillFile
-from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, SourceError
 from penstock.schedule.facts.sizes import format_size
 from tests.hunt import sampled

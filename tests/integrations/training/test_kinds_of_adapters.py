@@ -6,7 +6,6 @@ import torch
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, batch, equal, steps
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.options import LoadOptions
 from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
 from tests.integrations import models

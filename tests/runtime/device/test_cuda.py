@@ -12,13 +12,12 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.device import accelerator
 from penstock.runtime.device.accelerator import PAGE, CudaDevice, EventClock
 from penstock.runtime.device.opening import accelerators
 from penstock.runtime.device.protocol import Move, aligned_bytes
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from tests.rig.rig_runs import RigRun
 from tests.runtime.device.device_runs import cases, disk_cases
 from tests.runtime.models import broken
@@ -57,7 +56,7 @@ def program(module, tmp_path_factory):
 def load(program, share, wrap="overlap", device="cuda"):
     budget = program.floor(device) if share == "floor" else share
     plan = program.plan(budget, device=device, hardware="h200", wrap=wrap)
-    return load_module(program, plan, LoadOptions(device=device, poison=True))
+    return load_module(program, plan, LoadRequest(device=device, poison=True))
 
 
 def equal(found, expected):
@@ -142,7 +141,7 @@ def test_what_replays_would_not_do_is_not_captured(program, module):
     third = program.weight_bytes // 3
     read = program.plan("50%", device="cuda", hardware="h200", wrap="barrier", host_memory=third)
     for plan, why in ((overlapping, "wrap='barrier'"), (read, "more host_memory=")):
-        with load_module(program, plan, LoadOptions(device="cuda", poison=True)) as streamed:
+        with load_module(program, plan, LoadRequest(device="cuda", poison=True)) as streamed:
             for _ in range(2):
                 assert equal(streamed.many(many), module(MANY))
                 with pytest.raises(penstock.StreamError, match=f"cannot be captured .*{why}"):
@@ -155,7 +154,7 @@ def test_copies_from_ordinary_memory_are_not_captured_and_go_on_behind(program, 
     many, one = MANY.to("cuda"), ONE.to("cuda")
     budget = program.floor("cuda") if share == "floor" else share
     plan = program.plan(budget, device="cuda", hardware="h200", wrap="barrier")
-    with load_module(program, plan, LoadOptions("cuda", page_lock=False, poison=True)) as streamed:
+    with load_module(program, plan, LoadRequest("cuda", page_lock=False, poison=True)) as streamed:
         for _ in range(3):
             assert equal(streamed.many(many), module(MANY))
             with pytest.raises(penstock.StreamError, match="a graph cannot copy from ordinary memory"):

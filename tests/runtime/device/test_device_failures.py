@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.device.streamer import DeviceStreamer, PassOrder
 from penstock.runtime.device.weights import DeviceWeights, load_resident
 from penstock.runtime.files.source import FileRange
 from penstock.runtime.loading import load_module
 from penstock.runtime.memory_split import MemorySplit
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.runtime.stream.loaded import Resources
 from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import Memory, case, disk_cases
@@ -59,7 +58,7 @@ def test_a_device_that_fails_in_a_pass_is_closed_cleanly(stack, method, at):
     program = stack.open()
     plan = program.plan("50%", device="sim:t4")
     device = FailingSim(plan.hardware)
-    module = load_module(program, plan, LoadOptions(), device=device)
+    module = load_module(program, plan, LoadRequest(), device=device)
     with torch.no_grad():
         assert torch.equal(module(stack.tokens), stack.expected)
         device.fail(method, at)

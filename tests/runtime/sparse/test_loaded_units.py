@@ -14,7 +14,7 @@ from penstock import LoadOptions
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.runtime import planning
 from penstock.runtime.loading import load_module, load_weights
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.runtime.planning import PlanRequest
 from penstock.runtime.sparse import trust
 from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError, StreamError
@@ -47,7 +47,7 @@ FORGETTING = """
 import sys, torch, penstock
 from penstock.passes.sparse.contracts import Contract
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from tests.runtime.sparse.shared_pages import inputs, plan_with
 program = penstock.open(sys.argv[1])
 units = Contract.units
@@ -68,7 +68,7 @@ def test_engines_move_the_same_bytes_and_hold_the_same(program, pool):
     seen = {}
     for engine in ENGINES:
         with (
-            load_module(program, plan_with(program, pool), LoadOptions(engine=engine)) as module,
+            load_module(program, plan_with(program, pool), LoadRequest(engine=engine)) as module,
             torch.no_grad(),
         ):
             seen[engine] = []
@@ -143,7 +143,7 @@ def test_a_pool_of_other_pages_is_refused(program, engine):
     plan = plan_with(program, "rounds")
     odd = replace(plan, pool=replace(plan.pool, granule=64))
     with pytest.raises(PlanError, match=r"granules of 64 bytes, and this system pages of \d+: make a plan"):
-        load_module(program, odd, LoadOptions(engine=engine))
+        load_module(program, odd, LoadRequest(engine=engine))
 
 
 def test_a_plan_of_a_machine_whose_operators_were_trusted_is_not_run_where_they_are_not(program, monkeypatch):
@@ -152,12 +152,12 @@ def test_a_plan_of_a_machine_whose_operators_were_trusted_is_not_run_where_they_
     with pytest.raises(
         PlanError, match=r"aten\.index\.Tensor was not seen to read only those in this process"
     ):
-        load_module(program, plan, LoadOptions())
+        load_module(program, plan, LoadRequest())
 
 
 def test_a_device_refuses_a_pool(program):
     with pytest.raises(StreamError, match=r"reads weights by units, which .* cannot"):
-        load_module(program, plan_with(program, "rounds"), LoadOptions(device="sim:h200"))
+        load_module(program, plan_with(program, "rounds"), LoadRequest(device="sim:h200"))
 
 
 class Mixed(torch.nn.Module):
@@ -200,7 +200,7 @@ def test_an_arena_streams_beside_a_pool(mixed, engine, arena, budget):
     assert plan.streamed_bytes > 0
     table = next(w.parts[0].storage for w in payload.tensors if w.fqn == "table.weight")
     assert any(table in step.reads for step in plan.traces[0].steps)  # whole, for the head
-    with load_module(mixed, plan, LoadOptions(engine=engine)) as module, torch.no_grad():
+    with load_module(mixed, plan, LoadRequest(engine=engine)) as module, torch.no_grad():
         for call in range(5):
             assert torch.equal(module(*words_and_ids(call)), model(*words_and_ids(call)))
         assert module.stats.misses == 0
@@ -214,7 +214,7 @@ def test_a_program_that_another_calls_has_no_pool(mixed):
         planning.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, by_units=False))
     delegated = replace(mixed.payload, lowering="executorch")
     with pytest.raises(StreamError, match="a program of lowering 'executorch' cannot: make a plan for"):
-        load_weights(mixed.path, delegated, plan, LoadOptions(engine="python"))
+        load_weights(mixed.path, delegated, plan, LoadRequest(engine="python"))
 
 
 def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypat
     doubted = program.plan("60%", hardware=HARDWARE)
     assert [names[s] for s in doubted.pool.storages] == ["two"]
     assert planning.reduced(program.payload, doubted.pool).traces[0].steps[0].reads
-    with load_module(program, doubted, LoadOptions(check_reads=True)) as module, torch.no_grad():
+    with load_module(program, doubted, LoadRequest(check_reads=True)) as module, torch.no_grad():
         found = module(given)
     assert torch.equal(found, program.load("100%")(given))
     assert set(CONTRACTS) >= {"aten.index_select.default"}

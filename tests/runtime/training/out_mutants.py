@@ -7,9 +7,8 @@ import time
 from dataclasses import replace
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.runtime.training.module import TrainingModule
 from tests.faults.double import Double, Kind
 from tests.runtime.training.spill_faults import outcome, step
@@ -74,7 +73,7 @@ def run(artifact, folder, engine):
         late = name == "an out is issued before the value is written"
         moved = 4096 if name == ELSEWHERE else 0
         double.spoil_all(folder, Kind.WRITES, microseconds=0 if late else 3000, moved=moved)
-        options = LoadOptions(engine=engine, poison=True, spill=folder)
+        options = LoadRequest(engine=engine, poison=True, spill=folder)
         with load_module(program, mutant(plan), options) as module:
             assert isinstance(module, TrainingModule)
             if late:

@@ -8,9 +8,8 @@ from itertools import count
 import torch
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError
 from tests.faults.double import Action, Double
@@ -63,7 +62,7 @@ def fail_each(artifact, folder, engine, kind):
     plan = spilling_plan(program.payload)
     wanted = step(DECODER.model())
     for first, (name, (action, value)) in enumerate(FAULTS.items()):
-        module = load_module(program, plan, LoadOptions(engine=engine, poison=True, spill=folder))
+        module = load_module(program, plan, LoadRequest(engine=engine, poison=True, spill=folder))
         assert isinstance(module, TrainingModule)
         found = Counter()
         with module:

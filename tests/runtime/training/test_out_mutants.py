@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock import LoadOptions
 from penstock.passes.trace import PRESET_CPU
 from penstock.runtime.device.simulated import RaceError
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.schedule.facts.errors import PenstockError, PlanError
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
@@ -125,7 +124,7 @@ def test_on_the_simulated_device_in_any_order(name, policy, program, wanted, mon
     plan = MUTANTS.get(name, MUTANTS["none"])(spilling_plan(program.payload))
     device = kind(PRESET_CPU, policy=policy)
     try:
-        with load_module(program, plan, LoadOptions(device="sim"), device=device) as module:
+        with load_module(program, plan, LoadRequest(device="sim"), device=device) as module:
             got = step(module)
         found = "nothing" if all(torch.equal(got[one], wanted[one]) for one in wanted) else "bits"
     except RaceError:

@@ -66,7 +66,7 @@ import os, signal, sys
 from tests.training_models import DECODER, Trained
 from tests.runtime.training.spill_plans import spilling_plan
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 import penstock
 
 artifact, folder, engine, kind = sys.argv[1:]

@@ -19,7 +19,7 @@ from penstock.runtime.files.direct_file import SpillFile
 from penstock.runtime.loading import load_module
 from penstock.runtime.machine.figures import Measurement, Subject, this_machine
 from penstock.runtime.machine.rates import Leaving
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.verify.proof import verify_plan
@@ -52,7 +52,7 @@ def load(program, plan, tmp_path, request):
     opened = []
 
     def loaded():
-        module = load_module(program, plan, LoadOptions(engine=request.param, poison=True, spill=tmp_path))
+        module = load_module(program, plan, LoadRequest(engine=request.param, poison=True, spill=tmp_path))
         assert isinstance(module, TrainingModule)
         opened.append(module)
         return module
@@ -118,7 +118,7 @@ def test_values_that_left_come_back(trained, plan, load, expected):
 @pytest.mark.parametrize("kind", ["sim", "threads"])
 def test_on_a_device_values_leave_for_the_host(kind, trained, program, plan, expected):
     device = SimDevice(PRESET_CPU) if kind == "sim" else CpuDevice()
-    module = load_module(program, plan, LoadOptions(device="sim", poison=True), device=device)
+    module = load_module(program, plan, LoadRequest(device="sim", poison=True), device=device)
     with module:
         assert isinstance(module, TrainingModule)
         for step in range(1, 4):
@@ -148,7 +148,7 @@ def test_the_simulated_device_finds_what_leaves_too_late(fault, trained, program
             "_freed",
             lambda self, piece: self._device.record(self._copies) if piece.out else freed(self, piece),
         )
-    module = load_module(program, plan, LoadOptions(device="sim"), device=SimDevice(PRESET_CPU))
+    module = load_module(program, plan, LoadRequest(device="sim"), device=SimDevice(PRESET_CPU))
     with module, pytest.raises(RaceError, match="nothing orders"):
         loss_of(trained, module).backward()
 
@@ -166,7 +166,7 @@ def test_the_file_has_no_name_and_ends_with_the_module(trained, load, tmp_path):
 def test_a_folder_that_only_has_files_with_names(program, plan, trained, tmp_path, monkeypatch):
     """So that nothing is left where the process is killed, the name is gone at once."""
     monkeypatch.delattr(os, "O_TMPFILE")
-    with load_module(program, plan, LoadOptions(engine="python", spill=tmp_path)) as module:
+    with load_module(program, plan, LoadRequest(engine="python", spill=tmp_path)) as module:
         assert not list(tmp_path.iterdir())
         (name,) = {one for one in open_files(tmp_path)}
         assert name.endswith("(deleted)")
@@ -262,7 +262,7 @@ def test_an_error_in_writing_names_the_folder(error, trained, program, plan, tmp
     def refused(*arguments):
         raise OSError(error, os.strerror(error))
 
-    with load_module(program, plan, LoadOptions(engine="python", spill=tmp_path)) as module:
+    with load_module(program, plan, LoadRequest(engine="python", spill=tmp_path)) as module:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(os, "pwritev", refused)
             with pytest.raises(SourceError, match=f"{tmp_path}.*{os.strerror(error)}.*spill="):
@@ -295,7 +295,7 @@ def limited_files(nbytes):
 def test_a_limit_on_the_size_of_files(program, plan, trained, tmp_path):
     refused = pytest.raises(SourceError, match=f"no file of .* can be made in {tmp_path}.*File too large")
     with limited_files(4096), refused:
-        load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
+        load_module(program, plan, LoadRequest(engine="python", spill=tmp_path))
     assert not open_files(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -305,12 +305,12 @@ def test_a_disk_without_room(program, plan, tmp_path, monkeypatch):
     full = os.statvfs_result((*status[:4], 1, *status[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     with pytest.raises(SourceError, match=f"{tmp_path}.*bytes free, and .* may be written"):
-        load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
+        load_module(program, plan, LoadRequest(engine="python", spill=tmp_path))
 
 
 def test_a_folder_that_is_not_there(program, plan, tmp_path):
     with pytest.raises(SourceError, match=r"no file of .* can be made"):
-        load_module(program, plan, LoadOptions(engine="python", spill=tmp_path / "none"))
+        load_module(program, plan, LoadRequest(engine="python", spill=tmp_path / "none"))
 
 
 def test_closing_while_values_leave(trained, program, plan, monkeypatch, tmp_path):
@@ -324,7 +324,7 @@ def test_closing_while_values_leave(trained, program, plan, monkeypatch, tmp_pat
         write(self, offset, address, nbytes)
 
     monkeypatch.setattr(SpillFile, "write_from", slow)
-    module = load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
+    module = load_module(program, plan, LoadRequest(engine="python", spill=tmp_path))
     errors = []
 
     def call():

@@ -8,9 +8,8 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from tests.runtime.device.simulated.ordered_device import CapturedDevice
 from tests.runtime.models import Stack, aligned, broken
 
@@ -31,7 +30,7 @@ def load(opened, share="50%"):
     budget = opened.floor("sim:t4") if share == "floor" else share
     plan = opened.plan(budget, device="sim:t4", wrap="barrier")
     device = CapturedDevice(plan.hardware)
-    return load_module(opened, plan, LoadOptions(), device=device), device
+    return load_module(opened, plan, LoadRequest(), device=device), device
 
 
 @pytest.mark.parametrize("share", ["floor", "50%", "80%"])
@@ -79,7 +78,7 @@ def test_a_pass_that_copies_nothing_is_captured_behind_one_that_does(tmp_path):
     opened = penstock.compile(methods, tmp_path / "shallow.penstock")
     plan = opened.plan("60%", device="sim:t4", wrap="barrier", keep=("first.*",))
     device = CapturedDevice(plan.hardware)
-    with torch.no_grad(), load_module(opened, plan, LoadOptions(), device=device) as streamed:
+    with torch.no_grad(), load_module(opened, plan, LoadRequest(), device=device) as streamed:
         for name in ("deep", "deep", "shallow"):
             assert torch.equal(streamed.call(name, x), getattr(module, name)(x))
         moved = streamed.stats.bytes_moved
@@ -124,7 +123,7 @@ def test_what_replays_would_not_do_is_not_captured(program):
     assert read.schedules[0].staging_bytes > 0
     for plan, why in ((overlapping, "wrap='barrier'"), (read, "more host_memory=")):
         device = CapturedDevice(plan.hardware)
-        with torch.no_grad(), load_module(opened, plan, LoadOptions(), device=device) as streamed:
+        with torch.no_grad(), load_module(opened, plan, LoadRequest(), device=device) as streamed:
             for _ in range(2):
                 assert torch.equal(streamed.decode(DECODE), module(DECODE))
                 with (

@@ -12,11 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock import LoadOptions
 from penstock.runtime.device.simulated import HOST as THE_HOST
 from penstock.runtime.device.simulated import RaceError, SimDevice
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.schedule.facts.errors import PenstockError, PlanError
 from penstock.schedule.facts.model import Drop, Range
 from penstock.schedule.verify.proof import verify_plan
@@ -73,7 +72,7 @@ def test_the_outputs_of_a_program_show_faults(stack, name):
     plan = program.plan("50%", device="sim:t4")
     same = []
     for device in (SimDevice(plan.hardware), fault.device(SimDevice(plan.hardware))):
-        with torch.no_grad(), load_module(program, plan, LoadOptions(), device=device) as module:
+        with torch.no_grad(), load_module(program, plan, LoadRequest(), device=device) as module:
             same.append(torch.equal(module(stack.tokens), stack.expected))
     assert fault.fired
     assert same == [True, False]

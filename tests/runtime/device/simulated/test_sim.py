@@ -10,12 +10,11 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.device import streamer as staging
 from penstock.runtime.device.protocol import Move
 from penstock.runtime.device.simulated import SimDevice
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Extent
@@ -83,7 +82,7 @@ def test_a_pass_can_be_captured_and_another_as_well(stack, share):
     for wrap in ("barrier", "overlap"):
         plan = program.plan(budget, device="sim:rtx4090", wrap=wrap)
         device = CapturedDevice(plan.hardware)
-        module = load_module(program, plan, LoadOptions(), device=device)
+        module = load_module(program, plan, LoadRequest(), device=device)
         crosses = any(t.after < 0 for t in plan.schedules[0].transfers)
         with torch.no_grad(), module:
             module(stack.tokens)

@@ -8,10 +8,9 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadOptions
+from penstock.runtime.options import LoadRequest
 from penstock.schedule.clock.event_graph import launched_steps
 from penstock.schedule.facts.hardware import PRESETS
 from tests.runtime.device.simulated.ordered_device import CapturedDevice
@@ -59,7 +58,7 @@ def test_a_load_whose_launches_are_the_limit_can_be_replayed(program, said):
     words = f"{LIMIT}{count} streamed steps of forward takes {5.8 * count:.3g} us a pass, compute 204 us; "
     assert f"{words}planned with wrap='barrier', so that calls can be captured as graphs, whose " in said()
     device = CapturedDevice(plan.hardware)
-    with torch.no_grad(), load_module(program, plan, LoadOptions(), device=device) as module:
+    with torch.no_grad(), load_module(program, plan, LoadRequest(), device=device) as module:
         expected = module(X)
         with device.capture():
             assert torch.equal(module(X), expected)
