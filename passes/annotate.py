@@ -33,16 +33,8 @@ from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import Usage, find_usage
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import find_hardware
-from penstock.schedule.facts.model import (
-    Hardware,
-    Kind,
-    Method,
-    Storage,
-    Trace,
-    Weight,
-    join_parts,
-    read_together,
-)
+from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Trace, Weight
+from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import Payload
 
 __all__ = [

@@ -58,8 +58,8 @@ from penstock.schedule.facts.model import (
     Weight,
     WeightFile,
     part_nbytes,
-    storages_together,
 )
+from penstock.schedule.facts.parts import storages_together
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, ProgramFile
 from penstock.schedule.space.layout import place_in_file

@@ -43,16 +43,8 @@ from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.passes.weights.lifted import Weights, has_values, tensor_in, with_values
 from penstock.schedule.facts.errors import PassError, PenstockError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import (
-    Method,
-    SparseRead,
-    Step,
-    Storage,
-    Trace,
-    Weight,
-    Work,
-    read_together,
-)
+from penstock.schedule.facts.model import Method, SparseRead, Step, Storage, Trace, Weight, Work
+from penstock.schedule.facts.parts import read_together
 from penstock.schedule.payload.codec import Payload, ProbeOrder
 
 AHEAD = ("cpu", "cuda", "xpu", "mps")

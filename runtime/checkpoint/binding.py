@@ -28,7 +28,8 @@ from penstock.runtime.files.pack import Chunk
 from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES
 from penstock.schedule.bounded_file import open_regular
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import Extent, Part, Storage, Weight, part_nbytes, plain_weights, tensor_of
+from penstock.schedule.facts.model import Extent, Part, Storage, Weight, part_nbytes
+from penstock.schedule.facts.parts import plain_weights, tensor_of
 from penstock.schedule.payload.codec import Payload
 
 Names = str | Sequence[str]

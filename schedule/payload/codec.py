@@ -22,9 +22,8 @@ from penstock.schedule.facts.model import (
     Weight,
     WeightFile,
     part_nbytes,
-    plain_weights,
-    tensor_of,
 )
+from penstock.schedule.facts.parts import plain_weights, tensor_of
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.facts.validity import (
     machine_faults,

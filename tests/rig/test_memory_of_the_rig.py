@@ -287,7 +287,7 @@ def test_a_capture_gives_a_copying_thread_nothing_of_its_own(program, late, monk
     values, given = VALUES.to("rig"), list[object]()
     device = AcceleratorDevice("rig", page_lock=False)
     plan = program.plan("50%", device="rig", hardware="h200", wrap="barrier")
-    with torch.no_grad(), load_module(program, plan, LoadRequest("rig"), device=device) as streamed:
+    with torch.no_grad(), load_module(program, plan, LoadRequest(device="rig"), device=device) as streamed:
         expected = streamed(values)
         with monkeypatch.context() as patched:
             patched.setattr(AcceleratorDevice, "capturing", True)

@@ -199,7 +199,7 @@ def close_while_replays_run(program):
     stream, values, scratch = torch.Stream("rig"), torch.randn(2, 64).to("rig"), torch.empty(8, device="rig")
     device = AcceleratorDevice("rig")
     plan = plan_of(program, "50%", wrap="barrier")
-    with torch.no_grad(), load_module(program, plan, LoadRequest("rig"), device=device) as streamed:
+    with torch.no_grad(), load_module(program, plan, LoadRequest(device="rig"), device=device) as streamed:
         streamed(values)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(AcceleratorDevice, "capturing", True)
@@ -238,7 +238,7 @@ def lose_the_last_copy_of_a_pass(program):
     def fail():
         raise RuntimeError("the link is down")
 
-    with torch.no_grad(), load_module(program, plan, LoadRequest("rig"), device=device) as streamed:
+    with torch.no_grad(), load_module(program, plan, LoadRequest(device="rig"), device=device) as streamed:
         streamed(values)
         device.copy = copy
         expected = streamed(values)

@@ -94,7 +94,7 @@ def test_a_streamed_step_makes_no_event_and_records_and_waits_once(wide, late, m
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     plan = plan_of(program, "50%")
     transfers = plan.schedules[0].transfers
-    with torch.no_grad(), load_module(program, plan, LoadRequest("rig"), device=device) as streamed:
+    with torch.no_grad(), load_module(program, plan, LoadRequest(device="rig"), device=device) as streamed:
         engine = streamed._weights.streamer
         steps = len(engine.probed(0))
         pieces = sum(len(engine._weights.moves(Range(t.start, t.stop))) for t in transfers)

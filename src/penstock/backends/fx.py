@@ -35,7 +35,8 @@ from penstock.runtime.checkpoint.opening import Paths
 from penstock.runtime.options import LoadOptions
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import Step, read_together
+from penstock.schedule.facts.model import Step
+from penstock.schedule.facts.parts import read_together
 from penstock.schedule.payload.codec import Payload
 
 

@@ -154,7 +154,7 @@ def test_copies_from_ordinary_memory_are_not_captured_and_go_on_behind(program, 
     many, one = MANY.to("cuda"), ONE.to("cuda")
     budget = program.floor("cuda") if share == "floor" else share
     plan = program.plan(budget, device="cuda", hardware="h200", wrap="barrier")
-    with load_module(program, plan, LoadRequest("cuda", page_lock=False, poison=True)) as streamed:
+    with load_module(program, plan, LoadRequest(device="cuda", page_lock=False, poison=True)) as streamed:
         for _ in range(3):
             assert equal(streamed.many(many), module(MANY))
             with pytest.raises(penstock.StreamError, match="a graph cannot copy from ordinary memory"):

@@ -2,17 +2,8 @@
 
 from dataclasses import replace
 
-from penstock.schedule.facts.model import (
-    Part,
-    SparseRead,
-    Step,
-    Trace,
-    Weight,
-    join_parts,
-    plain_weights,
-    read_together,
-    storages_together,
-)
+from penstock.schedule.facts.model import Part, SparseRead, Step, Trace, Weight
+from penstock.schedule.facts.parts import join_parts, plain_weights, read_together, storages_together
 
 
 def part(name, storage):

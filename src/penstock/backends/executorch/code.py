@@ -40,7 +40,8 @@ from penstock.passes.lowering.archive import PACKAGE
 from penstock.passes.lowering.inductor import Compiled, lower, write_package
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import Input, Method, join_parts, read_together
+from penstock.schedule.facts.model import Input, Method
+from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import ProgramFile
 
 _log = logging.getLogger(__name__)

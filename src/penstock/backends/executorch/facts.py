@@ -25,16 +25,8 @@ from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.trace import sum_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import (
-    Method,
-    Step,
-    Storage,
-    Trace,
-    Weight,
-    Work,
-    join_parts,
-    read_together,
-)
+from penstock.schedule.facts.model import Method, Step, Storage, Trace, Weight, Work
+from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import Payload
 
 
