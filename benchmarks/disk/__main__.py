@@ -50,7 +50,7 @@ from benchmarks.disk.cases import MODELS
 from benchmarks.disk.competitors import PEERS
 from benchmarks.disk.rounds import STATES, Bench, Case, Options, list_cases
 from benchmarks.disk.summary import judge, summarise
-from benchmarks.disk.tables import render, write_tables
+from benchmarks.disk.tables import draw, render, write_tables
 from benchmarks.machine import describe_machine, read_available_memory
 from penstock.runtime.options import ENGINES
 from penstock.schedule.facts.errors import BudgetError
@@ -62,7 +62,7 @@ python -m benchmarks.disk --json disk.json --docs docs/notes/disk.md
 
 python -m benchmarks.disk --size 512MiB --rounds 2 --models linears --tokens 8 --states cold
 
-python -m benchmarks.disk --render disk.json --docs docs/notes/disk.md
+python -m benchmarks.disk --render benchmarks/results/disk-4GiB.json --plot docs/disk.svg
 """
 
 
@@ -84,6 +84,7 @@ def main(
     keep: Annotated[bool, typer.Option("--keep", help="Leave in --work what another run can use.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write samples and figures here.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the tables into this document.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG or PNG) here.")] = None,
     rendered: Annotated[
         Path | None, typer.Option("--render", help="Measure nothing: take this JSON.")
     ] = None,
@@ -115,6 +116,8 @@ def main(
             result = measure(options, cases, keep=keep, json_path=json_path)
     if docs is not None:
         write_tables(result, docs)
+    if plot is not None:
+        draw(result, plot)
     typer.echo(render(result))
     if any(_is_wrong(case) for case in result["cases"]):
         raise typer.Exit(1)

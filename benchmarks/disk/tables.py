@@ -105,3 +105,42 @@ def _render_row(row: dict[str, Any]) -> list[str]:
 
 def _number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+_NAMES = {"memory": "everything in memory", "mmap": "mmap", "accelerate": "accelerate, to disk"}
+_NAMES |= {"diffusers": "diffusers, to disk"}
+_OURS, _OTHERS = "#0072b2", "#b8c0c8"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Write a picture of the median seconds of a pass: of the first model and number of tokens, by state."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    first = result["cases"][0]
+    cases = {
+        case["state"]: case["rows"]
+        for case in result["cases"]
+        if (case["model"], case["tokens"]) == (first["model"], first["tokens"])
+        and case["state"] != "resident"
+    }
+    titles = {"cold": "cold page cache", "warm": "warm page cache", "cgroup": "in a memory cgroup"}
+    figure, axes = pyplot.subplots(1, len(cases), figsize=(9.6, 2.5), layout="constrained")
+    for (state, rows), ax in zip(cases.items(), axes, strict=True):
+        bars = {_NAMES.get(row["name"], row["name"]): row["seconds_median"] for row in rows if _shown(row)}
+        ours = [name.startswith("penstock") for name in bars]
+        drawn = ax.barh(list(bars), list(bars.values()), color=[_OURS if own else _OTHERS for own in ours])
+        ax.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
+        ax.set_title(titles[state], fontsize=10)
+        ax.set_xlabel("seconds a pass", fontsize=8)
+        ax.tick_params(labelsize=8)
+        ax.invert_yaxis()
+        ax.margins(x=0.15)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _shown(row: dict[str, Any]) -> bool:
+    return not row["name"].startswith("disk")
