@@ -6,7 +6,7 @@ On a CPU weights stream into an arena (runtime/arena); on other devices they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.passes.lowering import compiled, eager
-from penstock.passes.weights.lifted import tensor_in
 from penstock.runtime.arena.kinds import open_arena
 from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.device.accelerator import AcceleratorDevice
@@ -37,12 +36,12 @@ from penstock.runtime.options import LoadRequest
 from penstock.runtime.planning import least_budget
 from penstock.runtime.registered import WAYS
 from penstock.runtime.stream.engine import MemoryUse, PooledReads
-from penstock.runtime.stream.loaded import LoadedWeights, Resources
+from penstock.runtime.stream.loaded import LoadedWeights, Resources, memory_use, view_of
 from penstock.runtime.stream.native import NativeStreamer, engine_options
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Method, Part, Trace
+from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 
@@ -126,12 +125,13 @@ def load_weights(
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
         source = _open_files(folder, payload, plan, private=private)
         opened.callback(source.close)
-        storages = with_places(payload.storages, plan, len(payload.files))
-        if spills(plan):
-            source.add_spill(open_spill_file(options.spill, storages, plan))
+        storages = payload.storages
+        if any(storage.kind == "produced" for storage in storages):
+            storages = with_places(storages, plan, len(payload.files))
+            if spills(plan):
+                source.add_spill(open_spill_file(options.spill, storages, plan))
         memory: WeightArena | NativeStreamer | None = None
         streamer: ArenaStreamer | NativeStreamer | None = None
-        team: ParkedTeam | None = None
         at_once = options.check_reads or options.poison
         if options.native and (plan.arena_bytes or plan.pool):
             how = engine_options(source, options, drop_early=at_once)
@@ -144,15 +144,15 @@ def load_weights(
                 plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
             )
             opened.callback(streamer.close)
-        pools = (way.open(plan, payload, source, streamer, debug=options.check_reads) for way in WAYS)
-        if pooled := next(filter(None, pools), None):  # a plan has one pool at most
+        if pooled := _open_pool(plan, payload, source, streamer, debug=options.check_reads):
             opened.callback(pooled.close)
-        if plan.arena_bytes or pooled:
-            team = ParkedTeam()
+        team = ParkedTeam() if plan.arena_bytes or pooled else None
+        if team:
             opened.callback(team.wake)
         fixed = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(fixed.close)
-        tensors = {w.fqn: _tensor(w.parts[0], payload, plan, fixed.buffers, memory) for w in payload.tensors}
+        places = payload.storages, plan.arena.layout, fixed.buffers, memory
+        tensors = {weight.fqn: view_of(weight.parts[0], *places) for weight in payload.tensors}
         free = memory.free if isinstance(memory, NativeStreamer) else memory and memory.close
         away = pooled and pooled.close
         closers = tuple(end for end in (team and team.wake, away, fixed.close, free, source.close) if end)
@@ -163,11 +163,18 @@ def load_weights(
         resources=Resources(
             streamer, closers, lambda: fixed.in_reader or (pooled is not None and pooled.in_reader)
         ),
-        usage=partial(_arena_usage, plan, memory, fixed.nbytes, options.readers, pooled),
+        usage=partial(memory_use, plan, memory, fixed.nbytes, options.readers, pooled),
         wait=fixed.wait,
         team=team,
         pooled=pooled,
     )
+
+
+def _open_pool(
+    plan: Plan, payload: Payload, source: Source, streamer: object, *, debug: bool
+) -> PooledReads | None:
+    pools = (way.open(plan, payload, source, streamer, debug=debug) for way in WAYS)
+    return next(filter(None, pools), None) if plan.pool else None
 
 
 def _open_files(folder: Path, payload: Payload, plan: Plan, *, private: bool) -> Source:
@@ -178,40 +185,6 @@ def _open_files(folder: Path, payload: Payload, plan: Plan, *, private: bool) ->
     moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
     repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
     return open_source(payload.files, folder, storages=payload.storages, repeated=repeated)
-
-
-def _tensor(
-    part: Part,
-    payload: Payload,
-    plan: Plan,
-    outside: Mapping[int, torch.Tensor],
-    memory: WeightArena | NativeStreamer | None,
-) -> torch.Tensor:
-    """Returns the tensor that the program reads a part through, for as long as the module lives."""
-    if part.storage in outside and 0 not in part.shape:
-        return tensor_in(outside[part.storage], part)
-    if memory is not None and plan.arena.layout[part.storage] >= 0:
-        if isinstance(memory, NativeStreamer):
-            return memory.view(part, payload.storages[part.storage].nbytes)
-        return memory.view(part)
-    # No step reads this weight, so a placeholder of its shape, whose memory is never touched, will do.
-    return torch.empty_strided(part.shape, part.stride, dtype=getattr(torch, part.dtype))
-
-
-def _arena_usage(
-    plan: Plan,
-    memory: WeightArena | NativeStreamer | None,
-    outside: int,
-    readers: int,
-    pooled: PooledReads | None,
-) -> MemoryUse:
-    """Returns what a CPU holds: `outside` bytes, the pool and the arena; a mapped one is the page cache's."""
-    in_use, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
-    maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
-    mapped = in_use if maps else 0
-    if pooled is not None:
-        in_use, peak = in_use + pooled.held_bytes, peak + pooled.peak_bytes
-    return MemoryUse(outside + in_use, outside + peak, readers, mapped_bytes=mapped)
 
 
 def load_on_accelerator(folder: Path, payload: Payload, plan: Plan, device: str) -> LoadedWeights:
@@ -249,8 +222,8 @@ def _eager_methods(
 
     def load(method: Method) -> LoadedMethod:
         trace = payload.trace_for(method.graph)
-        if device.type == "cpu":
-            _check(trace)
+        for way in WAYS if device.type == "cpu" else ():
+            way.check(trace)
         rewrite = partial(weights.pooled.rewrite, trace=trace) if weights.pooled else None
         instantiate = partial(
             eager.instantiate, lowered, weights.tensors, method, device=device, rewrite=rewrite
@@ -271,7 +244,8 @@ def _compiled_methods(
     methods: dict[str, LoadedMethod] = {}
     for method in payload.methods:
         trace, order = payload.trace_for(method.graph), orders[method.graph]
-        _check(trace)
+        for way in WAYS:
+            way.check(trace)
         loaded = compiled.CompiledMethod(package, weights.tensors, method, device)
         weights.resources.close_first(loaded.close)
         pooled = weights.pooled.calls(trace, order) if weights.pooled else {}
@@ -280,8 +254,3 @@ def _compiled_methods(
             trace, probed, loaded, order=order, pooled=pooled, bodies=package.bodies[method.name]
         )
     return methods
-
-
-def _check(trace: Trace) -> None:
-    for way in WAYS:
-        way.check(trace)

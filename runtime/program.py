@@ -230,8 +230,8 @@ class Program:
             traces: A trace for each method, whose times replace the modelled ones (`StreamedModule.measure`).
             host_memory: Bytes of weights that the host behind a device holds; it reads others from its disk.
             activations: The variant of a program that is trained (`variants`). `"auto"` is `"keep"` here.
-            routes: What calls asked for (`StreamedModule.record_routes`), or the file of it. Default: every
-                unit is asked for equally often.
+            routes: What calls asked for (`StreamedModule.record_routes`), or the file of it. Default: calls
+                ask for everything equally often.
 
         Returns:
             A plan that was verified. `load(plan=plan)` runs it.

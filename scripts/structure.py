@@ -43,7 +43,7 @@ LIBRARIES = {
     "onnxruntime": ("backends.onnx",),
     "peft": ("integrations",),
     "torchao": ("integrations",),
-    "transformers": ("cli.generate", "demo", "integrations", "models"),
+    "transformers": ("cli.generate", "integrations", "models"),
 }
 """Optional libraries, and the rooms that may import them, also for types."""
 

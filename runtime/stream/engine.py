@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from penstock.passes.lowering.method_code import MethodGraph
-from penstock.passes.probes import streaming_steps
+from penstock.schedule.clock.event_graph import acting_steps
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Arena, Range, Schedule, Storage, Trace
 from penstock.schedule.payload.codec import ProbeOrder
@@ -329,7 +329,7 @@ def tabulate(
         needs=needs,
         takes=takes,
         continues=not read <= written | set(plan.outside),
-        probed=tuple(streaming_steps(plan, schedule.graph, storages)),
+        probed=tuple(acting_steps(plan, schedule.graph, [storage.nbytes for storage in storages])),
         drops=drops,
         steady=steady,
         ahead=steady,

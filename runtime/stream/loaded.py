@@ -17,11 +17,14 @@ from torch import fx
 
 from penstock.passes.probes import NOTHING_STREAMS, CompiledCalls, Probes, streaming
 from penstock.passes.trace import with_measured
+from penstock.passes.weights.lifted import tensor_in
+from penstock.runtime.arena.reading import WeightArena
 from penstock.runtime.device.streamer import PassOrder
 from penstock.runtime.stream.engine import Counters, MemoryUse, PooledReads, Stats, Streamer, sum_of
+from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Trace
+from penstock.schedule.facts.model import Part, Storage, Trace
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.codec import ProbeOrder
 from penstock.schedule.plan import Plan
@@ -409,3 +412,37 @@ class Gate:
     def _refuse_running(self, done: str) -> None:
         if self._running:
             raise StreamError(f"the module cannot be {done} while a call runs in it: wait for that call")
+
+
+def view_of(
+    part: Part,
+    storages: Sequence[Storage],
+    places: Sequence[int],
+    outside: Mapping[int, torch.Tensor],
+    memory: WeightArena | NativeStreamer | None,
+) -> torch.Tensor:
+    """Returns the tensor that the program reads a part through, for as long as the module lives."""
+    if part.storage in outside and 0 not in part.shape:
+        return tensor_in(outside[part.storage], part)
+    if memory is not None and places[part.storage] >= 0:
+        if isinstance(memory, NativeStreamer):
+            return memory.view(part, storages[part.storage].nbytes)
+        return memory.view(part)
+    # No step reads this weight, so a placeholder of its shape, whose memory is never touched, will do.
+    return torch.empty_strided(part.shape, part.stride, dtype=getattr(torch, part.dtype))
+
+
+def memory_use(
+    plan: Plan,
+    memory: WeightArena | NativeStreamer | None,
+    outside: int,
+    readers: int,
+    pooled: PooledReads | None,
+) -> MemoryUse:
+    """Returns what a CPU holds: `outside` bytes, the pool and the arena; a mapped one is the page cache's."""
+    in_use, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
+    maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
+    mapped = in_use if maps else 0
+    if pooled is not None:
+        in_use, peak = in_use + pooled.held_bytes, peak + pooled.peak_bytes
+    return MemoryUse(outside + in_use, outside + peak, readers, mapped_bytes=mapped)

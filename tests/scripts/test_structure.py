@@ -95,3 +95,14 @@ def test_a_crowd_and_a_folder_without_a_purpose_are_found(package):
     assert status == 1
     assert "15 files side by side" in output
     assert "no __init__.py that says" in output
+
+
+def test_rooms_of_capabilities_and_libraries_are_shut_also_for_types(package):
+    line = "if TYPE_CHECKING:\n    from penstock.runtime.sparse import units\n"
+    write(package.parent, "runtime/registered", line)
+    assert check(package)[0] == 0
+    write(package.parent, "runtime/run", f"{line}    import transformers\n")
+    status, output = check(package)
+    assert status == 1
+    assert "run.py:2: only passes.annotate and runtime.registered may import runtime.sparse.units" in output
+    assert "run.py:3: only cli.generate, integrations, models may import transformers" in output
