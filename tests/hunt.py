@@ -6,6 +6,8 @@ Tests that ask are marked `random`, by which `make soak` finds them.
 import os
 from typing import TypeVar
 
+import pytest
+
 Case = TypeVar("Case")
 
 _TIMES = int(os.environ.get("PENSTOCK_SOAK", "1"))
@@ -19,3 +21,14 @@ def scaled(number):
 def sampled(cases, every):
     """Every so manyth of the cases in the suite, from the first on, and all of them in `make soak`."""
     return cases if _TIMES > 1 else cases[::every]
+
+
+def nightly_but(kept, cases):
+    """All cases; those that are not kept run in `make nightly` alone. A tuple is of several arguments."""
+    assert kept
+    assert all(case in cases for case in kept)
+    marks = {True: (), False: pytest.mark.nightly}
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in kept])
+        for case in cases
+    ]

@@ -83,21 +83,20 @@ def walk(page: str, folder: Path, *, shell: bool = False) -> str:
     return script("\n".join(lines), folder)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_large_models_can_be_walked(tmp_path: Path) -> None:
     output = walk("docs/large-models.md", tmp_path)
     assert "('cuda:0', 'cuda:1') ['cuda:0', 'cuda:0', 'cuda:1', 'cuda:1']" in output
     assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_passes_can_be_composed(tmp_path: Path) -> None:
     output = walk("docs/passes.md", tmp_path)
     assert "['acquire', 'linear', 'release', 'relu', 'acquire', 'linear', 'release']" in output
     assert "up.weight is read by linear" in output
 
 
-@pytest.mark.timeout(300)
 def test_a_backend_can_be_written_in_forty_lines(tmp_path: Path) -> None:
     output = walk("docs/backends.md", tmp_path)
     assert "steps (5,) read 263,168 bytes: layers.5.weight, layers.5.bias" in output
@@ -117,25 +116,25 @@ def test_the_table_of_floors_is_what_its_script_says() -> None:
     assert "\n".join(floors.render()) in (ROOT / "docs/backends.md").read_text()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_quantised_weights_can_be_walked(tmp_path: Path) -> None:
     output = walk("docs/quantised.md", tmp_path)
     assert "0.weight ['qdata', 'scale', 'zero_point']" in output
     assert "no-scale.safetensors: 3.weight.scale; give the missing shards" in output
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_reads_by_units_can_be_walked(tmp_path: Path) -> None:
     assert "4096 bytes are enough for 16777216" in walk("docs/sparse.md", tmp_path)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_training_can_be_walked(tmp_path: Path) -> None:
     output = walk("docs/training.md", tmp_path)
     assert re.findall(r"([\d,]+) bytes kept", output) == ["427,520", "11,961,856", "427,520"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 @pytest.mark.parametrize("library", ["transformers", "diffusers"])
 def test_what_is_said_of_a_library_can_be_walked(library: str, tmp_path: Path) -> None:
     output = walk(f"docs/{library}.md", tmp_path)
@@ -149,7 +148,7 @@ def test_the_example_of_planning_prints_what_the_page_says(tmp_path: Path) -> No
     assert script(example, tmp_path) == expected
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_the_export_for_executorch_runs(tmp_path: Path) -> None:
     (example,) = [text for language, text in blocks("docs/executorch.md") if language == "python"]
     # Without errors for warnings: ExecuTorch has many.
@@ -167,7 +166,6 @@ def test_the_commands_that_answer_questions_exist(penstock: Command) -> None:
             assert option in known, (name, option)
 
 
-@pytest.mark.timeout(300)
 def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
     output = walk("docs/first-steps.md", tmp_path, shell=True)
     assert "below the floor" in output
@@ -175,7 +173,6 @@ def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
     assert (tmp_path / "out.safetensors").exists()
 
 
-@pytest.mark.timeout(300)
 def test_the_readme_example_runs(tmp_path: Path) -> None:
     (example,) = [text for language, text in blocks("README.md") if language == "python"]
     output = script(example, tmp_path)
@@ -219,7 +216,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_the_reference_has_everything_public(built: Path) -> None:
     pages = "".join(page.read_text() for page in (built / "docs/reference").glob("*.html"))
     anchors = set(re.findall(r'id="([\w.]+)"', pages))
@@ -231,7 +228,7 @@ def test_the_reference_has_everything_public(built: Path) -> None:
         assert {anchor.rpartition(".")[2] for anchor in anchors} >= own - INTERNAL, kind
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_the_pages_lead_to_one_another(built: Path) -> None:
     first = (built / "README.html").read_text()
     for page in PAGES:

@@ -119,7 +119,7 @@ def test_errors_are_one_tree() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an sdist, and the wheel that was built from it, without any network."""
+    """A folder with an sdist, and the wheel that was built from it without any network and any compiler."""
     source = tmp_path_factory.mktemp("source")
     for name in ("src", *LINKS):
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -128,13 +128,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(path, source / path.name)
     target = tmp_path_factory.mktemp("built")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(source)]
+    environment = {**os.environ, "CC": "false", "CXX": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def compiled(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that the sdist becomes where there is a compiler."""
+    (sdist,) = built.glob("*.tar.gz")
+    target = tmp_path_factory.mktemp("compiled")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
     # The compiler is told -O0 -g0 last: what the engine can do is tested elsewhere, and compiling takes long.
     quick = {
         name: f"sh -c 'exec {one} \"$@\" -O0 -g0' {one}" for name, one in (("CXX", "g++"), ("CC", "gcc"))
     }
-    done = subprocess.run(command, env=os.environ | quick, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
+    subprocess.run([*pip, "-w", str(target), str(sdist)], env=os.environ | quick, check=True)
+    (wheel,) = target.glob("*.whl")
+    return wheel
 
 
 KINDS = ("py", "html", "css", "js", "txt")
@@ -159,17 +171,6 @@ def test_the_wheel_holds_the_root_folders_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-        engines = [name for name in names if re.fullmatch(r"penstock/native/_engine\..*\.so", name)]
-        assert len(engines) == (COMPILER is not None)
-        for engine in engines:
-            shown = subprocess.run(
-                ["nm", "-D", "--defined-only", archive.extract(engine, built / "engine")],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.split()[2::3]
-            assert {*shown} == {*re.findall(r"\bps_\w+(?=\()", (ROOT / "native/penstock.h").read_text())}
-        names -= {*engines}
         assert names == list_sources()
         for name in names:
             home = ROOT / name.removeprefix("penstock/")
@@ -177,9 +178,21 @@ def test_the_wheel_holds_the_root_folders_and_nothing_else(built: Path) -> None:
             assert archive.read(name) == home.read_bytes()
 
 
-def test_the_engine_is_small(native: None) -> None:
+@pytest.mark.nightly
+def test_the_wheel_of_a_compiler_has_the_engine_besides(compiled: Path) -> None:
+    with zipfile.ZipFile(compiled) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    engines = {name for name in names if re.fullmatch(r"penstock/native/_engine\..*\.so", name)}
+    assert len(engines) == (COMPILER is not None)
+    assert names - engines == list_sources()
+
+
+def test_the_engine_is_small_and_shows_what_its_header_declares(native: None) -> None:
     (engine,) = Path(penstock.native.__path__[0]).glob("_engine*.so")
     assert engine.stat().st_size < 1 << 20
+    command = ["nm", "-D", "--defined-only", str(engine)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[2::3]
+    assert {*shown} == {*re.findall(r"\bps_\w+(?=\()", (ROOT / "native/penstock.h").read_text())}
 
 
 def test_the_wheel_has_its_licence_and_its_command(built: Path) -> None:
@@ -190,16 +203,6 @@ def test_the_wheel_has_its_licence_and_its_command(built: Path) -> None:
         assert {"licenses/LICENSE", "licenses/schedule/report/page/vendor/LICENSE.txt"} <= meta.keys()
         assert "penstock = penstock.cli.main:main" in archive.read(meta["entry_points.txt"]).decode()
         assert f"Version: {penstock.__version__}" in archive.read(meta["METADATA"]).decode()
-
-
-def test_without_a_compiler_the_sdist_installs_all_but_the_engine(built: Path, tmp_path: Path) -> None:
-    (sdist,) = built.glob("*.tar.gz")
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
-    environment = {**os.environ, "CC": "false", "CXX": "false"}
-    subprocess.run([*pip, "-w", str(tmp_path), str(sdist)], env=environment, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        assert {name for name in archive.namelist() if ".dist-info/" not in name} == list_sources()
 
 
 def test_the_sdist_has_files_where_the_checkout_has_links(built: Path) -> None:
@@ -227,7 +230,7 @@ def needed(requirements: list[Requirement]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def fresh(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What a shell has after the page's `pip install`, with the wheel built here, and an empty home.
 
     The libraries, and no others than the wheel's metadata names, are links to those of this environment,
@@ -235,15 +238,14 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     """
     home = tmp_path_factory.mktemp("home")
     venv.create(home / "env", symlinks=True)
-    (wheel,) = built.glob("*.whl")
     python = str(home / "env/bin/python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([*pip, str(wheel)], check=True)
+    subprocess.run([*pip, str(compiled)], check=True)
     (site,) = home.glob("env/lib/python*/site-packages")
     (asked,) = re.findall(
         r"^\$ pip install '(.*)'$", (ROOT / "docs/first-ten-minutes.md").read_text(), re.MULTILINE
     )
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(compiled) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         declared = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist") or []
     extras = {"", *Requirement(asked.removeprefix("./")).extras}
@@ -276,6 +278,7 @@ def parent(fresh: dict[str, str]) -> Iterator[Parent]:
     parent.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_first_ten_minutes_go_as_the_page_says(
     fresh: dict[str, str], parent: Parent, tmp_path: Path

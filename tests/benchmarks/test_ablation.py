@@ -33,6 +33,7 @@ SHOWING = {
 """Cases, and the stages without which their plan is another: together every stage but one."""
 
 
+@pytest.mark.nightly
 def test_without_any_stage_some_plan_is_another() -> None:
     for case, names in SHOWING.items():
         result = ablation.measure(case, [stage for stage in STAGES if stage.name in names])
@@ -81,6 +82,7 @@ def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(
     assert page.endswith("after\n")
 
 
+@pytest.mark.nightly
 def test_two_codes_plan_the_same_cases_side_by_side() -> None:
     here = Path(schedule.__file__).resolve().parent.parent
     cases = [schedule.Case("gpt-oss-120b, decode", "t4", "contiguous", 0.9)]

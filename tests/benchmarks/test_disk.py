@@ -103,6 +103,7 @@ def test_a_process_of_its_own_answers_as_one_here_and_says_why_it_ends(folder: P
     log.unlink()
 
 
+@pytest.mark.nightly
 def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
     command = [sys.executable, str(DISK), "--budgets", "much"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -94,6 +94,7 @@ def test_what_cannot_be_measured_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_a_group_has_a_share_of_the_weights_and_the_least_budget_one_of_its_own(
     limits: list[Mapping[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

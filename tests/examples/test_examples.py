@@ -79,6 +79,7 @@ def test_a_pipeline_carries_the_passes(run) -> None:
     assert "in the order [0, 1]" in printed
 
 
+@pytest.mark.nightly
 def test_a_model_is_exported_for_executorch(run) -> None:
     printed = run("executorch_export.py", "70%")
     assert "embed.weight: weights.ptd at byte 4096" in printed

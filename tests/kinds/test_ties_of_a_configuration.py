@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from penstock.integrations import apply, load
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 9, 1, 3]])
@@ -50,7 +51,7 @@ def test_files_with_another_head_untie_it(tmp_path):
     check(LlamaForCausalLM.from_pretrained(tmp_path / "m"), tmp_path / "m", tmp_path, logits, tied=False)
 
 
-@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("both", nightly_but([True], [True, False]))
 def test_files_with_an_equal_head_or_none_leave_it_tied(both, tmp_path):
     model = models.llama(tie_word_embeddings=True)
     head = {"lm_head.weight": model.lm_head.weight.clone()} if both else {}
@@ -83,7 +84,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", nightly_but(["T5"], OTHERS))
 def test_files_of_other_families_with_another_head(name, tmp_path):
     make, family, shapes, call = OTHERS[name]
     saved(make(), tmp_path / "m", **{head: torch.randn(*shape) for head, shape in shapes.items()})

@@ -22,6 +22,7 @@ from penstock.integrations import apply
 from penstock.runtime.loading import LoadOptions
 from penstock.schedule.facts.errors import StreamError
 from tests.engines import ENGINES
+from tests.hunt import nightly_but
 
 X, LONGER = torch.linspace(-1, 1, 256).view(4, 64), torch.linspace(-1, 1, 448).view(7, 64)
 
@@ -72,7 +73,10 @@ def program(model, tmp_path_factory):
     return penstock.compile(export(model, (X,)), tmp_path_factory.mktemp("kinds") / "blocks.penstock")
 
 
-@pytest.fixture(params=[*({"engine": one} for one in ENGINES), {"device": "sim"}], ids=str)
+LOADED = [{"engine": ENGINES[-1]}, *({"engine": one} for one in ENGINES[:-1]), {"device": "sim"}]
+
+
+@pytest.fixture(params=nightly_but(LOADED[:1], LOADED), ids=str)
 def streamed(request, program):
     with program.load("40%", arena="contiguous", **request.param) as module:
         yield module

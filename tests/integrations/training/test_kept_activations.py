@@ -13,7 +13,7 @@ from penstock.runtime.files.direct_file import SpillFile
 from penstock.runtime.loading import LoadOptions
 from penstock.schedule.facts.errors import BudgetError, SourceError
 from penstock.schedule.facts.sizes import format_size
-from tests.hunt import sampled
+from tests.hunt import nightly_but, sampled
 from tests.integrations.training import test_loops
 from tests.integrations.training.adapted import adapted, batch, equal, gradients, steps, trained
 
@@ -104,7 +104,10 @@ def test_a_backward_reads_within_the_room(cache, monkeypatch):
     assert not files_without_names(cache)
 
 
-@pytest.mark.parametrize("loop", test_loops.LOOPS)
+SAMPLE = (test_loops.between, test_loops.accumulated, test_loops.after_errors)
+
+
+@pytest.mark.parametrize("loop", nightly_but(SAMPLE, test_loops.LOOPS))
 def test_a_loop_computes_what_it_does_in_memory(loop, cache, monkeypatch):
     monkeypatch.setattr(test_loops, "GIVEN", batch(100))
     reference, (model, activations) = adapted(layers=4), streamed("1800KB", cache)
