@@ -1,7 +1,5 @@
 """Runs what the documents tell a reader to type, builds them, and checks what they name."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import re
@@ -47,11 +45,11 @@ INTERNAL = {"lowered", "rung", "training", "train", "requires_grad_", "load_stat
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
+def blocks(page):
     return BLOCK.findall((ROOT / page).read_text())
 
 
-def run(command: list[str], folder: Path) -> str:
+def run(command, folder):
     environment = os.environ | {"PATH": PATH}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -60,14 +58,14 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def script(code: str, folder: Path, *, warnings: str = "error") -> str:
+def script(code, folder, *, warnings="error"):
     """What a script prints, with warnings as errors by default, in a process of its own."""
     done = run_forked(code, folder=folder, warnings=warnings, PATH=PATH)
     assert done.status == 0, done.err
     return done.out
 
 
-def walk(page: str, folder: Path, *, shell: bool = False) -> str:
+def walk(page, folder, *, shell=False):
     """Python blocks share one session; shell lines that come between them run where they stand.
 
     With `shell`, the first of them in a shell, as a reader types it.
@@ -84,27 +82,27 @@ def walk(page: str, folder: Path, *, shell: bool = False) -> str:
 
 
 @pytest.mark.nightly
-def test_large_models_can_be_walked(tmp_path: Path) -> None:
+def test_large_models_can_be_walked(tmp_path):
     output = walk("docs/large-models.md", tmp_path)
     assert "('cuda:0', 'cuda:1') ['cuda:0', 'cuda:0', 'cuda:1', 'cuda:1']" in output
     assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.nightly
-def test_passes_can_be_composed(tmp_path: Path) -> None:
+def test_passes_can_be_composed(tmp_path):
     output = walk("docs/passes.md", tmp_path)
     assert "['acquire', 'linear', 'release', 'relu', 'acquire', 'linear', 'release']" in output
     assert "up.weight is read by linear" in output
 
 
-def test_a_backend_can_be_written_in_forty_lines(tmp_path: Path) -> None:
+def test_a_backend_can_be_written_in_forty_lines(tmp_path):
     output = walk("docs/backends.md", tmp_path)
     assert "steps (5,) read 263,168 bytes: layers.5.weight, layers.5.bias" in output
     assert "0 misses" in output
     assert len([line for line in blocks("docs/backends.md")[0][1].splitlines() if line]) <= 40
 
 
-def test_the_tests_that_answer_a_backends_questions_exist() -> None:
+def test_the_tests_that_answer_a_backends_questions_exist():
     text = (ROOT / "docs/backends.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(named) >= 8
@@ -112,36 +110,36 @@ def test_the_tests_that_answer_a_backends_questions_exist() -> None:
         assert f"def {name}(" in (ROOT / path).read_text(), name
 
 
-def test_the_table_of_floors_is_what_its_script_says() -> None:
+def test_the_table_of_floors_is_what_its_script_says():
     assert "\n".join(floors.render()) in (ROOT / "docs/backends.md").read_text()
 
 
 @pytest.mark.nightly
-def test_quantised_weights_can_be_walked(tmp_path: Path) -> None:
+def test_quantised_weights_can_be_walked(tmp_path):
     output = walk("docs/quantised.md", tmp_path)
     assert "0.weight ['qdata', 'scale', 'zero_point']" in output
     assert "no-scale.safetensors: 3.weight.scale; give the missing shards" in output
 
 
 @pytest.mark.nightly
-def test_reads_by_units_can_be_walked(tmp_path: Path) -> None:
+def test_reads_by_units_can_be_walked(tmp_path):
     assert "4096 bytes are enough for 16777216" in walk("docs/sparse.md", tmp_path)
 
 
 @pytest.mark.nightly
-def test_training_can_be_walked(tmp_path: Path) -> None:
+def test_training_can_be_walked(tmp_path):
     output = walk("docs/training.md", tmp_path)
     assert re.findall(r"([\d,]+) bytes kept", output) == ["427,520", "11,961,856", "427,520"]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("library", ["transformers", "diffusers"])
-def test_what_is_said_of_a_library_can_be_walked(library: str, tmp_path: Path) -> None:
+def test_what_is_said_of_a_library_can_be_walked(library, tmp_path):
     output = walk(f"docs/{library}.md", tmp_path)
     assert "bytes" in output
 
 
-def test_the_example_of_planning_prints_what_the_page_says(tmp_path: Path) -> None:
+def test_the_example_of_planning_prints_what_the_page_says(tmp_path):
     text = (ROOT / "docs/planning.md").read_text()
     (expected,) = re.findall(r"^It prints:\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (example,) = [code for language, code in blocks("docs/planning.md") if language == "python"]
@@ -149,7 +147,7 @@ def test_the_example_of_planning_prints_what_the_page_says(tmp_path: Path) -> No
 
 
 @pytest.mark.nightly
-def test_the_export_for_executorch_runs(tmp_path: Path) -> None:
+def test_the_export_for_executorch_runs(tmp_path):
     (example,) = [text for language, text in blocks("docs/executorch.md") if language == "python"]
     # Without errors for warnings: ExecuTorch has many.
     output = script(example, tmp_path, warnings="default")
@@ -157,7 +155,7 @@ def test_the_export_for_executorch_runs(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pte", "weights.ptd"]
 
 
-def test_the_commands_that_answer_questions_exist(penstock: Command) -> None:
+def test_the_commands_that_answer_questions_exist(penstock):
     rows = re.findall(r"`penstock ([a-z]+) ([^`]*)`", (ROOT / "docs/questions.md").read_text())
     assert {name for name, _ in rows} >= {"plan", "preflight", "simulate", "run", "doctor"}
     for name, arguments in rows:
@@ -166,21 +164,21 @@ def test_the_commands_that_answer_questions_exist(penstock: Command) -> None:
             assert option in known, (name, option)
 
 
-def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
+def test_the_first_steps_can_be_walked(tmp_path):
     output = walk("docs/first-steps.md", tmp_path, shell=True)
     assert "below the floor" in output
     assert "reads are marked" in output
     assert (tmp_path / "out.safetensors").exists()
 
 
-def test_the_readme_example_runs(tmp_path: Path) -> None:
+def test_the_readme_example_runs(tmp_path):
     (example,) = [text for language, text in blocks("README.md") if language == "python"]
     output = script(example, tmp_path)
     assert "is the least that can run it" in output
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_name_files_and_modules_that_exist(page: str) -> None:
+def test_pages_name_files_and_modules_that_exist(page):
     text = (ROOT / page).read_text()
     for path in re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./*-]*\w", text):
         assert "NAME" in path or list(ROOT.glob(path)), path
@@ -189,12 +187,12 @@ def test_pages_name_files_and_modules_that_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_between_pages_lead_somewhere(page: str) -> None:
+def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https:)([^)#]+?)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-def test_the_table_of_rooms_is_whole() -> None:
+def test_the_table_of_rooms_is_whole():
     listed = set(re.findall(r"^\| `([\w/]+)/` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE))
     rooms = {
         path.parent
@@ -207,7 +205,7 @@ def test_the_table_of_rooms_is_whole() -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """What `make docs` builds, into another folder; any warning fails it."""
     command = re.search(r"-m (sphinx .*) build/docs$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert command
@@ -217,7 +215,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
-def test_the_reference_has_everything_public(built: Path) -> None:
+def test_the_reference_has_everything_public(built):
     pages = "".join(page.read_text() for page in (built / "docs/reference").glob("*.html"))
     anchors = set(re.findall(r'id="([\w.]+)"', pages))
     assert anchors >= {f"penstock.{name}" for name in penstock.__all__ if name != "__version__"}
@@ -229,7 +227,7 @@ def test_the_reference_has_everything_public(built: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_pages_lead_to_one_another(built: Path) -> None:
+def test_the_pages_lead_to_one_another(built):
     first = (built / "README.html").read_text()
     for page in PAGES:
         assert f'href="{Path(page).with_suffix(".html")}"' in first or page == "README.md", page

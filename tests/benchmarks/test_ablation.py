@@ -1,7 +1,5 @@
 """The ablation of the planner: without any stage some plan is another, and a tiny run ends in its tables."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -34,7 +32,7 @@ SHOWING = {
 
 
 @pytest.mark.nightly
-def test_without_any_stage_some_plan_is_another() -> None:
+def test_without_any_stage_some_plan_is_another():
     for case, names in SHOWING.items():
         result = ablation.measure(case, [stage for stage in STAGES if stage.name in names])
         assert result is not None
@@ -45,7 +43,7 @@ def test_without_any_stage_some_plan_is_another() -> None:
     assert sorted(shown) == sorted(stage.name for stage in STAGES)
 
 
-def test_what_is_replaced_comes_back() -> None:
+def test_what_is_replaced_comes_back():
     from penstock.schedule.search import contiguous
 
     before = contiguous._SIZES
@@ -56,9 +54,7 @@ def test_what_is_replaced_comes_back() -> None:
         pass
 
 
-def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(tmp_path, monkeypatch):
     monkeypatch.setattr(ablation, "list_cases", lambda _: list(SHOWING)[:2])
     figures, document = tmp_path / "ablation.json", tmp_path / "page.md"
     gone = {"reached": 3, "no_plan": 0, "median": 1.1, "p95": 1.2, "worst": 1.3, "most": 1.5, "where": "x"}
@@ -83,7 +79,7 @@ def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(
 
 
 @pytest.mark.nightly
-def test_two_codes_plan_the_same_cases_side_by_side() -> None:
+def test_two_codes_plan_the_same_cases_side_by_side():
     here = Path(schedule.__file__).resolve().parent.parent
     cases = [schedule.Case("gpt-oss-120b, decode", "t4", "contiguous", 0.9)]
     lines = schedule.compare_codes(here / "src", cases).splitlines()

@@ -1,18 +1,11 @@
 """The benchmark of depth refuses what cannot be measured."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
 from typer.testing import CliRunner
 
 from benchmarks import depth
 
 
-def test_a_budget_within_which_nothing_streams_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_within_which_nothing_streams_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     app = depth.typer.Typer()
     app.command()(depth.main)

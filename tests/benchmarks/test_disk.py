@@ -30,7 +30,7 @@ DISK = Path(__file__).resolve().parents[2] / "benchmarks" / "disk.py"
 
 
 @pytest.fixture
-def folder(request: pytest.FixtureRequest) -> Path:
+def folder(request):
     """A folder beside the checkout's files: a temporary one may have no disk behind it."""
     return Path(request.config.cache.mkdir("benchmarks"))
 
@@ -51,9 +51,7 @@ class Here:
         self._session.loaded.close()
 
 
-def test_tiny_run_measures_every_competitor(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiny_run_measures_every_competitor(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(rounds, "Worker", Here)
     document = tmp_path / "benchmarks.md"
     document.write_text(f"before\n{BEGIN}\nstale table\n{END}\nafter\n")
@@ -83,7 +81,7 @@ def test_tiny_run_measures_every_competitor(
     assert not list(folder.iterdir())
 
 
-def test_a_process_of_its_own_answers_as_one_here_and_says_why_it_ends(folder: Path) -> None:
+def test_a_process_of_its_own_answers_as_one_here_and_says_why_it_ends(folder):
     weights = folder / "weights.safetensors"
     write_weights(make_meta_module("linears", 1 << 20), weights)
     job = Job("memory", "linears", 1 << 20, 4, str(weights), folder="")
@@ -104,7 +102,7 @@ def test_a_process_of_its_own_answers_as_one_here_and_says_why_it_ends(folder: P
 
 
 @pytest.mark.nightly
-def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
+def test_the_script_runs_from_any_folder(tmp_path):
     command = [sys.executable, str(DISK), "--budgets", "much"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
@@ -120,13 +118,13 @@ def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
         (["--no-pack"], "--no-pack takes one of --budgets"),
     ],
 )
-def test_impossible_options_are_refused(arguments: list[str], said: str) -> None:
+def test_impossible_options_are_refused(arguments, said):
     done = CliRunner().invoke(application, arguments)
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
 
 
-def test_cases_cover_every_combination_but_one_cgroup_a_model() -> None:
+def test_cases_cover_every_combination_but_one_cgroup_a_model():
     cases = list_cases(
         ["linears", "llama"], [8, 256], ["cold", "cgroup"], budgets=["50%", "12.5%"], peers=["mmap"]
     )
@@ -139,7 +137,7 @@ def test_cases_cover_every_combination_but_one_cgroup_a_model() -> None:
 
 
 @pytest.mark.parametrize("model", ["linears", "llama"])
-def test_weights_are_the_same_each_time_and_begin_on_a_page(model: str, tmp_path: Path) -> None:
+def test_weights_are_the_same_each_time_and_begin_on_a_page(model, tmp_path):
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for path in paths:
         write_weights(make_meta_module(model, 1 << 20), path)
@@ -156,7 +154,7 @@ def test_weights_are_the_same_each_time_and_begin_on_a_page(model: str, tmp_path
     assert name_weights(model, 1 << 20) != name_weights(model, 2 << 20)
 
 
-def test_dropped_files_leave_the_cache_even_where_they_were_mapped(folder: Path) -> None:
+def test_dropped_files_leave_the_cache_even_where_they_were_mapped(folder):
     path = folder / "cached"
     path.write_bytes(bytes(1 << 20))
     mapped = torch.from_file(str(path), shared=False, size=1 << 20, dtype=torch.uint8)
@@ -173,7 +171,7 @@ def test_dropped_files_leave_the_cache_even_where_they_were_mapped(folder: Path)
     path.unlink()
 
 
-def test_readers_read_everything_and_report_failure(tmp_path: Path) -> None:
+def test_readers_read_everything_and_report_failure(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(5 << 20))
     readers = measure_readers(path)
@@ -186,7 +184,7 @@ def test_readers_read_everything_and_report_failure(tmp_path: Path) -> None:
         Reader("buffered", 2, 1 << 20).read(tmp_path / "missing", 1 << 20)
 
 
-def test_readers_bring_the_file_from_the_disk(folder: Path) -> None:
+def test_readers_bring_the_file_from_the_disk(folder):
     path = folder / "read"
     path.write_bytes(bytes(4 << 20))
     for way in (*list_ways(path), "buffered"):
@@ -239,7 +237,7 @@ def make_case(**competitors: Any) -> dict[str, Any]:
     }
 
 
-def test_ratios_are_taken_within_rounds() -> None:
+def test_ratios_are_taken_within_rounds():
     # The machine runs at half its speed in the second round: no ratio may change by that.
     case = make_case(
         memory=make_entry("memory", [0.1, 0.2], peak=130),
@@ -259,7 +257,7 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert rows["mmap"]["total_bytes"] == 1000
 
 
-def test_limit_counts_no_more_than_the_disk_delivered() -> None:
+def test_limit_counts_no_more_than_the_disk_delivered():
     case = make_case(
         memory=make_entry("memory", [0.1]),
         raw=make_entry("raw", [1.0]),
@@ -269,7 +267,7 @@ def test_limit_counts_no_more_than_the_disk_delivered() -> None:
     assert row["limit_share"] == pytest.approx(0.8)
 
 
-def test_targets_take_the_worst_row_they_apply_to() -> None:
+def test_targets_take_the_worst_row_they_apply_to():
     case = make_case(
         memory=make_entry("memory", [0.1]),
         raw=make_entry("raw", [1.0]),
@@ -287,14 +285,14 @@ def test_targets_take_the_worst_row_they_apply_to() -> None:
     assert verdicts[2]["met"] is None, "no warm case was measured"
 
 
-def test_another_output_is_seen() -> None:
+def test_another_output_is_seen():
     case = make_case(memory=make_entry("memory", [0.1]), penstock=make_entry("penstock", [0.1], budget=1000))
     case["competitors"]["penstock"]["rounds"][0]["output"] = "other"
     rows = summarise(case, 1.0)
     assert judge(rows)[-1]["met"] is False
 
 
-def test_failed_competitors_are_named_and_left_out() -> None:
+def test_failed_competitors_are_named_and_left_out():
     case = make_case(memory=make_entry("memory", [0.1]), mmap=make_entry("mmap", []))
     case["failures"]["mmap"] = "mmap was killed during 'train'"
     case["rows"] = summarise(case, 1.0)
@@ -309,7 +307,7 @@ def test_failed_competitors_are_named_and_left_out() -> None:
     assert "- mmap was killed during 'train'" in render(result)
 
 
-def test_a_document_without_marks_is_refused(tmp_path: Path) -> None:
+def test_a_document_without_marks_is_refused(tmp_path):
     document = tmp_path / "benchmarks.md"
     document.write_text("no marks")
     with pytest.raises(ValueError, match="has no line"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def invoke(*arguments: str) -> Any:
 
 
 @pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, int]]:
+def limits(monkeypatch):
     """Have all ways run here; the limits that their groups would have."""
     given: list[Mapping[str, int]] = []
     monkeypatch.setattr(experts, "started", started_here(experts.stepping, given))
@@ -35,9 +34,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, int]]:
     return given
 
 
-def test_all_ways_compute_the_same_and_read_what_they_should(
-    limits: list[Mapping[str, int]], tmp_path: Path
-) -> None:
+def test_all_ways_compute_the_same_and_read_what_they_should(limits, tmp_path):
     document = tmp_path / "page.md"
     document.write_text(f"{BEGIN.format(model='tiny')}\nold\n{END}\n")
     paths = ["--folder", str(tmp_path), "--json", str(tmp_path / "facts.json"), "--docs", str(document)]
@@ -84,9 +81,7 @@ def test_all_ways_compute_the_same_and_read_what_they_should(
         (["--layers", "300", "--routings", "zipf"], "MiB of memory and there are"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_cannot_be_measured_is_refused(arguments, said, monkeypatch, tmp_path):
     monkeypatch.setattr(mixture, "RESULTS", tmp_path) if "qwen3-30b" in arguments else None
     done = invoke(*arguments, "--folder", str(tmp_path))
     assert done.exit_code == 2
@@ -96,8 +91,8 @@ def test_what_cannot_be_measured_is_refused(
 
 @pytest.mark.nightly
 def test_a_group_has_a_share_of_the_weights_and_the_least_budget_one_of_its_own(
-    limits: list[Mapping[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    limits, tmp_path, monkeypatch
+):
     monkeypatch.setattr(experts, "_OVERHEAD", MIB)
     options = experts.Options(
         "tiny",
@@ -116,7 +111,7 @@ def test_a_group_has_a_share_of_the_weights_and_the_least_budget_one_of_its_own(
     assert result["budgets"] == {"memory": 0, "units": share - MIB, "least": floor}
 
 
-def test_no_two_experts_have_the_same_weights(tmp_path: Path) -> None:
+def test_no_two_experts_have_the_same_weights(tmp_path):
     job = experts.Job("units", "tiny", 1, "", 1, str(tmp_path))
     mixture.write_weights(SHAPES["tiny"], job.weights)
     state = experts.mapped(experts.replace(job, layers=3)).state_dict()
@@ -125,7 +120,7 @@ def test_no_two_experts_have_the_same_weights(tmp_path: Path) -> None:
     assert len(torch.unique(rows, dim=0)) == len(rows) == 6 * 64
 
 
-def test_routes_are_the_same_each_time_and_as_popular_as_they_should_be() -> None:
+def test_routes_are_the_same_each_time_and_as_popular_as_they_should_be():
     shape = SHAPES["olmoe"]
     for routing in mixture.ROUTINGS:
         tokens = draw(shape, routing, 100)
@@ -150,7 +145,7 @@ def made(**ways: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def result() -> dict[str, Any]:
+def result():
     """A disk of 100 MB/s, that is half as fast in the second round that counts; the first does not."""
     disk = [{"seconds": s, "read": 100} for s in (9.0, 9.0, 1e-6, 1e-6, 2e-6, 2e-6)]
     table = made(
@@ -167,7 +162,7 @@ def result() -> dict[str, Any]:
     return facts | {"floors": [MIB, 9 * MIB], "tables": {"zipf": table}, "full": full}
 
 
-def test_verdicts_compare_within_rounds(result: dict[str, Any]) -> None:
+def test_verdicts_compare_within_rounds(result):
     found = {one.what: one for one in judge(result)}
     assert [round(one.measured, 3) for one in found.values()] == [
         pytest.approx(200 / 2400, abs=1e-3),
@@ -192,13 +187,13 @@ def test_verdicts_compare_within_rounds(result: dict[str, Any]) -> None:
         ("mmap", step(5e-6, 300, "other"), "outputs that differ"),
     ],
 )
-def test_each_verdict_can_fail(result: dict[str, Any], way: str, changed: dict[str, Any], what: str) -> None:
+def test_each_verdict_can_fail(result, way, changed, what):
     result["tables"]["zipf"][way]["steps"][1] = changed
     assert [one.what for one in judge(result) if not one.met] == [what]
     assert f"| {what} | at most" in render(result)
 
 
-def test_a_way_that_failed_is_named_and_its_verdicts_left_out(result: dict[str, Any]) -> None:
+def test_a_way_that_failed_is_named_and_its_verdicts_left_out(result):
     result["tables"]["zipf"]["mmap"] = {"failure": "was killed", "bare": 0, "steps": []}
     assert not [one for one in judge(result) if "mmap" in one.what]
     assert "| mmap | was killed |" in render(result)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from benchmarks import generating
 
 
-def test_all_ways_say_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ways_say_the_same_tokens(tmp_path, monkeypatch):
     from transformers import LlamaConfig
 
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}

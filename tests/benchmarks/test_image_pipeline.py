@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import typer
@@ -19,7 +18,7 @@ def run(*options: str) -> Result:
     return CliRunner().invoke(application, options)
 
 
-def test_few_layers_are_planned_within_every_cap(tmp_path: Path) -> None:
+def test_few_layers_are_planned_within_every_cap(tmp_path):
     document, figures = tmp_path / "benchmarks.md", tmp_path / "pipeline.json"
     document.write_text(f"before\n{BEGIN}\nstale\n<!-- to here -->\nafter\n")
     caps = ["--cap", "100MB", "--cap", "2GB", "--cap", "800MB"]
@@ -56,7 +55,7 @@ def turn(baselines: dict[str, float]) -> Turn:
     return Turn("one", 2, 100, 10, 50, 150, **times, baselines=baselines)
 
 
-def test_an_image_is_the_sum_of_its_turns_and_a_policy_has_to_fit_all() -> None:
+def test_an_image_is_the_sum_of_its_turns_and_a_policy_has_to_fit_all():
     image = Image(100, (turn({"on demand": 3, WHOLE: 2, BEST: 2}), turn({"on demand": 5, BEST: 5})))
     assert (image.seconds, image.bound_seconds) == (4, 2)
     assert (image.peak_bytes, image.copied_bytes) == (60, 300)
@@ -73,7 +72,7 @@ def test_an_image_is_the_sum_of_its_turns_and_a_policy_has_to_fit_all() -> None:
         (["--hardware", "RTX4090"], "did you mean 'rtx4090'"),
     ],
 )
-def test_impossible_options_are_refused(options: list[str], said: str) -> None:
+def test_impossible_options_are_refused(options, said):
     done = run(*options)
     assert done.exit_code == 2
     assert said in " ".join(done.output.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())

@@ -24,9 +24,7 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(application, arguments)
 
 
-def test_all_ways_find_the_same_rows(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ways_find_the_same_rows(request, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "started", started_here(rows.stepping, []))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     folder = Path(request.config.cache.mkdir("rows"))  # a temporary folder may have no disk behind it
@@ -56,7 +54,7 @@ def test_all_ways_find_the_same_rows(
     assert invoke("--render", str(tmp_path / "facts.json")).output.strip() == render(result).strip()
 
 
-def test_a_verdict_can_fail_and_a_failure_is_named() -> None:
+def test_a_verdict_can_fail_and_a_failure_is_named():
     steps = [{"rows": 256, "seconds": 0.01, "processor": 0.01, "read": 100, "digest": "a"}]
     steps = [*steps, *({**steps[0], "rows": count} for count in (8, 4096))]
     other = [{**step, "digest": "b"} for step in steps]
@@ -82,7 +80,7 @@ def test_a_verdict_can_fail_and_a_failure_is_named() -> None:
         (["--rows", "8720", "--rounds", "2"], "no row comes twice"),
     ],
 )
-def test_impossible_options_are_refused(arguments: list[str], said: str) -> None:
+def test_impossible_options_are_refused(arguments, said):
     done = invoke(*arguments)
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())

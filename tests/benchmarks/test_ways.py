@@ -42,13 +42,13 @@ class Job:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> str:
+def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(root=str(Path(ways.__file__).resolve().parent.parent)))
     return str(path)
 
 
-def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(script: str) -> None:
+def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(script):
     with started(script, [Job("one"), Job("broken"), Job("two", 5)], {}) as running:
         assert list(running) == ["one", "broken", "two"]
         for number in range(2):
@@ -60,14 +60,12 @@ def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(scr
     assert running["one"].bare > 0
 
 
-def test_every_round_begins_with_another_way() -> None:
+def test_every_round_begins_with_another_way():
     names: dict[str, Any] = dict.fromkeys("abc")
     assert ["".join(in_turn(names, number)) for number in range(4)] == ["abc", "bca", "cab", "abc"]
 
 
-def test_a_group_has_a_bare_process_and_the_limit_of_its_way(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_has_a_bare_process_and_the_limit_of_its_way(script, tmp_path, monkeypatch):
     limits: list[int] = []
     seen: list[tuple[str, bool]] = []
 
@@ -92,7 +90,7 @@ def test_a_group_has_a_bare_process_and_the_limit_of_its_way(
     assert (tmp_path / "cgroup.procs").read_text().strip().isdigit()
 
 
-def test_a_group_that_cannot_be_made_is_refused(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_be_made_is_refused(script, monkeypatch):
     monkeypatch.setattr(ways, "make_group", lambda _: contextlib.nullcontext(None))
     with pytest.raises(typer.BadParameter, match="no memory group"), started(script, [Job("a")], {"a": 7}):
         pass
@@ -103,7 +101,7 @@ def _interrupt(folder: Path) -> None:
     raise KeyboardInterrupt
 
 
-def test_scratch_is_gone_at_the_end_and_after_an_error(tmp_path: Path) -> None:
+def test_scratch_is_gone_at_the_end_and_after_an_error(tmp_path):
     with scratch(1 << 10, tmp_path) as folder:
         (folder / "weights").write_bytes(bytes(1 << 10))
     with pytest.raises(KeyboardInterrupt), scratch(1 << 10, tmp_path) as folder:
@@ -111,7 +109,7 @@ def test_scratch_is_gone_at_the_end_and_after_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_scratch_needs_room(tmp_path: Path) -> None:
+def test_scratch_needs_room(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(typer.BadParameter, match=r"there are .* at .*--folder"), scratch(2 * free, tmp_path):
         pass
@@ -131,7 +129,7 @@ with scratch(1, Path({base!r})) as folder:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_ended_leaves_nothing_to_the_next(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_run_that_is_ended_leaves_nothing_to_the_next(tmp_path, number):
     code = HOLDING.format(root=str(Path(ways.__file__).resolve().parent.parent), base=str(tmp_path))
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -34,7 +34,7 @@ NAMES = [entry.name for entry in ENTRIES]
 
 
 @pytest.mark.parametrize("name", nightly_but(["T5", "ViT", "Qwen3-MoE"], NAMES))
-def test_models_stream_bit_for_bit_from_the_checkpoint_of_their_library(name: str) -> None:
+def test_models_stream_bit_for_bit_from_the_checkpoint_of_their_library(name):
     entry = ENTRIES[NAMES.index(name)]
     compiled = entry.name in COMPILED
     row = visit(entry, ["eager", "inductor"] if compiled else ["eager"])
@@ -69,13 +69,13 @@ def layers() -> nn.Module:
 TOY = Entry("toy", layers, {"input": torch.ones(1, 64)}, write=write, load=read)
 
 
-def test_an_entry_of_its_own_factories_works() -> None:
+def test_an_entry_of_its_own_factories_works():
     row = visit(TOY, ["eager"])
     assert works(row), row
     assert row.bound == "by name"
 
 
-def test_other_values_are_seen() -> None:
+def test_other_values_are_seen():
     def read_other(model: nn.Module, folder: Path) -> nn.Module:
         loaded: Any = read(model, folder)
         with torch.no_grad():
@@ -88,11 +88,11 @@ def test_other_values_are_seen() -> None:
     assert "| **other bits** | not run |" in render([row])
 
 
-def test_a_model_that_returns_no_numbers_does_not_work() -> None:
+def test_a_model_that_returns_no_numbers_does_not_work():
     assert not works(visit(replace(TOY, inputs={"input": torch.full((1, 64), torch.nan)}), ["eager"]))
 
 
-def test_what_fails_is_named_with_its_first_line() -> None:
+def test_what_fails_is_named_with_its_first_line():
     def write_less(model: nn.Module, folder: Path) -> None:
         write(model[:3], folder)
 
@@ -109,14 +109,14 @@ def test_what_fails_is_named_with_its_first_line() -> None:
     assert f"- toy: unknown: `{row.runs['unknown'].failure}`" in render([row])
 
 
-def test_a_compiled_program_far_from_the_library_does_not_work() -> None:
+def test_a_compiled_program_far_from_the_library_does_not_work():
     streamed = [Streamed(1, True, 1), Streamed(2, True, 1)]
     for distance, close in ((0.0, True), (1e-3, True), (0.5, False)):
         row = Row("far", runs={"inductor": Run(streamed=streamed, from_library=distance)})
         assert works(row) is close
 
 
-def test_the_command_writes_a_table_and_figures(tmp_path: Path) -> None:
+def test_the_command_writes_a_table_and_figures(tmp_path):
     application = typer.Typer()
     application.command()(main)
     document = tmp_path / "zoo.md"
