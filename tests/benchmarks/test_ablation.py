@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import ablation, schedule
 from benchmarks.ablation import Case
 from benchmarks.stages import STAGES, replaced
+from tests.benchmarks.in_process import invoke
 
 SHOWING = {
     Case("blocks", "scattered", "280", "", 8): ("branch and bound",),
@@ -62,10 +62,8 @@ def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(tmp_path, mon
     row = gone | {"seconds": 0.9, "deleted": "2026-11-22"}
     figures.write_text(json.dumps({"tables": {"blocks": {"full": full, "stages": {"old": row}}}}))
     document.write_text(f"before\n{ablation.BEGIN}\n<!-- to here -->\nafter\n")
-    app = ablation.typer.Typer()
-    app.command()(ablation.main)
     command = ["--jobs", "1", "--json", str(figures), "--docs", str(document), "--note", "a test"]
-    done = CliRunner().invoke(app, command)
+    done = invoke(ablation.main, *command)
 
     assert done.exit_code == 0, done.output
     table = json.loads(figures.read_text())["tables"]["blocks"]

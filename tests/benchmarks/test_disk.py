@@ -1,14 +1,11 @@
 """The benchmark runs to its end at a tiny size, and its figures follow from its samples."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,14 +37,14 @@ class Here:
 
     peak_anonymous = 0
 
-    def __init__(self, job: Job, log: Path, *, group: Path | None = None) -> None:
+    def __init__(self, job, log, *, group=None):
         self.job, self._session = job, Session()
 
-    def ask(self, command: str, **arguments: object) -> Any:
+    def ask(self, command, **arguments):
         request = {"command": command, "job": dataclasses.asdict(self.job), **arguments}
         return json.loads(json.dumps(self._session.answer(request)))
 
-    def close(self) -> None:
+    def close(self):
         self._session.loaded.close()
 
 
@@ -107,21 +104,6 @@ def test_the_script_runs_from_any_folder(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert "much" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--size", "much"], "not a size"),
-        (["--models", "gpt"], "'gpt' is none of linears, llama"),
-        (["--size", "900TiB"], "choose a smaller --size"),
-        (["--no-pack"], "--no-pack takes one of --budgets"),
-    ],
-)
-def test_impossible_options_are_refused(arguments, said):
-    done = CliRunner().invoke(application, arguments)
-    assert done.exit_code == 2
-    assert said in " ".join(done.output.split())
 
 
 def test_cases_cover_every_combination_but_one_cgroup_a_model():
@@ -195,9 +177,7 @@ def test_readers_bring_the_file_from_the_disk(folder):
     path.unlink()
 
 
-def make_entry(
-    kind: str, seconds: list[float], *, budget: int = 0, disk_bytes: int = 0, **figures: int
-) -> Any:
+def make_entry(kind, seconds, *, budget=0, disk_bytes=0, **figures):
     """What a case holds about a competitor that took `seconds` in its rounds of one pass."""
     sample = {"disk_bytes": disk_bytes, "gap_bytes": 0, "cached": 0.0}
     if kind == "penstock":
@@ -224,7 +204,7 @@ def make_entry(
     }
 
 
-def make_case(**competitors: Any) -> dict[str, Any]:
+def make_case(**competitors):
     return {
         "model": "linears",
         "tokens": 8,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from typer.testing import CliRunner
-
 from benchmarks import generating
+from tests.benchmarks.in_process import invoke
 
 
 def test_all_ways_say_the_same_tokens(tmp_path, monkeypatch):
@@ -19,9 +18,7 @@ def test_all_ways_say_the_same_tokens(tmp_path, monkeypatch):
     command = ["--cap", "300KB", "--limit", "0", "--rounds", "1", "--json", str(tmp_path / "all.json")]
     monkeypatch.setattr(generating, "run_apart", generating.measure_here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    app = generating.typer.Typer()
-    app.command()(generating.main)
-    done = CliRunner().invoke(app, command)
+    done = invoke(generating.main, *command)
 
     assert done.exit_code == 0, done.output
     facts = json.loads((tmp_path / "all.json").read_text())

@@ -1,7 +1,5 @@
 """Routes that are recorded of a tiny mixture, trained for two steps, and those that benchmarks replay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,7 +15,7 @@ SIZES = {"layers": 1, "experts": 32, "asked": 2, "words": 300}
 def few_texts(monkeypatch):
     """Have little to learn, and something else to read."""
 
-    def few(kind: str, *, apart: bool) -> list[str]:
+    def few(kind, *, apart):
         return ["".join(f"{kind} {number * (7 + 4 * apart)} is even. " for number in range(60))]
 
     monkeypatch.setattr(recorded_routes, "texts", few)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,12 +69,12 @@ def test_a_group_has_a_bare_process_and_the_limit_of_its_way(script, tmp_path, m
     seen: list[tuple[str, bool]] = []
 
     @contextlib.contextmanager
-    def group(limit: int) -> Iterator[Any]:
+    def group(limit):
         limits.append(limit)
         yield SimpleNamespace(folder=tmp_path)
 
     class Seen(Way):
-        def __init__(self, script: str, job: Job, group: Path | None) -> None:
+        def __init__(self, script, job, group):
             super().__init__(script, job, group)
             seen.append((job.way, group is not None))
             self.bare = 1000
@@ -96,7 +95,7 @@ def test_a_group_that_cannot_be_made_is_refused(script, monkeypatch):
         pass
 
 
-def _interrupt(folder: Path) -> None:
+def _interrupt(folder):
     (folder / "weights").write_bytes(bytes(1 << 10))
     raise KeyboardInterrupt
 
