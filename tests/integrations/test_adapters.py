@@ -145,18 +145,6 @@ def test_it_computes_what_it_computes_in_memory(name, room, tmp_path):
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
-def test_peft_takes_its_layers_out(method, room, tmp_path):
-    model, reference = adapted(), adapted()
-    memory, options = room
-    with apply(model, memory, cache=tmp_path, options=options):
-        model(input_ids=IDS)
-        inner, plain = getattr(model, method)(), getattr(reference, method)()
-        for _ in range(3):
-            assert torch.equal(inner(IDS).logits, plain(IDS).logits)
-    assert torch.equal(inner(IDS).logits, plain(IDS).logits)
-
-
 def test_merged_weights_stream_from_the_cache(tmp_path):
     model = adapted(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
     with apply(model, "230KB", cache=tmp_path) as applied:

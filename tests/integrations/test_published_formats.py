@@ -15,18 +15,11 @@ from tests.hunt import nightly_but
 from tests.integrations import models
 from tests.integrations.test_quantised_models import called_at_the_floor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
 
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products in several threads may be added up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def publish(model, folder, quantise, facts):

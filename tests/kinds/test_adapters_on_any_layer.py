@@ -181,19 +181,9 @@ ROOMS = [(name, memory) for name in CONFIGS for memory in ("6MB", "40MB")]
 
 @pytest.mark.parametrize(("name", "memory"), nightly_but([("of convolutions", "6MB")], ROOMS))
 def test_a_network_of_diffusers_is_trained_at_any_batch(name, memory, tmp_path):
-    from diffusers import UNet2DConditionModel
-
     def made():
         torch.manual_seed(0)
-        blocks = {
-            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        }
-        sizes = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32, 64)}
-        unet = UNet2DConditionModel(
-            **blocks, **sizes, cross_attention_dim=32, norm_num_groups=8, attention_head_dim=8
-        )
-        unet.requires_grad_(False)
+        unet = models.unet().requires_grad_(False)
         torch.manual_seed(1)
         unet.add_adapter(CONFIGS[name])
         return unet.train()

@@ -90,15 +90,8 @@ def test_it_holds_in_a_streamed_model(name, around, tmp_path):
 
 
 def test_a_backend_that_diffusers_sets_after_it_is_applied(tmp_path):
-    from diffusers import UNet2DConditionModel
-
-    def unet():
-        torch.manual_seed(0)
-        blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
-        sizes = {"layers_per_block": 1, "block_out_channels": (32,), "cross_attention_dim": 32}
-        return models.frozen(UNet2DConditionModel(**blocks, **sizes, norm_num_groups=8, attention_head_dim=8))
-
-    model, reference = unet(), unet()
+    model = models.frozen(models.unet())
+    reference = models.twin(model)
     given = torch.randn(1, 4, 8, 8), 5, torch.randn(1, 5, 32)
     with torch.no_grad(), apply(model, "4MB", cache=tmp_path):
         for backend in ("native", "_native_math", "native"):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
@@ -59,22 +58,13 @@ def test_files_with_an_equal_head_or_none_leave_it_tied(both, tmp_path):
     check(LlamaForCausalLM.from_pretrained(tmp_path / "m"), tmp_path / "m", tmp_path, logits, tied=True)
 
 
-def bart():
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    config = BartConfig(
-        vocab_size=128, d_model=32, max_position_embeddings=32, forced_eos_token_id=None, **layers, **heads
-    )
-    return BartForConditionalGeneration(config)
-
-
 def both(model):
     return model(input_ids=IDS, decoder_input_ids=IDS).logits
 
 
 OTHERS = {
     "T5": (models.t5, T5ForConditionalGeneration, {"lm_head.weight": (128, 32)}, both),
-    "Bart": (bart, BartForConditionalGeneration, {"lm_head.weight": (128, 32)}, both),
+    "Bart": (models.bart, BartForConditionalGeneration, {"lm_head.weight": (128, 32)}, both),
     "Bert": (
         lambda: BertForMaskedLM(BertConfig(**models.SIZES)),
         BertForMaskedLM,

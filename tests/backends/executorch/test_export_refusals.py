@@ -1,14 +1,9 @@
 """What cannot be exported or read: one sentence each, which says what to do."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +11,6 @@ from executorch.exir import ExecutorchBackendConfig, to_edge, to_edge_transform_
 from executorch.exir.backend.canonical_partitioners.all_node_partitioner import AllNodePartitioner
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch import nn
-from torch.export import ExportedProgram
 
 import penstock
 from penstock.backends.executorch import PenstockBackend, PenstockPartitioner, read, save
@@ -28,11 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # ExecuTorch's own
 SETTINGS = to_spec(Settings(PRESET_CPU))
 
 
-def edge_of(model: nn.Module, *inputs: torch.Tensor) -> ExportedProgram:
+def edge_of(model, *inputs):
     return to_edge(torch.export.export(model, inputs)).exported_program()
 
 
-def lower_all(model: nn.Module, *specs: CompileSpec) -> Any:
+def lower_all(model, *specs):
     """Hands the whole program to the backend, as a partitioner that is not penstock's might."""
     manager = to_edge(torch.export.export(model.eval(), (torch.randn(2, 128),)))
     return manager.to_backend(AllNodePartitioner(PenstockBackend.__name__, list(specs)))
@@ -49,7 +43,7 @@ def test_weights_without_names_are_refused():
         PenstockPartitioner().partition(with_weights_in_the_graph())
 
 
-def with_weights_in_the_graph() -> ExportedProgram:
+def with_weights_in_the_graph():
     """A program with a weight that is an attribute of its graph, as another library's lowering leaves it."""
     program = edge_of(Mlp(), torch.randn(2, 128))
     module = program.graph_module
@@ -140,11 +134,11 @@ def _(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class Custom(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(64, 64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return doubled(self.weight, x)
 
 
@@ -196,7 +190,7 @@ def test_the_data_file_of_another_model_is_refused(files, lowered_decoder):
         read(files)
 
 
-def spoil(path: Path, change: Callable[[bytes], bytes]) -> None:
+def spoil(path, change):
     path.write_bytes(change(path.read_bytes()))
 
 
@@ -280,7 +274,7 @@ def test_a_program_that_cannot_be_written_leaves_the_files_as_they_were(files, l
     before = {path.name: path.read_bytes() for path in files.parent.iterdir()}
     flush, flushed = os.fsync, []
 
-    def refuse_last(fd: int) -> None:
+    def refuse_last(fd):
         if len(flushed) == 1:
             raise OSError(28, "No space left on device")
         flushed.append(fd)

@@ -8,7 +8,16 @@ from penstock.integrations import apply
 from penstock.runtime.loading import LoadOptions
 from tests.hunt import nightly_but, sampled
 from tests.integrations import expert_models
-from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained
+from tests.integrations.training.adapted import (
+    MEMORY,
+    adapted,
+    batch,
+    checkpointed,
+    equal,
+    gradients,
+    steps,
+    trained,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient.checkpointing.*")
 
@@ -32,15 +41,6 @@ KINDS = [
 """Types, attentions, dropouts; the share of the weights that is in memory, of which 0 is the least."""
 
 
-def checkpointed(how, layers=2):
-    """A model whose layers are computed again in the backward: by the newer way, the older one, or not."""
-    model = adapted(layers=layers)
-    if how is not None:
-        model.enable_input_require_grads()
-        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
-    return model
-
-
 @pytest.mark.random
 @pytest.mark.parametrize(("kind", "share", "options"), sampled(KINDS, 7))
 def test_gradients_and_adapters_are_those_of_the_model_in_memory(kind, share, options, plans, cache):
@@ -60,8 +60,8 @@ def test_gradients_and_adapters_are_those_of_the_model_in_memory(kind, share, op
 @pytest.mark.parametrize(("how", "share"), [("reentrant", 0.0), ("not reentrant", 0.5)])
 def test_layers_that_are_computed_again_are_steps_of_the_backward(how, share, plans, cache):
     batches = [*BATCHES[:2], *BATCHES[:2]]
-    expected = steps(checkpointed(how), batches)
-    model = checkpointed(how)
+    expected = steps(checkpointed(adapted(), how), batches)
+    model = checkpointed(adapted(), how)
     plans["now"] = share
     with apply(model, MEMORY, train=True, cache=cache, options=POISONED) as applied:
         assert equal(steps(model, batches), expected)

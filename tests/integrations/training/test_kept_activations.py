@@ -15,7 +15,7 @@ from penstock.schedule.facts.errors import BudgetError, SourceError
 from penstock.schedule.facts.sizes import format_size
 from tests.hunt import nightly_but, sampled
 from tests.integrations.training import test_loops
-from tests.integrations.training.adapted import adapted, batch, equal, gradients, steps, trained
+from tests.integrations.training.adapted import adapted, batch, checkpointed, equal, gradients, steps, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient.checkpointing.*"),
@@ -63,13 +63,6 @@ LEAST = {
     ("eager", "reentrant"): "2600KB",
     ("eager", "not reentrant"): "2600KB",
 }
-
-
-def checkpointed(model, how):
-    if how is not None:
-        model.enable_input_require_grads()
-        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
-    return model
 
 
 @pytest.mark.random
