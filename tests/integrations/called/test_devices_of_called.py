@@ -100,12 +100,6 @@ def same(first, second):
     return all(torch.equal(*both) for both in zip(first, second, strict=True))
 
 
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
 @pytest.mark.parametrize("name", nightly_but(["llama", "tied", "viewed", "written"], CASES))
 def test_results_are_those_of_the_module_at_the_floor_in_the_middle_and_with_all(name, tmp_path):
     """Bytes that have left memory are overwritten on every simulated device."""
