@@ -108,3 +108,18 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         gc.set_threshold(700, 10, 100)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """What the tests of a file have imported stays, too: the collector looks through it no more.
+
+    Each plan of an applied model collects garbage: 20 ms of a process that has imported little, and 0.7 s of
+    one that has run thousands of tests.
+    """
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()

@@ -1,7 +1,5 @@
 """Runs what the documents tell a reader to type, builds them, and checks what they name."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import os
@@ -12,7 +10,6 @@ import sys
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ import penstock.integrations
 from benchmarks.plans import floors
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 from tests.forked import run_forked
+from tests.hunt import nightly_but
 
 ROOT = Path(__file__).parents[1]
 CALL = """
@@ -53,11 +51,11 @@ NAMED = re.compile(r"^\.\. auto[cef]\w+:: ([\w.]+).*(?:\n   (:members:.*))?", re
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
+def blocks(page):
     return BLOCK.findall((ROOT / page).read_text())
 
 
-def run(command: list[str], folder: Path) -> str:
+def run(command, folder):
     environment = os.environ | {"PATH": PATH}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -66,14 +64,14 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def script(code: str, folder: Path, *, warnings: str = "error") -> str:
+def script(code, folder, *, warnings="error"):
     """What a script prints, with warnings as errors by default, in a process of its own."""
     done = run_forked(code, folder=folder, warnings=warnings, PATH=PATH)
     assert done.status == 0, done.err
     return done.out
 
 
-def walk(page: str, folder: Path, *, shell: bool = False) -> str:
+def walk(page, folder, *, shell=False):
     """Python blocks share one session; shell lines that come between them run where they stand.
 
     With `shell`, the first of them in a shell, as a reader types it.
@@ -108,19 +106,19 @@ WALKED = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", WALKED)
-def test_a_page_can_be_walked(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", nightly_but(["backends"], WALKED))
+def test_a_page_can_be_walked(page, tmp_path):
     output = walk(f"docs/{page}.md", tmp_path)
     for expected in WALKED[page]:
         assert expected in output
     assert page != "large-models" or (tmp_path / "shards" / "model.safetensors.index.json").exists()
 
 
-def test_a_backend_can_be_written_in_forty_lines() -> None:
+def test_a_backend_can_be_written_in_forty_lines():
     assert len([line for line in blocks("docs/backends.md")[0][1].splitlines() if line]) <= 40
 
 
-def test_the_tests_that_answer_a_backends_questions_exist() -> None:
+def test_the_tests_that_answer_a_backends_questions_exist():
     text = (ROOT / "docs/backends.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(named) >= 8
@@ -128,25 +126,26 @@ def test_the_tests_that_answer_a_backends_questions_exist() -> None:
         assert f"def {name}(" in (ROOT / path).read_text(), name
 
 
-def test_the_table_of_floors_is_what_its_script_says() -> None:
+def test_the_table_of_floors_is_what_its_script_says():
     assert "\n".join(floors.render()) in (ROOT / "docs/backends.md").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_training_can_be_walked(tmp_path: Path) -> None:
+def test_training_can_be_walked(tmp_path):
     output = walk("docs/training.md", tmp_path)
     assert re.findall(r"([\d,]+) bytes kept", output) == ["427,520", "427,520"]
 
 
-def test_the_example_of_planning_prints_what_the_page_says(tmp_path: Path) -> None:
+def test_the_example_of_planning_prints_what_the_page_says(tmp_path):
     text = (ROOT / "docs/planning.md").read_text()
     (expected,) = re.findall(r"^It prints:\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (example,) = [code for language, code in blocks("docs/planning.md") if language == "python"]
     assert script(example, tmp_path) == expected
 
 
-@pytest.mark.timeout(300)
-def test_the_export_for_executorch_runs(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_the_export_for_executorch_runs(tmp_path):
     (example,) = [text for language, text in blocks("docs/executorch.md") if language == "python"]
     # Without errors for warnings: ExecuTorch has many.
     output = script(example, tmp_path, warnings="default")
@@ -154,7 +153,7 @@ def test_the_export_for_executorch_runs(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pte", "weights.ptd"]
 
 
-def test_the_commands_that_answer_questions_exist(penstock: Command) -> None:
+def test_the_commands_that_answer_questions_exist(penstock):
     rows = re.findall(r"`penstock ([a-z]+) ([^`]*)`", (ROOT / "docs/questions.md").read_text())
     assert {name for name, _ in rows} >= {"plan", "preflight", "simulate", "run", "doctor"}
     for name, arguments in rows:
@@ -163,23 +162,21 @@ def test_the_commands_that_answer_questions_exist(penstock: Command) -> None:
             assert option in known, (name, option)
 
 
-@pytest.mark.timeout(300)
-def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
+def test_the_first_steps_can_be_walked(tmp_path):
     output = walk("docs/first-steps.md", tmp_path, shell=True)
     assert "below the floor" in output
     assert "reads are marked" in output
     assert (tmp_path / "out.safetensors").exists()
 
 
-@pytest.mark.timeout(300)
-def test_the_readme_example_runs(tmp_path: Path) -> None:
+def test_the_readme_example_runs(tmp_path):
     (example,) = [text for language, text in blocks("README.md") if language == "python"]
     output = script(example, tmp_path)
     assert "is the least that can run it" in output
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_name_files_and_modules_that_exist(page: str) -> None:
+def test_pages_name_files_and_modules_that_exist(page):
     text = (ROOT / page).read_text()
     for path in re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./*-]*\w", text):
         assert "NAME" in path or list(ROOT.glob(path)), path
@@ -188,12 +185,12 @@ def test_pages_name_files_and_modules_that_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_between_pages_lead_somewhere(page: str) -> None:
+def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https:)([^)#]+?)(?:#[^)]*)?\)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-def test_the_table_of_rooms_is_whole() -> None:
+def test_the_table_of_rooms_is_whole():
     listed = set(re.findall(r"^\| `([\w/]+)/` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE))
     rooms = {
         path.parent
@@ -205,7 +202,7 @@ def test_the_table_of_rooms_is_whole() -> None:
     assert listed == {str(room.relative_to(ROOT)) for room in rooms} - links
 
 
-def public() -> dict[str, Any]:
+def public():
     """What docs/reference names, with the members that it shows, and the files of ExecuTorch."""
     listed = {f"penstock.backends.executorch.{name}": ":members:" for name in ("Exported", "read", "save")}
     for page in (ROOT / "docs/reference").glob("*.rst"):
@@ -222,12 +219,12 @@ def public() -> dict[str, Any]:
     return found
 
 
-def test_the_reference_has_everything_public() -> None:
+def test_the_reference_has_everything_public():
     shown = {name.rpartition(".")[2] for name in public()}
     assert shown >= {*penstock.__all__, *penstock.integrations.__all__} - {"__version__"}
 
 
-def test_what_is_public_says_what_it_takes() -> None:
+def test_what_is_public_says_what_it_takes():
     """A parameter is described under `Args:`, or named in the text."""
     silent = []
     for name, value in public().items():
@@ -239,9 +236,7 @@ def test_what_is_public_says_what_it_takes() -> None:
     assert not silent
 
 
-def test_the_examples_of_public_names_print_what_they_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_public_names_print_what_they_show(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, x = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), torch.rand(2, 64)
     exported = torch.export.export(model, (x,))
@@ -255,8 +250,9 @@ def test_the_examples_of_public_names_print_what_they_show(
     assert not runner.failures
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_the_pages_lead_to_one_another(tmp_path: Path) -> None:
+def test_the_pages_lead_to_one_another(tmp_path):
     """`make docs` builds them; any warning fails it."""
     command = re.search(r"-m (sphinx .*) build/docs$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert command

@@ -212,7 +212,7 @@ def drop_files(job: Job) -> None:
 def measure(jobs: Sequence[Job], limits: dict[str, int], rounds: int) -> dict[str, Any]:
     """Every way with the steps that it took in its rounds, those of `disk` twice as many."""
     drop_files(jobs[0])
-    with started("benchmarks.experts", jobs, limits) as ways:
+    with started("benchmarks.experts.__main__", jobs, limits) as ways:
         disk, others = ways.get("disk"), {name: way for name, way in ways.items() if name != "disk"}
         for number in range(rounds):
             for name in in_turn(others, number):

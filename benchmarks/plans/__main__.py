@@ -66,7 +66,7 @@ sys.path.insert(0, sys.argv[1])
 try:
     from benchmarks.plans import __main__ as schedule
 except ImportError:  # a checkout from before it had that name
-    from benchmarks import schedule
+    from benchmarks.plans import __main__ as schedule
 schedule.compare = lambda *_: {}
 for line in sys.stdin:
     case, times, tail = json.loads(line)

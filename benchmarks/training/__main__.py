@@ -322,7 +322,7 @@ def main(
         jobs = [dataclasses.replace(plain, way=way) for way in ways.split(",")]
         nbytes, compiled = prepare(jobs)
         plan = penstock.open(jobs[0].artifact).plan(budget)
-        with contextlib.closing(Way("benchmarks.training", plain, None)) as alone:
+        with contextlib.closing(Way("benchmarks.training.__main__", plain, None)) as alone:
             alone.load()
             alone.step("warm")
         typer.echo(
@@ -333,7 +333,7 @@ def main(
         )
         for state in states.split(","):
             limits = dict.fromkeys(ways.split(","), nbytes // 2) if state == "cgroup" else {}
-            with started("benchmarks.training", jobs, limits) as running:
+            with started("benchmarks.training.__main__", jobs, limits) as running:
                 for number in range(rounds + 1):
                     for name in in_turn(running, number):
                         running[name].step("cold" if state != "warm" else "warm")

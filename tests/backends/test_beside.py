@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import penstock
 from penstock.backends.beside import beside
+from tests.hunt import nightly_but
 
 WIDTH, LAYERS = 64, 3
 FLOAT32 = {"config": {"INFERENCE_PRECISION_HINT": "f32"}}
@@ -97,7 +98,7 @@ def test_openvino_computes_between_the_reads(encoder):
     assert not any(region.perm_fallback for region in regions)
 
 
-@pytest.mark.parametrize("other", ["openvino", "specialising"])
+@pytest.mark.parametrize("other", nightly_but(["specialising"], ["openvino", "specialising"]))
 def test_regions_of_dynamic_sizes_are_compiled_for_each(encoder, other):
     """Both compilers take the sizes of the first inputs for those of all."""
     model, _, path = encoder

@@ -40,8 +40,7 @@ def alone(folder, *inputs):
     return session.run(None, dict(zip(names, (one.numpy() for one in inputs), strict=True)))
 
 
-@pytest.mark.parametrize("arena", ["contiguous", "paged"])
-@pytest.mark.parametrize("budget", ["25%", "60%"])
+@pytest.mark.parametrize(("budget", "arena"), [("25%", "contiguous"), ("60%", "paged")])
 def test_the_bits_are_those_of_onnxruntime_alone(container, budget, arena):
     others = TOKENS.flip(1).contiguous()
     expected = {one: alone(container, one)[0] for one in (TOKENS, others)}

@@ -1,11 +1,21 @@
-"""The processes of a benchmark's ways, taken into the process of a test."""
+"""Commands of benchmarks, and the processes of their ways, in the process of a test."""
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
-Stepping = Callable[[Any], Callable[[str], dict[str, Any]]]
-"""What a job does for each line."""
+import typer
+from typer.testing import CliRunner
+
+
+def invoke(main, *arguments):
+    """Run the function of a command as from a shell."""
+    application = typer.Typer()
+    application.command()(main)
+    return CliRunner().invoke(application, [str(argument) for argument in arguments])
+
+
+def words_of(done):
+    """What a command has said, without its frames and line breaks."""
+    return " ".join(done.output.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
 
 
 class Here:

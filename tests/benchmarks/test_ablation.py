@@ -1,18 +1,16 @@
 """The ablation of the planner: without any stage some plan is another, and a tiny run ends in its tables."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.plans import __main__ as schedule
 from benchmarks.plans import ablation
 from benchmarks.plans.ablation import Case
 from benchmarks.plans.stages import STAGES, replaced
+from tests.benchmarks.in_process import invoke
 
 SHOWING = {
     Case("blocks", "scattered", "280", "", 8): ("branch and bound",),
@@ -34,7 +32,8 @@ SHOWING = {
 """Cases, and the stages without which their plan is another: together every stage but one."""
 
 
-def test_without_any_stage_some_plan_is_another() -> None:
+@pytest.mark.nightly
+def test_without_any_stage_some_plan_is_another():
     for case, names in SHOWING.items():
         result = ablation.measure(case, [stage for stage in STAGES if stage.name in names])
         assert result is not None
@@ -45,7 +44,7 @@ def test_without_any_stage_some_plan_is_another() -> None:
     assert sorted(shown) == sorted(stage.name for stage in STAGES)
 
 
-def test_what_is_replaced_comes_back() -> None:
+def test_what_is_replaced_comes_back():
     from penstock.schedule.search import contiguous
 
     before = contiguous._SIZES
@@ -56,9 +55,7 @@ def test_what_is_replaced_comes_back() -> None:
         pass
 
 
-def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(tmp_path, monkeypatch):
     monkeypatch.setattr(ablation, "list_cases", lambda _: list(SHOWING)[:2])
     figures, document = tmp_path / "ablation.json", tmp_path / "page.md"
     gone = {"reached": 3, "no_plan": 0, "median": 1.1, "p95": 1.2, "worst": 1.3, "most": 1.5, "where": "x"}
@@ -66,10 +63,8 @@ def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(
     row = gone | {"seconds": 0.9, "deleted": "2026-11-22"}
     figures.write_text(json.dumps({"tables": {"blocks": {"full": full, "stages": {"old": row}}}}))
     document.write_text(f"before\n{ablation.BEGIN}\n<!-- to here -->\nafter\n")
-    app = ablation.typer.Typer()
-    app.command()(ablation.main)
     command = ["--jobs", "1", "--json", str(figures), "--docs", str(document), "--note", "a test"]
-    done = CliRunner().invoke(app, command)
+    done = invoke(ablation.main, *command)
 
     assert done.exit_code == 0, done.output
     table = json.loads(figures.read_text())["tables"]["blocks"]
@@ -82,7 +77,8 @@ def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(
     assert page.endswith("after\n")
 
 
-def test_two_codes_plan_the_same_cases_side_by_side() -> None:
+@pytest.mark.nightly
+def test_two_codes_plan_the_same_cases_side_by_side():
     here = Path(schedule.__file__).resolve().parent.parent
     cases = [schedule.Case("gpt-oss-120b, decode", "t4", "contiguous", 0.9)]
     lines = schedule.compare_codes(here / "src", cases).splitlines()

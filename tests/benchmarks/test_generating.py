@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-from typer.testing import CliRunner
-
 from benchmarks.calls import generating
+from tests.benchmarks.in_process import invoke
 
 
-def test_all_ways_say_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ways_say_the_same_tokens(tmp_path, monkeypatch):
     from transformers import LlamaConfig
 
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -21,9 +18,7 @@ def test_all_ways_say_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
     command = ["--cap", "300KB", "--limit", "0", "--rounds", "1", "--json", str(tmp_path / "all.json")]
     monkeypatch.setattr(generating, "run_apart", generating.measure_here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    app = generating.typer.Typer()
-    app.command()(generating.main)
-    done = CliRunner().invoke(app, command)
+    done = invoke(generating.main, *command)
 
     assert done.exit_code == 0, done.output
     facts = json.loads((tmp_path / "all.json").read_text())

@@ -1,31 +1,21 @@
 """The prediction of a pipeline runs from end to end at few layers, and its figures follow from its parts."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
 from benchmarks.calls.pipeline import BEGIN, main
 from benchmarks.calls.pipeline_table import BEST, WHOLE, Image, Turn
+from tests.benchmarks.in_process import invoke
 
 
-def run(*options: str) -> Result:
-    application = typer.Typer()
-    application.command()(main)
-    return CliRunner().invoke(application, options)
-
-
-def test_few_layers_are_planned_within_every_cap(tmp_path: Path) -> None:
+def test_few_layers_are_planned_within_every_cap(tmp_path):
     document, figures = tmp_path / "benchmarks.md", tmp_path / "pipeline.json"
     document.write_text(f"before\n{BEGIN}\nstale\n<!-- to here -->\nafter\n")
     caps = ["--cap", "100MB", "--cap", "2GB", "--cap", "800MB"]
     paths = ["--json", str(figures), "--docs", str(document)]
 
-    done = run("--layers", "1", "--pixels", "128", "--steps", "3", *caps, *paths)
+    done = invoke(main, "--layers", "1", "--pixels", "128", "--steps", "3", *caps, *paths)
 
     assert done.exit_code == 0, done.output
     found = json.loads(figures.read_text())
@@ -51,29 +41,15 @@ def test_few_layers_are_planned_within_every_cap(tmp_path: Path) -> None:
     assert "| 0.10 | does not run: " in text
 
 
-def turn(baselines: dict[str, float]) -> Turn:
+def turn(baselines):
     times = {"seconds": 2, "bound_seconds": 1, "compute_seconds": 1, "steady_seconds": 1}
     return Turn("one", 2, 100, 10, 50, 150, **times, baselines=baselines)
 
 
-def test_an_image_is_the_sum_of_its_turns_and_a_policy_has_to_fit_all() -> None:
+def test_an_image_is_the_sum_of_its_turns_and_a_policy_has_to_fit_all():
     image = Image(100, (turn({"on demand": 3, WHOLE: 2, BEST: 2}), turn({"on demand": 5, BEST: 5})))
     assert (image.seconds, image.bound_seconds) == (4, 2)
     assert (image.peak_bytes, image.copied_bytes) == (60, 300)
     assert image.baselines["on demand"] == 8
     assert image.baselines[BEST] == 7
     assert image.baselines[WHOLE] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--cap", "much"], "cap 'much' is not a size"),
-        (["--pixels", "100"], "100 is not a multiple of 16"),
-        (["--hardware", "RTX4090"], "did you mean 'rtx4090'"),
-    ],
-)
-def test_impossible_options_are_refused(options: list[str], said: str) -> None:
-    done = run(*options)
-    assert done.exit_code == 2
-    assert said in " ".join(done.output.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())

@@ -1,9 +1,5 @@
 """Routes that are recorded of a tiny mixture, trained for two steps, and those that benchmarks replay."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -16,10 +12,10 @@ SIZES = {"layers": 1, "experts": 32, "asked": 2, "words": 300}
 
 
 @pytest.fixture
-def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_texts(monkeypatch):
     """Have little to learn, and something else to read."""
 
-    def few(kind: str, *, apart: bool) -> list[str]:
+    def few(kind, *, apart):
         return ["".join(f"{kind} {number * (7 + 4 * apart)} is even. " for number in range(60))]
 
     monkeypatch.setattr(recorded_routes, "texts", few)
@@ -27,7 +23,7 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_texts")
-def test_routes_are_recorded_of_every_token(tmp_path: Path) -> None:
+def test_routes_are_recorded_of_every_token(tmp_path):
     application = recorded_routes.typer.Typer()
     application.command()(recorded_routes.main)
     sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
@@ -42,7 +38,7 @@ def test_routes_are_recorded_of_every_token(tmp_path: Path) -> None:
         assert all(len(layers) == 1 and len(layers[0]) == 2 for layers in tokens)
 
 
-def test_training_is_the_same_each_time_and_learns() -> None:
+def test_training_is_the_same_each_time_and_learns():
     ids = torch.arange(1000) * 7 % 50
     losses = []
     for _ in range(2):
@@ -53,7 +49,7 @@ def test_training_is_the_same_each_time_and_learns() -> None:
     assert losses[0][-1] < losses[0][0] - 0.1
 
 
-def test_nothing_that_is_read_was_learned() -> None:
+def test_nothing_that_is_read_was_learned():
     for kind in KINDS:
         learned, read = ({*texts(kind, apart=apart)} for apart in (False, True))
         assert learned
@@ -62,7 +58,7 @@ def test_nothing_that_is_read_was_learned() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_routes_in_this_repository_are_those_of_a_mixture(kind: str) -> None:
+def test_the_routes_in_this_repository_are_those_of_a_mixture(kind):
     path = routes_path(64, kind)
     tokens = recorded_experts(path)
     assert path.stat().st_size < 1 << 20

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +42,7 @@ class Job:
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def script(tmp_path, monkeypatch):
     """The name of a module that is a way."""
     (tmp_path / "own_ways.py").write_text(SCRIPT)
     paths = (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", ""))
@@ -51,7 +50,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_ways"
 
 
-def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(script: str) -> None:
+def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(script):
     with started(script, [Job("one"), Job("broken"), Job("two", 5)], {}) as running:
         assert list(running) == ["one", "broken", "two"]
         for number in range(2):
@@ -63,24 +62,22 @@ def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(scr
     assert running["one"].bare > 0
 
 
-def test_every_round_begins_with_another_way() -> None:
+def test_every_round_begins_with_another_way():
     names: dict[str, Any] = dict.fromkeys("abc")
     assert ["".join(in_turn(names, number)) for number in range(4)] == ["abc", "bca", "cab", "abc"]
 
 
-def test_a_group_has_a_bare_process_and_the_limit_of_its_way(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_has_a_bare_process_and_the_limit_of_its_way(script, tmp_path, monkeypatch):
     limits: list[int] = []
     seen: list[tuple[str, bool]] = []
 
     @contextlib.contextmanager
-    def group(limit: int) -> Iterator[Any]:
+    def group(limit):
         limits.append(limit)
         yield SimpleNamespace(folder=tmp_path)
 
     class Seen(Way):
-        def __init__(self, script: str, job: Job, group: Path | None) -> None:
+        def __init__(self, script, job, group):
             super().__init__(script, job, group)
             seen.append((job.way, group is not None))
             self.bare = 1000
@@ -95,18 +92,18 @@ def test_a_group_has_a_bare_process_and_the_limit_of_its_way(
     assert (tmp_path / "cgroup.procs").read_text().strip().isdigit()
 
 
-def test_a_group_that_cannot_be_made_is_refused(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_be_made_is_refused(script, monkeypatch):
     monkeypatch.setattr(ways, "make_group", lambda _: contextlib.nullcontext(None))
     with pytest.raises(typer.BadParameter, match="no memory group"), started(script, [Job("a")], {"a": 7}):
         pass
 
 
-def _interrupt(folder: Path) -> None:
+def _interrupt(folder):
     (folder / "weights").write_bytes(bytes(1 << 10))
     raise KeyboardInterrupt
 
 
-def test_scratch_is_gone_at_the_end_and_after_an_error(tmp_path: Path) -> None:
+def test_scratch_is_gone_at_the_end_and_after_an_error(tmp_path):
     with scratch(1 << 10, tmp_path) as folder:
         (folder / "weights").write_bytes(bytes(1 << 10))
     with pytest.raises(KeyboardInterrupt), scratch(1 << 10, tmp_path) as folder:
@@ -114,7 +111,7 @@ def test_scratch_is_gone_at_the_end_and_after_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_scratch_needs_room(tmp_path: Path) -> None:
+def test_scratch_needs_room(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(typer.BadParameter, match=r"there are .* at .*--folder"), scratch(2 * free, tmp_path):
         pass
@@ -134,7 +131,7 @@ with scratch(1, Path({base!r})) as folder:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_ended_leaves_nothing_to_the_next(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_run_that_is_ended_leaves_nothing_to_the_next(tmp_path, number):
     code = HOLDING.format(root=str(Path(ways.__file__).resolve().parent.parent), base=str(tmp_path))
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

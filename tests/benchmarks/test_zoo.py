@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 from benchmarks.zoo.__main__ import ENTRIES, main, render, works
 from benchmarks.zoo.entry import Entry
 from benchmarks.zoo.visit import CLOSE, Row, Run, Streamed, visit
+from tests.benchmarks.in_process import invoke
 from tests.engines import COMPILER
+from tests.hunt import nightly_but
 
 RENAMED = {"Qwen3-MoE", "Mixtral", "DeepSeek-V3", "ViT", "AutoencoderKL decode"}
 COMPILED = {"Llama"} if COMPILER else set()
@@ -29,8 +28,12 @@ ROUNDS_AS_EAGER = Version(torch.__version__) >= Version("2.13")
 """Whether `OPTIONS` of the zoo round bfloat16 inside kernels for a CPU; those of torch 2.12 do not."""
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_models_stream_bit_for_bit_from_the_checkpoint_of_their_library(entry: Entry) -> None:
+NAMES = [entry.name for entry in ENTRIES]
+
+
+@pytest.mark.parametrize("name", nightly_but(["T5", "ViT", "Qwen3-MoE"], NAMES))
+def test_models_stream_bit_for_bit_from_the_checkpoint_of_their_library(name):
+    entry = ENTRIES[NAMES.index(name)]
     compiled = entry.name in COMPILED
     row = visit(entry, ["eager", "inductor"] if compiled else ["eager"])
 
@@ -46,32 +49,32 @@ def test_models_stream_bit_for_bit_from_the_checkpoint_of_their_library(entry: E
     assert (row.bound == "renamed") == (entry.name in RENAMED)
 
 
-def write(model: nn.Module, folder: Path) -> None:
+def write(model, folder):
     folder.mkdir()
     save_file(model.state_dict(), folder / "model.safetensors")
 
 
-def read(model: nn.Module, folder: Path) -> nn.Module:
+def read(model, folder):
     loaded = layers()
     loaded.load_state_dict(load_file(folder / "model.safetensors"))
     return loaded
 
 
-def layers() -> nn.Module:
+def layers():
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
 
 
 TOY = Entry("toy", layers, {"input": torch.ones(1, 64)}, write=write, load=read)
 
 
-def test_an_entry_of_its_own_factories_works() -> None:
+def test_an_entry_of_its_own_factories_works():
     row = visit(TOY, ["eager"])
     assert works(row), row
     assert row.bound == "by name"
 
 
-def test_other_values_are_seen() -> None:
-    def read_other(model: nn.Module, folder: Path) -> nn.Module:
+def test_other_values_are_seen():
+    def read_other(model, folder):
         loaded: Any = read(model, folder)
         with torch.no_grad():
             loaded[3].bias[5] += 1e-6
@@ -83,15 +86,15 @@ def test_other_values_are_seen() -> None:
     assert "| **other bits** | not run |" in render([row])
 
 
-def test_a_model_that_returns_no_numbers_does_not_work() -> None:
+def test_a_model_that_returns_no_numbers_does_not_work():
     assert not works(visit(replace(TOY, inputs={"input": torch.full((1, 64), torch.nan)}), ["eager"]))
 
 
-def test_what_fails_is_named_with_its_first_line() -> None:
-    def write_less(model: nn.Module, folder: Path) -> None:
+def test_what_fails_is_named_with_its_first_line():
+    def write_less(model, folder):
         write(model[:3], folder)
 
-    def read_less(model: nn.Module, folder: Path) -> nn.Module:
+    def read_less(model, folder):
         return model
 
     row = visit(replace(TOY, write=write_less, load=read_less), ["eager"])
@@ -104,26 +107,22 @@ def test_what_fails_is_named_with_its_first_line() -> None:
     assert f"- toy: unknown: `{row.runs['unknown'].failure}`" in render([row])
 
 
-def test_a_compiled_program_far_from_the_library_does_not_work() -> None:
+def test_a_compiled_program_far_from_the_library_does_not_work():
     streamed = [Streamed(1, True, 1), Streamed(2, True, 1)]
     for distance, close in ((0.0, True), (1e-3, True), (0.5, False)):
         row = Row("far", runs={"inductor": Run(streamed=streamed, from_library=distance)})
         assert works(row) is close
 
 
-def test_the_command_writes_a_table_and_figures(tmp_path: Path) -> None:
-    application = typer.Typer()
-    application.command()(main)
+def test_the_command_writes_a_table_and_figures(tmp_path):
     document = tmp_path / "zoo.md"
     document.write_text("before\n<!-- benchmarks.zoo writes from here -->\n<!-- to here -->\nafter\n")
     paths = ["--json", str(tmp_path / "zoo.json"), "--docs", str(document)]
 
-    done = CliRunner().invoke(application, ["--only", "ViT", "--lowering", "eager", *paths])
+    done = invoke(main, "--only", "ViT", "--lowering", "eager", *paths)
 
     assert done.exit_code == 0, done.output
     assert "1 of 1 models work" in document.read_text()
     assert "| ViT | 331.00 KiB | renamed |" in document.read_text()
     (row,) = json.loads((tmp_path / "zoo.json").read_text())["rows"]
     assert [one["equal"] for one in row["runs"]["eager"]["streamed"]] == [True, True]
-    for wrong in (["--only", "Elman"], ["--lowering", "none"]):
-        assert CliRunner().invoke(application, wrong).exit_code == 2

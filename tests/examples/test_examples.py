@@ -1,7 +1,5 @@
 """The scripts that users start from: each runs, and says what it found."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys
@@ -25,10 +23,10 @@ CONFIG = {
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def run(monkeypatch, capsys):
     """Runs a script as from a shell, and returns what it printed."""
 
-    def run_script(name: str, *arguments: str | Path) -> str:
+    def run_script(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
@@ -36,21 +34,21 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return run_script
 
 
-def test_a_model_streams_within_a_budget(run) -> None:
+def test_a_model_streams_within_a_budget(run):
     printed = run("stream_a_model.py", "40%")
     assert "bit-equal" in printed
     assert "0 misses" in printed
 
 
 @pytest.mark.timeout(300)
-def test_a_transformers_model_generates(run) -> None:
+def test_a_transformers_model_generates(run):
     assert "LlamaForCausalLM: [11, 48, 7, 301" in run("generate_text.py")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as Inductor is imported
 @pytest.mark.usefixtures("compiler")
-def test_a_module_runs_under_torch_compile(run) -> None:
+def test_a_module_runs_under_torch_compile(run):
     torch._dynamo.reset()
     assert "bytes moved in 3 passes" in run("torch_compile.py", "50%")
     torch._dynamo.reset()
@@ -59,34 +57,35 @@ def test_a_module_runs_under_torch_compile(run) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's exporter of itself
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_onnx_model_streams_under_onnxruntime(run) -> None:
+def test_an_onnx_model_streams_under_onnxruntime(run):
     printed = run("onnxruntime_host.py")
     assert "10 sessions, 3 passes, equal bit for bit" in printed
     assert "0 misses" in printed
 
 
 @pytest.mark.timeout(300)
-def test_a_model_is_planned_for_hardware_that_is_not_here(run, tmp_path: Path) -> None:
+def test_a_model_is_planned_for_hardware_that_is_not_here(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     printed = run("plan_for_other_hardware.py", tmp_path / "config.json", tmp_path / "plan.html")
     assert all(f"{name} within" in printed for name in ("l4", "rtx4090", "h200"))
     assert "<html" in (tmp_path / "plan.html").read_text()
 
 
-def test_a_pipeline_carries_the_passes(run) -> None:
+def test_a_pipeline_carries_the_passes(run):
     printed = run("own_pipeline.py")
     assert "['fold_additions_of_zero', 'mark_reads']" in printed
     assert "in the order [0, 1]" in printed
 
 
-def test_a_model_is_exported_for_executorch(run) -> None:
+@pytest.mark.nightly
+def test_a_model_is_exported_for_executorch(run):
     printed = run("executorch_export.py", "70%")
     assert "embed.weight: weights.ptd at byte 4096" in printed
     assert "head.weight: weights.ptd at byte 4096" in printed
     assert "keys: begins as zeros" in printed
 
 
-def test_every_example_is_short_and_says_how_to_run_it() -> None:
+def test_every_example_is_short_and_says_how_to_run_it():
     scripts = sorted(EXAMPLES.glob("[!_]*.py"))
     tests = Path(__file__).read_text()
     for script in scripts:

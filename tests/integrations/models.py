@@ -52,6 +52,18 @@ def t5():
     return frozen(T5ForConditionalGeneration(config))
 
 
+def bart():
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"layers": 1, "ffn_dim": 64, "attention_heads": 4}
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}
+    config = BartConfig(
+        vocab_size=128, d_model=32, max_position_embeddings=32, forced_eos_token_id=None, **sides
+    )
+    return frozen(BartForConditionalGeneration(config))
+
+
 def llava():
     """A picture becomes 4 tokens, of number 120 each."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration

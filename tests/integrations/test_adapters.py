@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.schedule.facts.errors import BudgetError, StreamError
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.
@@ -26,9 +27,9 @@ def no_gradients():
         yield
 
 
-@pytest.fixture(params=MEMORY.values(), ids=MEMORY)
+@pytest.fixture(params=nightly_but(["poisoned"], MEMORY))
 def room(request):
-    return request.param
+    return MEMORY[request.param]
 
 
 def lora(**options):
@@ -112,13 +113,21 @@ STEPS = {
         [switched(False), switched(True), merge],
     ),
 }
+CASES = [(name, room) for name in STEPS for room in MEMORY]
+SAMPLE = [
+    *((name, "poisoned") for name in STEPS),
+    ("attached", "little"),
+    ("merged", "little"),
+    ("merged", "all"),
+]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of peft, about what it is asked to do here
-@pytest.mark.parametrize(("make", "steps"), STEPS.values(), ids=STEPS)
-def test_it_computes_what_it_computes_in_memory(make, steps, room, tmp_path):
+@pytest.mark.parametrize(("name", "room"), nightly_but(SAMPLE, CASES))
+def test_it_computes_what_it_computes_in_memory(name, room, tmp_path):
+    make, steps = STEPS[name]
     model, reference = make(), make()
-    memory, options = room
+    memory, options = MEMORY[room]
 
     def same():
         return torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
@@ -134,18 +143,6 @@ def test_it_computes_what_it_computes_in_memory(make, steps, room, tmp_path):
     assert same()
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
-def test_peft_takes_its_layers_out(method, room, tmp_path):
-    model, reference = adapted(), adapted()
-    memory, options = room
-    with apply(model, memory, cache=tmp_path, options=options):
-        model(input_ids=IDS)
-        inner, plain = getattr(model, method)(), getattr(reference, method)()
-        for _ in range(3):
-            assert torch.equal(inner(IDS).logits, plain(IDS).logits)
-    assert torch.equal(inner(IDS).logits, plain(IDS).logits)
 
 
 def test_merged_weights_stream_from_the_cache(tmp_path):

@@ -128,6 +128,7 @@ def test_generate_encodes_pictures_before_it_calls_the_model(tmp_path):
         assert torch.equal(model.generate(**given), reference.generate(**given))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of torch, about what transformers asks of it
 def test_flex_attention_gives_what_it_gives_in_memory(tmp_path):
     model = models.llama(num_hidden_layers=1, attn_implementation="flex_attention")

@@ -6,7 +6,10 @@ from benchmarks.calls import capped
 from examples.demo.cgroup import make_group
 from tests.hunt import sampled
 
-pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*`:FutureWarning")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*`:FutureWarning"),
+]
 
 CASES = [
     *[("t5", "apply"), ("lora", "load"), ("llama", "load"), ("pipeline", "load"), ("lora", "apply")],

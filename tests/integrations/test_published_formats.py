@@ -11,21 +11,15 @@ from safetensors.torch import load_file, save_file
 from penstock.integrations import apply, load
 from penstock.integrations.formats import compressed, packed
 from penstock.schedule.facts.errors import PassError, SourceError
+from tests.hunt import nightly_but
 from tests.integrations import models
 from tests.integrations.test_quantised_models import called_at_the_floor
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
 
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products in several threads may be added up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def publish(model, folder, quantise, facts):
@@ -93,8 +87,9 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize(("make", "quantise", "facts"), IN_PLACE.values(), ids=IN_PLACE)
-def test_a_folder_streams_from_its_own_bytes(make, quantise, facts, tmp_path):
+@pytest.mark.parametrize("name", nightly_but(["FP8 by blocks", "MXFP4"], IN_PLACE))
+def test_a_folder_streams_from_its_own_bytes(name, tmp_path):
+    make, quantise, facts = IN_PLACE[name]
     publish(make(), tmp_path / "model", quantise, facts)
     check_streamed(models.frozen(type(make()).from_pretrained(tmp_path / "model")), tmp_path)
 
@@ -177,8 +172,9 @@ def whole_numbers(weights, value):
     return (grouped / scale[..., None]).round().clamp(-most - 1, most).flatten(1).to(torch.int8), scale
 
 
-@pytest.mark.parametrize(("kind", "weights", "inputs"), COMPRESSED.values(), ids=COMPRESSED)
-def test_a_folder_of_compressed_tensors_streams_from_its_own_bytes(kind, weights, inputs, tmp_path):
+@pytest.mark.parametrize("name", nightly_but(["int4 by groups", "FP8 with FP8 inputs"], COMPRESSED))
+def test_a_folder_of_compressed_tensors_streams_from_its_own_bytes(name, tmp_path):
+    kind, weights, inputs = COMPRESSED[name]
     dense = {}
 
     def quantise(name, value):
@@ -202,8 +198,8 @@ def test_a_folder_of_compressed_tensors_streams_from_its_own_bytes(kind, weights
     model.load_state_dict(dense, strict=False, assign=True)
     if inputs:
         rounding = compressed.Activations(inputs["strategy"] == "token", inputs["type"] == "float")
-        for name, layer in model.named_modules():
-            if name.endswith("proj"):
+        for fqn, layer in model.named_modules():
+            if fqn.endswith("proj"):
                 layer.register_forward_pre_hook(rounding)
     check_streamed(models.frozen(model), tmp_path)
 
@@ -281,8 +277,9 @@ def test_parts_that_make_no_weight_are_refused(packed_part, tmp_path):
         load(tmp_path, "1MB", cache=tmp_path / "cache")
 
 
-@pytest.mark.parametrize(("make", "quantise", "facts"), IN_PLACE.values(), ids=IN_PLACE)
-def test_a_model_that_its_library_has_unpacked_streams_from_the_cache(make, quantise, facts, tmp_path):
+@pytest.mark.parametrize("name", nightly_but(["FP8 per tensor"], IN_PLACE))
+def test_a_model_that_its_library_has_unpacked_streams_from_the_cache(name, tmp_path):
+    make, quantise, facts = IN_PLACE[name]
     publish(make(), tmp_path / "model", quantise, facts)
     reference, model = (models.frozen(type(make()).from_pretrained(tmp_path / "model")) for _ in range(2))
     with apply(model, "8MB", cache=tmp_path / "cache"):

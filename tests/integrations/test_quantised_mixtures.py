@@ -10,35 +10,26 @@ from tests.hunt import sampled
 from tests.integrations import expert_models
 from tests.integrations.models import frozen
 from tests.integrations.test_quantised_models import called_at_the_floor
+from tests.integrations.test_sparse_families import outputs
 
 EXPERTS = r"re:.*experts\.(gate_up|down)_proj"
-IDS = torch.tensor([[5, 17, 99, 3, 400, 77, 12, 40]])
 FAMILIES = ("olmoe", "qwen3_moe", "deepseek_v3")
 CASES = [(family, dtype) for family in FAMILIES for dtype in (torch.bfloat16, torch.float32)]
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Products in several threads may be added up in another order; and units of small models count."""
+def small_units(monkeypatch):
+    """Units of small models count."""
     monkeypatch.setattr(pool, "LEAST", 256 << 10)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def quantised(family, dtype):
     model = expert_models.FAMILIES[family](dtype)
     quantize_(model, FqnToConfig({EXPERTS: Float8WeightOnlyConfig()}), filter_fn=None)
     return model
-
-
-def outputs(model):
-    """What a model says behind a prompt, and behind one that asks for all of its experts."""
-    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    said = model.generate(IDS, max_new_tokens=4, **options)
-    more = model.generate(IDS.repeat(1, 4), max_new_tokens=1, **options)
-    return [said.sequences, *said.logits, *more.logits]
 
 
 @pytest.mark.random

@@ -21,6 +21,7 @@ from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
 from tests import quantised_models
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
@@ -77,15 +78,18 @@ def called_at_the_floor(applied, call):
     pytest.fail("each error names a number that is too small")
 
 
-@pytest.mark.parametrize("config", TORCHAO.values(), ids=TORCHAO)
-def test_a_module_that_torchao_quantised_streams_its_parts(config, tmp_path):
+@pytest.mark.parametrize("kind", nightly_but(["int4 packed"], TORCHAO))
+def test_a_module_that_torchao_quantised_streams_its_parts(kind, tmp_path):
     model = layers()
-    quantize_(model, config)
+    quantize_(model, TORCHAO[kind])
     assert len(parts_of(model)) > 4
     check_streamed(model, tmp_path)
 
 
-@pytest.mark.parametrize("kind", [quantised_models.Shown, quantised_models.Hidden])
+KINDS = [quantised_models.Shown, quantised_models.Hidden]
+
+
+@pytest.mark.parametrize("kind", nightly_but(KINDS[1:], KINDS))
 def test_any_class_that_says_what_it_is_made_of_streams(kind, tmp_path):
     nested = kind is quantised_models.Shown
     check_streamed(quantised_models.quantise(layers(), kind, nested=nested), tmp_path)
@@ -126,7 +130,7 @@ def test_a_part_that_changes_counts(tmp_path):
 KINDS_OF_GGUF = ("Q8_0", "Q4_0", "Q6_K")
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_GGUF)
+@pytest.mark.parametrize("kind", nightly_but(["Q4_0"], KINDS_OF_GGUF))
 def test_weights_of_a_gguf_file_stream_as_they_are(kind, tmp_path):
     check_streamed(gguf_layers(kind), tmp_path)
 
@@ -218,7 +222,7 @@ def test_a_folder_of_quantised_weights_is_never_in_memory(saved, tmp_path):
     model.penstock_applied.close()
 
 
-@pytest.mark.parametrize("written", ["model.embed_tokens", "lm_head"])
+@pytest.mark.parametrize("written", nightly_but(["lm_head"], ["model.embed_tokens", "lm_head"]))
 def test_a_quantised_embedding_that_is_the_head_too_is_loaded_from_either(written, tmp_path):
     from transformers import LlamaForCausalLM, TorchAoConfig
 

@@ -12,7 +12,10 @@ from penstock.schedule.sparse import pool
 from tests.hunt import sampled
 from tests.integrations import expert_models, models
 
-pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*`:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*`:FutureWarning"),
+]
 
 IDS = torch.tensor([[5, 17, 99, 3, 400, 77, 12, 40]])
 DTYPES = (torch.bfloat16, torch.float32)
@@ -23,15 +26,6 @@ WHOLE = ("llama4",)
 
 COPIES = ("olmoe_that_gathers",)
 """Families of which a call takes more memory than their experts have."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products in several threads may be added up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def outputs(model):

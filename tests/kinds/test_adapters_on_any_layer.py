@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from penstock.integrations import apply, load
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed, and warns of what it is asked to do here.
@@ -59,8 +60,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("memory", ["260KB", MEMORY])
-@pytest.mark.parametrize("name", CHANGES)
+CASES = [(name, memory) for name in CHANGES for memory in ("260KB", MEMORY)]
+
+
+@pytest.mark.parametrize(("name", "memory"), nightly_but([CASES[1], *CASES[::2]], CASES))
 def test_what_changes_while_it_streams_is_changed_for_good(name, memory, tmp_path):
     before, change = CHANGES[name]
     model, reference = (models.frozen(adapted()) for _ in range(2))
@@ -121,7 +124,10 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
+SAMPLE = ("tokens, tied together", "tokens of an encoder", "head, tied", "table", "a table of its own")
+
+
+@pytest.mark.parametrize("name", nightly_but(SAMPLE, TRAINED))
 def test_it_is_trained_and_saved_as_in_memory(name, tmp_path):
     model, reference = TRAINED[name]().train(), TRAINED[name]().train()
 
@@ -145,8 +151,7 @@ def test_it_is_trained_and_saved_as_in_memory(name, tmp_path):
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-@pytest.mark.parametrize("way", ["a function", "a configuration"])
+@pytest.mark.parametrize(("target", "way"), [("lm_head", "a function"), ("embed_tokens", "a configuration")])
 def test_it_is_saved_of_a_folder(target, way, tmp_path):
     llama().save_pretrained(tmp_path / "m")
     config = LoraConfig(r=4, target_modules=["q_proj", target])
@@ -171,24 +176,16 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("memory", ["6MB", "40MB"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_network_of_diffusers_is_trained_at_any_batch(config, memory, tmp_path):
-    from diffusers import UNet2DConditionModel
+ROOMS = [(name, memory) for name in CONFIGS for memory in ("6MB", "40MB")]
 
+
+@pytest.mark.parametrize(("name", "memory"), nightly_but([("of convolutions", "6MB")], ROOMS))
+def test_a_network_of_diffusers_is_trained_at_any_batch(name, memory, tmp_path):
     def made():
         torch.manual_seed(0)
-        blocks = {
-            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        }
-        sizes = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32, 64)}
-        unet = UNet2DConditionModel(
-            **blocks, **sizes, cross_attention_dim=32, norm_num_groups=8, attention_head_dim=8
-        )
-        unet.requires_grad_(False)
+        unet = models.unet().requires_grad_(False)
         torch.manual_seed(1)
-        unet.add_adapter(config)
+        unet.add_adapter(CONFIGS[name])
         return unet.train()
 
     def loss(unet, count):

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock import LoadOptions
 from penstock.integrations import apply
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 # torch's own, of backends.mkldnn.flags
@@ -75,25 +76,22 @@ def test_the_choice_matters(name):
         assert not torch.equal(made(WAYS[name])(X), made(nullcontext)(X))
 
 
-@pytest.mark.parametrize("around", [nullcontext, WAYS["autocast"]], ids=["alone", "within autocast"])
-@pytest.mark.parametrize("name", WAYS)
+AROUND = {"alone": nullcontext, "within autocast": WAYS["autocast"]}
+CASES = [(name, around) for name in WAYS for around in AROUND]
+SAMPLE = [("autocast off", "within autocast"), *((name, "alone") for name in WAYS)]
+
+
+@pytest.mark.parametrize(("name", "around"), nightly_but(SAMPLE, CASES))
 def test_it_holds_in_a_streamed_model(name, around, tmp_path):
     model, reference = made(WAYS[name]), made(WAYS[name])
-    with torch.no_grad(), around(), apply(model, "500KB", cache=tmp_path, options=POISONED):
+    with torch.no_grad(), AROUND[around](), apply(model, "500KB", cache=tmp_path, options=POISONED):
         for x in (X, X, X[:1], X, X[:, :9], X):
             assert torch.equal(model(x), reference(x))
 
 
 def test_a_backend_that_diffusers_sets_after_it_is_applied(tmp_path):
-    from diffusers import UNet2DConditionModel
-
-    def unet():
-        torch.manual_seed(0)
-        blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
-        sizes = {"layers_per_block": 1, "block_out_channels": (32,), "cross_attention_dim": 32}
-        return models.frozen(UNet2DConditionModel(**blocks, **sizes, norm_num_groups=8, attention_head_dim=8))
-
-    model, reference = unet(), unet()
+    model = models.frozen(models.unet())
+    reference = models.twin(model)
     given = torch.randn(1, 4, 8, 8), 5, torch.randn(1, 5, 32)
     with torch.no_grad(), apply(model, "4MB", cache=tmp_path):
         for backend in ("native", "_native_math", "native"):

@@ -12,6 +12,7 @@ from torch.nn import functional
 from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.schedule.facts.errors import BudgetError
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 POISONED = LoadOptions(arena="contiguous", poison=True)
@@ -171,12 +172,16 @@ def bytes_missing(name, memory, options, tmp_path):
     return None
 
 
-@pytest.mark.parametrize("options", [POISONED, LoadOptions()], ids=["poisoned", "default"])
-@pytest.mark.parametrize("name", ODD)
+OPTIONS = {"poisoned": POISONED, "default": LoadOptions()}
+CASES = [(name, options) for name in ODD for options in OPTIONS]
+SAMPLE = [("values choose parameters of lists", "default"), *((name, "poisoned") for name in ODD)]
+
+
+@pytest.mark.parametrize(("name", "options"), nightly_but(SAMPLE, CASES))
 def test_it_computes_what_it_computes_in_memory(name, options, tmp_path):
     for first in (1 << 10, 200_000, 1_000_000):
         memory = first
-        while (more := bytes_missing(name, memory, options, tmp_path)) is not None:
+        while (more := bytes_missing(name, memory, OPTIONS[options], tmp_path)) is not None:
             assert more > memory
             memory = more
 

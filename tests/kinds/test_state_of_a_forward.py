@@ -11,6 +11,7 @@ from torch import nn
 from transformers import BertForSequenceClassification, LlamaForSequenceClassification
 
 from penstock.integrations import apply, load
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 WIDTH = 16
@@ -116,8 +117,11 @@ def answers(model, between=lambda: None):
     return given
 
 
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("name", STATE)
+CASES = [(name, before) for name in STATE for before in (False, True)]
+SAMPLE = [("a buffer made at the first call", True), *((name, False) for name in STATE)]
+
+
+@pytest.mark.parametrize(("name", "called_before"), nightly_but(SAMPLE, CASES))
 def test_state_goes_on(name, called_before, tmp_path):
     model, reference = (models.frozen(Model(STATE[name]())) for _ in range(2))
     with torch.no_grad():
@@ -135,7 +139,10 @@ def test_state_goes_on(name, called_before, tmp_path):
     assert torch.equal(model.count, reference.count)
 
 
-@pytest.mark.parametrize("name", [name for name in STATE if "numbers" in name or "closure" in name])
+TRAINED = [name for name in STATE if "numbers" in name or "closure" in name]
+
+
+@pytest.mark.parametrize("name", nightly_but(["numbers of torch", "a tensor of a closure"], TRAINED))
 def test_state_goes_on_in_training(name, tmp_path):
     model, reference = (Model(STATE[name]()).train() for _ in range(2))
     for one in (model, reference):
@@ -183,9 +190,17 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("kind", LABELS)
-@pytest.mark.parametrize("family", [LlamaForSequenceClassification, BertForSequenceClassification])
+CLASSIFIERS = {"Llama": LlamaForSequenceClassification, "Bert": BertForSequenceClassification}
+LABELLED = [(family, kind) for family in CLASSIFIERS for kind in LABELS]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    nightly_but([("Llama", "regression"), ("Bert", "multi_label_classification")], LABELLED),
+)
 def test_a_classifier_sets_in_its_configuration_what_its_labels_tell(family, kind, tmp_path):
+    family = CLASSIFIERS[family]
+
     def made():
         torch.manual_seed(0)
         count = 1 if kind == "regression" else 3

@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     from tests.backends.executorch.delegate.pte_models import write_files
     from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
 from tests.engines import built
+from tests.hunt import nightly_but
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]  # ExecuTorch's own
 
@@ -119,7 +120,10 @@ def outputs(runner, files, inputs):
     return [tensor for one in answers for tensor in one.outputs]
 
 
-@pytest.mark.parametrize("case", CASES)
+SAMPLE = ("a row of a number", "two rows", "a mask", "added", "rows of a slice", "rows of a copy")
+
+
+@pytest.mark.parametrize("case", nightly_but(SAMPLE, CASES))
 def test_a_state_has_the_values_that_executorch_gives_it(runner, tmp_path, case):
     write, shape, at = CASES[case]
     dtype = torch.int64 if case == "whole numbers" else torch.float32

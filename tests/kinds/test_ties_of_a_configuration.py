@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
@@ -13,6 +12,7 @@ from transformers import (
 )
 
 from penstock.integrations import apply, load
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 9, 1, 3]])
@@ -50,21 +50,12 @@ def test_files_with_another_head_untie_it(tmp_path):
     check(LlamaForCausalLM.from_pretrained(tmp_path / "m"), tmp_path / "m", tmp_path, logits, tied=False)
 
 
-@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("both", nightly_but([True], [True, False]))
 def test_files_with_an_equal_head_or_none_leave_it_tied(both, tmp_path):
     model = models.llama(tie_word_embeddings=True)
     head = {"lm_head.weight": model.lm_head.weight.clone()} if both else {}
     saved(model, tmp_path / "m", **head)
     check(LlamaForCausalLM.from_pretrained(tmp_path / "m"), tmp_path / "m", tmp_path, logits, tied=True)
-
-
-def bart():
-    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    config = BartConfig(
-        vocab_size=128, d_model=32, max_position_embeddings=32, forced_eos_token_id=None, **layers, **heads
-    )
-    return BartForConditionalGeneration(config)
 
 
 def both(model):
@@ -73,7 +64,7 @@ def both(model):
 
 OTHERS = {
     "T5": (models.t5, T5ForConditionalGeneration, {"lm_head.weight": (128, 32)}, both),
-    "Bart": (bart, BartForConditionalGeneration, {"lm_head.weight": (128, 32)}, both),
+    "Bart": (models.bart, BartForConditionalGeneration, {"lm_head.weight": (128, 32)}, both),
     "Bert": (
         lambda: BertForMaskedLM(BertConfig(**models.SIZES)),
         BertForMaskedLM,
@@ -83,7 +74,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", nightly_but(["T5"], OTHERS))
 def test_files_of_other_families_with_another_head(name, tmp_path):
     make, family, shapes, call = OTHERS[name]
     saved(make(), tmp_path / "m", **{head: torch.randn(*shape) for head, shape in shapes.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -122,7 +121,7 @@ def assert_torch_works() -> None:
 
 
 @pytest.mark.parametrize("name", COMPUTE)
-def test_programs_that_transform_functions_run(name: str, tmp_path: Path) -> None:
+def test_programs_that_transform_functions_run(name, tmp_path):
     model = Model(COMPUTE[name]).eval().requires_grad_(False)
     x = torch.randn(4, 8)
     exported = torch.export.export(model, (x,))
@@ -138,7 +137,7 @@ def test_programs_that_transform_functions_run(name: str, tmp_path: Path) -> Non
     assert_torch_works()
 
 
-def test_one_of_another_size_runs(tmp_path: Path) -> None:
+def test_one_of_another_size_runs(tmp_path):
     model, x = Model(COMPUTE["vmap"]).eval(), torch.randn(4, 8)
     rows = torch.export.Dim("rows", min=2, max=64)
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: rows},))
@@ -147,7 +146,7 @@ def test_one_of_another_size_runs(tmp_path: Path) -> None:
             assert equal(streamed(given), model(given))
 
 
-def test_one_whose_weights_stream_runs(tmp_path: Path) -> None:
+def test_one_whose_weights_stream_runs(tmp_path):
     model, x = Model(COMPUTE["vmap"]).eval(), torch.randn(4, 8)
     program = penstock.compile(torch.export.export(model, (x,)), tmp_path / "p")
     assert {storage.kind for storage in program.payload.storages if storage.nbytes == 256} == {"streamable"}
@@ -161,7 +160,7 @@ class Listener:
 
 
 @pytest.mark.parametrize("name", ["vmap", "vmap without gradients", "jvp", "flex_attention"])
-def test_the_graph_of_one_gets_probes(name: str) -> None:
+def test_the_graph_of_one_gets_probes(name):
     model, x = Model(COMPUTE[name]).eval().requires_grad_(False), torch.randn(4, 8)
     exported = torch.export.export(model, (x,))
     payload = penstock.annotate(exported)
@@ -173,7 +172,7 @@ def test_the_graph_of_one_gets_probes(name: str) -> None:
             assert equal(probed(*values), model(x))
 
 
-def test_one_is_trained(tmp_path: Path) -> None:
+def test_one_is_trained(tmp_path):
     compute = lambda model, x: torch.vmap(lambda row: row @ model.weight)(model.layer(x)).mean()  # noqa: E731
     model, x = Model(compute), torch.randn(4, 8)
     program = penstock.compile_training(model, tmp_path / "p", example=(x,), trainable=["layer*"])
@@ -188,9 +187,7 @@ def test_one_is_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vmap", "jvp", "flex_attention", "associative_scan"])
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-def test_torch_is_as_it_was_after_an_error_in_between(
-    name: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_is_as_it_was_after_an_error_in_between(name, kind, monkeypatch):
     x = torch.randn(4, 8)
     exported = torch.export.export(Model(COMPUTE[name]).eval().requires_grad_(False), (x,))
     run = torch.fx.Interpreter.run_node
@@ -212,7 +209,7 @@ def test_torch_is_as_it_was_after_an_error_in_between(
     assert_torch_works()
 
 
-def test_a_transform_that_export_breaks_is_refused_by_name() -> None:
+def test_a_transform_that_export_breaks_is_refused_by_name():
     branch = lambda model, x: torch.cond(  # noqa: E731
         x.sum() > 0, torch.vmap(lambda row: row @ model.weight), lambda v: v @ model.weight, (x,)
     )
@@ -246,7 +243,7 @@ def leave_everything() -> None:
     raise KeyboardInterrupt
 
 
-def test_everything_that_a_run_may_leave_is_taken_back() -> None:
+def test_everything_that_a_run_may_leave_is_taken_back():
     from penstock.passes.graph.torch_state import kept_torch_state
 
     before = state()
@@ -263,7 +260,7 @@ def leave_a_level(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("entry", ["compile_training", "fake_export"])
-def test_a_model_that_leaves_something_does_not(entry: str, tmp_path: Path) -> None:
+def test_a_model_that_leaves_something_does_not(entry, tmp_path):
     model, example = Model(leave_a_level), (torch.ones(4, 8),)
     before = state()
     export: dict[str, Callable[[], Any]] = {

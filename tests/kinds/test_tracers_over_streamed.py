@@ -22,6 +22,7 @@ from penstock import LoadOptions
 from penstock.integrations import apply
 from penstock.schedule.facts.errors import StreamError
 from tests.engines import ENGINES
+from tests.hunt import nightly_but
 
 X, LONGER = torch.linspace(-1, 1, 256).view(4, 64), torch.linspace(-1, 1, 448).view(7, 64)
 
@@ -72,7 +73,10 @@ def program(model, tmp_path_factory):
     return penstock.compile(export(model, (X,)), tmp_path_factory.mktemp("kinds") / "blocks.penstock")
 
 
-@pytest.fixture(params=[*ENGINES, "sim"])
+LOADED = [ENGINES[-1], *ENGINES[:-1], "sim"]
+
+
+@pytest.fixture(params=nightly_but(LOADED[:1], LOADED))
 def streamed(request, program):
     device, engine = ("sim", "auto") if request.param == "sim" else ("cpu", request.param)
     options = LoadOptions(arena="contiguous", engine=engine)

@@ -6,6 +6,7 @@ from torch import nn
 
 from penstock import LoadOptions
 from penstock.integrations import apply
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 POISONED = LoadOptions(arena="contiguous", poison=True)
@@ -73,7 +74,10 @@ CASES.remove((through_data.__name__, 3))  # no version tells of these: only a fi
 CASES.remove((by_numpy.__name__, 3))
 
 
-@pytest.mark.parametrize(("name", "since"), CASES)
+SAMPLE = [*((name, 1) for name in WRITES), ("an average", 3), ("in_its_step", 3)]
+
+
+@pytest.mark.parametrize(("name", "since"), nightly_but(SAMPLE, CASES))
 def test_it_keeps_what_was_written(name, since, tmp_path):
     def made():
         return models.frozen(Model(WRITES[name], since))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -100,14 +98,14 @@ def broken():
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     (tmp_path / "models_of_a_test.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("models_of_a_test", None)
 
 
-def test_all_that_matters_is_said_and_nothing_else(folder: Path, penstock: Command) -> None:
+def test_all_that_matters_is_said_and_nothing_else(folder, penstock):
     done = penstock("doctor", "models_of_a_test:healthy", "--json")
     assert done.status == 0, done.err
     said = [(one["check"], one["outcome"], one["message"]) for one in json.loads(done.out)]
@@ -139,15 +137,13 @@ def test_all_that_matters_is_said_and_nothing_else(folder: Path, penstock: Comma
         ("broken", 1, 'in broken: return nn.Linear(2, "x"), X'),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(
-    folder: Path, penstock: Command, model: str, status: int, message: str
-) -> None:
+def test_what_is_wrong_is_named_with_its_line(folder, penstock, model, status, message):
     done = penstock("doctor", f"models_of_a_test:{model}", "--json")
     assert done.status == status, done.err
     assert any(message in one["message"] for one in json.loads(done.out)), done.out
 
 
-def test_people_are_told_in_words(folder: Path, penstock: Command) -> None:
+def test_people_are_told_in_words(folder, penstock):
     done = penstock("doctor", "models_of_a_test:two")
     assert done.status == 1
     assert "problem devices" in done.out
@@ -155,9 +151,7 @@ def test_people_are_told_in_words(folder: Path, penstock: Command) -> None:
     assert (missing.status, missing.err.startswith("penstock: ")) == (2, True)
 
 
-def test_a_pass_that_fails_is_a_finding(
-    folder: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_fails_is_a_finding(folder, penstock, monkeypatch):
     def fail(_: object) -> None:
         raise ValueError("not like this\nat all")
 

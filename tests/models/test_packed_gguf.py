@@ -11,6 +11,7 @@ from torch.export import export
 
 import penstock
 from penstock.schedule.facts.errors import PassError
+from tests.hunt import nightly_but
 
 x = torch.linspace(-1, 1, 3 * 256).reshape(3, 256)
 
@@ -33,11 +34,11 @@ def linears(kind, dtype=torch.float32):
     return nn.Sequential(*modules).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("Q8_0", torch.float32), ("Q4_0", torch.float32), ("Q5_1", torch.bfloat16), ("Q4_1", torch.float32)],
-)
+KINDS = (("Q8_0", torch.float32), ("Q4_0", torch.float32), ("Q5_1", torch.bfloat16), ("Q4_1", torch.float32))
+CASES = [(*kind, strict) for kind in KINDS for strict in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "strict"), nightly_but([CASES[1], CASES[4]], CASES))
 def test_outputs_are_those_of_diffusers(kind, dtype, strict, tmp_path):
     module, given = linears(kind, dtype), x.to(dtype)
     expected = module(given)

@@ -116,7 +116,7 @@ def test_a_function_is_exported_without_building_what_it_returns(folder, facts, 
 
 
 def test_more_than_the_memory_of_the_device_is_said(folder, penstock):
-    config = TINY | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 24}
+    config = TINY | {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 6}
     (folder / "config.json").write_text(json.dumps(config))
     done = penstock("preflight", str(folder / "config.json"), "--hardware", "rtx4090", "--budget", "30GB")
     assert done.status == 0

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
+
 SCRIPT = """
 import sys, warnings
 from pathlib import Path
@@ -66,7 +68,6 @@ def lines(tmp_path_factory):
     return [[int(word) for word in line.split()] for line in done.stdout.splitlines()[-2:]]
 
 
-@pytest.mark.timeout(300)
 def test_no_weight_is_copied_while_a_model_is_exported(lines):
     nbytes, grown, stored = lines[0]
     assert nbytes > 192 << 20
@@ -74,7 +75,6 @@ def test_no_weight_is_copied_while_a_model_is_exported(lines):
     assert stored < nbytes + (64 << 10)
 
 
-@pytest.mark.timeout(300)
 def test_weights_without_values_take_no_memory(lines):
     nbytes, grown = lines[1]
     assert nbytes > 128 << 30

@@ -1,14 +1,9 @@
 """What cannot be exported or read: one sentence each, which says what to do."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,30 +11,28 @@ from executorch.exir import ExecutorchBackendConfig, to_edge, to_edge_transform_
 from executorch.exir.backend.canonical_partitioners.all_node_partitioner import AllNodePartitioner
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch import nn
-from torch.export import ExportedProgram
 
 import penstock
 from penstock.backends.executorch import PenstockBackend, PenstockPartitioner, read, save
 from penstock.backends.executorch.options import Settings, to_spec
 from penstock.passes.trace import PRESET_CPU
-from tests.backends.executorch.conftest import Lower, Lowered
 from tests.backends.executorch.et_models import Mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ExecuTorch's own
 SETTINGS = to_spec(Settings(PRESET_CPU))
 
 
-def edge_of(model: nn.Module, *inputs: torch.Tensor) -> ExportedProgram:
+def edge_of(model, *inputs):
     return to_edge(torch.export.export(model, inputs)).exported_program()
 
 
-def lower_all(model: nn.Module, *specs: CompileSpec) -> Any:
+def lower_all(model, *specs):
     """Hands the whole program to the backend, as a partitioner that is not penstock's might."""
     manager = to_edge(torch.export.export(model.eval(), (torch.randn(2, 128),)))
     return manager.to_backend(AllNodePartitioner(PenstockBackend.__name__, list(specs)))
 
 
-def test_weights_without_names_are_refused() -> None:
+def test_weights_without_names_are_refused():
     program = copy.copy(edge_of(Mlp(), torch.randn(2, 128)))
     program._state_dict = {name: value for name, value in program.state_dict.items() if name != "up.weight"}
     with pytest.raises(penstock.PassError, match=r"parameter 'up\.weight' has no value in the exported"):
@@ -50,7 +43,7 @@ def test_weights_without_names_are_refused() -> None:
         PenstockPartitioner().partition(with_weights_in_the_graph())
 
 
-def with_weights_in_the_graph() -> ExportedProgram:
+def with_weights_in_the_graph():
     """A program with a weight that is an attribute of its graph, as another library's lowering leaves it."""
     program = edge_of(Mlp(), torch.randn(2, 128))
     module = program.graph_module
@@ -66,14 +59,14 @@ def with_weights_in_the_graph() -> ExportedProgram:
     return program
 
 
-def test_a_region_without_weights_is_refused() -> None:
+def test_a_region_without_weights_is_refused():
     with pytest.raises(
         penstock.PassError, match=r"region 0 of method 'forward' reads no weights, so there is noth"
     ):
         lower_all(nn.ReLU(), SETTINGS)
 
 
-def test_an_unknown_compile_spec_is_refused() -> None:
+def test_an_unknown_compile_spec_is_refused():
     with pytest.raises(
         penstock.PassError, match=r"is given the unknown compile spec 'budget', expected those tha"
     ):
@@ -86,7 +79,7 @@ def test_an_unknown_compile_spec_is_refused() -> None:
         lower_all(Mlp())
 
 
-def test_methods_lowered_with_different_options_are_refused() -> None:
+def test_methods_lowered_with_different_options_are_refused():
     programs = {name: torch.export.export(Mlp().eval(), (torch.randn(2, 128),)) for name in ("one", "two")}
     with pytest.raises(
         penstock.PassError, match="and has other ones for another region: lower all methods with one"
@@ -96,7 +89,7 @@ def test_methods_lowered_with_different_options_are_refused() -> None:
         )
 
 
-def test_a_budget_below_the_floor_is_refused(lower: Lower) -> None:
+def test_a_budget_below_the_floor_is_refused(lower):
     program = torch.export.export(Mlp().eval(), (torch.randn(2, 128),))
     with pytest.raises(
         penstock.BudgetError, match=r"below the floor of .*: step .* needs .*\.weight at once"
@@ -116,12 +109,12 @@ def test_a_budget_below_the_floor_is_refused(lower: Lower) -> None:
         ({"hardware": "h2000"}, "h2000"),
     ],
 )
-def test_bad_options(options: dict[str, Any], sentence: str) -> None:
+def test_bad_options(options, sentence):
     with pytest.raises(penstock.PenstockError, match=sentence):
         PenstockPartitioner(**options)
 
 
-def test_a_pattern_that_matches_nothing_is_refused(lower: Lower) -> None:
+def test_a_pattern_that_matches_nothing_is_refused(lower):
     program = torch.export.export(Mlp().eval(), (torch.randn(2, 128),))
     with pytest.raises(
         penstock.PlanError, match=r"keep pattern 'head\.\*' matches no weight; the weights are up"
@@ -141,15 +134,15 @@ def _(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class Custom(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(64, 64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return doubled(self.weight, x)
 
 
-def test_an_operator_without_a_kernel_is_named(lower: Lower) -> None:
+def test_an_operator_without_a_kernel_is_named(lower):
     with pytest.raises(
         penstock.PassError, match="read by penstock_tests::doubled, for which ExecuTorch has no ker"
     ):
@@ -160,13 +153,13 @@ def test_an_operator_without_a_kernel_is_named(lower: Lower) -> None:
 
 
 @pytest.fixture
-def files(lowered_mlp: Lowered, tmp_path: Path) -> Path:
+def files(lowered_mlp, tmp_path):
     """A copy of an export that a test may spoil."""
     shutil.copytree(lowered_mlp.path.parent, tmp_path, dirs_exist_ok=True)
     return tmp_path / "model.pte"
 
 
-def test_an_alignment_that_no_reader_can_use_is_refused(tmp_path: Path) -> None:
+def test_an_alignment_that_no_reader_can_use_is_refused(tmp_path):
     edge = to_edge_transform_and_lower(
         torch.export.export(Mlp().eval(), (torch.randn(2, 128),)), partitioner=[PenstockPartitioner()]
     )
@@ -181,7 +174,7 @@ def test_an_alignment_that_no_reader_can_use_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "model.pte")
 
 
-def test_a_missing_data_file_is_named(files: Path) -> None:
+def test_a_missing_data_file_is_named(files):
     (files.parent / "weights.ptd").unlink()
     with pytest.raises(
         penstock.SourceError, match=r"weights\.ptd cannot be read: No such file .* beside the \.pte"
@@ -189,7 +182,7 @@ def test_a_missing_data_file_is_named(files: Path) -> None:
         read(files)
 
 
-def test_the_data_file_of_another_model_is_refused(files: Path, lowered_decoder: Lowered) -> None:
+def test_the_data_file_of_another_model_is_refused(files, lowered_decoder):
     shutil.copy(lowered_decoder.path.parent / "weights.ptd", files.parent)
     with pytest.raises(
         penstock.SourceError, match=r"is not the file that was exported with model\.pte: it has no ent"
@@ -197,7 +190,7 @@ def test_the_data_file_of_another_model_is_refused(files: Path, lowered_decoder:
         read(files)
 
 
-def spoil(path: Path, change: Callable[[bytes], bytes]) -> None:
+def spoil(path, change):
     path.write_bytes(change(path.read_bytes()))
 
 
@@ -216,7 +209,7 @@ def spoil(path: Path, change: Callable[[bytes], bytes]) -> None:
         ),
     ],
 )
-def test_spoiled_data_files(files: Path, change: Callable[[bytes], bytes], sentence: str) -> None:
+def test_spoiled_data_files(files, change, sentence):
     spoil(files.parent / "weights.ptd", change)
     with pytest.raises(penstock.SourceError, match=sentence):
         read(files)
@@ -237,13 +230,13 @@ def test_spoiled_data_files(files: Path, change: Callable[[bytes], bytes], sente
         ),
     ],
 )
-def test_spoiled_programs(files: Path, change: Callable[[bytes], bytes], sentence: str) -> None:
+def test_spoiled_programs(files, change, sentence):
     spoil(files, change)
     with pytest.raises(penstock.PayloadError, match=sentence):
         read(files)
 
 
-def test_every_cut_of_a_program_is_refused(files: Path) -> None:
+def test_every_cut_of_a_program_is_refused(files):
     data = files.read_bytes()
     for length in range(0, len(data), len(data) // 60):
         files.write_bytes(data[:length])
@@ -251,7 +244,7 @@ def test_every_cut_of_a_program_is_refused(files: Path) -> None:
             read(files)
 
 
-def test_a_program_without_penstock_says_so(tmp_path: Path) -> None:
+def test_a_program_without_penstock_says_so(tmp_path):
     program = to_edge(torch.export.export(nn.ReLU(), (torch.randn(2),))).to_executorch()
     with pytest.raises(
         penstock.PayloadError, match="holds no payloads of penstock, expected one: lower all methods"
@@ -259,7 +252,7 @@ def test_a_program_without_penstock_says_so(tmp_path: Path) -> None:
         save(program, tmp_path / "model.pte")
 
 
-def test_files_are_not_replaced_unasked(lowered_mlp: Lowered) -> None:
+def test_files_are_not_replaced_unasked(lowered_mlp):
     with pytest.raises(penstock.SourceError, match=r"weights\.ptd exists; .*\(force=True\)"):
         save(lowered_mlp.program, lowered_mlp.path)
     with pytest.raises(penstock.SourceError, match=r"goes to a file with the ending \.pte, got .*model\.bin"):
@@ -269,9 +262,7 @@ def test_files_are_not_replaced_unasked(lowered_mlp: Lowered) -> None:
         assert read(lowered_mlp.path) == lowered_mlp.exported
 
 
-def test_a_program_without_the_values_that_its_payload_names_is_refused(
-    files: Path, lowered_decoder: Lowered, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_without_the_values_that_its_payload_names_is_refused(files, lowered_decoder, monkeypatch):
     before = {path.name: path.read_bytes() for path in files.parent.iterdir()}
     monkeypatch.setattr(lowered_decoder.program, "_tensor_data", {})
     with pytest.raises(penstock.SourceError, match=r"has no values for weights\.ptd: export again"):
@@ -279,13 +270,11 @@ def test_a_program_without_the_values_that_its_payload_names_is_refused(
     assert {path.name: path.read_bytes() for path in files.parent.iterdir()} == before
 
 
-def test_a_program_that_cannot_be_written_leaves_the_files_as_they_were(
-    files: Path, lowered_decoder: Lowered, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_cannot_be_written_leaves_the_files_as_they_were(files, lowered_decoder, monkeypatch):
     before = {path.name: path.read_bytes() for path in files.parent.iterdir()}
     flush, flushed = os.fsync, []
 
-    def refuse_last(fd: int) -> None:
+    def refuse_last(fd):
         if len(flushed) == 1:
             raise OSError(28, "No space left on device")
         flushed.append(fd)

@@ -12,6 +12,7 @@ from torch.export import export
 
 from penstock.backends.executorch import PenstockPartitioner
 from penstock.schedule.facts.errors import PassError
+from tests.hunt import nightly_but
 
 
 class Words(nn.Module):
@@ -50,7 +51,7 @@ def delegates(model, given, partitioners):
     return [one.id for one in made.executorch_program.execution_plan[0].delegates]
 
 
-@pytest.mark.parametrize("kernels", ["executorch", "aotinductor"])
+@pytest.mark.parametrize("kernels", nightly_but(["executorch"], ["executorch", "aotinductor"]))
 def test_where_another_has_all_weights_penstock_says_so(kernels, caplog):
     partitioners = XnnpackPartitioner(), PenstockPartitioner(kernels=kernels, least=1)
     with caplog.at_level(logging.WARNING, "penstock"):
@@ -73,12 +74,13 @@ def test_a_compiled_method_is_not_without_what_another_has_taken():
         delegates(Words(), torch.arange(4), partitioners)
 
 
+@pytest.mark.nightly
 def test_what_penstock_took_first_is_not_anothers():
     partitioners = PenstockPartitioner(least=1), XnnpackPartitioner()
     assert set(delegates(Words(), torch.arange(4), partitioners)) == {"PenstockBackend"}
 
 
-@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("rows", nightly_but([True], [False, True]))
 def test_penstock_may_come_first_where_a_buffer_is_written(rows):
     partitioners = PenstockPartitioner(least=1), XnnpackPartitioner()
     with torch.no_grad():
@@ -86,7 +88,7 @@ def test_penstock_may_come_first_where_a_buffer_is_written(rows):
     assert found.count("PenstockBackend") == 3
 
 
-@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("rows", nightly_but([False], [False, True]))
 def test_penstock_may_come_last_where_a_buffer_is_written(rows):
     model = nn.Sequential(nn.Embedding(100, 64), Counting(rows=rows))
     partitioners = XnnpackPartitioner(), PenstockPartitioner(least=1)

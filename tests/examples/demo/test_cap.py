@@ -39,6 +39,7 @@ def test_an_address_space_limit_refuses_the_plain_run(prepared, monkeypatch):
     assert kind == "address-space limit, plain run only"
 
 
+@pytest.mark.nightly
 def test_under_a_real_cap_the_plain_model_is_killed_and_penstock_finishes(tmp_path):
     with cgroup.make_group(MIB) as group:
         if group is None:

@@ -48,12 +48,6 @@ def applied(model, share, tmp_path, options=POISONED):
     return apply(model, memory + (96 << 10), cache=tmp_path, options=options)
 
 
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )  # torch's own, in jvp

@@ -5,6 +5,7 @@ import torch
 
 from penstock import LoadOptions
 from penstock.integrations import apply
+from tests.hunt import nightly_but
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
@@ -32,12 +33,13 @@ def check_equal(model, reference):
         assert torch.equal(model(ids).logits, reference(ids).logits)
 
 
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+@pytest.mark.parametrize("memory", nightly_but(["poisoned"], MEMORY))
 def test_layers_that_were_compiled_before(memory, tmp_path):
     model, reference = models.llama(), models.llama()
     for one in (model, reference):
         compile_layers(one, "eager")
-    with apply(model, memory[0], cache=tmp_path, options=memory[1]) as applied:
+    memory, options = MEMORY[memory]
+    with apply(model, memory, cache=tmp_path, options=options) as applied:
         check_equal(model, reference)
         (component,) = applied.components.values()
         assert component.orders[0].paths[1:3] == ("model.layers.0", "model.layers.1")
@@ -63,6 +65,7 @@ def test_a_layer_that_a_compiled_one_stands_for(tmp_path):
     check_equal(model, reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_code_of_inductor_has_its_bits(tmp_path):
     model, reference = models.llama(), models.llama()

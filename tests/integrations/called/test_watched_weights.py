@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from penstock import LoadOptions
 from penstock.schedule.facts.errors import StreamError
+from tests.hunt import nightly_but
 from tests.integrations.called.within import (
     CHECKED,
-    Called,
     agrees,
     pair,
 )
@@ -100,7 +100,7 @@ with warnings.catch_warnings():
 
 class TestTraps:
     @pytest.mark.parametrize("options", [CHECKED, LoadOptions()], ids=["checked", "native"])
-    def test_a_slice_has_its_own_bytes_or_is_refused(self, called: Called, options: LoadOptions) -> None:
+    def test_a_slice_has_its_own_bytes_or_is_refused(self, called, options):
         model, reference = pair(Runs())
         called(model, 0.8, options)
 
@@ -111,7 +111,7 @@ class TestTraps:
             made = outcome(model, run)
             assert made is StreamError or torch.equal(made, outcome(reference, run)), name
 
-    def test_a_view_that_is_kept_reads_its_units_again(self, called: Called) -> None:
+    def test_a_view_that_is_kept_reads_its_units_again(self, called):
         model, reference = pair(Runs())
         called(model, 0.5)
         views: list[Any] = []
@@ -132,14 +132,14 @@ class TestTraps:
         [lambda w, s: w[3].mul_(2.0).sum(), lambda w, s: w.__setitem__(3, 1.0) or w.sum()],
         ids=["mul", "set"],
     )
-    def test_what_is_written_stays_in_memory(self, called: Called, write: Callable[..., Any]) -> None:
+    def test_what_is_written_stays_in_memory(self, called, write):
         model, reference = pair(Runs())
         called(model, 0.9)
 
         for run in (lambda w, s: w[3].sum(), write, lambda w, s: w[3].sum(), write, lambda w, s: w.sum()):
             assert torch.equal(model(run), reference(run))
 
-    def test_only_what_is_read_by_units_stays_watched(self, called: Called) -> None:
+    def test_only_what_is_read_by_units_stays_watched(self, called):
         class Dense(Runs):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return torch.einsum("ab,ebc->ac", x, self.square) @ self.stack[3]
@@ -151,8 +151,8 @@ class TestTraps:
         asked = torch.overrides.has_torch_function
         assert not asked([model.stack, model.square])
 
-    @pytest.mark.parametrize("part", range(2))
-    def test_operators_of_torch_are_right_on_a_slice(self, called: Called, part: int) -> None:
+    @pytest.mark.parametrize("part", nightly_but([1], range(2)))
+    def test_operators_of_torch_are_right_on_a_slice(self, called, part):
         common = pytest.importorskip("torch.testing._internal.common_methods_invocations")
         skipped = (
             "empty",

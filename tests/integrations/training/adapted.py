@@ -56,3 +56,11 @@ def steps(model, batches):
 def equal(one, other):
     """Whether two lists of tensors are bit-equal."""
     return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def checkpointed(model, how):
+    """Have layers computed again in the backward: by the newer way, the older one, or not."""
+    if how is not None:
+        model.enable_input_require_grads()
+        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    return model

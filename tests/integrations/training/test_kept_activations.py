@@ -13,9 +13,9 @@ from penstock.integrations import apply
 from penstock.runtime.files.direct_file import SpillFile
 from penstock.schedule.facts.errors import BudgetError, SourceError
 from penstock.schedule.facts.sizes import format_size
-from tests.hunt import sampled
+from tests.hunt import nightly_but, sampled
 from tests.integrations.training import test_loops
-from tests.integrations.training.adapted import adapted, batch, equal, gradients, steps, trained
+from tests.integrations.training.adapted import adapted, batch, checkpointed, equal, gradients, steps, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient.checkpointing.*"),
@@ -65,13 +65,6 @@ LEAST = {
 }
 
 
-def checkpointed(model, how):
-    if how is not None:
-        model.enable_input_require_grads()
-        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
-    return model
-
-
 @pytest.mark.random
 @pytest.mark.parametrize(("attention", "how"), sampled(CASES, 4))
 def test_bits_are_those_of_the_model_in_memory_and_each_byte_is_moved_once(attention, how, cache):
@@ -104,7 +97,10 @@ def test_a_backward_reads_within_the_room(cache, monkeypatch):
     assert not files_without_names(cache)
 
 
-@pytest.mark.parametrize("loop", test_loops.LOOPS)
+SAMPLE = (test_loops.between, test_loops.accumulated, test_loops.after_errors)
+
+
+@pytest.mark.parametrize("loop", nightly_but(SAMPLE, test_loops.LOOPS))
 def test_a_loop_computes_what_it_does_in_memory(loop, cache, monkeypatch):
     monkeypatch.setattr(test_loops, "GIVEN", batch(100))
     reference, (model, activations) = adapted(layers=4), streamed("1800KB", cache)

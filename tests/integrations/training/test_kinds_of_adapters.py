@@ -6,6 +6,7 @@ import torch
 
 from penstock import LoadOptions
 from penstock.integrations import apply
+from tests.hunt import nightly_but
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, batch, equal, steps
 
@@ -43,7 +44,7 @@ def with_adapter(kind):
     return peft.get_peft_model(model, KINDS[kind]).train()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_but(["DoRA", "AdaLoRA", "OFT", "VeRA", "prefixes"], KINDS))
 def test_what_peft_trains_learns_as_in_memory(kind, plans, cache):
     plans["now"] = 0.2
     batches = [batch(16), batch(40, padded=True), batch(16)]

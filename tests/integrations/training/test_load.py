@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, TorchAoConfig
 
 from penstock.integrations import load
 from penstock.schedule.facts.errors import PassError, StreamError
-from tests.hunt import sampled
+from tests.hunt import nightly_but, sampled
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, batch, equal, steps, trained
 from tests.integrations.training.test_trainer import logged, trainer
@@ -100,7 +100,7 @@ def test_an_adapter_begins_and_learns_as_on_the_model_in_memory(kind, folders, c
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")  # and cannot merge
-@pytest.mark.parametrize("how", ["converted", "quantised"])
+@pytest.mark.parametrize("how", nightly_but(["converted"], ["converted", "quantised"]))
 def test_weights_in_another_form(how, folders, cache):
     options = {"dtype": torch.bfloat16} if how == "converted" else {}
     folder = folders / ("plain" if how == "converted" else "int8")
@@ -109,6 +109,7 @@ def test_weights_in_another_form(how, folders, cache):
         assert equal(steps(model, BATCHES), expected)
 
 
+@pytest.mark.nightly
 def test_a_trainer_and_a_resumed_one(folders, cache, tmp_path):
     reference = trainer(in_memory(folders / "plain", wrapped), tmp_path / "memory")
     reference.train()

@@ -14,6 +14,7 @@ from penstock.integrations import apply
 from tests.integrations.training.adapted import MEMORY, adapted, equal, trained
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*`:FutureWarning"),
 ]

@@ -126,7 +126,7 @@ PLANS = [
 ]
 """By seed, what `found` gives. A change that is to change plans takes over what the failing test prints.
 
-`benchmarks/schedule.py --against` first shows that plans are no worse, and the commit says why they change.
+`python -m benchmarks.plans --against` first shows that plans are no worse, and the commit says why.
 """
 
 

@@ -91,6 +91,7 @@ def lines(built, files, folder, version=torch.__version__, **variables):
     return done.stdout.splitlines()
 
 
+@pytest.mark.nightly
 def test_tensors_without_memory_and_results_that_are_dropped(built, compiled, tmp_path):
     nowhere = "an input or a result has no memory: set the program's inputs and outputs before it runs"
     missing = "the compiled code reads a weight layers.0.weight that it is not given: export it again"
@@ -100,7 +101,7 @@ def test_tensors_without_memory_and_results_that_are_dropped(built, compiled, tm
 
 
 def test_code_of_another_torch(built, compiled, tmp_path):
-    (said,) = lines(built, compiled("wide"), tmp_path, "2.9.1")
+    (said,) = lines(built, compiled("quantised rows"), tmp_path, "2.9.1")
     assert said.startswith("the program was compiled by torch 2.9.1, and this is torch ")
 
 
@@ -113,6 +114,6 @@ def test_another_torch_than_the_library_was_built_for(built, compiled, tmp_path)
     compiler = shutil.which("gcc") or shutil.which("g++")
     assert compiler
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", other], check=True)
-    (said,) = lines(built, compiled("wide"), tmp_path, LD_PRELOAD=str(other))
+    (said,) = lines(built, compiled("quantised rows"), tmp_path, LD_PRELOAD=str(other))
     assert "what runs compiled code was built for torch " in said
     assert said.endswith(", and torch 2.9.1 is loaded: build it for that")

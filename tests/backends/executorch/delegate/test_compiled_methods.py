@@ -20,6 +20,7 @@ from tests.backends.executorch.delegate.conftest import METHODS
 from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, WIDE, Files, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Call, Program
 from tests.backends.executorch.forging import fields, forge
+from tests.hunt import nightly_but
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,8 +68,12 @@ def moved_by(files, budget, calls):
     return passes, passes + fresh
 
 
-@pytest.mark.parametrize("share", [0, 0.5, 1])
-@pytest.mark.parametrize("model", ["quantised rows", "decoder"])
+CASES = [(model, share) for model in CALLS for share in (0, 0.5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("model", "share"), nightly_but([("quantised rows", 0), ("quantised rows", 1)], CASES)
+)
 def test_outputs_are_those_of_penstocks_artifact_within_the_budget(runner, compiled, expected, model, share):
     files = compiled(model)
     exported = read(files.pte)
@@ -84,6 +89,7 @@ def test_outputs_are_those_of_penstocks_artifact_within_the_budget(runner, compi
     assert (least > 0) == (share < 1)
 
 
+@pytest.mark.nightly
 def test_programs_of_one_file_share_nothing(runner, compiled, expected):
     program = Program(compiled("decoder"), {"budget": "60%"})
     calls = CALLS["decoder"]
@@ -101,6 +107,7 @@ def test_programs_that_outlive_what_is_static(runner, compiled, expected):
     )
 
 
+@pytest.mark.nightly
 def test_weights_are_not_copied(runner, compiled):
     files = compiled("wide")
     total = sum(storage.nbytes for storage in read(files.pte).payload.storages)
@@ -188,6 +195,7 @@ def test_code_for_another_processor(runner, compiled, tmp_path):
     refused(runner, files, "InvalidProgram", sentence)
 
 
+@pytest.mark.nightly
 def test_in_executorchs_python_without_penstock(built, compiled, expected, tmp_path):
     """And in a fork of the process that has penstock beside it, which is refused."""
     files = compiled("quantised rows")

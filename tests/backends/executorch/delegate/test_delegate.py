@@ -18,6 +18,7 @@ from tests.backends.executorch.delegate.pte_models import (
 )
 from tests.backends.executorch.delegate.pte_runs import Call, Program
 from tests.forked import run_forked
+from tests.hunt import nightly_but
 
 THREE_CALLS = [Call([rows()])] * 3
 SPOKEN = [Call(PROMPT, "prefill"), *(Call(one, "decode") for one in NEXT)]
@@ -44,8 +45,10 @@ def _moved(plan, graph=0):
     return sum(one.stop - one.start for one in schedule.transfers)
 
 
-@pytest.mark.parametrize("share", [0, 0.3, 0.6, 1])
-@pytest.mark.parametrize("model", ["mlp", "quantised"])
+CASES = [(model, share) for model in ("mlp", "quantised") for share in (0, 0.3, 0.6, 1)]
+
+
+@pytest.mark.parametrize(("model", "share"), nightly_but([("mlp", 0), ("mlp", 1), ("mlp", 0.3)], CASES))
 def test_outputs_are_those_of_the_kernels_alone_within_the_budget(runner, exported, model, share):
     files, plain = exported(model)
     plans = read(files.pte).payload.plans
@@ -61,7 +64,7 @@ def test_outputs_are_those_of_the_kernels_alone_within_the_budget(runner, export
     assert (_moved(plan) == 0) == (share == 1)
 
 
-@pytest.mark.parametrize("percent", [None, 40, 70])
+@pytest.mark.parametrize("percent", nightly_but([40], [None, 40, 70]))
 def test_methods_share_an_engine_a_cache_and_a_tied_head(runner, exported, percent):
     files, plain = exported("decoder")
     budget = {} if percent is None else {"budget": f"{percent}%"}
@@ -119,6 +122,7 @@ def test_weights_are_read_from_the_file_or_from_memory(runner, exported, mode):
     assert answers[-1].misses == 0
 
 
+@pytest.mark.nightly
 def test_the_process_takes_the_memory_of_the_budget(runner, exported):
     files, plain = exported("wide")
     total = sum(storage.nbytes for storage in read(files.pte).payload.storages)
@@ -132,9 +136,10 @@ def test_the_process_takes_the_memory_of_the_budget(runner, exported):
     assert locked[-1].process_bytes - small[-1].process_bytes < 0.3 * total
 
 
-def test_nothing_is_left_of_a_program_that_is_destroyed(runner, exported):
+@pytest.mark.parametrize("count", nightly_but([150], [150, 1000]))
+def test_nothing_is_left_of_a_program_that_is_destroyed(runner, exported, count):
     files, _ = exported("mlp")
-    few, many = runner([Program(files)], [Call(reload=100), Call(reload=1000)])
+    few, many = runner([Program(files)], [Call(reload=30), Call(reload=count)])
     assert (few.error, many.error, many.programs) == ("Error::Ok", "Error::Ok", 0)
     assert many.heap_bytes - few.heap_bytes < 16 << 10
 
