@@ -24,7 +24,8 @@ import torch, penstock
 model = torch.nn.Sequential(torch.nn.Embedding(4096, 128), torch.nn.Linear(128, 128)).eval()
 program = penstock.compile(torch.export.export(model, (torch.arange(2),)), "run")
 for engine in ("auto", "python"):
-    with program.load(plan=program.plan("50%", hardware="laptop"), engine=engine) as module, torch.no_grad():
+    plan, options = program.plan("50%", hardware="laptop"), penstock.LoadOptions(engine=engine)
+    with program.load(plan=plan, options=options) as module, torch.no_grad():
         assert torch.equal(module(torch.arange(2)), model(torch.arange(2)))
 trained = torch.nn.Linear(8, 8)
 program = penstock.compile_training(trained, "train", example=(torch.ones(2, 8),), trainable=["*"])
