@@ -10,7 +10,6 @@ import torch
 from torch.export import export
 
 import penstock
-from penstock import LoadOptions
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.runtime import planning
 from penstock.runtime.loading import load_module, load_weights
@@ -18,6 +17,7 @@ from penstock.runtime.options import LoadRequest
 from penstock.runtime.planning import PlanRequest
 from penstock.runtime.sparse import trust
 from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError, StreamError
+from penstock.schedule.sparse.pool import without_units
 from tests.engines import ENGINES, ROOT
 from tests.forked import run_forked
 from tests.runtime.sparse.shared_pages import HARDWARE, POOLS, Model, inputs, plan_with
@@ -34,9 +34,9 @@ def program(tmp_path_factory):
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("debug", [False, True])
 def test_calls_are_right_within_the_pool(program, pool, debug, engine):
-    model, options = Model(), LoadOptions(engine=engine, check_reads=debug)
+    model, options = Model(), LoadRequest(engine=engine, check_reads=debug)
     with load_module(program, plan_with(program, pool), options) as module, torch.no_grad():
-        units = module._weights.units
+        units = module._weights.pooled
         for call in range(6):
             assert torch.equal(module(*inputs(call)), model(*inputs(call)))
             assert taken(units) == units.held_bytes <= POOLS[pool]
@@ -52,7 +52,7 @@ from tests.runtime.sparse.shared_pages import inputs, plan_with
 program = penstock.open(sys.argv[1])
 units = Contract.units
 Contract.units = lambda self, *given: units(self, *given)[:-1]
-options = LoadOptions(engine="python", debug=True)
+options = LoadRequest(engine="python", check_reads=True)
 with load_module(program, plan_with(program, "several"), options) as module, torch.no_grad():
     module(*inputs(0))
 """
@@ -74,13 +74,13 @@ def test_engines_move_the_same_bytes_and_hold_the_same(program, pool):
             seen[engine] = []
             for call in range(12):
                 module(*inputs(call))
-                now = module._weights.units.counters
+                now = module._weights.pooled.counters
                 seen[engine].append((now.bytes_moved, now.bytes_read, *taken_by(module)))
     assert all(one == seen["python"] for one in seen.values())
 
 
 def taken_by(module):
-    units, stats = module._weights.units, module.stats
+    units, stats = module._weights.pooled, module.stats
     return units.held_bytes, units.peak_bytes, stats.bytes_moved, stats.held_bytes, stats.peak_bytes
 
 
@@ -96,9 +96,9 @@ def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, engine, mon
             raise SourceError("reading weights failed: the disk is gone")
 
     have_reads_pass(failing, monkeypatch)
-    options = LoadOptions(engine=engine, check_reads=True)
+    options = LoadRequest(engine=engine, check_reads=True)
     with load_module(program, plan_with(program, pool), options) as module, torch.no_grad():
-        units, raised = module._weights.units, 0
+        units, raised = module._weights.pooled, 0
         for call in range(6):
             try:
                 found = module(*inputs(call))
@@ -112,19 +112,19 @@ def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, engine, mon
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_interrupt_in_a_round_is_no_matter_to_the_next_call(program, engine, monkeypatch):
-    model, options = Model(), LoadOptions(engine=engine, check_reads=True)
+    model, options = Model(), LoadRequest(engine=engine, check_reads=True)
     interrupt_wait(2, monkeypatch)
     with load_module(program, plan_with(program, "rounds"), options) as module, torch.no_grad():
         with pytest.raises(KeyboardInterrupt):
             module(*inputs(1))  # in its second round
         for call in range(3):
             assert torch.equal(module(*inputs(call)), model(*inputs(call)))
-            assert taken(module._weights.units) == module._weights.units.held_bytes
+            assert taken(module._weights.pooled) == module._weights.pooled.held_bytes
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_index_that_is_out_of_range_is_refused_as_in_memory(program, engine):
-    model, options = Model(), LoadOptions(engine=engine, check_reads=True)
+    model, options = Model(), LoadRequest(engine=engine, check_reads=True)
     with load_module(program, plan_with(program, "rounds"), options) as module, torch.no_grad():
         rows, ids = inputs(0)
         for wrong in (64, -65):
@@ -211,7 +211,7 @@ def test_a_program_that_another_calls_has_no_pool(mixed):
     plan = planning.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE))
     assert plan.pool is not None
     with pytest.raises(BudgetError):
-        planning.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, by_units=False))
+        planning.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, ways=("whole",)))
     delegated = replace(mixed.payload, lowering="executorch")
     with pytest.raises(StreamError, match="a program of lowering 'executorch' cannot: make a plan for"):
         load_weights(mixed.path, delegated, plan, LoadRequest(engine="python"))
@@ -234,7 +234,7 @@ def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypat
     monkeypatch.setattr(trust, "reads_units_only", lambda read: read.operator != "aten.index_select.default")
     doubted = program.plan("60%", hardware=HARDWARE)
     assert [names[s] for s in doubted.pool.storages] == ["two"]
-    assert planning.reduced(program.payload, doubted.pool).traces[0].steps[0].reads
+    assert without_units(program.payload.traces[0], doubted.pool).steps[0].reads
     with load_module(program, doubted, LoadRequest(check_reads=True)) as module, torch.no_grad():
         found = module(given)
     assert torch.equal(found, program.load("100%")(given))

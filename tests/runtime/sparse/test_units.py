@@ -245,7 +245,7 @@ def run_stacks(stacks, engine):
     """Call the program, and return the number of mappings of its pool after each call."""
     model, program = stacks
     with program.load(plan=pooled(program, "2500KiB"), options=LoadOptions(engine=engine)) as module:
-        units, counts = module._weights.units, []
+        units, counts = module._weights.pooled, []
         for call in range(60):
             dice = seeded(call)
             index = tuple(torch.randperm(12, generator=dice)[:2].sort().values for _ in range(3))
