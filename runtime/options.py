@@ -16,7 +16,7 @@ ENGINES = ("auto", "native", "python")
 """What executes a plan on a CPU: the library in C++ if it was built, that library, Python's streamer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """How a program or a model is loaded: `load(budget, options=LoadOptions(...))`. No output depends on it.
 
@@ -34,8 +34,8 @@ class LoadOptions:
         arena: The kind of memory that weights stream into, on a CPU `"mapped"`, `"pooled"`, `"paged"` or
             `"contiguous"` (`program.arenas()`). None, the default, takes the fastest by what was measured.
             Leave it out where a plan is given, which has decided it.
-        page_lock: Weights stream to a device from memory that the system has locked. With False, loading goes
-            on in ordinary memory where the system refuses to lock it; copies are then a fraction as fast.
+        page_lock: Weights stream to a device from memory that the system has locked. With False they stream
+            from ordinary memory, for systems that refuse to lock it; a thread then waits for each copy.
         activations: What a program that is trained keeps for its backward: `"keep"` everything, or `"layers"`
             what goes from layer to layer, from which the rest is computed again. `"auto"`, the default, takes
             what is predicted to be fastest within `device_memory`, and `"keep"` with a budget. Leave it out
@@ -62,7 +62,7 @@ class LoadOptions:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadRequest(LoadOptions):
     """The options of a load, the device of its weights, and the folder of its spill file."""
 

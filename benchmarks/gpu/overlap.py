@@ -80,7 +80,7 @@ def measure(target: Target, report: Report) -> None:
     for share, plan in zip(SHARES, plans, strict=True):
         timeline = Timeline()
         device = watched(type(opened), timeline)(target.device)
-        with load_module(program, plan, LoadRequest(target.device), device=device) as streamed:
+        with load_module(program, plan, LoadRequest(device=target.device), device=device) as streamed:
             equal = torch.equal(streamed(given), expected)
             for _ in range(PASSES):
                 timeline.copies.clear()

@@ -8,9 +8,9 @@ import torch
 
 import penstock
 from penstock import LoadOptions
+from penstock.schedule.facts import problem
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware
-from penstock.schedule.sparse import pool
 from penstock.schedule.verify.proof import verify_plan
 from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import Experts, routes
@@ -39,7 +39,7 @@ def program(model, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def as_many_prompts_as_tokens(monkeypatch):
     """So few layers would read prompts by units, as tokens count more."""
-    monkeypatch.setattr(pool, "TOKENS_A_PROMPT", 1)
+    monkeypatch.setattr(problem, "TOKENS_A_PROMPT", 1)
 
 
 def times(plan):
