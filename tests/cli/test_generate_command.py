@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -166,6 +167,15 @@ def test_one_token_is_one_call_without_a_plan(folder, penstock):
     assert done.out == words(expected(folder, tokens=1)) + "\n"
     assert done.err.startswith("1 token; read 834.25 KiB of weights within 417.12 KiB; ")
     assert done.err.endswith("; only one call was made\n")
+
+
+def test_torch_keeps_few_kernels_unless_the_environment_says_otherwise(folder, penstock, monkeypatch):
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # so that it comes back
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    assert penstock("generate", folder, "--memory", "50%", "--prompt", PROMPT, "--max-new-tokens", 1).out
+    kept = (os.environ["LRU_CACHE_CAPACITY"], os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"])
+    assert kept == ("7", "32")
 
 
 def test_beams_are_shown_when_they_are_done(tmp_path, penstock):

@@ -110,6 +110,7 @@ class Cap:
         self._working = False
         self._holder: Holder | None = None
         self._running: Holder | None = None
+        self._calls = 0  # that run, each within the one before
         if counts_own:
             give_back_when_freed()
 
@@ -146,11 +147,14 @@ class Cap:
     def begin(self, given_bytes: int) -> None:
         """Give free pages of the heap back before a call without a plan, which is given `given_bytes`.
 
-        No weights are in memory. What earlier calls have left is no more than the process has more by now.
+        No weights are in memory, but for those of a call around this one. What earlier calls have left is no
+        more than the process has more by now.
         """
         if not self._counts_own:
             return
         give_back_free()
+        if self._calls > 1:
+            return
         now = anonymous_bytes() - given_bytes - self._left
         if self._before_calls is None:
             self._before_calls = now
@@ -180,12 +184,14 @@ class Cap:
         top.
         """
         outer, self._running = self._running, self._running or holder
+        self._calls += 1
         try:
             if self._running is holder:
                 self.turn(holder)
             yield self._running is not holder
         finally:
             self._running = outer
+            self._calls -= 1
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -39,6 +39,10 @@ from penstock.schedule.facts.sizes import format_budget, format_size
 _log = logging.getLogger(__name__)
 
 
+_FEWER_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY=32 LRU_CACHE_CAPACITY=32"
+"""What bounds the kernels that torch keeps; without it, those of each shape stay."""
+
+
 class _Began(NamedTuple):
     """What there was before a step: its number among those of the call, and bytes of inputs and others."""
 
@@ -206,7 +210,7 @@ class OwnSteps:
             ways = smaller_caches(on_cpu=self._own.on_cpu)
         if self._cap.own:
             takes = f"plans and kernels of earlier calls keep {format_size(self._cap.own)}, {takes}"
-            ways.append("or a new process")
+            ways.append(f"or a new process with {_FEWER_KERNELS} in its environment")
         return BudgetError(
             f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}, and {who} at once; "
             f"give at least {format_size(least, up=True)}, {', '.join(ways)}",
