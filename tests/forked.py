@@ -24,6 +24,8 @@ def enter(folder, code, arguments, environment, warned, out, err):
     os.environ.clear()
     os.environ.update(environment)
     sys.argv, sys.path[0] = ["-c", *arguments], ""
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     warnings.resetwarnings()
     warnings.simplefilter(warned)
     for number, path in ((0, os.devnull), (1, out), (2, err)):
@@ -50,6 +52,10 @@ It computes nothing itself: no thread is there that a fork would lack.
 """
 
 
+PATHS = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+"""Where a parent finds modules, whatever the test sets that starts it. A script has its own before these."""
+
+
 @dataclass(frozen=True)
 class Done:
     """What a script came to."""
@@ -70,8 +76,9 @@ class Parent:
         self._environment, self._preloaded = environment, preloaded
         imports = "".join(f"import {module}\n" for module in modules)
         command = [python, "-W", "error", "-c", imports + PARENT]
+        own = self._variables() | (PATHS if environment is None else {})
         self._process = subprocess.Popen(
-            command, env=self._variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def _variables(self):

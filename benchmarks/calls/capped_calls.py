@@ -1,9 +1,8 @@
 """What calls of a capped Llama take in a memory cgroup of the libraries, the cap and 64 MiB.
 
 A greedy call, a prompt of 900 tokens, a padded batch, beams and a chat that grows: each in a process of its
-own, and all in one, with cold and with warm weight files; and prompts of many lengths. A process whose calls
-take more is killed. The tokens are compared with those of the model in memory. After each call the process
-says what it still has.
+own, and all in one, with cold and with warm weight files. A process whose calls take more is killed. The
+tokens are compared with those of the model in memory. After each call the process says what it still has.
 """
 
 from __future__ import annotations
@@ -91,18 +90,6 @@ CALLS: dict[str, Call] = {
     "4 beams": lambda model: _generate(model, _prompt(40), num_beams=4),
     "a chat of 5 turns, up to 940 tokens": _chat,
 }
-MANY_LENGTHS = "prompts of 32 lengths"
-"""In a process of its own alone: torch keeps kernels for each length, as long as the process lives."""
-
-
-def _many_lengths(model: Any) -> Any:
-    import torch
-
-    ends = [_generate(model, _prompt(20 + 9 * n), max_new_tokens=1, min_new_tokens=1) for n in range(32)]
-    return torch.cat([end[:, -1:] for end in ends], 1)
-
-
-ALONE = CALLS | {MANY_LENGTHS: _many_lengths}
 
 
 @dataclass(frozen=True)
@@ -145,7 +132,7 @@ def live(folder: str, cap: int, names: Sequence[str], group: str) -> Lived:
         return Lived(bare)
     model: Any = load(folder, cap) if cap else LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for name in names:
-        tokens.append(ALONE[name](model).tolist())
+        tokens.append(CALLS[name](model).tolist())
         after.append(anonymous_bytes() - bare)
     return Lived(bare, tuple(after), tuple(tokens))
 
@@ -175,10 +162,10 @@ def measure(folder: Path, cap: int) -> list[dict[str, Any]]:
     from benchmarks.calls.loading_ways import forget_pages, warm_pages
 
     bare = run_apart(folder, ()).bare
-    expected = {name: run_apart(folder, (name,)).tokens[0] for name in ALONE}
+    expected = {name: run_apart(folder, (name,)).tokens[0] for name in CALLS}
     rows = []
-    for names in (*((name,) for name in ALONE), tuple(CALLS)):
-        row: dict[str, Any] = {"calls": names[0] if len(names) == 1 else "the first five in one process"}
+    for names in (*((name,) for name in CALLS), tuple(CALLS)):
+        row: dict[str, Any] = {"calls": names[0] if len(names) == 1 else "all of these in one process"}
         for state, prepare in zip(STATES, (forget_pages, warm_pages), strict=True):
             prepare(folder)
             try:

@@ -39,5 +39,5 @@ def test_nothing_is_killed_and_the_outputs_are_those_of_the_model_in_memory(bare
 
 def test_a_process_that_takes_more_is_killed(bare, tmp_path):
     capped.make_llama(tmp_path)
-    with pytest.raises(capped.StreamError, match="llama, load: the process ended with -9"):
+    with pytest.raises(capped.StreamError, match="the process ended with -9: killed by the kernel"):
         capped.run_capped("llama", "load", tmp_path, bare - capped.CAP - capped.SLACK - (100 << 20))
