@@ -144,6 +144,11 @@ class Cap:
         """Bytes that remain for weights and calls."""
         return max(0, self.nbytes - self.reserved - self.own)
 
+    def give_back(self) -> None:
+        """Give free pages of the heap back to the system."""
+        if self._counts_own:
+            give_back_free()
+
     def begin(self, given_bytes: int) -> None:
         """Give free pages of the heap back before a call without a plan, which is given `given_bytes`.
 

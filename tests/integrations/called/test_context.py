@@ -97,7 +97,11 @@ def test_the_context_that_is_said_fits_and_one_beyond_the_memory_is_refused(tmp_
         model(prompt(10))
 
 
-def test_the_number_in_the_error_would_do(tmp_path):
+@pytest.mark.parametrize("pieces", [0, 200])
+def test_the_number_in_the_error_would_do(pieces, tmp_path):
+    """Also where the heap has large free pieces: what is freed then stays with the process for a while."""
+    blocks = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(pieces)]
+    stay, blocks = blocks[::21], None  # noqa: F841 (what is between them is free)
     model = make_llama(num_hidden_layers=8, num_key_value_heads=4)
     with apply(model, "1MB", cache=tmp_path) as applied:
         cache = long_cache(model)

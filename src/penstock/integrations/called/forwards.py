@@ -172,14 +172,25 @@ class OwnSteps:
     def _check_room(self, current: Pass, meter: Meter, path: str, nbytes: int, input_bytes: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
 
-        A step with inputs no larger than before takes no more than it did then, and another as much as any of
-        this call. The error's number is for the largest step, which may be still to come.
+        A step takes as much as any of this call, but one whose inputs are no larger than before takes no more
+        than it did then. Free memory of the heap is given back before it counts. The error's number is for
+        the largest step, which may be still to come.
         """
-        taken = meter.look(current.own_bytes)
-        before, took = self._took.get(path, (-1, 0))
-        if input_bytes <= before:
-            taken = meter.now + took
-        beside = max(0, current.given_bytes + current.own_bytes + taken - self._cap.spare)
+
+        def beside_weights() -> int:
+            taken = meter.look(current.own_bytes)
+            before, took = self._took.get(path, (-1, 0))
+            if input_bytes <= before:
+                taken = min(taken, meter.now + took)
+            return max(0, current.given_bytes + current.own_bytes + taken - self._cap.spare)
+
+        beside = beside_weights()
+        if nbytes + beside > self._cap.room:
+            there = meter.now
+            self._cap.give_back()
+            meter.look(current.own_bytes)
+            meter.peak -= max(0, there - meter.now)
+            beside = beside_weights()
         if nbytes + beside > self._cap.room:
             floor = self.bytes_at_once(self.largest)
             raise self.too_little(floor, beside, self.largest, current.given_bytes)
