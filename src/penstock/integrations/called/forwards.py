@@ -39,6 +39,9 @@ from penstock.schedule.facts.sizes import format_budget, format_size
 _log = logging.getLogger(__name__)
 
 
+_LARGE = 8 << 20
+"""Before a step of so many bytes, free pages of the heap go back to the system, which takes milliseconds."""
+
 _FEWER_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY=32 LRU_CACHE_CAPACITY=32"
 """What bounds the kernels that torch keeps; without it, those of each shape stay."""
 
@@ -152,6 +155,8 @@ class OwnSteps:
         current.own_steps += 1
         if current.meter is None:
             return _Began(current.own_steps, compiled_graphs(), 0, 0)
+        if nbytes >= _LARGE:
+            self._cap.give_back()
         input_bytes = sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
         self._check_room(current, current.meter, path, nbytes, input_bytes)
         return _Began(current.own_steps, compiled_graphs(), input_bytes, current.meter.now)
@@ -172,8 +177,8 @@ class OwnSteps:
     def _check_room(self, current: Pass, meter: Meter, path: str, nbytes: int, input_bytes: int) -> None:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
 
-        A step takes as much as any of this call, but one whose inputs are no larger than before takes no more
-        than it did then. Free memory of the heap is given back before it counts. The error's number is for
+        A step whose inputs are no larger than before takes no more than it did then, and another as much as
+        any of this call. Free memory of the heap is given back before it counts. The error's number is for
         the largest step, which may be still to come.
         """
 
@@ -181,7 +186,7 @@ class OwnSteps:
             taken = meter.look(current.own_bytes)
             before, took = self._took.get(path, (-1, 0))
             if input_bytes <= before:
-                taken = min(taken, meter.now + took)
+                taken = meter.now + took
             return max(0, current.given_bytes + current.own_bytes + taken - self._cap.spare)
 
         beside = beside_weights()
