@@ -97,10 +97,7 @@ class CalledModule:
         self.name, self.module, self.kept = name, module, list(weight_files)
         self.plan: Plan | None = None
         self.orders: list[Order] = []
-        self._cap, self._options = (
-            cap,
-            LoadRequest.of(options),
-        )
+        self._cap, self._options = cap, LoadRequest.of(options)
         self._process = os.getpid()
         self._state = threading.Lock()  # held while a step begins
         self._kinds = KnownKinds()
