@@ -155,20 +155,15 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(tmp_path):
 
 
 _MERGE = """
-import re, sys
+import sys
 from pathlib import Path
 from penstock.integrations import load, merged
-
-def resident(name):
-    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+from tests.resident import peak_above
 
 import peft, transformers.core_model_loading, transformers.modeling_utils
 small, big, adapter, *targets = map(Path, sys.argv[1:])
 merged.merge(str(small), small.parent / "adapter", targets[0])  # what is imported on the way
-open("/proc/self/clear_refs", "w").write("5")
-before = resident("VmRSS")
-merged.merge(str(big), adapter, targets[1])
-print(resident("VmHWM") - before)
+print(peak_above(lambda: merged.merge(str(big), adapter, targets[1])))
 """
 
 
@@ -184,7 +179,7 @@ def test_a_few_weights_are_in_memory_at_a_time(tmp_path):
     places = [tmp_path / "small" / "model", tmp_path / "big", adapter, tmp_path / "one", tmp_path / "two"]
     command = [sys.executable, "-c", _MERGE, *map(str, places)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout.split()[-1]) << 10 < nbytes // 4
+    assert int(done.stdout.split()[-1]) < nbytes // 4
     reference = type(big).from_pretrained(tmp_path / "big")
     PeftModel.from_pretrained(reference, adapter).merge_and_unload().save_pretrained(tmp_path / "expected")
     check_equal(tmp_path / "two", tmp_path / "expected")

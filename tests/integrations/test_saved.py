@@ -185,18 +185,13 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 _SAVE = """
-import re, sys
+import sys
 from penstock.integrations import load
-
-def resident(name):
-    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+from tests.resident import peak_above
 
 import transformers.core_model_loading, transformers.modeling_utils
 applied = load(sys.argv[1], "20MB", cache=sys.argv[3]).penstock_applied
-open("/proc/self/clear_refs", "w").write("5")
-before = resident("VmRSS")
-applied.save_pretrained(sys.argv[2])
-print(resident("VmHWM") - before)
+print(peak_above(lambda: applied.save_pretrained(sys.argv[2])))
 """
 
 
@@ -206,7 +201,7 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
     nbytes = sum(value.nbytes for value in big.parameters())
     places = [str(tmp_path / name) for name in ("first", "saved", "cache")]
     done = subprocess.run([sys.executable, "-c", _SAVE, *places], capture_output=True, text=True, check=True)
-    assert int(done.stdout.split()[-1]) << 10 < nbytes // 4  # 144 MiB; a weight has 4
+    assert int(done.stdout.split()[-1]) < nbytes // 4  # 144 MiB; a weight has 4
     check_equal(tmp_path / "saved", tmp_path / "first")
 
 
