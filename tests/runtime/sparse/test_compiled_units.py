@@ -14,7 +14,7 @@ from penstock.passes.lowering.inductor import observed
 from penstock.passes.lowering.post_grad import PlacedProbes
 from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Part, SparseRead, Step, Trace, Work
-from penstock.schedule.sparse.replay import replay_own
+from penstock.schedule.sparse.replay import replay
 from penstock.schedule.sparse.routes import profile_of
 from tests.hunt import nightly_but
 from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Quantised, Tables, routes, seeded
@@ -126,7 +126,7 @@ def test_what_units_move_is_what_a_replay_of_their_routes_moves(case):
         moved = module._weights.pooled.counters.bytes_moved
     payload = program.payload
     profile = profile_of(recorder.routes, payload.storages, payload.traces, payload.storage_names())
-    assert replay_own(profile, plan.pool).nbytes == moved > 0
+    assert replay(profile, plan.pool).penstock.nbytes == moved > 0
 
 
 def test_a_mixture_is_measured_and_its_steps_are_numbered(case):
