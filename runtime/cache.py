@@ -34,7 +34,7 @@ from penstock._version import __version__
 from penstock.runtime.files.artifact_files import artifact_digest
 from penstock.runtime.files.safetensors_file import close_read, reading
 from penstock.runtime.system.atomic import remove_folder
-from penstock.runtime.system.ownership import can_others_change, make_private
+from penstock.runtime.system.ownership import can_others_write, make_private
 from penstock.schedule.atomic_file import (
     is_unfinished,
     remove_stale,
@@ -104,7 +104,7 @@ def _temporary_cache(instead_of: Path) -> Path:
     try:
         folder = Path(tempfile.gettempdir(), f"penstock-{os.geteuid()}")
         make_private(folder)
-        if can_others_change(folder):  # somebody else has made it
+        if can_others_write(folder):  # somebody else has made it
             folder = Path(tempfile.mkdtemp(prefix="penstock-"))
     except OSError:  # nothing can be written anywhere, which is an error only where something must be
         return instead_of
@@ -230,8 +230,11 @@ class Cache:
     def make_folder(self, folder: Path) -> None:
         """Make a folder of the cache, and take the rights of others in it. Raises OSError."""
         make_private(folder)
-        # An earlier version made folders as the umask said.
-        if can_others_change(folder) and not can_others_change(self.folder):
+        # An earlier version made folders as the umask said. Through a link, or where others could put one, no
+        # rights are changed.
+        if folder.is_symlink() or can_others_write(self.folder.resolve()):
+            return
+        if can_others_write(folder):
             with suppress(OSError):
                 folder.chmod(0o700)
 
