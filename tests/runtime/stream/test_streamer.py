@@ -65,6 +65,13 @@ def test_no_piece_is_larger_than_what_a_reader_copies_at_a_time(arena):
     streamer.close()
 
 
+def test_a_barrier_waits_for_the_prefetch(arena):
+    streamer = ArenaStreamer(make_plan(wrap="barrier"), STORAGES, arena)
+    run_pass(streamer, arena)
+    assert set(range(8)) <= arena.held
+    streamer.close()
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """The time that the streamer sees, which stands until `now`, in nanoseconds, is set."""
