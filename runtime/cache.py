@@ -1,10 +1,9 @@
 """The user's cache folder: its entries, the processes that use them, and the removal of old entries.
 
     weights/NAME/             weights of applied models; NAME is a hash of their bytes
-    programs/NAME.penstock/   compiled programs of models; NAME is a hash of what the program computes
-    calls/NAME.zip            exported calls of models; NAME is a hash of what was exported
     plans/NAME.json           plans; NAME is a hash of the request
     hardware.json             measured rates of this machine
+    programs/, calls/         what earlier versions kept; only listed and removed
 
 Each entry that is a folder has a record, `entry.json`, which says for which model it was made. The record's
 modification time is the time of the entry's last use. A process that uses an entry holds a shared lock on its
@@ -24,18 +23,18 @@ import re
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 from penstock._version import __version__
-from penstock.runtime.files.artifact_files import PAYLOAD, artifact_digest
+from penstock.runtime.files.artifact_files import artifact_digest
 from penstock.runtime.files.safetensors_file import close_read, reading
 from penstock.runtime.system.atomic import remove_folder
-from penstock.runtime.system.ownership import Writer, find_writer, find_writer_inside, make_private
+from penstock.runtime.system.ownership import can_others_write, make_private
 from penstock.schedule.atomic_file import (
     is_unfinished,
     remove_stale,
@@ -59,9 +58,9 @@ Kind = Literal["weights", "program", "call", "plan", "rates", "leftover"]
 LIMIT = "PENSTOCK_CACHE_LIMIT"
 """The environment variable with the bytes that a cache may hold, such as `20GB`. Not set: no limit."""
 
-WEIGHTS, PROGRAMS, CALLS, PLANS = "weights", "programs", "calls", "plans"
+WEIGHTS, PLANS = "weights", "plans"
 
-_KINDS: dict[str, Kind] = {WEIGHTS: "weights", PROGRAMS: "program", CALLS: "call", PLANS: "plan"}
+_KINDS: dict[str, Kind] = {WEIGHTS: "weights", "programs": "program", "calls": "call", PLANS: "plan"}
 
 RECORD, MADE_FOR = "entry.json", "made_for"
 
@@ -105,7 +104,7 @@ def _temporary_cache(instead_of: Path) -> Path:
     try:
         folder = Path(tempfile.gettempdir(), f"penstock-{os.geteuid()}")
         make_private(folder)
-        if find_writer(folder):  # somebody else has made it
+        if can_others_write(folder):  # somebody else has made it
             folder = Path(tempfile.mkdtemp(prefix="penstock-"))
     except OSError:  # nothing can be written anywhere, which is an error only where something must be
         return instead_of
@@ -145,18 +144,6 @@ class Entry:
         with ExitStack() as locks:
             return not _locked(self, locks, make=False)
 
-    @cached_property
-    def reads(self) -> frozenset[Path]:
-        """The folders of the weight files that a program refers to; empty for entries of other kinds."""
-        if self.kind != "program":
-            return frozenset()
-        try:
-            files = json.loads(read_bounded(self.path / PAYLOAD, "a payload"))["files"]
-            return frozenset(Path(file["path"]).parent.resolve() for file in files)
-        # A damaged payload refers to nothing.
-        except (OSError, PenstockError, ValueError, TypeError, KeyError, RecursionError):
-            return frozenset()
-
 
 class Hold:
     """Keeps an entry in use until `close` is called or this object is garbage-collected."""
@@ -188,26 +175,6 @@ class Cache:
         return cls(Path(folder), limit) if folder else cls(user_cache(), limit, first=_lasting_cache())
 
     @property
-    def own(self) -> bool:
-        """Whether nobody else can write to the folder. Raises SourceError where the system does not say."""
-        return self.writer is None
-
-    @property
-    def writer(self) -> Writer | None:
-        """Who else can write to the folder, or exchange it for another one. Raises as `own` does."""
-        with reading(self.folder):
-            return find_writer(self.folder)
-
-    def writer_of(self, path: Path) -> Writer | None:
-        """Who else could change the entry or the way to it. Raises SourceError if nobody knows."""
-        with reading(path):
-            return find_writer_inside(path)
-
-    def trusts(self, path: Path) -> bool:
-        """Whether the entry at a path may run code: nobody but this user can have made what is in it."""
-        return self.own and self.writer_of(path) is None
-
-    @property
     def weights(self) -> Path:
         return self.folder / WEIGHTS
 
@@ -215,14 +182,6 @@ class Cache:
         """Return the path of an entry of weights: where it is, or where it can be written."""
         there = self._first / WEIGHTS / name
         return there if there.is_dir() else self.weights / name
-
-    @property
-    def programs(self) -> Path:
-        return self.folder / PROGRAMS
-
-    @property
-    def calls(self) -> Path:
-        return self.folder / CALLS
 
     def keep(
         self,
@@ -236,15 +195,11 @@ class Cache:
         """Hold the entry at `path`, which `write` makes if it does not exist.
 
         `whole` is asked about an entry that exists: if it is not what was written, it is removed and written
-        again; so is a program that others could change. If `nbytes`, the size of the entry, is given, room is
-        made before it is written, and otherwise afterwards. If another process writes the entry first, that
-        one is used, as it is equal. Raises SourceError if the entry cannot be written, or if it is damaged
-        while a process uses it.
+        again. If `nbytes`, the size of the entry, is given, room is made before it is written, and otherwise
+        afterwards. If another process writes the entry first, that one is used, as it is equal. Raises
+        SourceError if the entry cannot be written, or if it is damaged while a process uses it.
         """
         with reading(path), writing_privately():
-            code = path.parent == self.programs and os.path.lexists(path) and self.own
-            if code and (writer := self.writer_of(path)):
-                _put_aside(path, writer)
             for _ in range(_ATTEMPTS):
                 if (lock := _hold(path, made_for)) is not None:
                     if whole():
@@ -275,15 +230,17 @@ class Cache:
     def make_folder(self, folder: Path) -> None:
         """Make a folder of the cache, and take the rights of others in it. Raises OSError."""
         make_private(folder)
-        if self.own and find_writer(folder):  # an earlier version made it as the umask said
+        # An earlier version made folders as the umask said. Through a link, or where others could put one, no
+        # rights are changed.
+        if folder.is_symlink() or can_others_write(self.folder.resolve()):
+            return
+        if can_others_write(folder):
             with suppress(OSError):
                 folder.chmod(0o700)
 
     def _discard(self, path: Path) -> None:
-        """Remove a damaged entry and the programs that read it, so that it can be written again."""
-        place = path.resolve()
-        together = [candidate for candidate in list_entries(self.folder) if place in candidate.reads]
-        if not _remove([*together, _entry(path, "weights")], dry_run=False):
+        """Remove a damaged entry, so that it can be written again."""
+        if not _remove(_entry(path, "weights"), dry_run=False):
             raise SourceError(
                 f"{path} is damaged, and a model still runs on it: restore or delete that model, or end its "
                 "process, and try again, which writes the entry again"
@@ -341,9 +298,9 @@ def prune(
     """Remove leftovers of killed writers, entries last used `before` a time, and entries beyond `most` bytes.
 
     `before` is in seconds since 1970. With `only`, entries at other paths stay. Beyond `most` bytes, the
-    least recently used entries are removed first; the rates of the machine, which are small, stay. Programs
-    are removed with the weights that they refer to. Entries in use stay. A dry run removes nothing, and
-    returns what would be removed. Raises SourceError if the system refuses to remove a file.
+    least recently used entries are removed first; the rates of the machine, which are small, stay. Entries in
+    use stay. A dry run removes nothing, and returns what would be removed. Raises SourceError if the system
+    refuses to remove a file.
     """
     with reading(folder):
         return _prune(folder, before, most, only, dry_run=dry_run)
@@ -354,50 +311,35 @@ def _prune(
 ) -> Pruned:
     entries = list_entries(folder)
     left = sum(listed.nbytes for listed in entries)
-    removed: dict[Path, Entry] = {}
+    removed: list[Entry] = []
     in_use: list[Entry] = []
     for listed in sorted(entries, key=lambda listed: listed.kind != "leftover"):
         if only is not None and listed.path not in only:
             continue
         beyond = left > most and listed.kind != "rates"
-        if listed.path in removed or not (listed.kind == "leftover" or listed.used < before or beyond):
+        if not (listed.kind == "leftover" or listed.used < before or beyond):
             continue
-        place = listed.path.resolve()
-        together = [other for other in entries if other.path not in removed and place in other.reads]
-        if _remove([*together, listed], dry_run=dry_run):
-            removed |= {each.path: each for each in (*together, listed)}
-            left -= sum(each.nbytes for each in (*together, listed))
+        if _remove(listed, dry_run=dry_run):
+            removed.append(listed)
+            left -= listed.nbytes
         else:
             in_use.append(listed)
-    # One that could not be locked may have gone later, with the weights that it refers to.
-    return Pruned(tuple(removed.values()), tuple(busy for busy in in_use if busy.path not in removed), left)
+    return Pruned(tuple(removed), tuple(in_use), left)
 
 
-def _remove(entries: Sequence[Entry], *, dry_run: bool) -> bool:
-    """Remove the entries in this order, and return True; if one is in use, remove none, and return False."""
+def _remove(removed: Entry, *, dry_run: bool) -> bool:
+    """Remove an entry, and return True; if it is in use, leave it, and return False."""
     with ExitStack() as locks:
-        if not all(_locked(listed, locks, make=not dry_run) for listed in entries):
+        if not _locked(removed, locks, make=not dry_run):
             return False
-        for listed in entries if not dry_run else ():
-            try:
-                _remove_one(listed)
-            except OSError as error:
-                raise SourceError(
-                    f"{listed.path} cannot be removed ({error.strerror}): check its permissions"
-                ) from error
+        try:
+            if not dry_run:
+                _remove_one(removed)
+        except OSError as error:
+            raise SourceError(
+                f"{removed.path} cannot be removed ({error.strerror}): check its permissions"
+            ) from error
     return True
-
-
-def _put_aside(path: Path, writer: Writer) -> None:
-    """Remove an entry that others could change, so that it can be written again.
-
-    Processes that use it have its files open, and find the new entry, which is equal. What belongs to another
-    user only loses its name. An entry that cannot be removed stays, and runs no code.
-    """
-    with suppress(OSError):
-        _remove_one(_entry(path, "program"))
-    if not os.path.lexists(path):
-        _log.warning("%s is not trusted, as %s, and is written again", path, writer)
 
 
 def _remove_one(removed: Entry) -> None:

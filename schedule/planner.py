@@ -50,13 +50,12 @@ In larger problems a larger budget seldom gives a slower plan, and each rung tak
 
 @dataclass(frozen=True)
 class Floor:
-    """The smallest budget: no plan exists below `lower_bytes`, and one is found from `upper_bytes` on.
+    """The smallest budget, `upper_bytes`: a plan is found from it on.
 
     `step` names the step that sets the floor (empty if nothing is streamed), and `reads` are the storages of
     the arena that this step reads.
     """
 
-    lower_bytes: int
     upper_bytes: int
     step: str
     reads: tuple[int, ...]
@@ -77,7 +76,7 @@ def _floor(pieces: Pieces) -> Floor:
         )
     ]
     if not steps:
-        return Floor(outside, outside, "", ())
+        return Floor(outside, "", ())
     lower, step = max(steps, key=lambda needed: needed[0])
     upper = max(lower, tight(pieces.blocks).nbytes) if demand.arena.kind == "contiguous" else lower
     reads = tuple(
@@ -85,7 +84,7 @@ def _floor(pieces: Pieces) -> Floor:
         for s in (*step.reads, *step.writes)
         if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0
     )
-    return Floor(outside + min(lower, most), outside + min(upper, most), step.name, reads)
+    return Floor(outside + min(upper, most), step.name, reads)
 
 
 def check_floor(demand: Demand, budget: int, names: Sequence[str] | None) -> None:

@@ -1,7 +1,5 @@
 """Scripts in processes of their own that need not import torch: each is forked from one that has it."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

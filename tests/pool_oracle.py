@@ -5,8 +5,6 @@ that have one of the bytes, and memory is the granules of what is there: nothing
 policy is asked as an engine asks it, and what it says is done, in order, and looked at after every change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache

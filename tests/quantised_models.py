@@ -1,7 +1,5 @@
 """Tensor subclasses that hold a weight in int8 with scales, in the ways that libraries write them."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing

@@ -1,7 +1,5 @@
 """Small models with adapters, whose other weights are frozen, for the tests of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -351,11 +351,6 @@ def with_own_constants(programs: Mapping[str, ExportedProgram]) -> dict[str, Exp
     return {method: _renamed(exported, repeated, method) for method, exported in programs.items()}
 
 
-def with_named_constants(exported: ExportedProgram, method: str) -> ExportedProgram:
-    """Returns the program with the method's name before all of its constants."""
-    return _renamed(exported, _constants(exported), method)
-
-
 def _constants(exported: ExportedProgram) -> set[str]:
     specs = exported.graph_signature.input_specs
     return {str(spec.target) for spec in specs if spec.kind is InputKind.CONSTANT_TENSOR}

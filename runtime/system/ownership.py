@@ -1,65 +1,20 @@
-"""Finds out who besides this user could change what a path leads to, and makes folders of this user alone."""
+"""Makes folders of this user alone, and tells whether others may write to one."""
 
 from __future__ import annotations
 
-import errno
-import grp
 import os
-import pwd
 import stat
-import struct
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
-
-_ROOT = 0
-_MOST_LINKS = 40
-"""The number of links that Linux follows in one path."""
-
-_ACL, _ACL_HEAD, _ACL_ENTRY = "system.posix_acl_access", struct.Struct("<I"), struct.Struct("<HHI")
-_ACL_VERSION = 2
-_USER, _OWN_GROUP, _GROUP, _MASK = 0x02, 0x04, 0x08, 0x10
-_WRITE, _ALL = 2, 7
-_NO_ACL = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class Writer(NamedTuple):
-    """A path that somebody else could change, and in words who."""
+def can_others_write(folder: Path) -> bool:
+    """Whether a folder is a link or another user's, or others may write to it. Raises OSError.
 
-    path: Path
-    who: str
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.who}"
-
-
-def find_writer(path: Path) -> Writer | None:
-    """Return who besides this user and root could change what a path leads to, or None.
-
-    Each folder and each link on the way counts; what is at the path has to belong to this user. Of what does
-    not exist, only the way counts. Only those who are found could exchange a part of the way, so that what is
-    looked at here is what is opened later. Raises OSError where the system does not say.
+    Whom an access list lets write shows in the bits of the group, which are then the mask of the list.
     """
-    try:
-        for place, state, leads_on in _way_to(path):
-            # Whoever may write to a sticky folder (/tmp) can exchange only what is theirs.
-            sticky = leads_on and bool(state.st_mode & stat.S_ISVTX)
-            if who := _writer_of(place, state, sticky=sticky):
-                return Writer(place, who)
-    except FileNotFoundError:
-        return None
-    return None if state.st_uid == os.geteuid() else Writer(place, _belongs(state))
-
-
-def find_writer_inside(path: Path) -> Writer | None:
-    """Return who besides this user could change a file, or a folder and all in it, or the way there, or None.
-
-    There are no links in it, and it is none itself. Raises OSError where the system does not say.
-    """
-    if path.is_symlink():
-        return Writer(path, "is a link")
-    return find_writer(path) or (next(_writers_inside(path), None) if path.is_dir() else None)
+    state = folder.lstat()
+    mine = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
+    return not mine or bool(state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def make_private(folder: Path) -> None:
@@ -75,101 +30,3 @@ def make_private(folder: Path) -> None:
             raise
         return
     folder.chmod(0o700)
-
-
-def _way_to(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
-    """Yield each folder and link on the way to a path, its status, and whether the way leads on from it."""
-    first, *names = path.absolute().parts
-    left, place, followed = names[::-1], Path(first), 0
-    yield place, place.lstat(), bool(left)
-    while left:
-        name = left.pop()
-        if name == os.pardir:
-            place = place.parent
-            continue
-        state = (place / name).lstat()
-        yield place / name, state, bool(left)
-        if not stat.S_ISLNK(state.st_mode):
-            place /= name
-            continue
-        followed += 1
-        if followed > _MOST_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
-        target = (place / name).readlink()
-        place = Path(target.anchor) if target.anchor else place
-        left += [part for part in target.parts if part != target.anchor][::-1]
-
-
-def _writers_inside(folder: Path) -> Iterator[Writer]:
-    """Yield what others could change in a folder, which is looked at through descriptors."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for root, folders, files, fd in os.fwalk(folder, onerror=refuse):
-        for name in (*folders, *files):
-            place = Path(root, name)
-            state = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            if not (stat.S_ISDIR(state.st_mode) or stat.S_ISREG(state.st_mode)):
-                yield Writer(place, "is a link or no file")
-                continue
-            opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
-            try:
-                status = os.fstat(opened)
-                if who := _writer_of(opened, status):
-                    yield Writer(place, who)
-                elif status.st_uid != os.geteuid():
-                    yield Writer(place, _belongs(status))
-            finally:
-                os.close(opened)
-
-
-def _writer_of(place: Path | int, state: os.stat_result, *, sticky: bool = False) -> str | None:
-    """Return in words who besides this user and root may write to a path or a descriptor, or None."""
-    owners = (os.geteuid(), _ROOT)
-    if state.st_uid not in owners:
-        return _belongs(state)
-    if stat.S_ISLNK(state.st_mode) or sticky:
-        return None
-    if state.st_mode & stat.S_IWOTH:
-        return "can be written to by everybody"
-    entries = _access_list(place)
-    mask = next((rights for tag, rights, _ in entries if tag == _MASK), _ALL)
-    if not entries and state.st_mode & stat.S_IWGRP:
-        entries = [(_OWN_GROUP, _WRITE, 0)]
-    for tag, rights, number in entries:
-        group = state.st_gid if tag == _OWN_GROUP else number
-        if not rights & mask & _WRITE:
-            continue
-        if tag == _USER and number not in owners:
-            return f"can be written to by user {number}"
-        if tag in (_OWN_GROUP, _GROUP) and not _is_private(group):
-            return f"can be written to by group {group}"
-    return None
-
-
-def _belongs(state: os.stat_result) -> str:
-    return f"belongs to user {state.st_uid}"
-
-
-def _access_list(place: Path | int) -> list[tuple[int, int, int]]:
-    """Return the tag, the rights and the number of each entry of a POSIX access list, if there is one."""
-    if not hasattr(os, "getxattr"):
-        return []
-    try:
-        data = os.getxattr(place, _ACL)
-    except OSError as error:
-        if error.errno in _NO_ACL:
-            return []
-        raise
-    if len(data) % _ACL_ENTRY.size != _ACL_HEAD.size or _ACL_HEAD.unpack_from(data)[0] != _ACL_VERSION:
-        raise OSError(errno.EINVAL, "it has an access list of an unknown form", os.fspath(str(place)))
-    return list(_ACL_ENTRY.iter_unpack(data[_ACL_HEAD.size :]))
-
-
-def _is_private(group: int) -> bool:
-    """Whether a group is that of this user alone, as systems make them that let groups write by default."""
-    with suppress(KeyError):
-        own_group, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
-        return own_group.gr_name == user and set(own_group.gr_mem) <= {user}
-    return False

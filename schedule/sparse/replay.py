@@ -172,11 +172,6 @@ def replay(profile: Profile, pool: Pool) -> Replay:
     )
 
 
-def replay_own(profile: Profile, pool: Pool) -> Moved:
-    """What the calls of a profile move through a pool that is empty at first, by penstock's own policy."""
-    return Driven(profile, pool).moved(Residency(pool, profile.traces), ahead=True)
-
-
 def expectation(profile: Profile, graphs: Sequence[int]) -> Expectation:
     """What a pass of each of the methods `graphs` misses on average; nothing if no call was recorded."""
 
@@ -280,14 +275,14 @@ class Driven:
         return Range(*self._pool.bytes_in(granules, storage, self._profile.storages[storage].nbytes))
 
 
-def ladder_of(profile: Profile, rungs: int = 8) -> Sequence[Pool]:
+def ladder_of(profile: Profile) -> Sequence[Pool]:
     """Pools of growing sizes, by about equal factors, from the largest read's units to all tables."""
     smallest, reads = profile.pool(0), profile.reads()
     asks = [(reads[ask.read], ask.units) for call in profile.routes.calls for ask in call]
     edges = ([smallest.granules(read, number) for number in units] for read, units in asks)
     least = max(sum(stop - first for first, stop in pieces) for pieces in edges) * smallest.granule
     most = sum(profile.storages[s].nbytes + smallest.granule for s in {read.storage for read in reads})
-    sizes = (least * max(1.0, most / least) ** (k / (rungs - 1)) for k in range(rungs))
+    sizes = (least * max(1.0, most / least) ** (k / 7) for k in range(8))
     return [profile.pool(-(-round(size) // smallest.granule) * smallest.granule) for size in sizes]
 
 

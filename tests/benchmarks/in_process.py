@@ -13,11 +13,6 @@ def invoke(main, *arguments):
     return CliRunner().invoke(application, [str(argument) for argument in arguments])
 
 
-def words_of(done):
-    """What a command has said, without its frames and line breaks."""
-    return " ".join(done.output.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
-
-
 class Here:
     """What `benchmarks.ways.Way` is of a process."""
 

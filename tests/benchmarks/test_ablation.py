@@ -2,14 +2,12 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 
-from benchmarks.plans import __main__ as schedule
 from benchmarks.plans import ablation
 from benchmarks.plans.ablation import Case
-from benchmarks.plans.stages import STAGES, replaced
+from benchmarks.plans.stages import STAGES
 from tests.benchmarks.in_process import invoke
 
 SHOWING = {
@@ -44,17 +42,6 @@ def test_without_any_stage_some_plan_is_another():
     assert sorted(shown) == sorted(stage.name for stage in STAGES)
 
 
-def test_what_is_replaced_comes_back():
-    from penstock.schedule.search import contiguous
-
-    before = contiguous._SIZES
-    with replaced({"search.contiguous:_SIZES": 1}):
-        assert contiguous._SIZES == 1
-    assert before == contiguous._SIZES
-    with pytest.raises(AttributeError), replaced({"search.contiguous:_NO_SUCH_NAME": 1}):
-        pass
-
-
 def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(tmp_path, monkeypatch):
     monkeypatch.setattr(ablation, "list_cases", lambda _: list(SHOWING)[:2])
     figures, document = tmp_path / "ablation.json", tmp_path / "page.md"
@@ -75,14 +62,3 @@ def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(tmp_path, mon
     assert "a test" in page
     assert page.startswith("before\n")
     assert page.endswith("after\n")
-
-
-@pytest.mark.nightly
-def test_two_codes_plan_the_same_cases_side_by_side():
-    here = Path(schedule.__file__).resolve().parent.parent
-    cases = [schedule.Case("gpt-oss-120b, decode", "t4", "contiguous", 0.9)]
-    lines = schedule.compare_codes(here / "src", cases).splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "contiguous |" in line]
-    assert [row[:3] for row in rows] == [["contiguous", "other", "1"], ["contiguous", "this", "1"]]
-    assert rows[0][3:6] == rows[1][3:6]
-    assert "- 1.0000: gpt-oss-120b, decode, t4, contiguous, 0.9" in lines

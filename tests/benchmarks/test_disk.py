@@ -2,30 +2,23 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from benchmarks import machine
 from benchmarks.disk import rounds
 from benchmarks.disk.__main__ import application
-from benchmarks.disk.cases import load_weights, make_inputs, make_meta_module, name_weights, write_weights
+from benchmarks.disk.cases import make_meta_module, write_weights
 from benchmarks.disk.competitors import Job
 from benchmarks.disk.process import Worker, WorkerError
-from benchmarks.disk.reader import Reader, choose_fastest, list_ways, measure_readers
-from benchmarks.disk.rounds import list_cases
+from benchmarks.disk.reader import list_ways
 from benchmarks.disk.summary import judge, summarise
-from benchmarks.disk.tables import BEGIN, render
+from benchmarks.disk.tables import BEGIN
 from benchmarks.disk.worker import Session
-from benchmarks.table import END, write_between
+from benchmarks.table import END
 from tests.engines import ENGINES
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -100,85 +93,6 @@ def test_a_process_of_its_own_answers_as_one_here_and_says_why_it_ends(folder):
     log.unlink()
 
 
-@pytest.mark.nightly
-def test_the_command_runs_in_the_root_of_a_checkout():
-    command = [sys.executable, "-m", "benchmarks.disk.__main__", "--budgets", "much"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 2
-    assert "much" in done.stderr
-
-
-def test_cases_cover_every_combination_but_one_cgroup_a_model():
-    cases = list_cases(
-        ["linears", "llama"], [8, 256], ["cold", "cgroup"], budgets=["50%", "12.5%"], peers=["mmap"]
-    )
-    assert [(case.model, case.tokens, case.state) for case in cases if case.state == "cgroup"] == [
-        ("linears", 8, "cgroup"),
-        ("llama", 8, "cgroup"),
-    ]
-    assert len(cases) == 6
-    assert cases[1].budgets == ("12.5%",)
-
-
-@pytest.mark.parametrize("model", ["linears", "llama"])
-def test_weights_are_the_same_each_time_and_begin_on_a_page(model, tmp_path):
-    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    for path in paths:
-        write_weights(make_meta_module(model, 1 << 20), path)
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert (8 + int.from_bytes(paths[0].read_bytes()[:8], "little")) % 4096 == 0
-
-    outputs = []
-    for in_memory in (True, False):
-        module = make_meta_module(model, 1 << 20)
-        load_weights(module, paths[0], in_memory=in_memory)
-        outputs.append(module(*make_inputs(module, 4)))
-    assert torch.equal(*outputs)
-    assert outputs[0].isfinite().all()
-    assert name_weights(model, 1 << 20) != name_weights(model, 2 << 20)
-
-
-def test_dropped_files_leave_the_cache_even_where_they_were_mapped(folder):
-    path = folder / "cached"
-    path.write_bytes(bytes(1 << 20))
-    mapped = torch.from_file(str(path), shared=False, size=1 << 20, dtype=torch.uint8)
-    assert mapped.sum() == 0
-    machine.warm_cache([path])
-    assert machine.measure_cached([path]) == 1
-    machine.drop_cache([path])
-    assert machine.measure_cached([path]) > 0, "a mapped page stays"
-    machine.drop_cache([path], unmap=True)
-    assert machine.measure_cached([path]) == 0
-    before = machine.read_disk_bytes()
-    machine.warm_cache([path])
-    assert machine.read_disk_bytes() - before >= 1 << 20
-    path.unlink()
-
-
-def test_readers_read_everything_and_report_failure(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(5 << 20))
-    readers = measure_readers(path)
-    assert {reader["way"] for reader in readers} == set(list_ways(path))
-    assert all(reader["bytes_per_s"] > 0 for reader in readers)
-    fastest = choose_fastest(readers)
-    for reader in readers:
-        assert reader["bytes_per_s"] <= fastest[reader["way"]]["bytes_per_s"]
-    with pytest.raises(OSError, match="missing"):
-        Reader("buffered", 2, 1 << 20).read(tmp_path / "missing", 1 << 20)
-
-
-def test_readers_bring_the_file_from_the_disk(folder):
-    path = folder / "read"
-    path.write_bytes(bytes(4 << 20))
-    for way in (*list_ways(path), "buffered"):
-        machine.drop_cache([path])
-        before = machine.read_disk_bytes()
-        Reader(way, 2, 1 << 20).read(path, 4 << 20)
-        assert machine.read_disk_bytes() - before >= 4 << 20
-    path.unlink()
-
-
 def make_entry(kind, seconds, *, budget=0, disk_bytes=0, **figures):
     """What a case holds about a competitor that took `seconds` in its rounds of one pass."""
     sample = {"disk_bytes": disk_bytes, "gap_bytes": 0, "cached": 0.0}
@@ -239,16 +153,6 @@ def test_ratios_are_taken_within_rounds():
     assert rows["mmap"]["total_bytes"] == 1000
 
 
-def test_limit_counts_no_more_than_the_disk_delivered():
-    case = make_case(
-        memory=make_entry("memory", [0.1]),
-        raw=make_entry("raw", [1.0]),
-        penstock=make_entry("penstock", [0.5], budget=200, disk_bytes=400),
-    )
-    (row,) = (row for row in summarise(case, 1.0) if row["kind"] == "penstock")
-    assert row["limit_share"] == pytest.approx(0.8)
-
-
 def test_targets_take_the_worst_row_they_apply_to():
     case = make_case(
         memory=make_entry("memory", [0.1]),
@@ -265,33 +169,3 @@ def test_targets_take_the_worst_row_they_apply_to():
     assert share["where"] == "linears, 8 tokens, cold: bad"
     assert verdicts[1]["met"] is True
     assert verdicts[2]["met"] is None, "no warm case was measured"
-
-
-def test_another_output_is_seen():
-    case = make_case(memory=make_entry("memory", [0.1]), penstock=make_entry("penstock", [0.1], budget=1000))
-    case["competitors"]["penstock"]["rounds"][0]["output"] = "other"
-    rows = summarise(case, 1.0)
-    assert judge(rows)[-1]["met"] is False
-
-
-def test_failed_competitors_are_named_and_left_out():
-    case = make_case(memory=make_entry("memory", [0.1]), mmap=make_entry("mmap", []))
-    case["failures"]["mmap"] = "mmap was killed during 'train'"
-    case["rows"] = summarise(case, 1.0)
-    result = {
-        "hardware": {key: 1 for key in ("date", "cpu", "cores", "memory_bytes", "kernel", "python", "torch")},
-        "options": {"nbytes": 1000, "rounds": 1, "passes": 1},
-        "readers": [{"way": "direct", "threads": 1, "block": 4096, "bytes_per_s": 1e9}],
-        "targets": judge(case["rows"]),
-        "cases": [case],
-    }
-    assert [row["name"] for row in case["rows"]] == ["memory"]
-    assert "- mmap was killed during 'train'" in render(result)
-
-
-def test_a_document_without_marks_is_refused(tmp_path):
-    document = tmp_path / "benchmarks.md"
-    document.write_text("no marks")
-    with pytest.raises(ValueError, match="has no line"):
-        write_between(document, "a table", "<!-- begin -->")
-    assert document.read_text() == "no marks"

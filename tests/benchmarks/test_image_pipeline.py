@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.calls.pipeline import BEGIN, main
-from benchmarks.calls.pipeline_table import BEST, WHOLE, Image, Turn
+from benchmarks.calls.pipeline_table import WHOLE
 from tests.benchmarks.in_process import invoke
 
 
@@ -39,17 +39,3 @@ def test_few_layers_are_planned_within_every_cap(tmp_path):
     assert "stale" not in text
     assert "| 0.80 | Flux.1-dev transformer | 3 |" in text
     assert "| 0.10 | does not run: " in text
-
-
-def turn(baselines):
-    times = {"seconds": 2, "bound_seconds": 1, "compute_seconds": 1, "steady_seconds": 1}
-    return Turn("one", 2, 100, 10, 50, 150, **times, baselines=baselines)
-
-
-def test_an_image_is_the_sum_of_its_turns_and_a_policy_has_to_fit_all():
-    image = Image(100, (turn({"on demand": 3, WHOLE: 2, BEST: 2}), turn({"on demand": 5, BEST: 5})))
-    assert (image.seconds, image.bound_seconds) == (4, 2)
-    assert (image.peak_bytes, image.copied_bytes) == (60, 300)
-    assert image.baselines["on demand"] == 8
-    assert image.baselines[BEST] == 7
-    assert image.baselines[WHOLE] is None

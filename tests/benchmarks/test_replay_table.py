@@ -22,15 +22,3 @@ def test_penstock_beats_lru_and_nothing_beats_the_bound(monkeypatch):
     _, _, anywhere, worth = asked.splitlines()
     assert f"| 1.02 | {max(against):.3f} | yes |" in anywhere
     assert f"| 0.86 | {against[1]:.3f} | {'yes' if against[1] <= 0.86 else '**no**'} |" in worth
-
-
-def test_recorded_routes_are_replayed_as_they_are():
-    tokens = recorded_experts(routes_path(64))[:10]
-    profile = replay.profile(tokens, 64)
-    assert [[ask.units for ask in call[::2]] for call in profile.routes.calls] == tokens
-    assert all(
-        call[::2] == tuple(a._replace(read=a.read - 1) for a in call[1::2]) for call in profile.routes.calls
-    )
-    (share, done), *_ = replay.replayed(profile)
-    assert done.asked.nbytes == 10 * 6 * 8 * 3 * replay.UNIT
-    assert done.pool_bytes == share * done.asked.nbytes / 10

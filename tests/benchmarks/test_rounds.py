@@ -58,15 +58,3 @@ def test_one_that_fails_leaves_the_others(bench, command):
     assert measured == {"memory": 2, "mmap": 2, "penstock 50%": 2} | (
         {"accelerate": 0} if command == "train" else {}
     )
-
-
-def test_a_group_has_the_bare_process_and_a_share_of_the_weights(bench):
-    result = bench.run(CASE)
-    assert bench.limits == [100 + result["weight_bytes"] // 4] * 3  # not what is in memory
-    assert result["failures"] == {}
-
-
-def test_where_all_fail_nothing_is_measured(bench):
-    bench.failing.update(dict.fromkeys(("memory", "mmap", "accelerate", "penstock"), "load"))
-    result = bench.run(CASE)
-    assert (len(result["failures"]), result["competitors"]) == (4, {})

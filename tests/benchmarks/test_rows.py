@@ -43,22 +43,3 @@ def test_all_ways_find_the_same_rows(request, tmp_path, monkeypatch):
     assert (
         invoke(rows.main, "--render", str(tmp_path / "facts.json")).output.strip() == render(result).strip()
     )
-
-
-def test_a_verdict_can_fail_and_a_failure_is_named():
-    steps = [{"rows": 256, "seconds": 0.01, "processor": 0.01, "read": 100, "digest": "a"}]
-    steps = [*steps, *({**steps[0], "rows": count} for count in (8, 4096))]
-    other = [{**step, "digest": "b"} for step in steps]
-    ways = {"penstock": steps, "mmap": other, "whole": []}
-    failures = {"whole": "was killed"}
-    table = {"rows": 50, "width": 100, "budget": 1000}
-    machine = {"cpu": "a processor", "cores": 2, "torch": "2", "date": "today"}
-    made = {name: {"failure": failures.get(name, ""), "steps": one} for name, one in ways.items()}
-    result = {"machine": machine, "table": table, "ways": made}
-    text = render(result)
-    assert "| 256 | penstock | 10.0 (10.0 to 10.0) | 10.0 | 100 B | 0.01000 | equal |" in text
-    assert "| 256 | mmap | 10.0 (10.0 to 10.0) | 10.0 | 100 B | 0.01000 | **different** |" in text
-    assert "| 8 | whole | was killed |" in text
-    assert "0.01000 at most, met." in text
-    steps[0]["read"] = 101
-    assert "**not met**" in render(result)

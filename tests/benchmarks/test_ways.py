@@ -1,20 +1,15 @@
 """Processes that answer line by line, and the folder for their files, which nothing outlives."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import typer
 
 from benchmarks import ways
 from benchmarks.ways import Way, in_turn, scratch, started
@@ -62,11 +57,6 @@ def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(scr
     assert running["one"].bare > 0
 
 
-def test_every_round_begins_with_another_way():
-    names: dict[str, Any] = dict.fromkeys("abc")
-    assert ["".join(in_turn(names, number)) for number in range(4)] == ["abc", "bca", "cab", "abc"]
-
-
 def test_a_group_has_a_bare_process_and_the_limit_of_its_way(script, tmp_path, monkeypatch):
     limits: list[int] = []
     seen: list[tuple[str, bool]] = []
@@ -90,32 +80,6 @@ def test_a_group_has_a_bare_process_and_the_limit_of_its_way(script, tmp_path, m
     assert seen == [("capped", False), ("capped", True), ("free", False)]
     assert len(running["capped"].steps) == 1
     assert (tmp_path / "cgroup.procs").read_text().strip().isdigit()
-
-
-def test_a_group_that_cannot_be_made_is_refused(script, monkeypatch):
-    monkeypatch.setattr(ways, "make_group", lambda _: contextlib.nullcontext(None))
-    with pytest.raises(typer.BadParameter, match="no memory group"), started(script, [Job("a")], {"a": 7}):
-        pass
-
-
-def _interrupt(folder):
-    (folder / "weights").write_bytes(bytes(1 << 10))
-    raise KeyboardInterrupt
-
-
-def test_scratch_is_gone_at_the_end_and_after_an_error(tmp_path):
-    with scratch(1 << 10, tmp_path) as folder:
-        (folder / "weights").write_bytes(bytes(1 << 10))
-    with pytest.raises(KeyboardInterrupt), scratch(1 << 10, tmp_path) as folder:
-        _interrupt(folder)
-    assert not list(tmp_path.iterdir())
-
-
-def test_scratch_needs_room(tmp_path):
-    free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(typer.BadParameter, match=r"there are .* at .*--folder"), scratch(2 * free, tmp_path):
-        pass
-    assert not list(tmp_path.iterdir())
 
 
 HOLDING = """

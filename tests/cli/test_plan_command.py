@@ -133,14 +133,6 @@ def test_an_output_is_replaced_with_force_only(penstock, artifact, tmp_path, com
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_hardware_that_does_not_exist_suggests_the_nearest(penstock, artifact, command):
-    done = penstock(command, artifact, "--budget", "50%", "--hardware", "RTX4090")
-    assert done.status == 2
-    assert "did you mean 'rtx4090'" in done.err
-    assert "Traceback" not in done.err
-
-
 def test_simulation_agrees_with_the_prediction(penstock, artifact):
     (one,) = json.loads(penstock("simulate", artifact, "--budget", "30%", "--hardware", "t4", "--json").out)
     assert one["period_ns"] == one["predicted_ns"]

@@ -3,8 +3,6 @@
 `double.c` must be preloaded into the process that calls `Double`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

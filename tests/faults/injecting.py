@@ -6,8 +6,6 @@ says what came of all injections. Each scenario has a forked process, and each i
 from that, so none imports torch.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

@@ -1,7 +1,5 @@
 """What a folder holds: changes show, and it can be put back with the same inodes and times."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -45,15 +45,3 @@ def test_what_a_model_runs_on_is_in_use_until_it_is_restored(tmp_path, said):
     assert len(prune(tmp_path, before=math.inf).removed) == 1
     with apply(model, "1MB", cache=tmp_path):  # written again
         assert torch.equal(model(X), expected)
-
-
-def test_the_limit_is_kept_when_weights_are_written(tmp_path, monkeypatch):
-    first, second = nn.Sequential(linear(1, width=999)), nn.Sequential(linear(2, width=999))
-    apply(first, "1MB", cache=tmp_path).restore()
-    (old,) = Cache(tmp_path).weights.iterdir()
-    total = sum(one.nbytes for one in list_entries(tmp_path))
-    monkeypatch.setenv("PENSTOCK_CACHE_LIMIT", str(total + 1_000))
-    with apply(second, "1MB", cache=tmp_path):
-        assert not old.exists()
-        assert sum(one.nbytes for one in list_entries(tmp_path)) <= total + 1_000
-        assert [one.kind for one in list_entries(tmp_path)] == ["weights"]

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GenerationConfig, T5ForConditionalGeneration
+from transformers import GenerationConfig
 
 import penstock
 from penstock.integrations import folders, load
@@ -173,17 +173,6 @@ def test_a_component_of_several_folders_is_refused_and_not_taken_for_the_first(t
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(SourceError, match=r"holds a UNet2DModel, and .* says MultiControlNetModel"):
         load(tmp_path, "1MB")
-
-
-def test_what_the_library_leaves_in_float32_is_so_here(tmp_path):
-    models.t5().half().save_pretrained(tmp_path / "half")
-    kept = models.frozen(T5ForConditionalGeneration.from_pretrained(tmp_path / "half"))
-    kept.save_pretrained(tmp_path / "kept")
-    model = load(tmp_path / "kept", "1MB", cache=tmp_path)
-    ids = torch.tensor([[5, 6, 7]])
-    given = {"input_ids": ids, "decoder_input_ids": ids}
-    assert torch.equal(model(**given).logits, models.twin(kept)(**given).logits)
-    model.penstock_applied.close()
 
 
 @pytest.mark.parametrize(

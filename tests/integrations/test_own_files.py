@@ -207,21 +207,6 @@ def test_of_the_variants_the_one_that_fits_is_used(tmp_path):
         assert file.name == "model.fp16.safetensors"
 
 
-def test_a_model_of_the_hub_is_in_the_snapshot_of_its_commit(folder, tmp_path, monkeypatch):
-    asked = []
-
-    def snapshot(name, *, revision, local_files_only):
-        asked.append((name, revision, local_files_only))
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    model = loaded(folder)
-    model.config._name_or_path, model.config._commit_hash = "someone/llama", "0123abcd"
-    with apply(model, "1MB", cache=tmp_path):
-        assert asked == [("someone/llama", "0123abcd", True)]
-    assert not written(tmp_path)
-
-
 def test_a_module_without_a_folder_or_weights_is_applied(tmp_path):
     with apply(models.frozen(nn.Sequential(nn.ReLU())), "1MB", cache=tmp_path):
         assert not written(tmp_path)

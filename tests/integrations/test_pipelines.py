@@ -166,16 +166,6 @@ def test_a_pipeline_from_a_folder_is_never_in_memory(drawn, cache):
         made.penstock_applied.restore()
 
 
-def test_a_model_from_a_folder_generates_as_its_library_loads_it(tmp_path):
-    model = models.llama(tie_word_embeddings=True)
-    model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
-    streamed = load(tmp_path / "model", "350KB", cache=tmp_path / "cache")
-    ids = torch.tensor([[5, 17, 99, 23, 42]])
-    assert torch.equal(streamed.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
-    assert streamed.generation_config.pad_token_id == model.generation_config.pad_token_id
-    streamed.penstock_applied.close()
-
-
 def test_experts_that_their_library_stacks_while_it_loads_come_from_its_files(tmp_path):
     model = models.mixtral()
     model.save_pretrained(tmp_path / "model")

@@ -43,7 +43,7 @@ def name_of(number):
 
 
 def read_entries(folder):
-    return [one.reads for one in list_entries(folder)] and None
+    return "".join(one.made_for for one in list_entries(folder)) or None
 
 
 def read_onnx(folder):
@@ -73,12 +73,7 @@ FILES = {
     "ONNX payload": ("onnx/payload.json", read_onnx, False),
     "measurements": ("cache/penstock/hardware.json", lambda _: measurements() or None, True),
     "record": (
-        f"cache/penstock/programs/{name_of(1)}.penstock/entry.json",
-        lambda f: read_entries(f.parent.parent),
-        True,
-    ),
-    "entry": (
-        f"cache/penstock/programs/{name_of(1)}.penstock/payload.json",
+        f"cache/penstock/weights/{name_of(1)}/entry.json",
         lambda f: read_entries(f.parent.parent),
         True,
     ),

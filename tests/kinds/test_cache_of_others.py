@@ -1,7 +1,6 @@
-"""What runs from the cache is what this user has made, and what nobody else could change or exchange."""
+"""The cache is made for its user alone, and others' rights in it are taken back."""
 
 import errno
-import logging
 import os
 import stat
 import struct
@@ -10,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import penstock
 from penstock.runtime.cache import Cache, remember
 from penstock.runtime.system.atomic import write_artifact
+from penstock.runtime.system.ownership import can_others_write
 
 OTHER, GROUP = 65534, 12345
 ROOT = os.geteuid() == 0
-NAME = f"{0:032x}.penstock"
-
-needs_root = pytest.mark.skipif(not ROOT, reason="only root can give files to another user")
+NAME = f"{0:032x}"
 
 
 @pytest.fixture
@@ -43,7 +40,7 @@ def fill(folder):
 
 
 def make_entry(cache):
-    path = cache.programs / NAME
+    path = cache.weights / NAME
     cache.keep(path, "a model", lambda: write_artifact(path, force=False, build=fill)).close()
     return path
 
@@ -87,147 +84,53 @@ def test_any_umask(base, umask_of_all):
         path = make_entry(cache)
     finally:
         os.umask(before)
-    assert cache.trusts(path)
-    for folder in (base / "a", cache.folder, cache.programs, path):
+    for folder in (base / "a", cache.folder, cache.weights, path):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def loosen(path, mode):
-    path.chmod(mode)
-    if ROOT:
-        os.chown(path, 0, GROUP)
-
-
-def exchange(path):
-    """Puts a link to it in its place."""
-    aside = path.rename(path.with_name("aside"))
-    path.symlink_to(aside)
+def test_the_folders_of_an_earlier_version_are_taken_back(base):
+    """It made them as the umask said."""
+    cache = Cache(base / "cache")
+    make_entry(cache)
+    cache.weights.chmod(0o777)
+    cache.keep(cache.weights / f"{1:032x}", "another", (cache.weights / f"{1:032x}").mkdir).close()
+    assert stat.S_IMODE(cache.weights.stat().st_mode) == 0o700
 
 
 CHANGES = {
-    "a file that its group writes": lambda path: loosen(path / "payload.json", 0o664),
-    "a file that everybody writes": lambda path: loosen(path / "inner" / "code.so", 0o602),
-    "a folder that its group writes": lambda path: loosen(path / "inner", 0o770),
-    "an entry that everybody writes": lambda path: loosen(path, 0o777),
-    "a sticky entry": lambda path: loosen(path, 0o1777),
-    "an access list of a file": lambda path: grant(path / "inner" / "code.so", 2, OTHER),
-    "an access list of a folder": lambda path: grant(path / "inner", 8, GROUP),
-    "an access list of the entry": lambda path: grant(path, 2, OTHER),
-    "an access list of all programs": lambda path: grant(path.parent, 2, OTHER),
-    "programs that everybody writes": lambda path: loosen(path.parent, 0o777),
-    "a link in it": lambda path: exchange(path / "payload.json"),
-    "a pipe in it": lambda path: os.mkfifo(path / "pipe"),
-    "a link in its place": exchange,
-}
-
-GIVEN = {
-    "an entry of another user": lambda path: os.chown(path, OTHER, OTHER),
-    "a file of another user": lambda path: os.chown(path / "inner" / "code.so", OTHER, OTHER),
-    "programs of another user": lambda path: os.chown(path.parent, OTHER, OTHER),
+    "its own": (lambda folder: folder.chmod(0o755), False),
+    "that everybody writes": (lambda folder: folder.chmod(0o702), True),
+    "that its group writes": (lambda folder: folder.chmod(0o720), True),
+    "that a user writes by an access list": (lambda folder: grant(folder, 2, OTHER), True),
+    "that a group writes by an access list": (lambda folder: grant(folder, 8, GROUP), True),
+    "of another user": (lambda folder: os.chown(folder, OTHER, OTHER), True),
+    "that is a link": (lambda folder: folder.rename(folder.with_name("b")) and folder.symlink_to("b"), True),
 }
 
 
-@pytest.mark.parametrize(
-    "change",
-    [*CHANGES, *(pytest.param(one, marks=needs_root) for one in GIVEN if one != "programs of another user")],
-)
-def test_an_entry_that_others_could_change_is_written_again(base, change, caplog):
-    cache = Cache(base / "cache")
-    path = make_entry(cache)
-    (path / "inner" / "code.so").write_text("another's")
-    (CHANGES | GIVEN)[change](path)
-    with caplog.at_level(logging.WARNING):
-        make_entry(cache)
-    assert (path / "inner" / "code.so").read_text() == "mine"
-    assert [one.getMessage().split(" as ")[0] for one in caplog.records] == [f"{path} is not trusted,"]
-    assert cache.trusts(path)
+@pytest.mark.parametrize("change", CHANGES)
+def test_whether_others_may_write_to_a_folder(base, change):
+    if change == "of another user" and not ROOT:
+        pytest.skip("only root can give files to another user")
+    (base / "a").mkdir(0o700)
+    apply, others = CHANGES[change]
+    apply(base / "a")
+    assert can_others_write(base / "a") is others
 
 
-@needs_root
-def test_programs_of_another_user_run_nothing(base):
-    """What cannot be taken back stays, is not trusted, and no folder of others is changed through a link."""
-    cache = Cache(base / "cache")
-    path = make_entry(cache)
-    GIVEN["programs of another user"](path)
+@pytest.mark.parametrize("way", ["through a link", "in a folder that others write to"])
+def test_rights_are_not_changed_where_others_could_lead(base, way):
+    cache, mine = Cache(base / "cache"), base / "mine"
     make_entry(cache)
-    assert not cache.trusts(path)
-
-
-def test_an_entry_of_this_user_alone_is_used_again(base, caplog):
-    cache = Cache(base / "cache")
-    inode = make_entry(cache).stat().st_ino
-    with caplog.at_level(logging.WARNING):
-        assert make_entry(cache).stat().st_ino == inode
-    assert not caplog.records
-
-
-def test_a_group_of_ones_own_may_write(base):
-    """As systems make them that let groups write by default: umask 002, and a group for each user."""
-    if not ROOT:
-        pytest.skip("only of root it is known that no other user is in its group")
-    cache = Cache(base / "cache")
-    path = make_entry(cache)
-    for one in (cache.folder, path, path / "payload.json"):
-        one.chmod(0o775)
-    assert cache.trusts(path)
-
-
-WAYS = {
-    "its own": (lambda parent: None, True),
-    "that everybody writes": (lambda parent: parent.chmod(0o777), False),
-    "that is sticky": (lambda parent: parent.chmod(0o1777), True),
-    "that its group writes": (lambda parent: loosen(parent, 0o2775), not ROOT),
-    "that a user writes by an access list": (lambda parent: grant(parent, 2, OTHER), False),
-    "that a group writes by an access list": (lambda parent: grant(parent, 8, GROUP), False),
-    "with a default list for new files": (lambda parent: grant(parent, 2, OTHER, "default"), True),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("there", [True, False])
-def test_the_parent_of_a_cache(base, way, there):
-    """Whoever may write to a parent can exchange the cache for another, unless it is like /tmp."""
-    parent, (change, own) = base / "parent", WAYS[way]
-    parent.mkdir()
-    cache = Cache(parent / "cache")
-    if there:
-        make_entry(cache)
-    change(parent)
-    if way == "that its group writes" and not ROOT:
-        pytest.skip("the group of this user may be its own")
-    assert cache.own is own
-    if own:
-        assert cache.trusts(make_entry(cache))
-
-
-def test_links_to_a_cache(base):
-    """A link is followed, and the folders on both ways count."""
-    (base / "disk").mkdir()
-    (base / "home").mkdir()
-    (base / "home" / "cache").symlink_to("../disk/cache")
-    cache = Cache(base / "home" / "cache")
-    assert cache.own
-    (base / "disk" / "cache").mkdir()
-    assert cache.trusts(make_entry(cache))
-    for folder in ("disk", "home"):
-        (base / folder).chmod(0o777)
-        assert not cache.own
-        (base / folder).chmod(0o755)
-    assert cache.own
-    (base / "home" / "loop").symlink_to("loop")
-    with pytest.raises(penstock.SourceError, match="loop cannot be read"):
-        _ = Cache(base / "home" / "loop").own
-
-
-@needs_root
-def test_a_link_of_another_user(base):
-    (base / "disk").mkdir()
-    (base / "tmp").mkdir()
-    (base / "tmp").chmod(0o1777)
-    (base / "tmp" / "cache").symlink_to(base / "disk")
-    assert Cache(base / "tmp" / "cache").own
-    os.chown(base / "tmp" / "cache", OTHER, OTHER, follow_symlinks=False)
-    assert not Cache(base / "tmp" / "cache").own
+    if way == "through a link":
+        cache.weights.rename(mine)
+        cache.weights.symlink_to(mine)
+    else:
+        mine = cache.weights
+        cache.folder.chmod(0o777)
+    mine.chmod(0o777)
+    cache.keep(cache.weights / f"{1:032x}", "another", (cache.weights / f"{1:032x}").mkdir).close()
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o777
 
 
 def test_a_record_that_is_a_link_leaves_its_file_alone(base):

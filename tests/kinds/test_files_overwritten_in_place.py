@@ -73,8 +73,7 @@ def touch(file, how):
 
 def kept(cache):
     """The files in a cache that are large, and their inodes: none may be written again, and none may come."""
-    folders = (Cache(cache).weights, Cache(cache).programs)
-    files = [file for folder in folders for file in folder.glob("*/*") if file.suffix != ".json"]
+    files = [file for file in Cache(cache).weights.glob("*/*") if file.suffix != ".json"]
     return {file: file.stat().st_ino for file in files}
 
 

@@ -1,7 +1,5 @@
 """What control groups leave of memory, in both languages: memory.high, and paths of groups that lead up."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The changes that `make mutants` makes of a syntax tree, one at a time."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Callable

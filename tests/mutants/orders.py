@@ -4,8 +4,6 @@ Random changes do not make these, and only kernels that run late show them. So e
 own in tests/rig/test_orders_on_the_rig.py.
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 from pathlib import Path

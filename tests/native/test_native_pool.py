@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.native.library import WAITING, Options
 from penstock.native.library import Change as NativeChange
+from penstock.native.library import Options
 from penstock.runtime.sparse.units import NativeUnits
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
@@ -200,19 +199,6 @@ def test_decisions_are_those_of_the_policy_in_python(seed):
         drive(engines, traces, dice, calls=20)
 
 
-@pytest.mark.parametrize("widths", [(1, 5), (2, 2, 3), (1, 1), (3,)])
-def test_decisions_are_the_same_where_turns_run_in_rounds(widths):
-    pool, trace = of_one_route(*(PAGE * width for width in widths), nbytes=12 * PAGE)
-    pool = replace(pool, granule=PAGE, layout=tuple(s << 20 for s in range(len(widths))))
-    with both(pool, (trace,)) as engines:
-        dice = Random(sum(widths))
-        for _ in range(150):
-            engines.begin(0)
-            numbers = sorted(dice.sample(range(16), dice.randint(1, 6)))
-            for s in range(len(widths)):
-                engines.read(0, s, numbers, s)
-
-
 @pytest.mark.parametrize(("later", "calls", "leaves"), [(600, 1200, 1), (2500, 5000, 0)])
 def test_decisions_are_the_same_when_units_are_long_forgotten(later, calls, leaves):
     """Unit 1 leaves, and not unit 0, which was asked for later, until nothing of either is remembered."""
@@ -226,31 +212,6 @@ def test_decisions_are_the_same_when_units_are_long_forgotten(later, calls, leav
         engines.part(0, 0, [0, 1])
         engines.part(0, 0, [3, 4])
         assert engines.change()[0] == ("drop", 0, leaves, 0, 0)
-
-
-@pytest.mark.parametrize(("coming", "asked"), [(0, 1), (0, 3), (4, 3)])
-def test_a_part_waits_for_a_granule_that_is_on_its_way_for_another_unit(coming, asked):
-    """The asked unit lies in it, begins in it, or ends in it; the rest of it comes at once."""
-    pool, trace = of_one_route(1200, 1200, nbytes=8 * PAGE)
-    pool = replace(pool, granule=PAGE, layout=(0, 1 << 20))
-    first, second = trace.steps
-    (read,) = second.sparse
-    other = replace(second, sparse=(replace(read, route=1),))  # of the second table, between
-    with both(pool, (replace(trace, steps=(first, other, second)),)) as engines:
-        engines.begin(0)
-        engines.native.ask(0, 0, [coming])
-        come, held = threading.Event(), iter([True])
-        engines.before = lambda offset: offset >= 16 * 1200 and next(held, False) and come.wait()
-        with engines.native.hold(0, 0, [coming], alone=True):
-            assert [kind for kind, *_ in engines.change()] == ["bring", "ahead"]
-        engines.native.ask(0, 1, [asked])
-        numbers = (ctypes.c_int64 * 1)(asked)
-        part = 0, 1, ctypes.cast(numbers, ctypes.c_void_p), 1
-        status = engines.streamer._library.ps_units_hold(engines.streamer._open(), *part, True)
-        come.set()
-        assert status == WAITING
-        engines.streamer._done(status)
-        engines.streamer.call("ps_units_release", *part)
 
 
 @pytest.mark.parametrize("units", [[3, 3], [4, 3], [-1], [16], [2, 1 << 40]])

@@ -1,7 +1,5 @@
 """Small models, each with one thing that makes following or streaming its weights hard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

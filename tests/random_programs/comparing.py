@@ -3,8 +3,6 @@
 The reference is the module itself, called by eager PyTorch under `torch.no_grad()`.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import traceback

@@ -4,8 +4,6 @@ So nothing but the streamer's own waits orders anything: a kernel that runs too 
 too early, shows as wrong bytes. It is compared when all is closed, so that closing too early shows, too.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait

@@ -1,7 +1,5 @@
 """Memory on both sides of a device: what is page-locked, how it is aligned, copied and given back."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import runpy
@@ -385,22 +383,6 @@ def test_large_copies_are_cut_and_bring_the_same(program, order, monkeypatch):
     device.synchronize(device.record(copies))
     assert back.tolist() == [0] * 50 + list(range(3, 203)) + [0] * 50
     device.close()
-
-
-def test_a_transfer_is_put_into_words_only_for_messages(program, late, monkeypatch):
-    monkeypatch.setattr(streamer._Label, "__str__", lambda label: pytest.fail("nobody asked"))
-    with torch.no_grad(), load(program, "50%", AcceleratorDevice("rig")) as streamed:
-        inner = streamed._weights.streamer
-        seen = []
-        copy = inner._device.copy
-        inner._device.copy = lambda stream, target, moves, label: (
-            seen.append(moves),
-            copy(stream, target, moves, label),
-        )
-        for _ in range(4):
-            streamed(VALUES.to("rig"))
-    count = len(streamed.plan.schedules[0].transfers)
-    assert [id(one) for one in seen[count : 2 * count]] == [id(one) for one in seen[2 * count : 3 * count]]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What only late kernels show: passes on several streams, and closing while kernels run."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 

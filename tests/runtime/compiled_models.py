@@ -1,7 +1,5 @@
 """Models whose reads a compiler moves about, compiled once for all tests that need them."""
 
-from __future__ import annotations
-
 import fcntl
 import zipfile
 from dataclasses import dataclass

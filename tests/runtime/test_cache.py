@@ -1,7 +1,6 @@
 """The cache folder: what is listed, what is in use, and what goes by age, by size and with what it reads."""
 
 import fcntl
-import json
 import logging
 import math
 import os
@@ -39,20 +38,6 @@ def add_weights(cache, number, nbytes=1000, *, days=0):
     return aged(path, days)
 
 
-def add_program(cache, number, reads, *, days=0):
-    path = cache.programs / f"{name_of(number)}.penstock"
-
-    def build(folder):
-        files = [{"path": str(reads / "weights.safetensors")}]
-        (folder / "payload.json").write_text(json.dumps({"files": files}))
-
-    def write():
-        write_artifact(path, force=False, build=build)
-
-    cache.keep(path, f"model {number}", write).close()
-    return aged(path, days)
-
-
 def aged(path, days):
     os.utime(path / "entry.json", (NOW - days * DAY,) * 2)
     return path
@@ -69,20 +54,27 @@ def cache(tmp_path):
 
 def test_entries_are_listed_with_kind_owner_size_and_age(cache):
     new, old = add_weights(cache, 1, 3000), add_weights(cache, 2, 500, days=9)
-    program = add_program(cache, 3, reads=old, days=2)
-    (cache.folder / "plans").mkdir()
-    plan = cache.folder / "plans" / f"{name_of(4)}.json"
-    for file in (plan, cache.folder / "hardware.json"):
+    program = cache.folder / "programs" / f"{name_of(3)}.penstock"  # of an earlier version
+    program.mkdir(parents=True)
+    (program / "entry.json").write_text('{"made_for": "model 3"}')
+    aged(program, 2)
+    plan, call, rates = (
+        cache.folder / name
+        for name in (f"plans/{name_of(4)}.json", f"calls/{name_of(5)}.zip", "hardware.json")
+    )
+    for file, days in ((plan, 1), (call, 3), (rates, 1)):
+        file.parent.mkdir(exist_ok=True)
         file.write_text("{}")
-        os.utime(file, (NOW - DAY, NOW - DAY))
+        os.utime(file, (NOW - days * DAY,) * 2)
     found = list_entries(cache.folder)
-    assert [one.path for one in found] == [old, program, cache.folder / "hardware.json", plan, new]
-    assert [one.kind for one in found] == ["weights", "program", "rates", "plan", "weights"]
-    assert [one.made_for for one in found] == ["model 2", "model 3", "", "", "model 1"]
+    assert [one.path for one in found] == [old, call, program, rates, plan, new]
+    assert [one.kind for one in found] == ["weights", "call", "program", "rates", "plan", "weights"]
+    assert [one.made_for for one in found] == ["model 2", "", "model 3", "", "", "model 1"]
     record = (old / "entry.json").stat().st_size
     assert [one.nbytes for one in found if one.kind == "weights"] == [500 + record, 3000 + record]
     assert found[0].used == NOW - 9 * DAY
     assert not any(one.in_use for one in found)
+    assert paths(prune(cache.folder, before=NOW - 1.5 * DAY).removed) == {old, call, program}
 
 
 def test_what_penstock_did_not_name_is_neither_listed_nor_removed(cache):
@@ -141,34 +133,6 @@ def test_a_killed_process_uses_nothing(cache):
     assert paths(prune(cache.folder, before=math.inf).removed) == {path}
 
 
-def test_programs_go_with_the_weights_that_they_read_and_keep_them_while_in_use(cache):
-    old, new = add_weights(cache, 1, days=9), add_weights(cache, 2, days=9)
-    first, second = add_program(cache, 3, reads=old), add_program(cache, 4, reads=new)
-    held = cache.keep(second, "model", lambda: None)
-    done = prune(cache.folder, before=NOW - 8 * DAY)
-    assert paths(done.removed) == {old, first}
-    assert paths(done.in_use) == {new}
-    assert done.left_bytes == sum(one.nbytes for one in list_entries(cache.folder))
-    held.close()
-    assert paths(prune(cache.folder, before=NOW - 8 * DAY).removed) == {new, second}
-
-
-def test_what_goes_after_all_is_not_said_to_be_in_use(cache, monkeypatch):
-    program = add_program(cache, 2, weights := add_weights(cache, 1), days=2)
-    lock, refused = fcntl.flock, []
-
-    def refuse_first(fd, operation):
-        if not refused:
-            refused.append(fd)
-            raise OSError(5, "Input/output error")
-        lock(fd, operation)
-
-    monkeypatch.setattr(fcntl, "flock", refuse_first)
-    done = prune(cache.folder, before=math.inf)
-    assert {one.path for one in done.removed} == {program, weights}
-    assert done.in_use == ()
-
-
 def test_an_entry_is_let_go_whatever_the_system_says(cache, monkeypatch):
     path, close = add_weights(cache, 1), os.close
     held = cache.keep(path, "model", lambda: pytest.fail("it is there"))
@@ -225,13 +189,6 @@ def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache):
     assert {one.kind for one in listed} == {"leftover"}
     assert {one.path: one.nbytes for one in removed} == {leftover: 700, rates: 70}
     assert kept
-
-
-def test_a_folder_that_cannot_be_looked_at_is_neither_ones_own_nor_new(tmp_path):
-    assert Cache(tmp_path / "new").own
-    (tmp_path / "file").touch()
-    with pytest.raises(SourceError, match="file/cache cannot be read"):
-        _ = Cache(tmp_path / "file" / "cache").own
 
 
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(cache, monkeypatch):

@@ -118,11 +118,6 @@ def test_measured_times_can_be_planned_with(stack):
         assert torch.equal(module(stack.tokens), stack.expected)
 
 
-def test_tied_weights_are_one_storage(stack):
-    weights = {w.fqn: w.parts[0].storage for w in stack.open().payload.weights}
-    assert weights["embed.weight"] == weights["head.weight"]
-
-
 def test_two_modules_of_one_artifact_do_not_disturb_each_other(stack):
     program = stack.open()
     with (
@@ -186,31 +181,33 @@ def test_a_budget_or_a_plan_and_not_both(stack):
         program.load("50%", plan=program.plan("50%"))
 
 
-def test_a_pattern_that_matches_nothing_is_refused(stack):
-    with pytest.raises(penstock.PlanError, match=r"'lm_head\.\*' matches no weight"):
-        stack.open().plan("50%", keep=["lm_head.*"])
+REFUSED = [
+    ({"keep": ["lm_head.*"]}, penstock.PlanError, r"'lm_head\.\*' matches no weight"),
+    ({"budget": "90%", "keep": ["*"]}, penstock.BudgetError, "keep"),
+    (
+        {"hardware": Hardware("none", 0.0, 1e10, 1e9, 0)},
+        penstock.PlanError,
+        "'none': flops_per_s: expected",
+    ),
+    ({"device": "cuda:7"}, penstock.StreamError, "cuda:7"),
+    ({"arena": "ring"}, penstock.PlanError, "'ring'"),
+    *(
+        ({"traces": traces}, penstock.PlanError, r"a list with a Trace for each method, got .*: give what")
+        for traces in ([3], 3, "forward")
+    ),
+]
 
 
-def test_keeping_more_than_the_budget_is_refused(stack):
+@pytest.mark.parametrize(("options", "error", "words"), REFUSED)
+def test_what_cannot_be_planned_is_refused(stack, options, error, words):
+    with pytest.raises(error, match=words):
+        stack.open().plan(**{"budget": "50%"} | options)
+
+
+def test_a_trace_is_given_in_a_list(stack):
     program = stack.open()
-    with pytest.raises(penstock.BudgetError, match="keep"):
-        program.plan(program.floor_bytes + 100_000, keep=["*"])
-
-
-def test_hardware_without_a_rate_is_refused(stack):
-    hardware = Hardware("none", 0.0, 1e10, 1e9, 0)
-    with pytest.raises(penstock.PlanError, match=r"'none': flops_per_s: expected a rate above 0"):
-        stack.open().plan("50%", hardware=hardware)
-
-
-def test_a_device_that_is_not_there_is_refused(stack):
-    with pytest.raises(penstock.StreamError, match="cuda:7"):
-        stack.open().load("50%", device="cuda:7")
-
-
-def test_an_arena_that_does_not_exist_is_refused(stack):
-    with pytest.raises(penstock.PlanError, match="'ring'"):
-        stack.open().plan("50%", arena="ring")
+    with pytest.raises(penstock.PlanError, match="takes a list with a Trace"):
+        program.plan("50%", traces=program.payload.traces[0])
 
 
 def test_what_is_printed_says_that_weights_stream(stack):
@@ -230,15 +227,3 @@ def test_what_is_printed_says_that_weights_stream(stack):
         assert str(module) == f"StreamedModule(stack.penstock, {plan.residency})"
         assert str(nn.Sequential(module)) == f"Sequential(\n  (0): {module}\n)"
     assert str(module) == f"StreamedModule(stack.penstock, {plan.residency}, closed)"
-
-
-@pytest.mark.parametrize("traces", [[3], 3, "forward"])
-def test_what_is_no_trace_is_refused(stack, traces):
-    with pytest.raises(penstock.PlanError, match=r"a list with a Trace for each method, got .*: give what"):
-        stack.open().plan("50%", traces=traces)
-
-
-def test_a_trace_is_given_in_a_list(stack):
-    program = stack.open()
-    with pytest.raises(penstock.PlanError, match="takes a list with a Trace"):
-        program.plan("50%", traces=program.payload.traces[0])

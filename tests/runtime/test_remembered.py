@@ -87,15 +87,6 @@ def test_a_safe_plan_for_a_larger_budget_is_not_taken_for_a_smaller_one(stack, m
     assert len(made) == 3
 
 
-def test_a_folder_that_cannot_be_written_is_not_missed(stack, made, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file"))
-    load(stack)
-    load(stack)
-    assert len(made) == 2
-
-
 def test_the_oldest_plans_are_forgotten(stack, made, monkeypatch, tmp_path):
     monkeypatch.setattr("penstock.runtime.cache.MOST_PLANS", 2)
     for budget in ("40%", "50%", "60%"):

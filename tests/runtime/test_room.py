@@ -1,7 +1,5 @@
 """Loads in control groups a little larger than what they take: they run, or refuse before a byte is read."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

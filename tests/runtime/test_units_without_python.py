@@ -1,7 +1,5 @@
 """penstock-run reads by units: the bits, and the bytes moved, of Python's engines; and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass, replace

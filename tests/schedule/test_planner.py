@@ -170,7 +170,6 @@ def test_a_method_without_weights_beside_one_with():
 
 def check(p):
     lowest = floor(p)
-    assert lowest.lower_bytes <= lowest.upper_bytes
     for budget in (lowest.upper_bytes, p.budget(lowest.upper_bytes)):
         plan = make_plan(p, budget)
         verify_plan(p.storages, p.traces, plan)

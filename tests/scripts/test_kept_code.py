@@ -52,9 +52,3 @@ def test_another_source_flag_or_compiler_makes_another(run, ran, tmp_path, comma
     assert made(run, tmp_path / "1") == "object 1"
     assert made(run, tmp_path / "2", command, source) == "object 2"
     assert ran == [COMMAND, command]
-
-
-def test_what_links_always_runs(run, ran, tmp_path):
-    link = "g++ a.cpp -shared -o a.so"
-    assert [made(run, tmp_path / "1", link), made(run, tmp_path / "2", link)] == ["object 1", "object 2"]
-    assert ran == [link, link]

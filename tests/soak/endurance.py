@@ -7,8 +7,6 @@ caller's stream is the one that it was. In the end the process has as many descr
 beginning, and no more memory than after a fifth of the loads.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import linecache

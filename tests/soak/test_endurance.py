@@ -1,7 +1,6 @@
 """A short run of `make soak`, and what it would say of a leak."""
 
 import os
-import threading
 
 import pytest
 
@@ -38,47 +37,6 @@ def test_a_descriptor_that_stays_is_found(one, tmp_path, monkeypatch):
         one.run(2, 2)
     for descriptor in opened:
         os.close(descriptor)
-
-
-@pytest.mark.nightly
-def test_memory_that_stays_is_found(one, monkeypatch):
-    real, kept = Endurance._load, []
-
-    def leaking(*arguments):
-        kept.append(b"x" * (1 << 20))
-        real(*arguments)
-
-    monkeypatch.setattr(Endurance, "_load", leaking)
-    with pytest.raises(NoMoreThanBeforeError, match="after each fifth of the loads"):
-        one.run(10, 10)
-
-
-def test_an_interrupt_comes_at_its_line():
-    from penstock.schedule.facts.sizes import parse_size
-
-    found = []
-    for lines in range(1, 40):
-        with (one := Interrupt(lines)).coming():
-            parse_size("32MiB")
-        found.append(one.happened)
-    assert found[0]
-    assert found == sorted(found, reverse=True)
-    assert not found[-1]
-
-
-def test_no_interrupt_comes_between_the_end_of_a_with_and_its_exit(tmp_path):
-    """As with the system's, which the interpreter sees at calls, where functions begin, and at loops."""
-    lines = ["def hold(lock):", "    with lock:", "        lock.locked()", "    return lock"]
-    places = {}
-    exec(compile("\n".join(lines), str(tmp_path / "penstock/held.py"), "exec"), places)
-    seen = []
-    for number in range(1, 5):
-        lock = threading.Lock()
-        with (one := Interrupt(number)).coming():
-            places["hold"](lock)
-        assert not lock.locked()
-        seen.append(one.where.rpartition(":")[2])
-    assert seen == ["2", "3", "4", "4"]
 
 
 @pytest.mark.parametrize("hold", ["call", "closing"])

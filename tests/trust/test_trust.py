@@ -14,7 +14,6 @@ from torch import nn
 import penstock
 from penstock.passes.lowering import compiled
 from penstock.runtime.artifact import relink
-from penstock.runtime.cache import Cache
 from tests.trust.hostile import X, change_code, change_payload, make_artifact, use
 
 ROOT = Path(__file__).parents[2]
@@ -111,38 +110,6 @@ def test_other_versions_say_what_to_do(copy, version):
     change_code(copy, lambda stored: stored.update(version=version))
     with pytest.raises(penstock.PayloadError, match=r"expected JSON of version 5, got .*: compile again"):
         use(copy)
-
-
-@pytest.mark.parametrize(("mode", "own"), [(0o700, True), (0o755, True), (0o757, False), (0o777, False)])
-def test_a_cache_that_others_write_to_is_not_trusted(tmp_path, mode, own):
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    folder.chmod(mode)
-    cache = Cache(folder)
-    assert cache.own is own
-
-
-def test_whose_group_may_write(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    folder.chmod(0o775)
-    monkeypatch.setattr(
-        "penstock.runtime.system.ownership._is_private", lambda group: group == folder.stat().st_gid
-    )
-    assert Cache(folder).own
-    monkeypatch.setattr("penstock.runtime.system.ownership._is_private", lambda group: False)
-    assert not Cache(folder).own
-    monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
-    folder.chmod(0o700)
-    assert not Cache(folder).own
-    assert Cache(tmp_path / "to be made").own
-
-
-def test_a_cache_is_made_for_its_user_alone(tmp_path):
-    cache = Cache(tmp_path / "new" / "cache")
-    entry = cache.programs / ("0" * 32)
-    cache.keep(entry, "a model", entry.mkdir).close()
-    assert cache.folder.stat().st_mode & 0o077 == 0
 
 
 def test_no_library_is_ever_told_to_run_the_code_of_a_model():

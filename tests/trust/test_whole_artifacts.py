@@ -3,10 +3,8 @@
 import json
 
 import pytest
-import torch
 
 import penstock
-from tests.trust import whole_artifacts
 from tests.trust.whole_artifacts import WrongBitsError, wholes
 
 
@@ -50,20 +48,3 @@ def test_memory_that_nobody_has_filled_would_be_found(monkeypatch):
     monkeypatch.setattr("penstock.passes.lowering.archive.check_uses", lambda *_: None)
     with pytest.raises(WrongBitsError):
         wholes().use(changed(late))
-
-
-def test_an_error_in_one_of_both_is_found():
-    whole_artifacts._compare(ValueError, ValueError)
-    with pytest.raises(WrongBitsError):
-        whole_artifacts._compare(ValueError, TypeError)
-    with pytest.raises(WrongBitsError):
-        whole_artifacts._compare([torch.ones(1)], ValueError)
-    with pytest.raises(WrongBitsError):
-        whole_artifacts._compare([torch.ones(1)], [torch.zeros(1)])
-
-
-def test_the_plans_are_of_all_arenas_and_read_by_rows_too():
-    plans = [plan for one in wholes().documents for plan in json.loads(one)["payload"]["plans"]]
-    assert {plan["arena"]["kind"] for plan in plans} == {"contiguous", "paged"}
-    assert any(plan["pool"] for plan in plans)
-    assert any(schedule["transfers"] for plan in plans for schedule in plan["schedules"])

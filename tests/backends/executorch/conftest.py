@@ -1,7 +1,5 @@
 """Exports that several tests look at, each made once."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs what was exported as a delegate does, in Python: ExecuTorch's kernels over the bytes of the `.ptd`."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass, field
 

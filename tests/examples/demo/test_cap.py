@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from examples.demo import cap, cgroup, llama, processes
-from examples.demo.child import Result
 from penstock.schedule.facts.errors import StreamError
-from tests.examples.demo.screens import CONSOLE, MIB, capture, make_runs
+from tests.examples.demo.screens import CONSOLE, MIB, capture
 
 
 def test_plain_and_streamed_runs_make_the_same_logits(prepared):
@@ -69,15 +68,3 @@ def test_a_child_ends_with_its_demo(prepared, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         processes.run_child(CONSOLE, prepared, "plain")
     assert started[0].returncode == -signal.SIGKILL
-
-
-def test_the_claim_needs_equal_bits_and_a_plain_model_that_is_killed():
-    survivor = Result("a" * 64, [1], 1.0, 1.0, 1)
-    assert make_runs("a" * 64).holds
-    assert not make_runs("b" * 64).holds
-    assert not make_runs("a" * 64, survivor).holds
-
-
-def test_one_line_says_what_moved_and_what_share_of_the_disk_that_is():
-    text = capture(lambda console: cap.print_runs(console, make_runs("a" * 64)))
-    assert "moved 954 MiB at 0.50 GB/s, 50% of the 1.00 GB/s that this disk gives (O_DIRECT)" in text

@@ -1,42 +1,14 @@
 """What the demo asks of the machine: raw reads, room on a disk, a memory cgroup."""
 
-import os
 import signal
 import subprocess
 import sys
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from examples.demo import cgroup, disk
-from penstock.runtime.system.limits import find_mount, own_groups
+from examples.demo import cgroup
+from penstock.runtime.system.limits import own_groups
 from tests.examples.demo.screens import MIB
-
-
-def write_file(path):
-    save_file({"weight": torch.zeros(3 * MIB + 5, dtype=torch.uint8)}, path)
-    return path
-
-
-def test_a_raw_read_is_of_the_whole_file(tmp_path):
-    path = write_file(tmp_path / "weights.safetensors")
-    rate = disk.measure_read(path)
-    assert rate.nbytes == path.stat().st_size
-    assert rate.bytes_per_s > 0
-
-
-def test_a_raw_read_says_when_it_had_to_be_buffered(tmp_path, monkeypatch):
-    path = write_file(tmp_path / "weights.safetensors")
-    monkeypatch.delattr(os, "O_DIRECT")
-    assert not disk.measure_read(path).direct
-
-
-def test_a_folder_needs_room_on_a_disk(monkeypatch):
-    assert disk.find_folder(1) is not None
-    assert disk.find_folder(1 << 62) is None
-    monkeypatch.setattr(disk, "IN_MEMORY", {find_mount(folder).kind for folder in disk.list_folders()})
-    assert disk.find_folder(1) is None
 
 
 def test_a_group_kills_what_takes_too_much_and_leaves_nothing(tmp_path):
@@ -88,12 +60,3 @@ def test_where_a_group_can_be_made(tmp_path, text, expected):
     (tmp_path / "self/cgroup").write_text(text)
     found = cgroup.list_parents(own_groups(tmp_path, tmp_path))
     assert found == [(tmp_path / folder, version) for folder, version in expected]
-
-
-def test_version_2_counters(tmp_path):
-    group = cgroup.MemoryGroup(tmp_path, 2, MIB)
-    (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 1\noom_kill 3\n")
-    assert group.kills == 3
-    assert group.peak_bytes == 0
-    (tmp_path / "memory.peak").write_text("4096\n")
-    assert group.peak_bytes == 4096

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 import pickle
 from types import SimpleNamespace
 
@@ -16,8 +15,6 @@ from penstock.integrations import apply, load
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.forked import run_forked
 from tests.integrations import models
-
-IDS = torch.tensor([[5, 17, 99, 23, 42]])
 
 
 @pytest.fixture(scope="module")
@@ -137,17 +134,6 @@ def test_restored_it_is_what_it_was(tmp_path):
     assert type(weight) is nn.Parameter
     assert not vars(weight)
     assert torch.equal(weight, values)
-
-
-def test_a_folder_that_was_written_again_is_read_again(tmp_path):
-    model = models.llama(num_hidden_layers=1)
-    for scale in (1.0, 2.0):
-        model.lm_head.weight.mul_(scale)
-        model.save_pretrained(tmp_path / "model")
-        os.utime(tmp_path / "model" / "model.safetensors", ns=(0, int(scale) << 40))
-        streamed = load(tmp_path / "model", "350KB", cache=tmp_path / "cache")
-        assert torch.equal(streamed(IDS).logits, model(IDS).logits)
-        streamed.penstock_applied.close()
 
 
 @pytest.mark.parametrize(

@@ -200,20 +200,6 @@ def test_an_error_in_the_body_comes_out_and_the_model_is_whole(tmp_path):
     assert torch.equal(model(X), expected)
 
 
-def test_an_apply_that_fails_while_memory_is_given_back_leaves_it(tmp_path, monkeypatch):
-    def fail(self, module, path, sentence):
-        if path == "1":
-            raise MemoryError("no memory")
-
-    model = quantised()
-    weight, expected = model[0].weight, model(X)
-    monkeypatch.setattr(hollow.Hollow, "_refuse_uses", fail)
-    with pytest.raises(MemoryError):
-        apply(model, "1MB", cache=tmp_path)
-    assert model[1].weight is weight
-    assert torch.equal(model(X), expected)
-
-
 def test_a_restore_without_memory_changes_nothing_and_can_be_repeated(tmp_path, monkeypatch):
     read, reads = OwnMemory.read, []
 

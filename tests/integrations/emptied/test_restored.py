@@ -96,28 +96,6 @@ def test_an_error_of_the_body_is_not_hidden_by_one_of_the_restore(tmp_path):
     assert "penstock is still applied" in caught.value.__notes__[0]
 
 
-def test_a_compiler_of_the_users_runs_what_streams_as_it_is(tmp_path):
-    model = models.frozen(nn.Linear(8, 8))
-    expected = model(torch.ones(2, 8))
-    with apply(model, "1MB", cache=tmp_path) as applied:
-        compiled = torch.compile(model, backend="eager")
-        for _ in range(3):
-            assert torch.equal(compiled(torch.ones(2, 8)), expected)
-        assert applied.components["Linear"].stats.passes == 3
-
-
-def test_two_threads_call_two_components(tmp_path):
-    pair = Pair()
-    inputs = {"a": torch.ones(2, 8), "b": torch.ones(2, 4)}
-    expected = {name: one(inputs[name]) for name, one in pair.components.items()}
-
-    def call(name):
-        return all(torch.equal(pair.components[name](inputs[name]), expected[name]) for _ in range(20))
-
-    with apply(pair, "1MB", cache=tmp_path), ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(call, pair.components))
-
-
 def test_calls_that_wait_while_a_model_is_restored_run_the_model_itself(tmp_path):
     model = models.frozen(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     expected = model(torch.ones(2, 64))

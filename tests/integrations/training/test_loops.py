@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from penstock import LoadOptions
 from penstock.integrations import apply
-from penstock.runtime.stream.loaded import LoadedWeights
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained
@@ -260,14 +259,3 @@ def test_memory_counts_what_a_forward_saves(plans, cache):
     with pytest.raises(StreamError, match="restored between forward and backward"):
         loss.backward()
     assert equal(steps(model, [GIVEN]), steps(adapted(), [GIVEN]))
-
-
-def test_what_readers_brought_is_looked_at_after_each_step(both, monkeypatch):
-    """Threads that compute sleep as others read; asleep for nothing, they made a step 1.3 times as long."""
-    _, model = both
-    seen = []
-    monkeypatch.setattr(LoadedWeights, "_calm", lambda self, before, now: seen.append((before, now)))
-    steps(model, [GIVEN] * 3)
-    moved = [now.bytes_moved - before.bytes_moved for before, now in seen]
-    assert len(moved) >= 2
-    assert min(moved[1:]) > 0

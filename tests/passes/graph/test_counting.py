@@ -18,27 +18,6 @@ def counted(exported):
     return [node.meta.get(FLOPS) for node in propagated.graph.nodes]
 
 
-@pytest.mark.parametrize("dynamic", [None, {"input": {0: ROWS}}])
-def test_layers_that_repeat_are_counted_once_and_all_alike(monkeypatch, dynamic):
-    layers = [nn.Linear(8, 8), nn.GELU()] * 4 + [nn.Linear(8, 24), nn.Linear(24, 4)]
-    exported = torch.export.export(nn.Sequential(*layers).eval(), (torch.ones(5, 8),), dynamic_shapes=dynamic)
-    counters = []
-
-    class Counter(propagation._Counter):
-        def __enter__(self):
-            counters.append(self)
-            return super().__enter__()
-
-    monkeypatch.setattr(propagation, "_Counter", Counter)
-    found = counted(exported)
-    assert len(counters) == 4  # three kinds of a linear, and GELU
-    counters.clear()
-    monkeypatch.setattr(propagation, "facts_of", lambda value: object())
-    assert counted(exported) == found
-    assert len(counters) == 10
-    assert [flops for flops in found if flops] == [640] * 4 + [1920, 960]
-
-
 def test_modules_of_other_threads_see_no_hook_while_operators_are_counted(monkeypatch):
     exported = torch.export.export(nn.Linear(8, 8).eval(), (torch.ones(5, 8),))
     hooks = []

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from penstock.passes.annotate import annotate_with_values
-from penstock.passes.graph import dry_run as dry_run_module
 from penstock.passes.graph.dry_run import dry_run
 from penstock.passes.graph.propagation import fake_inputs, storages_of
 from penstock.passes.lowering import archive
@@ -61,28 +60,6 @@ def test_a_view_of_a_weight_is_no_view_of_something_that_is_alike():
         "matmul_1": (numbers["weights.1"],),
         "relu_1": (numbers["weights.2"],),
     }
-
-
-def test_what_is_alike_runs_once(monkeypatch):
-    layers = torch.nn.Sequential(
-        *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(6))
-    )
-    exported = torch.export.export(layers, (torch.ones(2, 8),))
-    for node in exported.graph.nodes:
-        if node.op == "call_function":
-            node.meta.pop("val")
-    ran, run = [], dry_run_module._run
-
-    def noted(node):
-        ran.append(node.name)
-        return run(node)
-
-    monkeypatch.setattr(dry_run_module, "_run", noted)
-    dry_run(exported.graph, fake_inputs(exported.graph_module), frozenset())
-    assert ran == ["linear", "relu"]
-    values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "call_function"}
-    assert values["linear_5"].shape == (2, 8)
-    assert values["relu_5"] is values["relu"]
 
 
 def test_sizes_that_change_in_place_are_those_of_one_value():

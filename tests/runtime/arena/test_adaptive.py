@@ -214,34 +214,6 @@ def test_memory_of_what_was_dropped_is_filled_again_though_everything_is_held(cr
 
 
 @python_only
-@pytest.mark.parametrize("kept", [GRANULES, 1])
-def test_spare_memory_moves_to_slots_of_its_own_and_back_as_often_as_it_must(weights, monkeypatch, kept):
-    start, stop = HUGE_PAGE, (1 + GRANULES) * HUGE_PAGE
-    for arena in opened(weights, monkeypatch, LARGE):
-        for _ in range(2 * GRANULES):
-            arena.fill(start, stop)
-            arena.drop(start, stop)
-            arena._place_mapped(start, stop)  # as if the cache held them
-            assert arena.mapped_bytes() == GRANULES * HUGE_PAGE
-            arena._spares.keep(kept)
-            assert arena.mapped_bytes() == kept * HUGE_PAGE
-        slots = arena._spares._memory.address
-        arena.close()
-        assert arena.mapped_bytes() == 0
-        assert f"{slots:x}-" not in Path("/proc/self/maps").read_text()
-
-
-@python_only
-def test_memory_beside_the_slots_is_in_none_of_them(weights, monkeypatch):
-    for arena in opened(weights, monkeypatch, LARGE):
-        spares, slots = arena._spares, list(arena._spares._slots)
-        for address in (slots[0] - HUGE_PAGE, slots[-1] + HUGE_PAGE):
-            spares.give(address)
-            assert spares.take(address) == address
-        assert spares._slots == slots
-
-
-@python_only
 def test_what_is_cached_is_mapped_where_weights_begin_within_a_granule(weights, monkeypatch):
     place = weights.layout[1]
     start = place - place % PAGE

@@ -84,22 +84,6 @@ def test_filling_again_where_a_free_granule_still_lies(stack, arena):
         arena.drop(0, GRANULE)
 
 
-def test_what_is_taken_has_memory_of_the_pool_and_keeps_its_bytes(stack, plan, source):
-    arena = open_arena(plan, stack.open().payload.storages, source, debug=True)
-    granules = plan.arena_bytes // GRANULE
-    for number in range(granules):
-        arena.take(number * GRANULE, (number + 1) * GRANULE)
-        ctypes.memset(arena._memory.address + number * GRANULE, 3 + number, GRANULE)
-    arena.take(0, GRANULE)  # what is held stays
-    for number in range(granules):
-        found = ctypes.string_at(arena._memory.address + number * GRANULE, GRANULE)
-        assert found == bytes([3 + number]) * GRANULE
-    assert arena.mapped_bytes() == plan.arena_bytes
-    with pytest.raises(StreamError, match="the plan fills more than its arena holds"):
-        arena.take(granules * GRANULE, (granules + 1) * GRANULE)
-    arena.close()
-
-
 def test_dropped_granules_are_poisoned(stack, arena):
     arena.fill(0, GRANULE)
     _, part = weights_within(stack, 0, GRANULE)[0]

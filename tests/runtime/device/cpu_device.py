@@ -5,8 +5,6 @@ The shortest implementation of the protocol, with which the suite of devices com
 files is faster than copying them (runtime/arena/mapping.py).
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plans run on a simulated device without a model: what steps find is compared with the files."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from contextlib import suppress

@@ -5,8 +5,6 @@ event that they wait for, and by what the streamer was doing. A `Change` is done
 left out, made later, made on another stream, or made with other bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -127,17 +127,6 @@ def test_large_files_are_flushed_on_the_way(tmp_path, monkeypatch):
     assert len(syncs) >= 8
 
 
-def test_existing_file_is_kept_unless_forced(tmp_path):
-    path = tmp_path / "w.safetensors"
-    write_packed(path, [bytes_entry("w", b"old")])
-    with pytest.raises(SourceError, match=r"w.safetensors exists; .*--force"):
-        write_packed(path, [bytes_entry("w", b"new")])
-    assert b"old" in path.read_bytes()
-    write_packed(path, [bytes_entry("w", b"new")], force=True)
-    assert b"new" in path.read_bytes()
-    assert os.listdir(tmp_path) == ["w.safetensors"]
-
-
 def no_space():
     yield b"ab"
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -192,11 +181,6 @@ def test_disk_that_fills_up_while_writing(tmp_path, monkeypatch, code, *, existi
         write_packed(path, [bytes_entry("w", bytes(204_800))], force=True)
     assert sum(written) >= 100_000
     assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
-
-
-def test_no_folder(tmp_path):
-    with pytest.raises(SourceError, match="choose another output"):
-        write_packed(tmp_path / "gone" / "w.safetensors", [])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Compiled programs that read by units: the bits of the program in memory, from the eager floor on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,8 +12,6 @@ from penstock.passes.lowering.inductor import observed
 from penstock.passes.lowering.post_grad import PlacedProbes
 from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Part, SparseRead, Step, Trace, Work
-from penstock.schedule.sparse.replay import replay_own
-from penstock.schedule.sparse.routes import profile_of
 from tests.hunt import nightly_but
 from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Quantised, Tables, routes, seeded
 
@@ -112,21 +108,6 @@ def test_a_compiled_program_asks_for_what_the_eager_one_asks_for(case):
         calls = recorder.routes.calls
         asked.append([[(reads[one.read].weight, one.units) for one in call] for call in calls])
     assert asked[0] == asked[1]
-
-
-@pytest.mark.parametrize("case", ["tables", "experts"], indirect=True)
-def test_what_units_move_is_what_a_replay_of_their_routes_moves(case):
-    program = case.compiled
-    plan = program.plan("40%", hardware=SLOW)
-    assert plan.pool is not None
-    with torch.no_grad(), program.load(plan=plan) as module, module.record_routes() as recorder:
-        for seed in range(6):
-            module(*case.call(seed))
-        assert module._weights.pooled is not None
-        moved = module._weights.pooled.counters.bytes_moved
-    payload = program.payload
-    profile = profile_of(recorder.routes, payload.storages, payload.traces, payload.storage_names())
-    assert replay_own(profile, plan.pool).nbytes == moved > 0
 
 
 def test_a_mixture_is_measured_and_its_steps_are_numbered(case):

@@ -1,8 +1,5 @@
 """Experts that are computed from quantised ones: bits, bytes and memory, in both engines and lowerings."""
 
-from __future__ import annotations
-
-import itertools
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 import penstock
 from penstock import LoadOptions
 from penstock.passes.activations import activation_bytes
-from penstock.passes.sparse import contracts as by_expert_module
 from penstock.passes.sparse.calls import Rounds, run_in_rounds
 from penstock.passes.sparse.contracts import BY_EXPERT, CONTRACTS, Contract
 from penstock.runtime.program import Program
@@ -271,43 +267,7 @@ def test_tiles_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path):
 # What has to be seen.
 
 
-def _next_scale(contract, arguments, slices, rows):
-    narrowed = _NARROWED(contract, arguments, slices, rows)
-    if contract.sliced is None:
-        return narrowed
-    return (*narrowed[:5], narrowed[5].roll(1, 0), *narrowed[6:])
-
-
 _NARROWED, _UNITS = Contract.narrowed, Contract.units
-
-
-def _stale():
-    known = []
-
-    def units(contract, index, count, slices=1):
-        known.append(_UNITS(contract, index, count, slices))
-        return known[0]
-
-    return units
-
-
-@pytest.mark.parametrize("mutant", ["the scale of another expert", "the index of the first call"])
-def test_mutants_are_seen(case, mutant, monkeypatch):
-    if mutant.startswith("the scale"):
-        monkeypatch.setattr(Contract, "narrowed", _next_scale)
-    else:
-        monkeypatch.setattr(Contract, "units", _stale())
-    plan = pooled(case.program, case.program.floor_bytes)
-    with case.program.load(plan=plan) as module:
-        right = [equal(module, case.model, *batch(9, seed, case.model.dtype)) for seed in range(2)]
-    assert not all(right)
-
-
-def test_an_expert_that_gets_the_rows_of_another_is_seen(case, monkeypatch):
-    real = by_expert_module.pairwise
-    monkeypatch.setattr(by_expert_module, "pairwise", lambda at: itertools.chain([(0, 0)], real(at)))
-    with case.program.load("100%") as module:
-        assert not equal(module, case.model, *batch(9, 1, case.model.dtype))
 
 
 # Where single experts are not trusted.

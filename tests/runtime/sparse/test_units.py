@@ -1,6 +1,5 @@
 """Programs that read by units: bits, bytes and counts at every budget, with freed memory that faults."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from penstock.schedule.sparse.pool import smallest_pool, without_units
 from tests.engines import ENGINES
 from tests.hunt import nightly_but
 from tests.runtime.sparse.sparse_models import Experts, Rows, Tables, routes, seeded
-from tests.runtime.sparse.unit_reads import have_reads_pass, interrupt_wait, taken
+from tests.runtime.sparse.unit_reads import taken
 from tests.schedule.traces import machine
 
 WIDTH = 128
@@ -197,24 +196,6 @@ def test_negative_numbers_count_from_the_end(tables):
         equal(module, model, ids, index.abs().clamp(max=1199))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_read_that_fails_is_raised_and_the_next_call_is_right(rows, engine, monkeypatch):
-    model, program = rows
-    calls = itertools.count()
-
-    def failing(address, nbytes):
-        if next(calls) == 1:
-            raise penstock.SourceError("reading weights failed: the disk is gone")
-
-    have_reads_pass(failing, monkeypatch)
-    with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
-        ids = torch.randint(1024, (300,), generator=seeded(2))
-        with pytest.raises(penstock.SourceError, match="reading weights failed"), torch.no_grad():
-            module(ids)
-        for seed in range(3):
-            equal(module, model, torch.randint(1024, (300,), generator=seeded(seed)))
-
-
 class Stacks(torch.nn.Module):
     """Three tables of units of 288, 400 and 800 KiB, of which each call asks for some."""
 
@@ -277,23 +258,6 @@ def test_memory_moves_in_the_native_engine_when_it_moves_in_python(stacks):
     counts = run_stacks(stacks, "native")
     assert counts == run_stacks(stacks, "python")
     assert counts[-1] > counts[0] + 12
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("turn", nightly_but({0, 3}, range(4)))
-def test_an_interrupt_leaves_a_module_that_can_be_called(experts, monkeypatch, turn, engine):
-    """In the middle of a part: what was on its way is dropped, and read again."""
-    model, program = experts
-    dtype = model.gate_up[0].dtype
-    interrupt_wait(turn, monkeypatch)
-    with program.load(
-        plan=pooled(program, program.floor_bytes), options=LoadOptions(engine=engine)
-    ) as module:
-        with pytest.raises(KeyboardInterrupt), torch.no_grad():
-            module(*batch(40, 0, dtype))
-        for seed in range(3):
-            equal(module, model, *batch(5, seed, dtype))
-        assert module.stats.peak_bytes <= module.plan.budget
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,7 +1,5 @@
 """A plan by which each kept value leaves memory right after it was written, and comes back to be read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from penstock.passes.trace import PRESET_CPU

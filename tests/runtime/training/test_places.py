@@ -64,19 +64,6 @@ def test_each_place_is_written_once_in_the_forward_and_read_in_the_backward(prog
     assert values == produced(program)
 
 
-def test_gradients_equal_those_of_the_model(trained, program):
-    plain = trained.model()
-    with loaded(program) as module:
-        for seed in range(3):
-            expected, got = loss_of(trained, plain, seed), loss_of(trained, module, seed)
-            assert torch.equal(got, expected)
-            expected.backward()
-            got.backward()
-            wanted, found = gradients(plain), gradients(module)
-            assert found
-            assert all(torch.equal(found[name], wanted[name]) for name in found)
-
-
 def test_no_value_that_has_a_place_is_kept_by_autograd(trained, program):
     seen = []
 

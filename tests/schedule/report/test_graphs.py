@@ -1,7 +1,5 @@
 """The event graph that users get: the planned period again, its attributes, and both ways to write it."""
 
-import json
-import re
 from dataclasses import replace
 
 import networkx
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.report.graphs import to_dot, to_json
+from penstock.schedule.report.graphs import to_dot
 from tests.schedule.report.report_plans import equal_plan, plan_behind_a_disk
 from tests.schedule.traces import problems
 
@@ -76,30 +74,8 @@ def test_a_method_that_the_plan_does_not_have_is_refused(method, message):
         two.event_graph(method)
 
 
-def test_the_json_is_read_back_by_networkx():
-    graph = equal_plan().event_graph()
-    again = networkx.node_link_graph(json.loads(to_json(graph)), edges="edges")
-    assert networkx.utils.graphs_equal(again, graph)
-
-
-def test_dot_quotes_what_names_hold():
-    plan = replace(equal_plan(2, units=1), names=('a "b"\\', "c\nd"))
-    text = to_dot(plan.event_graph())
-    assert text.startswith("digraph penstock {\n")
-    assert text.endswith("}\n")
-    assert '"a \\"b\\"\\\\"' in text
-    assert '"c\\nd"' in text
-    line = re.compile(r'  n\d+( -> n\d+)? \[("(\\.|[^"\\\n])*"="(\\.|[^"\\\n])*"(, )?)+\];')
-    assert all(line.fullmatch(one) for one in text.splitlines()[1:-1])
-    assert text.count(" -> ") == plan.event_graph().number_of_edges()
-
-
 def test_nanoseconds_are_no_weights_for_the_layout():
     graph = equal_plan().event_graph()
     text = to_dot(graph)
     assert '"weight"=' not in text
     assert text.count('"weight_ns"=') == graph.number_of_edges()
-
-
-def test_a_graph_without_attributes_is_written_too():
-    assert to_dot(networkx.DiGraph([("a", "b")])).count('"label"="a"') == 1

@@ -15,7 +15,6 @@ from penstock.schedule.report.verdict import Origin, Use, limit_of, uses_of, ver
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.sparse.pool import smallest_pool, timed_pool, units_layout, without_units
 from penstock.schedule.verify.proof import verify_plan
-from tests.schedule.payload.payload_example import PAYLOAD
 
 MIB = 1 << 20
 HARDWARE = Hardware("toy", 1e12, 1e10, 1e9, 10_000)
@@ -133,27 +132,3 @@ def test_methods_in_turn_have_the_sum_of_their_waits():
     assert one is not None
     assert (one.expected_ns, one.worst_ns) == ((7,), (11,))
     assert both.expected_ns(1) == both.schedules[1].predicted_ns + 4
-
-
-def test_the_graph_of_reads_says_of_which_units_may_do():
-    graph = PAYLOAD.read_graph()
-    assert graph.edges[("storage", 0), ("step", 0, 0)] == {
-        "why": "reads",
-        "operator": "aten.embedding.default",
-        "route": 0,
-        "units": 64,
-        "unit_bytes": 64,
-        "asked": 32,
-    }
-    assert graph.edges[("storage", 0), ("step", 0, 2)] == {"why": "reads"}
-
-
-@pytest.mark.parametrize("payload", [PAYLOAD])
-def test_inspect_lists_what_may_be_read_by_units(payload):
-    from penstock.cli.inspect import unit_tables
-
-    ((title, columns, rows),) = unit_tables(payload)
-    assert title == "May be read by units"
-    assert len(columns) == len(rows[0])
-    assert rows == [["embedding.weight", "aten.embedding.default", "64", "64 B", "32"]]
-    assert unit_tables(replace(payload, traces=())) == []

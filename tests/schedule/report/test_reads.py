@@ -1,7 +1,5 @@
 """The graph of reads says of a payload which step reads which storage, and what both are."""
 
-import json
-
 import networkx
 
 from penstock.schedule.facts.model import Method, Part, Step, Storage, Trace, Weight, Work
@@ -88,11 +86,3 @@ def test_nodes_say_what_they_are():
     assert graph.nodes["storage", 2]["fqns"] == ["a.weight.scale"]
     assert graph.nodes["storage", 3]["storage_kind"] == "mutable"
     assert graph.graph["methods"]["decode"] == {"shape": "", "tail_ns": 0, "gap_ns": 13, "times": "measured"}
-
-
-def test_the_graph_has_a_form_in_json():
-    graph = PAYLOAD.read_graph()
-    stored = json.loads(json.dumps(networkx.node_link_data(graph, edges="edges")))
-    again = networkx.node_link_graph(stored, edges="edges")
-    assert dict(again.nodes(data=True)) == dict(graph.nodes(data=True))
-    assert set(again.edges) == set(graph.edges)

@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import os
 import re
 from dataclasses import replace
 from importlib import resources
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule import atomic_file
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
@@ -161,42 +159,6 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path, save):
     with pytest.raises(PlanError, match="expected a name for each of 8 storages, got 1"):
         save(plan, tmp_path / "other", names=["one"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nowhere", "out"]
-
-
-def test_a_file_that_appears_meanwhile_is_kept(tmp_path, monkeypatch):
-    target = tmp_path / "plan.html"
-    sync = os.fsync
-
-    def meanwhile(fd):
-        sync(fd)
-        target.write_text("somebody else's")
-
-    monkeypatch.setattr(os, "fsync", meanwhile)
-    with pytest.raises(PlanError, match="exists"):
-        save_report(equal_plan(), target)
-    monkeypatch.setattr(atomic_file, "rename_by_rule", lambda *_: False)
-    target.unlink()
-    with pytest.raises(PlanError, match="exists"):
-        save_report(equal_plan(), target)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody else's"]
-
-
-def test_a_folder_that_the_system_does_not_look_at_is_named(tmp_path, monkeypatch):
-    def refuse(path):
-        raise OSError(5, "Input/output error", str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "is_dir", refuse)
-        with pytest.raises(PlanError, match=r"plan\.html could not be written .*Input/output error"):
-            save_report(equal_plan(), tmp_path / "plan.html")
-    assert not list(tmp_path.iterdir())
-
-
-def test_files_are_written_where_the_system_has_one_way_to_rename(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_file, "rename_by_rule", lambda *_: False)
-    save_report(equal_plan(), tmp_path / "plan.html")
-    assert (tmp_path / "plan.html").read_text().endswith("</html>\n")
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_page_asks_for_nothing(tmp_path):

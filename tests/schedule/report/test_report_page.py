@@ -15,7 +15,6 @@ from penstock.schedule.space.layout import packed_arena
 from tests.hunt import nightly_but
 from tests.schedule.report.report_browser import Page, open_browser
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
-from tests.schedule.report.test_pools_in_reports import pooled
 from tests.schedule.traces import equal_problem
 
 MOST_BYTES = 1_000_000
@@ -70,20 +69,6 @@ def test_the_page_opens_and_names_what_the_pointer_is_at(browser, tmp_path, kind
     assert page.complaints() == []
 
 
-def test_what_is_held_is_never_more_than_the_arena(browser, tmp_path):
-    plan = equal_plan(units=3)
-    page = Page(browser, save(tmp_path, plan))
-    shares = []
-    for view in ("steady", "first"):
-        page.press("view", view)
-        for share in range(1, 20):
-            line = page.hover(share / 20, "memory").split("held")[1]
-            shares.append(int(line.split(", ")[1].split(" %")[0].strip("<>")))
-    assert max(shares) <= 100
-    assert min(shares) >= 100 * sum(r.nbytes for r in plan.resident) // plan.arena_bytes
-    assert len(set(shares)) > 3
-
-
 def test_search_order_and_kinds_narrow_the_table_down(browser, tmp_path):
     page = Page(browser, save(tmp_path, equal_plan(12, kind="contiguous", units=6), names=names(12)))
     assert page.rows() == names(12)
@@ -103,15 +88,6 @@ def test_search_order_and_kinds_narrow_the_table_down(browser, tmp_path):
     assert page.rows() == names(12)[::-1]
     assert browser.find_element(By.CSS_SELECTOR, "#weights th").get_attribute("aria-sort") == "descending"
     assert page.complaints() == []
-
-
-def test_search_finds_where_weights_live(browser, tmp_path):
-    page = Page(browser, save(tmp_path, equal_plan(units=7), names=names(8)))
-    part = page.search("in part")
-    assert 0 < len(part) < 8
-    page.search("")
-    page.press("lives", "in part")
-    assert page.rows() == part
 
 
 def test_the_picture_obeys_keys_buttons_and_the_wheel(browser, tmp_path):
@@ -147,27 +123,6 @@ def test_the_picture_obeys_keys_buttons_and_the_wheel(browser, tmp_path):
     page.settle()
     assert page.picture() != whole
     assert page.complaints() == []
-
-
-def test_the_first_pass_differs_from_a_steady_one(browser, tmp_path):
-    plan = equal_plan()
-    page = Page(browser, save(tmp_path, plan))
-    steady, note = page.picture(), page.text("#pass-note")
-    page.press("view", "first")
-    assert page.picture() != steady
-    assert page.text("#pass-note").startswith("The first pass of forward takes ")
-    page.press("view", "steady")
-    assert (page.picture(), page.text("#pass-note")) == (steady, note)
-
-
-def test_a_weight_chosen_in_the_table_is_marked_in_the_picture(browser, tmp_path):
-    page = Page(browser, save(tmp_path, equal_plan(), names=names(8)))
-    before = page.picture()
-    page.click("#weights tbody tr:nth-child(3) button")
-    assert page.picture() != before
-    assert page.text("#weights tr.chosen td") == "block.2.weight"
-    page.keys(Keys.ESCAPE)
-    assert page.picture() == before
 
 
 @pytest.mark.parametrize("kind", nightly_but({"contiguous"}, ["paged", "contiguous"]))
@@ -225,18 +180,6 @@ def test_a_sweep_draws_a_line_for_each_policy(browser, tmp_path):
     assert page.complaints() == []
 
 
-def test_what_the_disk_reads_for_the_host_has_a_lane(browser, tmp_path):
-    plan = plan_behind_a_disk()
-    page = Page(browser, save(tmp_path, plan, names=names(16)))
-    steady = views_of(plan, 0).steady
-    times = steady.passes[steady.focus]
-    staged = [i for i, nbytes in enumerate(plan.schedules[0].staged) if nbytes]
-    start, end = times.stages[3]
-    shown = page.hover(((start + end) / 2 - times.call_start) / steady.period_ns, "lanes", 5 / 6)
-    assert shown.startswith(f"block.{plan.schedules[0].transfers[staged[3]].step}.weight\n")
-    assert page.complaints() == []
-
-
 def odd_plans():
     p = equal_problem(6, 0.5)
     traces = (p.traces[0], replace(p.traces[0], method="decode", graph=1, steps=p.traces[0].steps[::-1]))
@@ -281,65 +224,3 @@ def test_names_are_shown_and_never_obeyed(browser, tmp_path):
     assert page.rows() == hostile
     assert browser.title == "plan within 50% (16.00 KiB) - penstock"
     assert page.complaints() == []
-
-
-def test_four_cards_and_a_glossary_fit_a_phone(browser, tmp_path):
-    page = Page(browser, save(tmp_path, equal_plan()), width=360)
-    corners = """return [...document.querySelectorAll(".facts > div")]
-        .map((card) => [card.getBoundingClientRect().left, card.getBoundingClientRect().top])"""
-    lefts, tops = zip(*browser.execute_script(corners), strict=True)
-    assert (len(lefts), len(set(lefts)), len(set(tops))) == (4, 2, 2)
-    terms = page.text(".terms").split("\n")
-    assert terms[::2] == ["Budget", "Best possible", "Pass", "Arena", "Granule", "Step", "Link", "Rates"]
-    assert all(terms[1::2])
-
-
-@pytest.mark.parametrize(("what", "plan"), [*odd_plans(), ("a pool", pooled(1_000, arena=16, pool=8))])
-def test_a_phone_shows_all_and_no_keys(browser, tmp_path, what, plan):
-    path = save(tmp_path, plan)
-    page = Page(browser, path, width=390)
-    cut = """return [...document.querySelectorAll("main *")].filter((one) =>
-        one.clientWidth && one.scrollWidth > one.clientWidth + 1).map((one) => one.outerHTML.slice(0, 99))"""
-    assert browser.execute_script(cut) == [], what
-    assert browser.execute_script(
-        "return [...document.querySelectorAll('kbd')].every((one) => !one.offsetParent)"
-    )
-    shown = page.text("main")
-    assert "tap a weight" in shown, what
-    assert "\u2013" not in shown, what
-    assert "\n-\n" not in shown, what
-    wide = Page(browser, path, width=1280)
-    assert "tap a weight" not in wide.text("main")
-    assert "PgUp" in wide.text("#keys")
-
-
-def test_lines_and_places_are_explained(browser, tmp_path):
-    page = Page(browser, save(tmp_path, equal_plan(units=7), names=names(8)))
-    explained = """return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)"""
-    drawn = {name for name, value in page.legend() if value} - {"budget"}
-    assert {*browser.execute_script(explained, "#curve + .terms dt")} == drawn
-    kinds = {one.get_attribute("value") for one in browser.find_elements(By.NAME, "lives")}
-    assert {*browser.execute_script(explained, "#count + .terms dt")} == kinds - {"all"}
-    browser.find_element(By.ID, "curve").send_keys(Keys.ARROW_LEFT)
-    page.settle()
-    shown = (
-        "return [...document.querySelectorAll('#curve .u-series')].filter((one) => one.offsetParent).length"
-    )
-    assert browser.execute_script(shown) == 2  # no policy is known there, as no sweep was asked for
-
-
-def test_a_dark_page_prints_light_and_as_wide_as_paper(browser, tmp_path):
-    page = Page(browser, save(tmp_path, equal_plan()), scheme="dark")
-    shown = page.picture()
-    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
-    page.settle()
-    widths = "return [...document.querySelectorAll('canvas')].map((one) => one.getBoundingClientRect().right)"
-    assert max(browser.execute_script(widths)) <= 1280 / 2 + 720 / 2  # paper lies in the middle of the window
-    ink = "return getComputedStyle(document.querySelector('h1')).color"
-    assert browser.execute_script(ink) == "rgb(27, 33, 39)"
-    breaks = "return [...document.querySelectorAll('.card')].map((one) => getComputedStyle(one).breakInside)"
-    assert set(browser.execute_script(breaks)) == {"avoid"}  # a picture is not cut by the end of a sheet
-    browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
-    page.settle()
-    assert page.picture() == shown
-    assert browser.execute_script(ink) == "rgb(231, 234, 237)"

@@ -12,7 +12,7 @@ from penstock.schedule.facts.errors import PayloadError, PlanError
 from penstock.schedule.facts.model import Arena, Pool, Schedule, Step, Trace, Transfer
 from penstock.schedule.plan import Plan
 from penstock.schedule.sparse.pool import timed_pool
-from penstock.schedule.sparse.replay import replay_own, simulated_calls
+from penstock.schedule.sparse.replay import replay, simulated_calls
 from tests.schedule.sparse.recordings import PAGE, recording, recordings
 from tests.schedule.traces import machine
 
@@ -184,4 +184,4 @@ def test_no_call_is_faster_than_compute_and_calls_wait_no_longer_than_at_worst(p
         asked_ns += one.asked.nbytes + one.asked.units * hardware.link_latency_ns // 4
         assert total[k] <= alone[k + 1].call_start + asked_ns
         assert total[k] >= alone[k + 1].call_start
-    assert sum(one.missed.nbytes for one in calls) == replay_own(profile, plan.pool).nbytes  # type: ignore[arg-type]
+    assert sum(one.missed.nbytes for one in calls) == replay(profile, plan.pool).penstock.nbytes  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
-"""The policy of a pool against sets of bytes, on random geometries and routings; and faults that it finds."""
+"""The policy of a pool against sets of bytes, on random geometries and routings."""
 
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.schedule.facts.model import Part, Pool, SparseRead, Step, Trace
 from penstock.schedule.sparse.residency import Residency
 from tests.hunt import scaled
-from tests.pool_oracle import PoolMachine, UnsafeError, granules_of, replay, run_step
+from tests.pool_oracle import PoolMachine, granules_of, replay, run_step
 
 Problem = tuple[Pool, tuple[Trace, ...]]
 
@@ -130,92 +129,3 @@ def test_what_is_asked_for_often_stays():
         policy.begin()
         run_step(policy, machine, 0, 0, sorted({0, 1, 2 + call % 14}))
     assert machine.moved == 2 + 60  # and the third place is taken by another one each time
-
-
-# Faults of a policy, each of which the machine above finds.
-
-
-class LastForgotten(Residency):
-    def parts(self, storage, numbers):
-        return [part[:-1] for part in super().parts(storage, numbers) if len(part) > 1]  # type: ignore[arg-type]
-
-
-class EvictsInUse(Residency):
-    def _by_key(self, until, *, needed):
-        self._used[:] = False
-        return super()._by_key(until, needed=needed)
-
-
-class RoundOffByOne(Residency):
-    def parts(self, storage, numbers):
-        parts = super().parts(storage, numbers)  # type: ignore[arg-type]
-        for one, after in pairwise(parts):
-            one.append(after[0])
-        return parts
-
-
-class RoundTooLong(Residency):
-    def parts(self, storage, numbers):
-        return [list(numbers)] if numbers else []  # type: ignore[call-overload]
-
-
-class SharedEdgeDropped(Residency):
-    def in_use(self, granule):
-        return self._users.get(granule, 0) > 1
-
-
-class SharedEdgeCountedTwice(Residency):
-    def _cost(self, index):
-        first, stop = self._edges(index)
-        return (stop - first) * self._pool.granule
-
-
-class AheadUncounted(Residency):
-    def acquire(self, graph, step, numbers, *, alone=True):  # type: ignore[no-untyped-def]
-        change = super().acquire(graph, step, numbers, alone=alone)  # type: ignore[arg-type]
-        self.held_bytes -= len(change.ahead) * self._pool.granule
-        return change
-
-
-class ForgetsNothing(Residency):
-    def reset(self):
-        pass
-
-
-class KeepsUsers(Residency):
-    def _drop(self, index):
-        users = dict(self._users)
-        super()._drop(index)
-        self._users = users
-
-
-MUTANTS = (
-    LastForgotten,
-    EvictsInUse,
-    RoundOffByOne,
-    RoundTooLong,
-    SharedEdgeDropped,
-    SharedEdgeCountedTwice,
-    AheadUncounted,
-    ForgetsNothing,
-    KeepsUsers,
-)
-
-
-def found(mutant):
-    for seed in range(60):
-        dice = Random(seed)
-        pool, traces = random_problem(dice)
-        try:
-            replay(mutant(pool, traces), pool, traces, dice, calls=10)
-        except (UnsafeError, AssertionError) as error:
-            yield str(error)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.__name__)
-def test_faults_of_a_policy_are_found(mutant):
-    assert len(list(found(mutant))) > 3
-
-
-def test_no_fault_is_found_in_the_policy():
-    assert list(found(Residency)) == []

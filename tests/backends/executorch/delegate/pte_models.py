@@ -3,8 +3,6 @@
 Weights have unit gain, so that a weight that is read at the wrong time shows in the outputs.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from pathlib import Path

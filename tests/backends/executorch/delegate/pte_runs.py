@@ -1,7 +1,5 @@
 """Runs `.pte` files in a process of their own, as an application does (`run_pte.cpp`)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Sequence

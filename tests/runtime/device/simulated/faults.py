@@ -13,8 +13,6 @@ in which half of the host's memory resident weights are loaded ("loading does no
 whether an abort starts over at once: the next pass does where it did not.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 
