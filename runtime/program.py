@@ -235,7 +235,7 @@ class Program:
             activations: The variant of a program that is trained (`variants`). `"auto"` is `"keep"` here.
             routes: What calls asked for (`StreamedModule.record_routes`), or the file of it. Default: calls
                 ask for everything equally often.
-            effort: `"optimal"`: a plan of a contiguous arena, as GPUs have, is improved for so many `seconds`,
+            effort: `"optimal"` improves a plan of a contiguous arena, as GPUs have, for `seconds` seconds,
                 or until it is proven best. It is not remembered: keep `plan.to_json()`.
             seconds: How long `"optimal"` may take, behind the usual search.
 
