@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -27,7 +29,7 @@ from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.host import with_host
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan, ladder
-from penstock.schedule.planner import Floor, check_floor, lower_budgets, make_plan
+from penstock.schedule.planner import Floor, check_floor, improve_plan, lower_budgets, make_plan
 from penstock.schedule.report.comparison import replayed_ns
 from penstock.schedule.report.verdict import slow_launches
 from penstock.schedule.verify.proof import verify_plan
@@ -56,6 +58,8 @@ class PlanRequest:
     spill: str | None = None
     ways: tuple[str, ...] = ()
     routes: Routes | None = None
+    seconds: float = 0
+    """How long to search for a faster plan behind the usual search."""
 
 
 def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
@@ -63,6 +67,8 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
 
     If the caller gives hardware or times, the plan is always made anew.
     """
+    if request.seconds:
+        return _improved(payload, request, find_plan(folder, payload, replace(request, seconds=0)))
     if request.wrap is None:
         return _wrapped(partial(find_plan, folder, payload), request)
     if request.hardware != "auto" or request.traces or request.routes:
@@ -75,6 +81,32 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
         return remembered_plan(folder, payload, asked, problem, budget=budget, make=make)
 
     return _best(folder, payload, request, plan_of)
+
+
+@announced("looking for a faster plan")
+def _improved(payload: Payload, request: PlanRequest, plan: Plan) -> Plan:
+    """The plan, or a faster one that is found within the seconds that the caller gives."""
+    if plan.arena.kind != "contiguous":
+        _log.warning(
+            "effort='optimal' changes nothing here: it improves addresses, and this plan has none, as memory "
+            "comes and goes by pages in its arena"
+        )
+        return plan
+    problem = Problem(
+        payload.storages,
+        plan.traces,
+        plan.arena,
+        kept_storages(payload, request.keep),
+        pool=plan.pool,
+        hardware=plan.hardware,
+        wrap=plan.wrap,
+        host=request.host_memory,
+    )
+    deadline = time.monotonic() + request.seconds
+    least = plan.lower_bound_ns or 0
+    better = improve_plan(plan, problem, lambda period: period > least and time.monotonic() < deadline)
+    verify_plan(payload.storages, payload.traces, better)
+    return better
 
 
 def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest, beside: int) -> Plan:
@@ -270,3 +302,12 @@ def checked_patterns(keep: Sequence[str]) -> tuple[str, ...]:
     if isinstance(keep, str):
         raise PlanError(f"keep= takes a list of patterns, got {keep!r}: give [{keep!r}]")
     return tuple(keep)
+
+
+def checked_seconds(effort: str, seconds: float) -> float:
+    """How long to search behind the usual search. Raises PlanError for an effort or a time that is none."""
+    if effort not in ("usual", "optimal"):
+        raise PlanError(f"effort= is 'usual' or 'optimal', got {effort!r}")
+    if not 0 < seconds < math.inf:
+        raise PlanError(f"seconds= is a number above 0, got {seconds!r}")
+    return seconds if effort == "optimal" else 0

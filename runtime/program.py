@@ -34,6 +34,7 @@ from penstock.runtime.options import LoadOptions, LoadRequest
 from penstock.runtime.planning import (
     PlanRequest,
     checked_patterns,
+    checked_seconds,
     checked_traces,
     find_ladder,
     find_plan,
@@ -212,6 +213,8 @@ class Program:
         host_memory: int | str | None = None,
         activations: str = AUTO,
         routes: str | PathLike[str] | Routes | None = None,
+        effort: str = "usual",
+        seconds: float = 60.0,
     ) -> Plan:
         """Decide which weights stay in memory and which stream, and when.
 
@@ -232,6 +235,9 @@ class Program:
             activations: The variant of a program that is trained (`variants`). `"auto"` is `"keep"` here.
             routes: What calls asked for (`StreamedModule.record_routes`), or the file of it. Default: calls
                 ask for everything equally often.
+            effort: `"optimal"` improves a plan of a contiguous arena, as GPUs have, for `seconds` seconds,
+                or until it is proven best. It is not remembered: keep `plan.to_json()`.
+            seconds: How long `"optimal"` may take, behind the usual search.
 
         Returns:
             A plan that was verified. `load(plan=plan)` runs it.
@@ -239,8 +245,8 @@ class Program:
         Raises:
             BudgetError: The budget is no size, or below the floor: `floor_bytes`, `step` and `weights` say
                 why.
-            PlanError: Hardware, arena, wrap, variant or traces do not exist or fit; or a pattern matches
-                nothing.
+            PlanError: Hardware, arena, wrap, variant, effort or traces do not exist or fit; or a pattern
+                matches nothing.
             StreamError: There is no such device.
             SourceError: The file of routes cannot be read.
             PayloadError: The routes are those of another program.
@@ -260,6 +266,7 @@ class Program:
             wrap=wrap,
             host_memory=parse_host_memory(host_memory, self.largest_budget),
             routes=read_routes(Path(routes)) if isinstance(routes, str | PathLike) else routes,
+            seconds=checked_seconds(effort, seconds),
         )
         program = candidates(self, activations)[0]
         plan = find_plan(self.path, program.payload, request)

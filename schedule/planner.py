@@ -23,6 +23,7 @@ from penstock.schedule.facts.validity import check_machine, facts_faults
 from penstock.schedule.host import with_host
 from penstock.schedule.plan import Plan
 from penstock.schedule.search import contiguous, paged
+from penstock.schedule.search.climbing import climb
 from penstock.schedule.search.draft import Draft, Task
 from penstock.schedule.space.addresses import least_copied, tight
 from penstock.schedule.space.spans import Pieces, Reads
@@ -155,6 +156,48 @@ def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     return divided(timed, traces) if timed else None
 
 
+def improve_plan(plan: Plan, problem: Problem, go_on: Callable[[int], bool]) -> Plan:
+    """The fastest plan found by changing the addresses of a plan, a few at a time, while `go_on` says so.
+
+    `problem` is the one that the plan was made for. `go_on` is asked before each change with the period so
+    far, in nanoseconds, summed over the methods. Only plans of contiguous arenas are changed: those of paged
+    ones are within 1 % of their bound.
+    """
+    planned = _planned_traces(problem)
+    joint, alone = replace(_joined(problem, planned), host=None), joined(plan)
+    if plan.arena.kind != "contiguous" or not any(schedule.transfers for schedule in plan.schedules):
+        return plan
+    cap = plan.budget - problem.outside_bytes
+    draft = climb(joint, Pieces(joint).blocks, _draft_of(alone), cap, go_on)
+    timed = _timed(joint, draft)
+    if _total_ns(timed) >= _total_ns(alone.schedules):
+        return plan
+    schedules = tuple(
+        replace(schedule, lower_bound_ns=before.lower_bound_ns)
+        for schedule, before in zip(timed, alone.schedules, strict=True)
+    )
+    better = replace(
+        alone,
+        arena_bytes=draft.arena_bytes,
+        addresses=draft.addresses,
+        resident=draft.resident,
+        boundary=draft.boundary,
+        schedules=schedules,
+        host=None,
+    )
+    better = divided(better, planned)
+    if problem.host is not None:
+        better = with_host(better, problem.host)
+    return better if better.predicted_ns < plan.predicted_ns else plan
+
+
+def _draft_of(plan: Plan) -> Draft:
+    """The decisions of a plan."""
+    streams = tuple((schedule.transfers, schedule.drops) for schedule in plan.schedules)
+    boundaries = tuple(schedule.boundary for schedule in plan.schedules if schedule.boundary is not None)
+    return Draft(plan.arena_bytes, plan.addresses, plan.resident, plan.boundary, streams, boundaries)
+
+
 def _place_of(pool: Pool | None) -> Pool | None:
     """What decisions depend on of a pool: all but its times."""
     return None if pool is None else replace(pool, expected_ns=(), worst_ns=())
@@ -162,20 +205,17 @@ def _place_of(pool: Pool | None) -> Pool | None:
 
 def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     """`with_figures` for methods that may be called in any order."""
-    streams = tuple((schedule.transfers, schedule.drops) for schedule in plan.schedules)
-    if problem.host is not None or not any(transfers for transfers, _ in streams):
+    if problem.host is not None or not any(schedule.transfers for schedule in plan.schedules):
         return None
     if _place_of(plan.pool) != _place_of(problem.pool):
         return None
-    boundaries = tuple(schedule.boundary for schedule in plan.schedules if schedule.boundary is not None)
-    draft = Draft(plan.arena_bytes, plan.addresses, plan.resident, plan.boundary, streams, boundaries)
     cap = plan.budget - problem.outside_bytes
     bounds = tuple(
         relaxation.bound_ns if relaxation else None for relaxation in _relaxed(problem, Pieces(problem), cap)
     )
     schedules = tuple(
         replace(schedule, lower_bound_ns=bound)
-        for schedule, bound in zip(_timed(problem, draft), bounds, strict=True)
+        for schedule, bound in zip(_timed(problem, _draft_of(plan)), bounds, strict=True)
     )
     timed = replace(
         plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware, pool=problem.pool

@@ -235,8 +235,9 @@ class _Cell:
     def out(self, j: int) -> bool:
         """True if the block of use number j is produced, leaves behind it, and is read again."""
         _, b = self.reads[j]
-        again = any(other == b for _, other in self.reads[j + 1 :])
-        return b in self.written and again and self.reads[j + 1][1] != b
+        if b not in self.written:
+            return False
+        return any(other == b for _, other in self.reads[j + 1 :]) and self.reads[j + 1][1] != b
 
 
 def _move(cell: _Cell, steps: int, moves: _Moves) -> None:

@@ -352,7 +352,7 @@ def place_oldest(
         )
         if middle.nbytes < ring:
             return None
-    read_with = _read_together(blocks)
+    read_with = read_together(blocks)
     left = _Room(base, cap)
     now, used = -1, None
     for b in unplaced:
@@ -369,7 +369,7 @@ def place_oldest(
     return None if _overlap(blocks, addresses, read_with) else Addressing(tuple(addresses), cap)
 
 
-def _read_together(blocks: Sequence[Block]) -> list[set[int]]:
+def read_together(blocks: Sequence[Block]) -> list[set[int]]:
     together: dict[tuple[int, int], list[int]] = {}
     for b, block in enumerate(blocks):
         for number, steps in enumerate(block.reads):

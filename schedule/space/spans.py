@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 from penstock.schedule.facts.model import Range
 from penstock.schedule.facts.problem import Demand
@@ -121,7 +122,7 @@ def span_groups(runs: Sequence[Run], granule: int) -> tuple[Group, ...]:
 def merged(ranges: Iterable[Range], breaks: Collection[int] = ()) -> tuple[Range, ...]:
     """The bytes of `ranges` in as few ranges as possible, ascending; no range crosses one of `breaks`."""
     result: list[Range] = []
-    for piece in sorted(ranges):
+    for piece in sorted(ranges, key=attrgetter("start")):
         stop = result[-1].stop if result else -1
         if piece.start < stop or (piece.start == stop and piece.start not in breaks):
             result[-1] = Range(result[-1].start, max(result[-1].stop, piece.stop))

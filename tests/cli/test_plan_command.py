@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 from dataclasses import replace
 from datetime import date
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import penstock as api
 from penstock.cli.plan import _facts
+from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import UNEVEN
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
@@ -90,6 +92,31 @@ def test_json_has_the_plan_and_what_it_comes_to(penstock, artifact):
     assert facts["lower_bound_seconds"] == schedule["lower_bound_ns"] / 1e9 <= facts["predicted_seconds"]
     assert facts["floor_bytes"] == api.open(artifact).floor(arena="contiguous") < facts["plan"]["budget"]
     assert len(facts["plan"]["names"]) == len(facts["plan"]["sizes"]) > 0
+
+
+def test_a_longer_search_is_asked_for_and_says_where_it_changes_nothing(penstock, artifact, caplog):
+    given = ("plan", artifact, "--budget", "60%", "--hardware", "rtx4090", "--json")
+    usual = json.loads(penstock(*given).out)
+    longer = json.loads(penstock(*given, "--optimal", "--seconds", "2").out)
+    assert longer["predicted_seconds"] < usual["predicted_seconds"]
+    assert longer["lower_bound_seconds"] == usual["lower_bound_seconds"]
+    paged = penstock("plan", artifact, "--budget", "60%", "--arena", "paged", "--optimal")
+    assert paged.status == 0
+    assert "effort='optimal' changes nothing here" in caplog.text
+    assert penstock("plan", artifact, "--budget", "60%", "--seconds", "0").status == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"effort": "all"}, "effort= is 'usual' or 'optimal', got 'all'"),
+        ({"effort": "optimal", "seconds": 0}, "seconds= is a number above 0, got 0"),
+        ({"effort": "optimal", "seconds": math.inf}, "got inf"),
+    ],
+)
+def test_an_effort_that_is_none_is_refused(artifact, options, message):
+    with pytest.raises(PlanError, match=message):
+        api.open(artifact).plan("60%", hardware="rtx4090", **options)
 
 
 def test_terminal_page_and_json_say_the_same(penstock, artifact, tmp_path):

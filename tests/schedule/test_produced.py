@@ -22,7 +22,7 @@ from penstock.schedule.facts.model import (
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.payload.codec import plan_from_json
 from penstock.schedule.plan import Plan
-from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.planner import floor, improve_plan, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
@@ -109,6 +109,8 @@ def test_plans_of_random_rounds_are_safe_and_within_their_bounds(seeds):
         lowest = floor(problem).upper_bytes
         total = sum(storage.nbytes for storage in problem.storages)
         plan = make_plan(problem, lowest + int(0.8 * dice.random() * max(0, total - lowest)))
+        left = iter(range(20))
+        plan = improve_plan(plan, problem, lambda _, left=left: next(left, None) is not None)
         verify_plan(problem.storages, problem.traces, plan)
         oracle.check_plan(problem.storages, problem.traces, plan, range(2))
         one = joined(plan)

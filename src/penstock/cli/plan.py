@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "penstock plan model.penstock --budget 25% --keep 'lm_head.*'",
     "penstock plan model.penstock --budget 8GB --hardware rtx4090 --sweep --report plan.html",
+    "penstock plan model.penstock --budget 8GB --hardware rtx4090 --optimal --output plan.json",
 )
 
 
@@ -39,6 +40,10 @@ def plan(
     routes: Annotated[
         Path | None, typer.Option(help="Recorded routes: which units calls ask for (see `replay`).")
     ] = None,
+    optimal: Annotated[
+        bool, typer.Option("--optimal", help="Search longer where addresses are planned: on GPUs.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long --optimal searches at most.")] = 60,
     compare: Annotated[bool, typer.Option("--compare", help="Beside what other policies take.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Time against budget, with all policies.")] = False,
     output: Annotated[
@@ -62,7 +67,8 @@ def plan(
     with console.spinner("planning") as say:
         program = candidates(read_program(artifact, trust=trust), activations)[0]
         decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory, routes=routes)
-        decided = decide(budget, hardware=hardware)
+        effort = "optimal" if optimal else "usual"
+        decided = decide(budget, hardware=hardware, effort=effort, seconds=seconds)
 
         def again(nbytes: int) -> Plan:
             say(f"planning for {format_size(nbytes)}")

@@ -1,0 +1,163 @@
+"""A longer search for a contiguous arena: addresses change a little at a time, while the plan gets faster."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from penstock.schedule.facts.problem import Problem
+from penstock.schedule.search.draft import Draft, Occupancy
+from penstock.schedule.space.addresses import Addressing, read_together
+from penstock.schedule.space.spans import Block
+
+_MOVES = (1, 1, 1, 2, 2, 3)
+"""How many blocks change places in one attempt; drawn from these."""
+
+_STALE = 40
+"""An attempt may be this many times the number of blocks behind the last better plan before a restart."""
+
+_KICKS = 6
+"""How many changes a restart makes to the best addresses, without asking whether they are faster."""
+
+_LEAST_PARTS = (16, 0, 64)
+"""The smallest parts of a block that get a copy of their own, in latencies, tried with a better placement."""
+
+
+def climb(
+    problem: Problem,
+    blocks: Sequence[Block],
+    draft: Draft,
+    cap: int,
+    go_on: Callable[[int], bool],
+    *,
+    seed: int = 0,
+) -> Draft:
+    """The fastest draft found from `draft` on, in `cap` bytes of a contiguous arena.
+
+    `go_on` is asked before each attempt, with the best period so far in nanoseconds, whether to go on. Two
+    blocks of the same size change places, or a block moves by a power of two granules or to an edge of
+    another one; what is not slower is kept. Where nothing has been faster for long, the search begins again
+    at the best addresses, some of which are changed at random.
+    """
+    climber = _Climber(problem, blocks, draft, cap, random.Random(seed))
+    while climber.hot and go_on(climber.best_ns):
+        climber.attempt()
+    return climber.best
+
+
+class _Climber:
+    """Where a climb stands: the best draft and its addresses, and the addresses that are changed next.
+
+    `hot` are the blocks that share memory: others change places with them, or nothing would become faster.
+    """
+
+    def __init__(
+        self, problem: Problem, blocks: Sequence[Block], draft: Draft, cap: int, draw: random.Random
+    ) -> None:
+        self.problem, self.blocks, self.draw = problem, blocks, draw
+        self.granule = problem.arena.granule
+        self.cap = cap // self.granule * self.granule
+        self.together = read_together(blocks)
+        self.kept = {b for b, block in enumerate(blocks) if block.kept}
+        self.sizes: dict[int, list[int]] = {}
+        for b, block in enumerate(blocks):
+            if not block.kept:
+                self.sizes.setdefault(block.size, []).append(b)
+        self.best, self.best_ns = draft, sum(draft.periods_ns(problem))
+        self.now = [draft.addresses[block.storage] - block.shift for block in blocks]
+        self.best_addresses, self.now_ns = list(self.now), self.best_ns
+        self.hot = self._shared(self.now)
+        self.stale = 0
+
+    def attempt(self) -> None:
+        """Change a few addresses, and keep them unless the plan is slower."""
+        self.stale += 1
+        if self.stale > _STALE * len(self.blocks):
+            self._restart()
+        places = self._changed(self.draw.choice(_MOVES))
+        if places is not None:
+            self._time(places, self.now_ns)
+
+    def _restart(self) -> None:
+        self.stale = 0
+        self.now, self.now_ns = list(self.best_addresses), self.best_ns
+        self.hot = self._shared(self.now)
+        for _ in range(_KICKS):
+            places = self._changed(1)
+            if places is not None:
+                self.now = places
+        self.now_ns = self._period(Occupancy(self.problem, self.blocks, self._addressing(self.now)), 16)[1]
+        self.hot = self._shared(self.now) or self.hot
+
+    def _time(self, places: list[int], least: int) -> None:
+        occupancy = Occupancy(self.problem, self.blocks, self._addressing(places))
+        draft, period = self._period(occupancy, _LEAST_PARTS[0])
+        if period > least:
+            return
+        self.now, self.now_ns = places, period
+        if period < least:
+            self.hot = self._shared(places) or self.hot
+        if period >= self.best_ns:
+            return
+        self.stale = 0
+        for part in _LEAST_PARTS[1:]:
+            other, other_ns = self._period(occupancy, part)
+            if other_ns < period:
+                draft, period = other, other_ns
+        self.best, self.best_ns, self.best_addresses = draft, period, list(places)
+
+    def _period(self, occupancy: Occupancy, part: int) -> tuple[Draft, int]:
+        """The faster of the drafts that a placement allows, and the sum of its periods in nanoseconds."""
+        hardware = self.problem.hardware
+        least = int(part * hardware.link_latency_ns * hardware.link_bytes_per_s / 1e9)
+        last = max(len(trace.steps) for trace in self.problem.traces) - 1
+        early = (last,) if self.problem.wrap == "overlap" else (last, 0)
+        drafts = [occupancy.decide(step, least) for step in early]
+        periods = [sum(draft.periods_ns(self.problem)) for draft in drafts]
+        best = min(range(len(drafts)), key=periods.__getitem__)
+        return drafts[best], periods[best]
+
+    def _changed(self, moves: int) -> list[int] | None:
+        """The addresses after some changes; None where blocks would overlap that may not, or lie outside."""
+        places, moved = list(self.now), set()
+        for _ in range(moves):
+            b = self.draw.choice(self.hot)
+            kind = self.draw.random()
+            if kind < 0.6:
+                other = self.draw.choice(self.sizes[self.blocks[b].size])
+                places[b], places[other] = places[other], places[b]
+                moved |= {b, other}
+                continue
+            if kind < 0.8:
+                places[b] += self.draw.choice((-1, 1)) * self.granule << self.draw.randrange(12)
+            else:
+                other = self.draw.randrange(len(self.blocks))
+                start, stop = places[other], places[other] + self.blocks[other].size
+                places[b] = self.draw.choice(
+                    (start, stop, start - self.blocks[b].size, stop - self.blocks[b].size)
+                )
+            moved.add(b)
+        return places if places != self.now and all(self._fits(places, b) for b in moved) else None
+
+    def _fits(self, places: Sequence[int], b: int) -> bool:
+        start, stop = places[b], places[b] + self.blocks[b].size
+        if start < 0 or stop > self.cap:
+            return False
+        apart = self.together[b] | self.kept
+        return all(stop <= places[o] or places[o] + self.blocks[o].size <= start for o in apart if o != b)
+
+    def _shared(self, places: Sequence[int]) -> list[int]:
+        """The blocks that share bytes with others."""
+        order = sorted(range(len(places)), key=places.__getitem__)
+        shared: set[int] = set()
+        last = -1
+        for b in order:
+            if last >= 0 and places[b] < places[last] + self.blocks[last].size:
+                shared |= {last, b}
+            if last < 0 or places[b] + self.blocks[b].size > places[last] + self.blocks[last].size:
+                last = b
+        return sorted(b for b in shared if not self.blocks[b].kept)
+
+    def _addressing(self, places: Sequence[int]) -> Addressing:
+        top = max(at + block.size for at, block in zip(places, self.blocks, strict=True))
+        return Addressing(tuple(places), top)
