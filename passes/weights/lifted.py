@@ -348,22 +348,16 @@ def with_own_constants(programs: Mapping[str, ExportedProgram]) -> dict[str, Exp
     """
     counted = Counter(name for exported in programs.values() for name in _constants(exported))
     repeated = {name for name, count in counted.items() if count > 1}
-    return {method: _renamed(exported, repeated, method) for method, exported in programs.items()}
-
-
-def with_named_constants(exported: ExportedProgram, method: str) -> ExportedProgram:
-    """Returns the program with the method's name before all of its constants."""
-    return _renamed(exported, _constants(exported), method)
+    renamed = {}
+    for method, exported in programs.items():
+        names = {name: f"{method}.{name}" for name in _constants(exported) & repeated}
+        renamed[method] = with_names(exported, names) if names else exported
+    return renamed
 
 
 def _constants(exported: ExportedProgram) -> set[str]:
     specs = exported.graph_signature.input_specs
     return {str(spec.target) for spec in specs if spec.kind is InputKind.CONSTANT_TENSOR}
-
-
-def _renamed(exported: ExportedProgram, repeated: set[str], method: str) -> ExportedProgram:
-    names = {name: f"{method}.{name}" for name in _constants(exported) & repeated}
-    return with_names(exported, names) if names else exported
 
 
 @declare(ensures=("real values",))
