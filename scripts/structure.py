@@ -42,7 +42,7 @@ LIBRARIES = {
     "onnx_ir": ("backends.onnx",),
     "onnxruntime": ("backends.onnx",),
     "peft": ("integrations",),
-    "torchao": ("integrations",),
+    **dict.fromkeys(("bitsandbytes", "torchao"), ("integrations",)),
     "transformers": ("cli.generate", "integrations", "models"),
 }
 """Optional libraries, and the rooms that may import them, also for types."""

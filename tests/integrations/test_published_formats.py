@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from penstock.integrations import apply, load
 from penstock.integrations.formats import compressed, packed
@@ -93,6 +94,46 @@ def test_a_folder_streams_from_its_own_bytes(name, tmp_path):
     make, quantise, facts = IN_PLACE[name]
     publish(make(), tmp_path / "model", quantise, facts)
     check_streamed(models.frozen(type(make()).from_pretrained(tmp_path / "model")), tmp_path)
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize("packs_anew", [True, False])
+@pytest.mark.parametrize(
+    "facts", [{}, {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}]
+)
+def test_a_folder_of_bitsandbytes_streams_from_its_own_bytes(facts, packs_anew, tmp_path, monkeypatch):
+    if not packs_anew:  # for processors with bfloat16 in AVX-512
+        monkeypatch.setattr("bitsandbytes.functional.has_avx512bf16", lambda: False)
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    models.llama(attention_bias=True).bfloat16().save_pretrained(tmp_path / "plain")
+    quantised = LlamaForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=BitsAndBytesConfig(**NF4 | facts)
+    )
+    quantised.save_pretrained(tmp_path / "model")
+    reference = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    check_streamed(models.frozen(reference), tmp_path)
+
+
+PARTS = {"": (2048, 1), ".absmax": (64,), ".quant_map": (16,), ".quant_state.bitsandbytes__nf4": (8,)}
+
+
+@pytest.mark.parametrize("wrong", [{"": (2047, 1)}, {".absmax": (3,)}, {".absmax": (256,)}])
+def test_sizes_that_would_have_bitsandbytes_read_beyond_its_parts_are_refused(wrong, tmp_path):
+    def quantise(name, value):
+        if not name.endswith("q_proj.weight"):
+            return {name: value}
+        sizes = PARTS | wrong
+        dtypes = dict.fromkeys((".absmax", ".quant_map"), torch.float32)
+        return {
+            name + end: torch.zeros(size, dtype=dtypes.get(end, torch.uint8)) for end, size in sizes.items()
+        }
+
+    facts = NF4 | {"quant_method": "bitsandbytes", "bnb_4bit_compute_dtype": "float32"}
+    publish(models.llama(), tmp_path, quantise, facts)
+    with pytest.raises(SourceError, match=r"q_proj\.weight .* of which nf4 makes no weight of \[64, 64\]"):
+        load(tmp_path, "1MB", cache=tmp_path / "cache")
 
 
 def check_streamed(reference, folder):
@@ -345,7 +386,7 @@ REFUSED = {
     "NVFP4": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
     "NVFP4 of modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "compressed-tensors (marlin-24)": {"quant_method": "compressed-tensors", "format": "marlin-24"},
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "a method that it does not name": {"bits": 4},
 }
 

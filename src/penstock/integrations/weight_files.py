@@ -61,7 +61,7 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise PassError(
                 f"weight {name} is a {type(value).__name__}, which does not say what tensors it is made of: "
-                "quantise with torchao, or load the model without quantisation (docs/quantised.md)"
+                "give its folder to penstock.integrations.load, or quantise with torchao (docs/quantised.md)"
             )
         if value.device.type == "meta" or value.untyped_storage().nbytes() < value.nbytes:
             raise PassError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,41 @@ def _unpack_mxfp4(parts: Parts, out: torch.Tensor) -> None:
         out[expert] = dequantize_convertops(blocks, scales, out.dtype)[0]
 
 
+def _unpack_nf4(parts: Parts, out: torch.Tensor) -> None:
+    """Whole, as bitsandbytes does in each call of a layer."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = _nf4_state(parts, out.shape)
+    state.dtype = out.dtype
+    out.copy_(dequantize_4bit(parts["bits"], state))
+
+
+def _nf4_state(parts: Parts, shape: torch.Size) -> Any:
+    """Return what bitsandbytes keeps beside the bits of a weight.
+
+    Its kernels compare nothing, so sizes are those of the parts, and not those that the file says.
+    """
+    from bitsandbytes.functional import QuantState
+
+    facts = dict(parts)
+    state = QuantState.from_dict(facts, facts.pop("bits").device)
+    state.shape, state.blocksize = shape, shape.numel() // state.absmax.numel()
+    if state.nested:
+        state.state2.blocksize = _NF4_SCALES
+    return state
+
+
+def _fits_nf4(shapes: Shapes, shape: tuple[int, ...]) -> bool:
+    scales, outer = prod(shapes["absmax"]), prod(shapes.get("nested_absmax", (inf,)))
+    return (
+        len(shape) == 2
+        and prod(shapes["bits"]) * 2 == prod(shape)
+        and prod(shape) in [scales << bits for bits in range(5, 13)]
+        and outer * _NF4_SCALES >= scales
+        and shapes.get("nested_quant_map", (256,)) == (256,)
+    )
+
+
 def _fits_fp8(shapes: Shapes, shape: tuple[int, ...]) -> bool:
     scale = shapes["scale"]
     divides = all(n and not size % n for n, size in zip(scale, shape, strict=False))
@@ -83,18 +118,36 @@ def _fits_mxfp4(shapes: Shapes, shape: tuple[int, ...]) -> bool:
     return unpacked == shape and shapes["scales"] == blocks[:-1]
 
 
+_NF4_SCALES = 256
+"""The scales of a weight that one scale scales, where they are quantised too."""
+
+_NF4_STATE = "quant_state.bitsandbytes__nf4"
+"""The part in which bitsandbytes says what shape a weight has, as JSON."""
+
 _DTYPES = {
     "qdata": ("I8", "F8_E4M3", "F8_E5M2"),
+    "bits": ("U8",),
+    "absmax": ("U8", "F32"),
+    _NF4_STATE: ("U8",),
     "packed": ("I32",),
     "blocks": ("U8",),
     "scales": ("U8",),
     "scale": ("BF16", "F16", "F32", "F8_E8M0", "U8"),
 }
-"""The dtypes that files have parts in."""
+"""The dtypes that files have parts in; float32 for others."""
 
 _COMPRESSED = Format({"qdata": "", "scale": "_scale"}, compressed.unpack, compressed.fits)
 
+_NF4 = Format(
+    {"bits": "", "absmax": ".absmax", "quant_map": ".quant_map", _NF4_STATE: f".{_NF4_STATE}"},
+    _unpack_nf4,
+    _fits_nf4,
+)
+_SCALES_OF_SCALES = {name: f".{name}" for name in ("nested_absmax", "nested_quant_map")}
+
 FORMATS = {
+    "nf4": _NF4,
+    "nf4 with quantised scales": replace(_NF4, ends=_SCALES_OF_SCALES | {**_NF4.ends}),
     "fp8": Format({"qdata": "", "scale": "_scale_inv"}, _unpack_fp8, _fits_fp8),
     "mxfp4": Format({"blocks": "_blocks", "scales": "_scales"}, _unpack_mxfp4, _fits_mxfp4),
     "pack-quantized": replace(_COMPRESSED, ends={"packed": "_packed", "scale": "_scale"}),
@@ -156,6 +209,32 @@ class PackedWeight(torch.Tensor):
         return func(*args, **kwargs)
 
 
+class Linear4bit(nn.Linear):
+    """A layer whose packed weight bitsandbytes computes with, in the dtype of the weight.
+
+    Where nothing needs a gradient and the processor has bfloat16 in AVX-512, it packs the weight in another
+    way first, and has kernels with other bits for that.
+    """
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what a layer of bitsandbytes returns that has just been loaded."""
+        from bitsandbytes import functional
+        from bitsandbytes import nn as layers
+
+        weight: Any = self.weight
+        bias: Any = self.bias
+        bias = bias if bias is None else bias.to(weight.dtype)
+        if value.requires_grad or self.training or not functional.has_avx512bf16():
+            return nn.functional.linear(value.to(weight.dtype), weight, bias).to(value.dtype)
+        parts = {name: getattr(weight, name) for name, _ in weight.packing.names}
+        state = _nf4_state(parts, weight.shape)
+        layer = layers.Linear4bit(*weight.shape[::-1], False, weight.dtype, device="meta").eval()
+        bits = layers.Params4bit(weight.bits, False, state, bnb_quantized=True)
+        layer._parameters.update(weight=bits, bias=bias)
+        result: torch.Tensor = layer(value)
+        return result
+
+
 def put_packed(
     module: nn.Module,
     *,
@@ -163,8 +242,11 @@ def put_packed(
     method: str,
     folder: Path,
     activations: compressed.Activations | None = None,
+    computes_in: torch.dtype | None = None,
 ) -> None:
     """Give a module its packed weights, without memory, and have its layers round their inputs.
+
+    With `computes_in`, bitsandbytes computes with them in that dtype.
 
     Raises SourceError for weights that the module has otherwise.
     """
@@ -185,19 +267,23 @@ def put_packed(
                 f"{folder} has {base} packed as {method}, which is no weight of its own in the model, but a "
                 "part of a stack: load the model with its library, and give it to penstock.integrations.apply"
             )
+        owner, _, key = fqn.rpartition(".")
+        layer = module.get_submodule(owner)
         shapes = {part: stored[name].shape for part, name in names.items()}
-        known = all(stored[name].dtype in _DTYPES[part] for part, name in names.items())
+        known = all(stored[name].dtype in _DTYPES.get(part, ("F32",)) for part, name in names.items())
+        known &= computes_in is None or type(layer) is nn.Linear
         if not known or not format_.fits(shapes, tuple(weights[fqn].shape)):
             dtypes = ", ".join(stored[name].dtype for name in names.values())
             raise SourceError(
                 f"{folder} has parts of {fqn} of the shapes {shapes} ({dtypes}), of which {method} makes no "
-                f"weight of {list(weights[fqn].shape)}: get its files again"
+                f"weight of {list(weights[fqn].shape)} for a {type(layer).__name__}: get its files again"
             )
-        packing = Packing(method, tuple(names.items()), tuple(weights[fqn].shape), weights[fqn].dtype)
+        dtype = computes_in or weights[fqn].dtype
+        packing = Packing(method, tuple(names.items()), tuple(weights[fqn].shape), dtype)
         parts = {part: _without_memory(stored[name]) for part, name in names.items()}
-        owner, _, key = fqn.rpartition(".")
-        layer = module.get_submodule(owner)
         layer._parameters[key] = nn.Parameter(PackedWeight(parts, packing), requires_grad=False)
+        if computes_in is not None:
+            layer.__class__ = Linear4bit
         if activations is not None and isinstance(layer, nn.Linear):
             layer.register_forward_pre_hook(activations)
 

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._extras import require
 from penstock.integrations.formats import compressed
 from penstock.integrations.formats.packed import FORMATS, put_packed, refusal
+from penstock.models.configuration import DTYPES
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, read_header
 from penstock.schedule.facts.errors import SourceError
 
-_TORCHAO = "torchao"
+_TORCHAO, _BITSANDBYTES = "torchao", "bitsandbytes"
 
 
 def quantised_weights(
@@ -35,13 +37,24 @@ def quantised_weights(
     stored = open_checkpoint(files).tensors
     if method == _TORCHAO:
         return partial(_put, _weights(files, stored, folder), stored=stored)
-    if method in FORMATS:
-        return partial(put_packed, stored=stored, method=method, folder=folder)
+    activations = computes_in = None
     if method == compressed.METHOD and quantised.get("format") in FORMATS:
-        activations = compressed.activations_of(quantised, folder)
-        method = quantised["format"]
-        return partial(put_packed, stored=stored, method=method, folder=folder, activations=activations)
-    raise SourceError(refusal(folder, quantised))
+        activations, method = compressed.activations_of(quantised, folder), quantised["format"]
+    elif method == _BITSANDBYTES and quantised.get("bnb_4bit_quant_type") == "nf4":
+        require(_BITSANDBYTES, purpose=f"{folder} was saved in 4 bits, and")
+        if (dtype := quantised.get("bnb_4bit_compute_dtype")) in DTYPES:
+            method = "nf4" + " with quantised scales" * bool(quantised.get("bnb_4bit_use_double_quant"))
+            computes_in = getattr(torch, dtype)
+    if method not in FORMATS:
+        raise SourceError(refusal(folder, quantised))
+    return partial(
+        put_packed,
+        stored=stored,
+        method=method,
+        folder=folder,
+        activations=activations,
+        computes_in=computes_in,
+    )
 
 
 def _put(weights: Mapping[str, nn.Parameter], module: nn.Module, *, stored: Container[str]) -> None:
