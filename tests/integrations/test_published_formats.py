@@ -119,21 +119,34 @@ def test_a_folder_of_bitsandbytes_streams_from_its_own_bytes(facts, packs_anew, 
 PARTS = {"": (2048, 1), ".absmax": (64,), ".quant_map": (16,), ".quant_state.bitsandbytes__nf4": (8,)}
 
 
-@pytest.mark.parametrize("wrong", [{"": (2047, 1)}, {".absmax": (3,)}, {".absmax": (256,)}])
-def test_sizes_that_would_have_bitsandbytes_read_beyond_its_parts_are_refused(wrong, tmp_path):
+def publish_nf4(folder, sizes):
+    """A model of which the query's weights have parts of these sizes, of zeros."""
+
     def quantise(name, value):
         if not name.endswith("q_proj.weight"):
             return {name: value}
-        sizes = PARTS | wrong
         dtypes = dict.fromkeys((".absmax", ".quant_map"), torch.float32)
         return {
             name + end: torch.zeros(size, dtype=dtypes.get(end, torch.uint8)) for end, size in sizes.items()
         }
 
     facts = NF4 | {"quant_method": "bitsandbytes", "bnb_4bit_compute_dtype": "float32"}
-    publish(models.llama(), tmp_path, quantise, facts)
+    publish(models.llama(), folder, quantise, facts)
+
+
+@pytest.mark.parametrize("wrong", [{"": (2047, 1)}, {".absmax": (3,)}, {".absmax": (256,)}])
+def test_sizes_that_would_have_bitsandbytes_read_beyond_its_parts_are_refused(wrong, tmp_path):
+    publish_nf4(tmp_path, PARTS | wrong)
     with pytest.raises(SourceError, match=r"q_proj\.weight .* of which nf4 makes no weight of \[64, 64\]"):
         load(tmp_path, "1MB", cache=tmp_path / "cache")
+
+
+def test_what_bitsandbytes_cannot_read_of_a_weight_is_an_error_of_the_files(tmp_path):
+    publish_nf4(tmp_path, PARTS)
+    model = load(tmp_path, "1MB", cache=tmp_path / "cache")
+    with pytest.raises(SourceError, match=r"bitsandbytes__nf4 of a weight cannot be read \(\w+Error: "):
+        model(torch.zeros(1, 3, dtype=torch.long))
+    model.penstock_applied.close()
 
 
 def check_streamed(reference, folder):

@@ -81,12 +81,18 @@ def _unpack_nf4(parts: Parts, out: torch.Tensor) -> None:
 def _nf4_state(parts: Parts, shape: torch.Size) -> Any:
     """Return what bitsandbytes keeps beside the bits of a weight.
 
-    Its kernels compare nothing, so sizes are those of the parts, and not those that the file says.
+    Its kernels compare nothing, so sizes are those of the parts, and not those that the file says. Raises
+    SourceError for a file that says what bitsandbytes cannot read.
     """
     from bitsandbytes.functional import QuantState
 
     facts = dict(parts)
-    state = QuantState.from_dict(facts, facts.pop("bits").device)
+    try:
+        state = QuantState.from_dict(facts, facts.pop("bits").device)
+    except Exception as error:
+        raise SourceError(
+            f"{_NF4_STATE} of a weight cannot be read ({type(error).__name__}: {error}): get its files again"
+        ) from error
     state.shape, state.blocksize = shape, shape.numel() // state.absmax.numel()
     if state.nested:
         state.state2.blocksize = _NF4_SCALES
