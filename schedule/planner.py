@@ -24,8 +24,8 @@ from penstock.schedule.host import with_host
 from penstock.schedule.plan import Plan
 from penstock.schedule.search import contiguous, paged
 from penstock.schedule.search.draft import Draft, Task
-from penstock.schedule.space.addresses import least_copied, tight
-from penstock.schedule.space.spans import Pieces, Reads
+from penstock.schedule.space.addresses import tight
+from penstock.schedule.space.spans import Pieces
 
 _D = TypeVar("_D", bound=Demand)
 
@@ -73,7 +73,7 @@ def _floor(pieces: Pieces) -> Floor:
         (nbytes, step)
         for number, trace in enumerate(demand.traces)
         for nbytes, step in zip(
-            needed_bytes(pieces.copied_runs, len(trace.steps), number=number), trace.steps, strict=True
+            needed_bytes(pieces.copied, len(trace.steps), number=number), trace.steps, strict=True
         )
     ]
     if not steps:
@@ -248,14 +248,6 @@ def _tiers(problem: Problem, pieces: Pieces, cap: int) -> tuple[Tier, ...]:
     hardware = problem.hardware
     granule = problem.arena.granule if problem.arena.kind == "paged" else 1
     device = tier_of(usable_bytes(pieces.copied, granule, cap), hardware, granule)
-    if problem.arena.kind == "contiguous" and len(problem.traces) == 1:
-        # Fixed addresses force one trace to copy more bytes, and each copy to bring one storage only.
-        largest: dict[Reads, int] = {}
-        for block in pieces.blocks:
-            largest[block.reads] = max(largest.get(block.reads, 1), block.range.nbytes)
-        most = {g: largest[group.reads] for g, group in enumerate(pieces.copied)}
-        copied = least_copied(pieces.blocks, device.nbytes)
-        device = replace(device, least_copied=copied, most_at_once=most)
     if problem.host is None or hardware.disk_bytes_per_s is None:
         return (device,)
     return device, Tier(cap + problem.host, 1e9 / hardware.disk_bytes_per_s, hardware.disk_latency_ns)
