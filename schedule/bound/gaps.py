@@ -12,7 +12,8 @@ from functools import cached_property
 
 import numpy
 
-from penstock.schedule.facts.model import Hardware, Trace
+from penstock.schedule.facts.model import Trace
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.space.spans import Block, Group, Run
 
 
@@ -176,17 +177,15 @@ _DUST = 1e-9
 
 @dataclass(frozen=True)
 class FixedPlaces:
-    """The blocks that trace number `number` reads, each of which has one address, in `nbytes` of memory.
+    """The weights that trace number `number` of a problem reads, each at one address of a contiguous arena.
 
-    The memory is the arena's, and that of blocks outside of it. None of the blocks is produced.
+    The arena and the weights outside of it have `nbytes` of memory together.
     """
 
+    problem: Problem
+    number: int
     blocks: Sequence[Block]
     nbytes: int
-    granule: int
-    trace: Trace
-    number: int
-    hardware: Hardware
 
     @cached_property
     def excess(self) -> int:
@@ -229,10 +228,10 @@ class FixedPlaces:
             return 0
         nbytes = numpy.array([block.range.nbytes for block in free], dtype=float)
         parts = numpy.array([self._least_part(block) for block in free], dtype=float)
-        steps = self.trace.steps
+        steps, hardware = self.problem.traces[self.number].steps, self.problem.hardware
         reads = numpy.array([min(steps[k].read_ns for k in block.reads[self.number]) for block in free])
-        ns, latency_ns = 1e9 / self.hardware.link_bytes_per_s, self.hardware.link_latency_ns
-        starts_ns = self.hardware.link_fill_ns + latency_ns
+        ns, latency_ns = 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns
+        starts_ns = hardware.link_fill_ns + latency_ns
         turns = numpy.sort(starts_ns + parts * ns + reads).cumsum()
         edges = numpy.geomspace(max(self.least_shared, self.excess / (len(free) - 1)), self.excess, _POINTS)
         shared, most_shared = edges[:-1], edges[1:] * (1 + _DUST)
@@ -266,14 +265,16 @@ class FixedPlaces:
         See "Windows" in docs/planning.md. `needed` is as `needed_bytes` counts it. k counts on into the next
         pass.
         """
-        n, ns, latency_ns = len(needed), 1e9 / self.hardware.link_bytes_per_s, self.hardware.link_latency_ns
+        n, hardware = len(needed), self.problem.hardware
+        ns, latency_ns = 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns
         reading: list[list[int]] = [[] for _ in needed]
         for b, block in enumerate(self.blocks):
             for k in () if block.kept else block.reads[self.number]:
                 reading[k].append(b)
         parts = [self._least_part(block) for block in self.blocks]
         for j in range(n):
-            room, seen, staying = max(0, self.nbytes - needed[j]), set(reading[j]), []
+            room, seen = max(0, self.nbytes - needed[j]), set(reading[j])
+            staying: list[int] = []
             stays, cut, copy_ns, least = 0, 0, 0.0, math.inf
             for k in range(j + 1, j + 1 + min(n, _LONGEST)):
                 fresh = [b for b in reading[k % n] if b not in seen]
@@ -288,11 +289,9 @@ class FixedPlaces:
                         stays, copy_ns = stays - largest, copy_ns + latency_ns + largest * ns
                 if fresh and cut:
                     saved = (room - stays) * (latency_ns / cut + ns)
-                    yield j, k, self.hardware.link_fill_ns + max(copy_ns - saved, latency_ns + least * ns)
+                    yield j, k, hardware.link_fill_ns + max(copy_ns - saved, latency_ns + least * ns)
 
     def _least_part(self, block: Block) -> int:
         """The fewest bytes that a copy of a block can have: copies are cut where granules begin."""
-        if block.size <= self.granule:
-            return block.range.nbytes
-        last = (block.shift + block.range.nbytes - 1) % self.granule + 1
-        return min(self.granule - block.shift, last)
+        granule, end = self.problem.arena.granule, block.shift + block.range.nbytes
+        return min(block.range.nbytes, granule - block.shift, (end - 1) % granule + 1)

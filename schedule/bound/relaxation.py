@@ -405,7 +405,7 @@ def _add_fixed(program: LinearProgram, fixed: FixedPlaces) -> None:
     its, upper, gaps = program.columns(0), program.at_most, len(program.sizes)
     rows = upper.add(numpy.array([float(program.sizes.sum()) - fixed.least_copied / program.unit_bytes]))
     upper.put(numpy.zeros(gaps, dtype=int) + rows, its.kept, 1.0)
-    latency = fixed.hardware.link_latency_ns / program.unit_ns
+    latency = fixed.problem.hardware.link_latency_ns / program.unit_ns
     rows = upper.add(numpy.array([-latency * gaps]))
     upper.put(rows, its.pause, -1.0)
     upper.put(numpy.zeros(gaps, dtype=int) + rows, its.kept, -latency / program.sizes)
@@ -422,7 +422,7 @@ def _add_windows(program: LinearProgram, windows: Iterable[tuple[int, int, float
     steps, useful, compute_ns = numpy.arange(n), [1], -phases.read_ns
     ways = [compute_ns]
     """By the number of steps, the least time from the end of each step to the read that many steps later."""
-    most_rows = program.at_most.count + _WINDOWS * n
+    most_rows = program.at_most.count + _WINDOWS
     for span in range(1, max(least_ns, default=0) + 1):
         if program.at_most.count > most_rows:
             break
@@ -512,10 +512,10 @@ _CUT = 8
 _FEW_GRANULES, _NEARLY_WHOLE = 12, 0.01
 """The most granules of refilled memory that are rounded to a whole number, and the largest rounding error."""
 
-_GAIN, _WINDOWS = 1.001, 4
-"""A window counts if it is so many times as long as compute and shorter windows make it; and how many windows
-a step, the shortest first, count at most. More of them take longer than they raise the bound: with all 17,000
-of a decoder of 194 steps the solver took 2.2 s instead of 0.1 s, for the same bound.
+_GAIN, _WINDOWS = 1.003, 800
+"""A window counts if it is so many times as long as compute and shorter windows make it; and the most windows
+that count, the shortest first. With all 17,000 of a decoder of 194 steps the solver took 2.2 s instead of
+0.1 s, for the same bound.
 """
 
 _MARGIN = 1e-9
@@ -560,18 +560,18 @@ def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], number: int =
         return Relaxation(trace.compute_ns, (), (), groups, 0.0)
     sizes = numpy.array([groups[gap.group].nbytes for gap in gaps], dtype=float)
     phases = _phases(gaps, trace, problem.wrap)
-    needed = numpy.array(needed_bytes(groups, len(trace.steps), number=number), dtype=float)
+    needed = needed_bytes(groups, len(trace.steps), number=number)
     shares = numpy.array([gap.group for gap in gaps])
     always = sum(group.nbytes for group in groups if group.kept)
     spilled = numpy.array([groups[gap.group].produced for gap in gaps])
-    program = LinearProgram(sizes, needed[phases.checkpoints], phases, tiers, groups=shares, spilled=spilled)
+    read = numpy.array(needed, dtype=float)[phases.checkpoints]
+    program = LinearProgram(sizes, read, phases, tiers, groups=shares, spilled=spilled)
     add_latency(program, shares, always)
     turns_ns = 0
     if problem.arena.kind == "contiguous":
         blocks = [block for block in pieces.blocks if block.kept or block.reads[number]]
         weights = [block for block in blocks if not block.produced]
-        nbytes, granule = tiers[0].nbytes, problem.arena.granule
-        fixed = FixedPlaces(weights, nbytes, granule, trace, number, problem.hardware)
+        fixed = FixedPlaces(problem, number, weights, tiers[0].nbytes)
         _add_fixed(program, fixed)
         if len(weights) == len(blocks):
             turns_ns = fixed.turns_ns()

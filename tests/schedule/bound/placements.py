@@ -29,31 +29,48 @@ class Placements:
         ends = (start % self.granule + n for start, n in zip(self.layout, self.nbytes, strict=True))
         self.sizes = [-(-end // self.granule) for end in ends]
 
-    def least_ns(self, most_copies=6):
+    def least_ns(self, most_copies=5):
         """The least period; None if a plan that might be the best has more than `most_copies` copies."""
-        best, copy_ns = math.inf, self.problem.hardware.copy_ns
-        whole = sorted(
-            (
-                sum(copy_ns(sum(len(self._part(s, unit)) for unit, _ in units)) for (_, s), units in needs),
-                needs,
-            )
+        best = math.inf
+        units = [
+            ([self._copy(read, [unit]) for read, some in needs for unit in some], needs)
             for needs in self._all_needs()
-        )
-        for copying_ns, needs in whole:
-            if copying_ns >= best:
+        ]
+        for least, needs in sorted((self._least_of(copies), needs) for copies, needs in units):
+            if least >= best:
                 break
             for cuts in itertools.product(*(self._cuts(*need) for need in needs)):
                 transfers = [transfer for cut in cuts for transfer in cut]
-                if sum(copy_ns(t.stop - t.start) for t in transfers) >= best:
+                if (
+                    max(self._least_of(transfers), sum(map(self.problem.hardware.moving_ns, transfers)))
+                    >= best
+                ):
                     continue
                 if len(transfers) > most_copies:
                     return None
                 best = min(best, self._fastest_ns(transfers, best))
         return best
 
+    def _least_of(self, transfers):
+        """What each copy alone would make a pass take: it is between a step's end and another step's read."""
+        steps, hardware = self.trace.steps, self.problem.hardware
+        ended = list(itertools.accumulate(step.lead_ns + step.read_ns for step in steps))
+        ended += [
+            end - self.trace.compute_ns for end in ended
+        ]  # those of the pass before, from -len(steps) on
+        alone = (
+            steps[t.step].read_ns
+            + hardware.link_fill_ns
+            + hardware.moving_ns(t)
+            - ended[t.step]
+            + ended[t.after]
+            for t in transfers
+        )
+        return self.trace.compute_ns + max(0, *alone, 0)
+
     def _all_needs(self):
         """What has to be copied, for each choice of storages outside and of addresses; each case once."""
-        every, cases = range(len(self.nbytes)), set()
+        every, cases = [s for s, nbytes in enumerate(self.nbytes) if nbytes], set()
         cut = [s for s in every if self.sizes[s] * self.granule > self.nbytes[s]]
         for outside in itertools.chain.from_iterable(
             itertools.combinations(cut, n) for n in range(len(cut) + 1)
@@ -101,21 +118,22 @@ class Placements:
         return max(q - (q >= k) * len(self.trace.steps) for q in self.reads[s])
 
     def _cuts(self, read, units):
-        """Yield every way to copy these granules for a read: each copy has neighbours, and what is between."""
-        k, s = read
+        """Yield every way to divide these granules among copies for a read."""
         for edges in itertools.product((False, True), repeat=len(units) - 1):
             runs = [[units[0]]]
             for unit, begins in zip(units[1:], edges, strict=True):
                 if begins:
                     runs.append([])
                 runs[-1].append(unit)
-            cut = []
-            for run in runs:
-                between = run[-1][0] - run[0][0] + 1 > len(run)
-                after = max(last for _, last in run)
-                after = max(after, self._last_read(s, k)) if between else after
-                cut.append(Transfer(self._part(s, run[0][0]).start, self._part(s, run[-1][0]).stop, k, after))
-            yield cut
+            yield [self._copy(read, run) for run in runs]
+
+    def _copy(self, read, units):
+        """The copy that brings some granules for a read, and those between them."""
+        k, s = read
+        after = max(last for _, last in units)
+        if units[-1][0] - units[0][0] + 1 > len(units):
+            after = max(after, self._last_read(s, k))
+        return Transfer(self._part(s, units[0][0]).start, self._part(s, units[-1][0]).stop, k, after)
 
     def _fastest_ns(self, transfers, enough):
         """The least period of these copies in any order in which none waits for a step behind its own."""

@@ -309,12 +309,3 @@ def test_known_periods(problem, memories, one, two):
     tiny = tiny_of(problem, memories)
     assert least_ticks(tiny, passes=1) == one
     assert min(one, least_ticks(tiny, passes=2)) == two == least_ticks(tiny)
-
-
-def test_what_the_search_leaves_out_gains_nothing():
-    """Copies at any tick, chunks dropped at any time, programs that wait without need."""
-    for seed in range(40):
-        options = {"chunks": 3, "wrap": ("overlap", "barrier")[seed // 2 % 2]}
-        tiny = random_case(Random(seed), latency=seed % 3 == 0, disk=seed % 5 == 0, **options).tiny
-        for passes in (0, 1, 2):
-            assert least_ticks(tiny, passes=passes) == least_ticks(tiny, passes=passes, patient=True), seed
