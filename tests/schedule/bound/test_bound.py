@@ -179,12 +179,6 @@ def test_no_plan_beats_its_bound(kind):
     assert sum(near) > len(near) / 10  # tiny problems, where one span is much
 
 
-def test_a_contiguous_plan_copies_storages_and_not_granules():
-    schedule = make_plan(lettered("abc", nbytes=65, kind="contiguous"), 128).schedules[0]
-    assert schedule.lower_bound_ns is not None
-    assert schedule.lower_bound_ns <= schedule.predicted_ns == 195
-
-
 def test_the_best_behaviour_lies_between_bound_and_plan():
     """Plans in whole chunks are behaviours that the search tries, too."""
     near = 0
