@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from penstock.schedule.bound.gaps import needed_bytes
-from penstock.schedule.bound.relaxation import Relaxation, Tier, relax, tier_of, usable_bytes
+from penstock.schedule.bound.relaxation import Relaxation, Tier, pass_ns, relax, tier_of, usable_bytes
 from penstock.schedule.clock.turns import divided, joined, joined_traces, splits_of
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Pool, Schedule, Trace
@@ -25,8 +25,8 @@ from penstock.schedule.plan import Plan
 from penstock.schedule.search import contiguous, paged
 from penstock.schedule.search.climbing import climb
 from penstock.schedule.search.draft import Draft, Task
-from penstock.schedule.space.addresses import least_copied, tight
-from penstock.schedule.space.spans import Pieces, Reads
+from penstock.schedule.space.addresses import tight
+from penstock.schedule.space.spans import Pieces
 
 _D = TypeVar("_D", bound=Demand)
 
@@ -69,11 +69,12 @@ def floor(demand: Demand) -> Floor:
 
 def _floor(pieces: Pieces) -> Floor:
     demand, outside, most = pieces.demand, pieces.demand.outside_bytes, pieces.demand.streamed_bytes
+    weighed = pieces.runs if demand.arena.kind == "paged" else pieces.copied
     steps = [
         (nbytes, step)
         for number, trace in enumerate(demand.traces)
         for nbytes, step in zip(
-            needed_bytes(pieces.copied_runs, len(trace.steps), number=number), trace.steps, strict=True
+            needed_bytes(weighed, len(trace.steps), number=number), trace.steps, strict=True
         )
     ]
     if not steps:
@@ -254,7 +255,7 @@ def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple
     best: tuple[Draft, tuple[Schedule, ...]] | None = None
     bounds: tuple[int | None, ...] = ()
     for rung in (cap, *_rungs_below(pieces, cap)):
-        if best and _least_ns(problem, rung) >= _total_ns(best[1]):
+        if best and sum(pass_ns(problem, trace, rung) for trace in problem.traces) >= _total_ns(best[1]):
             break
         relaxed = _relaxed(problem, pieces, rung)
         bounds = bounds or tuple(relaxation.bound_ns if relaxation else None for relaxation in relaxed)
@@ -287,14 +288,6 @@ def _tiers(problem: Problem, pieces: Pieces, cap: int) -> tuple[Tier, ...]:
     hardware = problem.hardware
     granule = problem.arena.granule if problem.arena.kind == "paged" else 1
     device = tier_of(usable_bytes(pieces.copied, granule, cap), hardware, granule)
-    if problem.arena.kind == "contiguous" and len(problem.traces) == 1:
-        # Fixed addresses force one trace to copy more bytes, and each copy to bring one storage only.
-        largest: dict[Reads, int] = {}
-        for block in pieces.blocks:
-            largest[block.reads] = max(largest.get(block.reads, 1), block.range.nbytes)
-        most = {g: largest[group.reads] for g, group in enumerate(pieces.copied)}
-        copied = least_copied(pieces.blocks, device.nbytes)
-        device = replace(device, least_copied=copied, most_at_once=most)
     if problem.host is None or hardware.disk_bytes_per_s is None:
         return (device,)
     return device, Tier(cap + problem.host, 1e9 / hardware.disk_bytes_per_s, hardware.disk_latency_ns)
@@ -316,17 +309,6 @@ def lower_budgets(traces: Sequence[Trace], highest: int, budget: int) -> list[in
         return []
     ladder = (highest * number // RUNGS for number in range(RUNGS, 0, -1))
     return [nbytes for nbytes in ladder if nbytes < budget]
-
-
-def _least_ns(problem: Problem, cap: int) -> int:
-    """A lower bound of the period: bytes that do not fit into `cap` are copied in every pass."""
-    total = 0
-    for trace in problem.traces:
-        used = {s for step in trace.steps for s in step.reads}
-        read = {s for s in used if problem.storages[s].kind == "streamable"}
-        copied = sum(problem.storages[s].nbytes for s in read) - cap
-        total += max(trace.compute_ns, problem.hardware.copy_ns(copied) if copied > 0 else 0)
-    return total
 
 
 def _timed(problem: Problem, draft: Draft) -> tuple[Schedule, ...]:

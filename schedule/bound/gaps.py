@@ -1,16 +1,20 @@
-"""What a storage may save by staying in memory between two of its reads."""
+"""What memory forces: copies that no plan avoids, and what a storage saves by staying between two reads."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy
 
 from penstock.schedule.facts.model import Trace
-from penstock.schedule.space.spans import Group, Run
+from penstock.schedule.facts.problem import Problem
+from penstock.schedule.space.spans import Block, Group, Run
 
 
 @dataclass(frozen=True)
@@ -159,3 +163,135 @@ class Residency:
         twice = change[:-1].cumsum()
         folded: numpy.ndarray = twice[:steps] + twice[steps:]
         return folded
+
+
+_LONGEST = 96
+"""The most steps of a window: a longer one seldom says what the linear program does not."""
+
+_POINTS = 4000
+"""Into how many intervals the possible numbers of shared bytes are divided."""
+
+_DUST = 1e-9
+"""The largest error, as a share, that floating point makes here."""
+
+
+@dataclass(frozen=True)
+class FixedPlaces:
+    """The weights that trace number `number` of a problem reads, each at one address of a contiguous arena.
+
+    The arena and the weights outside of it have `nbytes` of memory together.
+    """
+
+    problem: Problem
+    number: int
+    blocks: Sequence[Block]
+    nbytes: int
+
+    @cached_property
+    def excess(self) -> int:
+        """The bytes of all blocks that are more than the memory."""
+        return sum(block.range.nbytes for block in self.blocks) - self.nbytes
+
+    @cached_property
+    def least_shared(self) -> int:
+        """The least bytes of the arena that two or more blocks share, whatever the addresses are.
+
+        Let W bytes be shared, and let the blocks have D bytes more than the memory. The shared bytes form
+        intervals. At most two blocks reach beyond each interval, one at each end; all others in it have at
+        most W bytes. So D <= W + S(W), where S(W) is the sum of the bytes of all blocks of at most W bytes.
+        """
+        shared, smaller = max(0, self.excess), 0
+        for nbytes in sorted(block.range.nbytes for block in self.blocks if not block.kept):
+            if shared < nbytes:
+                break
+            smaller += nbytes
+            shared = max(nbytes, self.excess - smaller)
+        return shared
+
+    @property
+    def least_copied(self) -> int:
+        """The least bytes that every pass copies.
+
+        If m > 1 blocks share a byte of the arena, that byte is copied m times in every pass; a byte of a
+        single block is never copied. With W and D as above, a pass copies D + W bytes.
+        """
+        return max(0, self.excess) + self.least_shared
+
+    def turns_ns(self) -> int:
+        """Return a time that no pass is shorter than, because blocks take turns at the bytes that they share.
+
+        See "Turns" in docs/planning.md: the least P for which some W satisfies all inequalities there. They
+        are checked for intervals of W, each with the least left side and the greatest right side in it.
+        """
+        free = [block for block in self.blocks if not block.kept]
+        if self.excess <= 0 or len(free) < 2:
+            return 0
+        nbytes = numpy.array([block.range.nbytes for block in free], dtype=float)
+        parts = numpy.array([self._least_part(block) for block in free], dtype=float)
+        steps, hardware = self.problem.traces[self.number].steps, self.problem.hardware
+        reads = numpy.array([min(steps[k].read_ns for k in block.reads[self.number]) for block in free])
+        ns, latency_ns = 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns
+        starts_ns = hardware.link_fill_ns + latency_ns
+        turns = numpy.sort(starts_ns + parts * ns + reads).cumsum()
+        edges = numpy.geomspace(max(self.least_shared, self.excess / (len(free) - 1)), self.excess, _POINTS)
+        shared, most_shared = edges[:-1], edges[1:] * (1 + _DUST)
+        copied = self.excess + shared
+        order = numpy.argsort(reads)
+        read_ns = numpy.interp(
+            copied,
+            numpy.concatenate(([0.0], nbytes[order].cumsum())),
+            numpy.concatenate(([0.0], (nbytes * reads)[order].cumsum())),
+        )
+
+        def fits(period_ns: float) -> bool:
+            takers = numpy.searchsorted(turns, period_ns, side="right")
+            copies = (period_ns - copied * ns) // max(latency_ns, _DUST)
+            possible = (copied <= takers * most_shared) & (copies >= numpy.maximum(2, copied / nbytes.max()))
+            mean_bytes = numpy.maximum(parts.min(), copied / numpy.maximum(copies, 1))
+            taken_ns = copied * (starts_ns + mean_bytes * ns) + read_ns
+            return bool((possible & (taken_ns <= period_ns * most_shared)).any())
+
+        low, high = 0.0, float(turns[-1] + nbytes.sum() * ns + 1)
+        while not fits(high):
+            low, high = high, 2 * high
+        while high - low > max(1.0, high * 1e-6):
+            middle = (low + high) / 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return math.floor(low * (1 - _DUST))
+
+    def windows_ns(self, needed: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+        """Yield pairs of steps j < k with the least ns from the end of j to the start of the read of k.
+
+        See "Windows" in docs/planning.md. `needed` is as `needed_bytes` counts it. k counts on into the next
+        pass.
+        """
+        n, hardware = len(needed), self.problem.hardware
+        ns, latency_ns = 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns
+        reading: list[list[int]] = [[] for _ in needed]
+        for b, block in enumerate(self.blocks):
+            for k in () if block.kept else block.reads[self.number]:
+                reading[k].append(b)
+        parts = [self._least_part(block) for block in self.blocks]
+        for j in range(n):
+            room, seen = max(0, self.nbytes - needed[j]), set(reading[j])
+            staying: list[int] = []
+            stays, cut, copy_ns, least = 0, 0, 0.0, math.inf
+            for k in range(j + 1, j + 1 + min(n, _LONGEST)):
+                fresh = [b for b in reading[k % n] if b not in seen]
+                seen.update(fresh)
+                for b in fresh:
+                    # Of equal memory, small blocks save the most latencies: the largest leaves first.
+                    heapq.heappush(staying, -self.blocks[b].range.nbytes)
+                    stays, least = stays + self.blocks[b].range.nbytes, min(least, parts[b])
+                    while stays > room:
+                        largest = -heapq.heappop(staying)
+                        cut = min(cut or largest, largest)
+                        stays, copy_ns = stays - largest, copy_ns + latency_ns + largest * ns
+                if fresh and cut:
+                    saved = (room - stays) * (latency_ns / cut + ns)
+                    yield j, k, hardware.link_fill_ns + max(copy_ns - saved, latency_ns + least * ns)
+
+    def _least_part(self, block: Block) -> int:
+        """The fewest bytes that a copy of a block can have: copies are cut where granules begin."""
+        granule, end = self.problem.arena.granule, block.shift + block.range.nbytes
+        return min(block.range.nbytes, granule - block.shift, (end - 1) % granule + 1)

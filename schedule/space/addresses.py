@@ -232,29 +232,6 @@ def _tight(blocks: tuple[Block, ...]) -> Addressing:
     return Addressing(tuple(addresses), base + packing.nbytes)
 
 
-def least_copied(blocks: Sequence[Block], cap: int) -> int:
-    """The least bytes that every pass of one trace copies, whatever the addresses in `cap` bytes are.
-
-    If m > 1 blocks share a byte of the arena, that byte is copied m times in every pass; a byte of a single
-    block is never copied. Produced blocks need no copies, and are left out. Let W bytes of the arena be
-    shared, and let the blocks have D bytes more than `cap`. A pass then copies D + W bytes. The shared bytes
-    form intervals. At most two blocks reach beyond each interval, one at each end; all others in it have at
-    most W bytes. So D <= W + S(W), where S(W) is the sum of the bytes of all blocks of at most W bytes. The
-    least W that satisfies this gives the bound.
-    """
-    blocks = [block for block in blocks if not block.produced]
-    excess = sum(block.range.nbytes for block in blocks) - cap
-    if excess <= 0:
-        return 0
-    shared, smaller = excess, 0
-    for size in sorted(block.range.nbytes for block in blocks if not block.kept):
-        if shared < size:
-            break
-        smaller += size
-        shared = max(size, excess - smaller)
-    return excess + shared
-
-
 def first_use(block: Block) -> tuple[int, int]:
     """The first step that reads a block, and the number of its trace."""
     return min((steps[0], number) for number, steps in enumerate(block.reads) if steps)

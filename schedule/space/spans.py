@@ -219,14 +219,11 @@ class Pieces:
         return span_groups(self.runs, self.demand.arena.granule)
 
     @cached_property
-    def copied_runs(self) -> tuple[Run, ...]:
-        """The runs that copies bring: whole granules in a paged arena, any bytes in a contiguous one."""
-        return self.runs if self.demand.arena.kind == "paged" else read_runs(self.demand, 1)
-
-    @cached_property
     def copied(self) -> tuple[Group, ...]:
-        """The spans of `copied_runs` by the steps that read them."""
-        return self.groups if self.demand.arena.kind == "paged" else span_groups(self.copied_runs, 1)
+        """What copies bring: the groups of a paged arena, and each storage of a contiguous one by itself."""
+        if self.demand.arena.kind == "paged":
+            return self.groups
+        return tuple(Group((block.range,), block.reads, block.kept, block.produced) for block in self.blocks)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

@@ -106,15 +106,14 @@ def tiny_of(problem, memories):
     return Tiny(tuple(items), everything, memories, mask(problem.keep), joint)
 
 
-def least_ticks(tiny, *, passes=0, patient=False):
+def least_ticks(tiny, *, passes=0):
     """The least ticks of a pass, on average, when all repeats after `passes` passes, or whenever (0).
 
     Nothing is gained by computing later than possible, by starting a copy at a moment at which nothing
-    ends, or by dropping before room is needed, so that is left out, unless `patient`: then anything may
-    happen at any tick. What is kept for longer can take more passes to repeat, so that with `passes` it may
-    be dropped when a pass ends.
+    ends, or by dropping before room is needed, so that is left out. What is kept for longer can take more
+    passes to repeat, so that with `passes` it may be dropped when a pass ends.
     """
-    moves = _Moves(tiny, patient=patient, lighten=passes > 0 and not patient)
+    moves = _Moves(tiny, lighten=passes > 0)
     between = _least_between_passes(moves)
     if not passes:
         return _least_mean(between)
@@ -127,8 +126,8 @@ def least_ticks(tiny, *, passes=0, patient=False):
 class _Moves:
     """What may happen next in any state."""
 
-    def __init__(self, tiny, *, patient, lighten):
-        self.tiny, self.patient, self.lighten = tiny, patient, lighten
+    def __init__(self, tiny, *, lighten):
+        self.tiny, self.lighten = tiny, lighten
 
     def states(self):
         """States without copies from which all others follow: all of them with memory full."""
@@ -141,32 +140,13 @@ class _Moves:
             for masks in itertools.product(*here):
                 if not (item.held | self.tiny.pinned) & ~masks[0]:
                     tiers = tuple((mask, 0, 0) for mask in masks)
-                    yield (at, tiers) if self.patient else self._settled(at, tiers)[1]
+                    yield self._settled(at, tiers)[1]
 
     def after(self, state):
-        if self.patient:
-            yield from self._anything(state)
-            return
         for edge in self._eagerly(state):
             yield edge
             if self.lighten and edge[1]:
                 yield from self._lightened(edge)
-
-    def _anything(self, state):
-        """One act that takes no time, or one tick, in which the program may also wait."""
-        at, tiers = state
-        for tier, (there, coming, left) in enumerate(tiers):
-            for chunk in _bits(there & ~self._fixed(at, tier)):
-                yield 0, 0, (at, _with(tiers, tier, (there - chunk, coming, left)))
-            for start in self._starts(at, tiers, tier):
-                if start[0] == there:
-                    yield 0, 0, (at, _with(tiers, tier, start))
-        item = self.tiny.items[at]
-        if self._can(at, tiers):
-            passes, following = divmod(at + 1, len(self.tiny.items))
-            yield item.ticks, passes, (following, _tick(tiers) if item.ticks else tiers)
-        if not item.held:
-            yield 1, 0, (at, _tick(tiers))
 
     def _eagerly(self, state):
         """Copies start or not, and time passes until a link is idle; the program runs when it can."""

@@ -179,12 +179,6 @@ def test_no_plan_beats_its_bound(kind):
     assert sum(near) > len(near) / 10  # tiny problems, where one span is much
 
 
-def test_a_contiguous_plan_copies_storages_and_not_granules():
-    schedule = make_plan(lettered("abc", nbytes=65, kind="contiguous"), 128).schedules[0]
-    assert schedule.lower_bound_ns is not None
-    assert schedule.lower_bound_ns <= schedule.predicted_ns == 195
-
-
 def test_the_best_behaviour_lies_between_bound_and_plan():
     """Plans in whole chunks are behaviours that the search tries, too."""
     near = 0
@@ -309,12 +303,3 @@ def test_known_periods(problem, memories, one, two):
     tiny = tiny_of(problem, memories)
     assert least_ticks(tiny, passes=1) == one
     assert min(one, least_ticks(tiny, passes=2)) == two == least_ticks(tiny)
-
-
-def test_what_the_search_leaves_out_gains_nothing():
-    """Copies at any tick, chunks dropped at any time, programs that wait without need."""
-    for seed in range(40):
-        options = {"chunks": 3, "wrap": ("overlap", "barrier")[seed // 2 % 2]}
-        tiny = random_case(Random(seed), latency=seed % 3 == 0, disk=seed % 5 == 0, **options).tiny
-        for passes in (0, 1, 2):
-            assert least_ticks(tiny, passes=passes) == least_ticks(tiny, passes=passes, patient=True), seed

@@ -10,7 +10,7 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.search.draft import Occupancy
 from penstock.schedule.space import addresses
-from penstock.schedule.space.addresses import Addressing, least_copied, pack_blocks, place_oldest, tight
+from penstock.schedule.space.addresses import Addressing, pack_blocks, place_oldest, tight
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import blocks_of
 from tests.schedule.traces import machine, problems
@@ -119,31 +119,6 @@ def test_bytes_nobody_read_since_are_not_copied_again():
     blocks = blocks_of(demand)
     one = Occupancy(demand, blocks, Addressing((0, 0), 64)).decide(2, 0)
     assert [(t.start, t.step, t.after) for t in one.streams[0][0]] == [(0, 0, -1), (64, 2, 1)]
-
-
-def test_fixed_addresses_copy_what_is_shared_as_well():
-    blocks = blocks_of(facts_of((64,) * 4 + (1024,), (0,), (1,), (2,), (3,), (4,)))
-    # 100 bytes too few: small blocks of 64 take turns in 64 bytes, and 164 are copied.
-    assert least_copied(blocks, 1280 - 100) == 164
-    # 500 too few: the small ones are 256 in all, and 244 of the large one's are shared with them.
-    assert least_copied(blocks, 1280 - 500) == 744
-    assert least_copied(blocks, 1280) == 0
-
-
-@given(problems("contiguous"))
-def test_no_placement_copies_less(problem):
-    blocks = blocks_of(problem)
-    kept = {b for b, block in enumerate(blocks) if block.kept}
-    least = tight(blocks).nbytes
-    total = sum(block.size for block in blocks)
-    granule = problem.arena.granule
-    for cap in (least, (least + total) // 2 // granule * granule, total):
-        placement = place_oldest(blocks, kept, cap=cap)
-        if placement is not None and len(problem.traces) == 1:
-            last = len(problem.traces[0].steps) - 1
-            one = Occupancy(problem, blocks, placement).decide(last, 0)
-            copied = sum(t.stop - t.start for t in one.streams[0][0])
-            assert copied >= least_copied(blocks, cap)
 
 
 @given(problems("contiguous"))

@@ -11,11 +11,6 @@ from benchmarks.plans.allocation import FAMILIES, make_instance
 from penstock.schedule.space.addresses import conflicts_of, first_fit, height, pack_blocks
 
 
-def test_three_pairs_of_which_each_two_meet_take_three_places():
-    found = pack_blocks([1, 1, 1], [[0, 2], [0, 1], [1, 2]])
-    assert (found.nbytes, found.bound) == (3, 3)
-
-
 def test_nothing_takes_nothing():
     assert pack_blocks([], []).nbytes == 0
     assert pack_blocks([5, 0], [[], [1]]).nbytes == 5
@@ -60,11 +55,6 @@ def test_hard_instances_stay_near_the_bound(family):
         found = pack_blocks(instance.sizes, instance.alive)
         assert not overlapping(list(instance.sizes), [list(a) for a in instance.alive], found.addresses)
         assert instance.bound <= found.bound <= found.nbytes <= instance.bound * FAMILIES[family]
-
-
-def test_the_same_instance_is_packed_the_same_way():
-    instance = make_instance("cut", blocks=80, seed=1)
-    assert pack_blocks(instance.sizes, instance.alive) == pack_blocks(instance.sizes, instance.alive)
 
 
 def test_more_work_is_never_worse():

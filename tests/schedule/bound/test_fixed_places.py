@@ -1,0 +1,134 @@
+"""The bound of contiguous arenas against the best of all plans of tiny problems."""
+
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import pytest
+
+from penstock.schedule.bound import relaxation
+from penstock.schedule.bound.gaps import FixedPlaces
+from penstock.schedule.bound.relaxation import relax, tier_of
+from penstock.schedule.facts.model import Hardware, Step, Storage, Trace
+from penstock.schedule.facts.problem import Problem
+from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.space.spans import Pieces
+from tests.hunt import nightly_but
+from tests.schedule.bound.placements import Placements
+
+GRANULE = 4096
+
+
+def random_trace(dice, graph, storages):
+    """Steps that read the storages in turn, in a third of the cases one of them again or two at once."""
+    reads = [[s] for s in storages]
+    if dice.random() < 0.35:
+        reads.insert(dice.randrange(len(reads) + 1), [dice.choice(storages)])
+    if dice.random() < 0.2:
+        k = dice.randrange(len(reads) - 1)
+        reads[k : k + 2] = [sorted({*reads[k], *reads[k + 1]})]
+    ns = [dice.choice([0, 0, 1000, 3000, 10000]) for _ in range(2 * len(reads) + 2)]
+    steps = (Step(f"s{k}", tuple(some), ns[2 * k], ns[2 * k + 1]) for k, some in enumerate(reads))
+    return Trace(f"f{graph}", graph, "", tuple(steps), *ns[-2:], "modelled")
+
+
+def random_problem(dice, *, methods=1):
+    """Storages of 1 to 3 granules, whole or cut, and a budget between the floor and all their bytes."""
+    while True:
+        count = dice.choice([3, 3, 4, 4, 5])
+        sizes = [
+            dice.choice([1, 1, 2, 2, 3]) * GRANULE - dice.choice([0, 0, 0, 1024, 3584]) for _ in range(count)
+        ]
+        storages = tuple(Storage(nbytes, "streamable") for nbytes in sizes)
+        some = (
+            [range(count)] if methods == 1 else [sorted(dice.sample(range(count), 3)) for _ in range(methods)]
+        )
+        traces = tuple(random_trace(dice, graph, list(mine)) for graph, mine in enumerate(some))
+        granule_ns, in_flight = dice.choice([1000, 4000]), dice.choice([0, 0, 1, 3, 10])
+        rate = GRANULE / granule_ns * 1e9
+        hardware = Hardware(
+            "tiny", 1e12, 1e12, rate, dice.choice([0, 1000, 5000, 20000]), in_flight * GRANULE
+        )
+        # With a quarter, storages begin within granules, and may share one without a common byte.
+        alignment = dice.choice([1, 1, 1, 0.25]) * GRANULE
+        arena = packed_arena(storages, traces, kind="contiguous", granule=GRANULE, alignment=int(alignment))
+        keep = frozenset({0} if dice.random() < 0.1 else ())
+        wrap = dice.choice(["overlap", "overlap", "barrier"])
+        problem = Problem(storages, traces, arena, keep, hardware=hardware, wrap=wrap)
+        lowest, total = floor(problem).upper_bytes, problem.streamed_bytes
+        if lowest < total:
+            return problem, dice.randrange(lowest, total)
+
+
+@cache
+def solved(seed):
+    """A random problem, its budget, and the least period of any plan (None: too many plans)."""
+    problem, budget = random_problem(Random(seed))
+    return problem, budget, Placements(problem, budget).least_ns()
+
+
+def bound_ns(problem, budget):
+    tiers = (tier_of(budget - problem.outside_bytes, problem.hardware),)
+    relaxed = relax(problem, Pieces(problem), tiers)
+    assert relaxed is not None
+    return relaxed.bound_ns
+
+
+@pytest.mark.parametrize("first", nightly_but({0, 100, 200}, range(0, 4000, 100)))
+def test_no_plan_at_any_addresses_is_faster_than_the_bound(first):
+    ratios = []
+    for seed in range(first, first + 100):
+        problem, budget, best = solved(seed)
+        if best is not None:
+            (schedule,) = make_plan(problem, budget).schedules
+            assert schedule.lower_bound_ns is not None
+            assert schedule.lower_bound_ns <= best <= schedule.predicted_ns, (
+                f"seed {seed}: {problem}, {budget}"
+            )
+            ratios.append(best / schedule.lower_bound_ns)
+    assert len(ratios) > 50
+    assert sum(ratio < 1.01 for ratio in ratios) > len(ratios) / 4
+    assert sum(ratio < 1.2 for ratio in ratios) > len(ratios) / 2
+
+
+def stronger(rule):
+    """`FixedPlaces` of which one rule says 1 % more than it proves."""
+
+    class Stronger(FixedPlaces):
+        def turns_ns(self):
+            return int(super().turns_ns() * (1.01 if rule == "turns" else 1))
+
+        def windows_ns(self, needed):
+            for j, k, ns in super().windows_ns(needed):
+                yield j, k, ns * (1.01 if rule == "windows" else 1)
+
+    return Stronger
+
+
+@pytest.mark.parametrize("rule", ["turns", "windows"])
+def test_one_percent_more_would_be_seen(rule, monkeypatch):
+    """Of 150 problems, at least one has a plan that is faster than the stronger rule allows."""
+    monkeypatch.setattr(relaxation, "FixedPlaces", stronger(rule))
+    cases = (solved(seed) for seed in range(150))
+    assert any(bound_ns(problem, budget) > best for problem, budget, best in cases if best is not None)
+
+
+def test_the_bound_of_each_method_is_below_all_plans_of_that_method_alone():
+    """With only the storages that it reads, and those that are kept."""
+    tried = 0
+    for seed in range(40):
+        problem, budget = random_problem(Random(seed), methods=2)
+        plan = make_plan(problem, budget)
+        for trace, schedule in zip(problem.traces, plan.schedules, strict=True):
+            used = {s for step in trace.steps for s in step.reads} | problem.keep
+            storages = tuple(
+                replace(storage, nbytes=storage.nbytes * (s in used))
+                for s, storage in enumerate(problem.storages)
+            )
+            best = Placements(replace(problem, storages=storages, traces=(trace,)), budget).least_ns()
+            if best is not None:
+                assert schedule.lower_bound_ns is not None
+                assert schedule.lower_bound_ns <= best <= schedule.predicted_ns
+                tried += best > trace.compute_ns
+    assert tried > 20
