@@ -3,14 +3,32 @@
 Sizes are those of the published configurations. A step is one matrix product (or convolution) with
 its weight; norms and biases are read with the product that follows them. A token's context is
 `CONTEXT` long.
+
+`draw_problem` draws programs like these, in other sizes, with a machine and a budget. As a command, this
+module plans such problems and compares each plan with its bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from penstock.schedule.facts.model import Step, Storage, Trace, Work
+import typer
+
+from benchmarks.table import quantile
+from penstock.schedule.facts.hardware import PRESETS, stretched, with_times
+from penstock.schedule.facts.model import Hardware, Step, Storage, Trace, Work
+from penstock.schedule.facts.problem import Problem
+from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.verify.proof import verify_plan
 
 ADAPTED, FULL = 1.04, 2.0
 """The work of a backward as a multiple of the forward's.
@@ -129,7 +147,7 @@ DECODERS = {
 
 
 def decoder(name: str, phase: str, *, bits: float = 16) -> Program:
-    """A decoder for one token (`decode`), a prompt (`prefill`) or a step with adapters (`train-lora`)."""
+    """A decoder for a token (`decode`), a prompt (`prefill`), or training (`train-lora`, `train-full`)."""
     return decoder_of(DECODERS[name], phase, name=name, bits=bits)
 
 
@@ -149,6 +167,8 @@ def decoder_of(shape: Decoder, phase: str, *, name: str = "decoder", bits: float
     if phase == "train-lora":
         # The gradients of the first adapters need no product with the weights that they stand beside.
         _train(build, ADAPTED, unread=("embed_tokens", *(f"layers.0.{part}" for part in "qkv")))
+    if phase == "train-full":
+        _train(build, FULL, unread=("embed_tokens",))
     return build.finish(name if bits == 16 else f"{name} {bits:g}-bit", phase)
 
 
@@ -223,18 +243,19 @@ def whisper(phase: str) -> Program:
     return build.finish("whisper-large-v3", phase)
 
 
-def t5(phase: str) -> Program:
-    """T5 3B, whose embedding is read by encoder, decoder and head."""
+def t5(phase: str, *, name: str = "t5-3b", layers: int = 24, width: int = 1024, wide: int = 4) -> Program:
+    """T5 3B, or one of another size: encoder, decoder and head read the same embedding."""
     build = Builder(512 if phase == "prefill" else 1)
+    add_block = partial(_block, build, width=width, ffn=16 * width, keys=512, inner=wide * width)
     if phase == "prefill":
-        build.embed("shared", 32128, 1024)
-        for layer in range(24):
-            _block(build, f"encoder.{layer}", 1024, 16384, keys=512, inner=4096)
-    build.embed("shared", 32128, 1024)
-    for layer in range(24):
-        _block(build, f"decoder.{layer}", 1024, 16384, keys=512, cross=512, inner=4096)
-    build.step("lm_head", (build.weight("shared", 0),), 2 * 32128 * 1024 * build.tokens, 2 * 32128)
-    return build.finish("t5-3b", phase)
+        build.embed("shared", 32128, width)
+        for layer in range(layers):
+            add_block(f"encoder.{layer}")
+    build.embed("shared", 32128, width)
+    for layer in range(layers):
+        add_block(f"decoder.{layer}", cross=512)
+    build.step("lm_head", (build.weight("shared", 0),), 2 * 32128 * width * build.tokens, 2 * 32128)
+    return build.finish(name, phase)
 
 
 def vit(phase: str) -> Program:
@@ -278,30 +299,38 @@ def flux(phase: str) -> Program:
     return build.finish("flux.1-dev", phase)
 
 
-def unet(phase: str) -> Program:
-    """The U-Net of Stable Diffusion XL, one step of denoising at 1024 x 1024, guided (two samples)."""
-    build = Builder(0)
-    down = ((320, 320, 128, 0), (320, 640, 64, 2), (640, 1280, 32, 10))
-    up = ((1280, 1280, 32, 10), (1280, 640, 64, 2), (640, 320, 128, 0))
-    _convolve(build, "conv_in", 4, 320, 128)
-    for level, (inputs, width, side, depth) in enumerate(down):
+def unet(
+    phase: str, *, name: str = "sdxl-unet", width: int = 320, depths: tuple[int, int] = (2, 10)
+) -> Program:
+    """The U-Net of Stable Diffusion XL, one step of denoising at 1024 x 1024, guided (two samples).
+
+    Others have another `width` of the first level, or `depths` of the other two levels.
+    """
+    build, (middle, deep) = Builder(0), depths
+    w, w2, w4 = width, 2 * width, 4 * width
+    down = ((w, w, 128, 0), (w, w2, 64, middle), (w2, w4, 32, deep))
+    up = ((w4, w4, 32, deep), (w4, w2, 64, middle), (w2, w, 128, 0))
+    _convolve(build, "conv_in", 4, w, 128)
+    for level, (inputs, outputs, side, depth) in enumerate(down):
         for number in range(2):
-            _residual(build, f"down.{level}.{number}", inputs if number == 0 else width, width, side)
-            _spatial(build, f"down.{level}.{number}", width, side, depth)
+            _residual(build, f"down.{level}.{number}", inputs if number == 0 else outputs, outputs, side)
+            _spatial(build, f"down.{level}.{number}", outputs, side, depth)
         if level < 2:
-            _convolve(build, f"down.{level}.sample", width, width, side // 2)
-    _residual(build, "middle.0", 1280, 1280, 32)
-    _spatial(build, "middle", 1280, 32, 10)
-    _residual(build, "middle.1", 1280, 1280, 32)
-    skips = ((1280, 1280, 640), (640, 640, 320), (320, 320, 320))
-    for level, (inputs, width, side, depth) in enumerate(up):
+            _convolve(build, f"down.{level}.sample", outputs, outputs, side // 2)
+    _residual(build, "middle.0", w4, w4, 32)
+    _spatial(build, "middle", w4, 32, deep)
+    _residual(build, "middle.1", w4, w4, 32)
+    skips = ((w4, w4, w2), (w2, w2, w), (w, w, w))
+    for level, (inputs, outputs, side, depth) in enumerate(up):
         for number, skip in enumerate(skips[level]):
-            _residual(build, f"up.{level}.{number}", (inputs if number == 0 else width) + skip, width, side)
-            _spatial(build, f"up.{level}.{number}", width, side, depth)
+            _residual(
+                build, f"up.{level}.{number}", (inputs if number == 0 else outputs) + skip, outputs, side
+            )
+            _spatial(build, f"up.{level}.{number}", outputs, side, depth)
         if level < 2:
-            _convolve(build, f"up.{level}.sample", width, width, side * 2)
-    _convolve(build, "conv_out", 320, 4, 128)
-    return build.finish("sdxl-unet", phase)
+            _convolve(build, f"up.{level}.sample", outputs, outputs, side * 2)
+    _convolve(build, "conv_out", w, 4, 128)
+    return build.finish(name, phase)
 
 
 def _convolve(build: Builder, name: str, inputs: int, outputs: int, side: int, *, kernel: int = 3) -> None:
@@ -340,22 +369,191 @@ def _spatial(build: Builder, name: str, width: int, side: int, depth: int) -> No
 
 def list_programs() -> dict[str, Callable[[], Program]]:
     """Every model and phase of the corpus, by name; each is built when it is called."""
-    found: dict[str, Callable[[], Program]] = {}
-
-    def add(name: str, phase: str, make: Callable[[], Program]) -> None:
-        found[f"{name}, {phase}"] = make
-
-    for name in DECODERS:
-        for phase in ("decode", "prefill"):
-            add(name, phase, lambda name=name, phase=phase: decoder(name, phase))  # type: ignore[misc]
+    makers: list[tuple[str, str, Callable[[], Program]]] = [
+        (name, phase, partial(decoder, name, phase)) for name in DECODERS for phase in ("decode", "prefill")
+    ]
     for name in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"):
-        add(f"{name} 4.5-bit", "decode", lambda name=name: decoder(name, "decode", bits=4.5))  # type: ignore[misc]
-    add("llama-3.1-8b", "train-lora", lambda: decoder("llama-3.1-8b", "train-lora"))
-    for other, make in (("whisper-large-v3", whisper), ("t5-3b", t5)):
-        for phase in ("decode", "prefill"):
-            add(other, phase, lambda make=make, phase=phase: make(phase))  # type: ignore[misc]
-    add("vit-h-14", "prefill", lambda: vit("prefill"))
-    add("vit-h-14", "train-full", lambda: vit("train-full"))
-    add("flux.1-dev", "denoise", lambda: flux("denoise"))
-    add("sdxl-unet", "denoise", lambda: unet("denoise"))
-    return found
+        makers.append((f"{name} 4.5-bit", "decode", partial(decoder, name, "decode", bits=4.5)))
+    makers.append(("llama-3.1-8b", "train-lora", partial(decoder, "llama-3.1-8b", "train-lora")))
+    rows = (
+        ("whisper-large-v3", whisper, ("decode", "prefill")),
+        ("t5-3b", t5, ("decode", "prefill")),
+        ("vit-h-14", vit, ("prefill", "train-full")),
+        ("flux.1-dev", flux, ("denoise",)),
+        ("sdxl-unet", unet, ("denoise",)),
+    )
+    makers += [(name, phase, partial(make, phase)) for name, make, phases in rows for phase in phases]
+    return {f"{name}, {phase}": make for name, phase, make in makers}
+
+
+KINDS = ("decoder", "tied", "experts", "train-lora", "train-full", "encoder-decoder", "unet", "linears")
+ENDS = (0.0, 0.01, 0.02, 0.05, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
+"""Shares near which plans are hardest: they are drawn half of the time, and any other share otherwise."""
+
+Arena = Literal["paged", "contiguous"]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A problem to plan within `budget` bytes: `share` of the way from its floor to all of its weights."""
+
+    name: str
+    problem: Problem
+    share: float
+    budget: int
+
+
+def make_problem(program: Program, trace: Trace, hardware: Hardware, kind: Arena, granule: int) -> Problem:
+    """The problem of a program in an arena of that kind; `trace` is the program's, with times."""
+    arena = packed_arena(program.storages, [trace], kind=kind, granule=granule, alignment=4096)
+    return Problem(program.storages, (trace,), arena, hardware=hardware)
+
+
+def draw_linears(draw: random.Random, name: str, most: int = 14) -> Program:
+    """Some products of random sizes of a few granules."""
+    build = Builder(draw.choice((1, 64, 512)))
+    for layer in range(draw.randint(4, most)):
+        inputs, outputs = draw.choice((512, 1024, 1536, 2048, 4096)), draw.choice((1024, 2048, 4096))
+        build.linear(f"layers.{layer}", inputs, outputs)
+    return build.finish(name, "decode")
+
+
+def draw_program(draw: random.Random) -> Program:
+    """A program of up to 380 storages, of any kind in `KINDS`."""
+    kind, phase = draw.choice(KINDS), draw.choice(("decode", "prefill"))
+    if kind == "linears":
+        return draw_linears(draw, kind, draw.choice((4, 14, 32)))
+    if kind == "unet":
+        depths = draw.choice(((0, 1), (1, 2), (1, 4)))
+        return unet("denoise", name=kind, width=draw.choice((64, 128, 320)), depths=depths)
+    if kind == "encoder-decoder":
+        layers, width = draw.choice((1, 2, 4, 8)), draw.choice((128, 512, 1024))
+        return t5(phase, name=kind, layers=layers, width=width, wide=draw.choice((1, 4)))
+    width = draw.choice((256, 512, 1024, 2048, 4096))
+    heads = width // 64
+    shape = Decoder(
+        draw.choice((1, 2, 3, 4, 6, 8, 12, 16, 24)),
+        width,
+        int(width * draw.choice((2.7, 3.5, 4))),
+        heads,
+        max(1, heads // draw.choice((1, 4, 8))),
+        64,
+        draw.choice((1000, 32000, 128256)),
+        tied=kind == "tied",
+        experts=(draw.choice((8, 16, 64)), draw.choice((1, 2, 4)), width // draw.choice((1, 2)), 16)
+        if kind == "experts"
+        else None,
+    )
+    kind, phase = ("decoder", kind) if kind.startswith("train") else (kind, phase)
+    return decoder_of(shape, phase, name=kind, bits=draw.choice((16, 16, 8, 4.5)))
+
+
+def draw_machine(draw: random.Random) -> Hardware:
+    """A preset, or a machine of any rates, whose link may be slow to answer and to fill."""
+    if draw.random() < 0.6:
+        return PRESETS[draw.choice(list(PRESETS))]
+    rate = draw.choice((0.3e9, 1e9, 2.2e9, 6e9, 25e9))
+    return Hardware(
+        "drawn",
+        draw.choice((1e11, 1e12, 1e13)),
+        draw.choice((2e10, 1e11)),
+        rate,
+        draw.choice((0, 5_000, 60_000, 400_000)),
+        draw.choice((0, int(rate * 1e-4), int(rate * 1e-3))),
+    )
+
+
+def draw_problem(seed: int, arena: Arena | None = None) -> Drawn:
+    """A problem, the same for the same seed; its arena is drawn unless one is given."""
+    draw = random.Random(seed)
+    drawn: Arena = draw.choice(("paged", "contiguous"))
+    program, hardware = draw_program(draw), draw_machine(draw)
+    trace = with_times(program.trace, hardware)
+    if draw.random() < 0.3:
+        trace = stretched(trace, trace.compute_ns * draw.choice((0.3, 3, 20)))
+    share = draw.choice(ENDS) if draw.random() < 0.5 else draw.random()
+    kind = arena or drawn
+    sizes = (4096, 65536, 2 << 20) if program.nbytes < 64 << 20 else (65536, 2 << 20)
+    granule = 4096 if kind == "contiguous" else draw.choice(sizes)
+    problem = make_problem(program, trace, hardware, kind, granule)
+    lowest = floor(problem).upper_bytes
+    return Drawn(program.name, problem, share, lowest + int((program.nbytes - lowest) * share))
+
+
+def plan_drawn(seed: int, arena: Arena | None, check: bool) -> dict[str, Any]:
+    """The figures of the plan of a drawn problem; `seconds` are the processor's."""
+    drawn = draw_problem(seed, arena)
+    problem = drawn.problem
+    began = time.process_time()
+    plan = make_plan(problem, drawn.budget)
+    seconds = time.process_time() - began
+    if check:
+        verify_plan(problem.storages, problem.traces, plan)
+    return {
+        "seed": seed,
+        "name": drawn.name,
+        "hardware": problem.hardware.name,
+        "arena": problem.arena.kind,
+        "share": round(drawn.share, 4),
+        "storages": len(problem.storages),
+        "steps": len(problem.traces[0].steps),
+        "weight_bytes": sum(storage.nbytes for storage in problem.storages),
+        "granule": problem.arena.granule,
+        "budget": drawn.budget,
+        "predicted_ns": plan.predicted_ns,
+        "lower_bound_ns": plan.lower_bound_ns,
+        "ratio": plan.ratio,
+        "seconds": round(seconds, 3),
+    }
+
+
+def main(
+    *,
+    count: Annotated[int, typer.Option("--random", min=1, help="How many problems to draw.")] = 100,
+    seed: Annotated[int, typer.Option(help="The seed of the first; each next one has the next seed.")] = 0,
+    arena: Annotated[Arena | None, typer.Option(help="All problems in this arena; else it is drawn.")] = None,
+    check: Annotated[bool, typer.Option(help="Verify every plan, which takes longer.")] = False,
+    json_path: Annotated[Path, typer.Option("--json", help="Write a line of JSON for each problem here.")],
+    against: Annotated[Path | None, typer.Option(help="Lines of other code: compare the same seeds.")] = None,
+) -> None:
+    """Plan random problems, and compare each plan with its bound.
+
+    Example:
+
+      python -m benchmarks.corpus --random 400 --seed 1000 --json after.jsonl --against before.jsonl
+    """
+    rows = []
+    with json_path.open("w", encoding="utf-8") as lines:
+        for number in range(count):
+            row = plan_drawn(seed + number, arena, check)
+            rows.append(row)
+            lines.write(json.dumps(row) + "\n")
+            lines.flush()
+            print(f"\r{number + 1} of {count} problems", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(
+        "| arena | problems | median | 90 % | 95 % | worst | seconds, median |\n|---|---|---|---|---|---|---|"
+    )
+    for name in sorted({row["arena"] for row in rows}):
+        planned = [row for row in rows if row["arena"] == name and row["ratio"] is not None]
+        ratios, seconds = [row["ratio"] for row in planned], [row["seconds"] for row in planned]
+        figures = " | ".join(f"{quantile(ratios, percent):.4f}" for percent in (50, 90, 95, 100))
+        print(f"| {name} | {len(planned)} | {figures} | {quantile(seconds, 50):.2f} |")
+    if against:
+        print("\n".join(_changes(map(json.loads, against.read_text(encoding="utf-8").splitlines()), rows)))
+
+
+def _changes(before: Iterable[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Predicted and planning time over those of other code, for the seeds that both planned."""
+    others = {(row["seed"], row["arena"]): row for row in before}
+    pairs = [(row, others[key]) for row in after if (key := (row["seed"], row["arena"])) in others]
+    times = sorted((row["predicted_ns"] / other["predicted_ns"], row["seed"]) for row, other in pairs)
+    longer = [row["seconds"] / max(1e-3, other["seconds"]) for row, other in pairs]
+    faster, slower = sum(ns < 0.99 for ns, _ in times), sum(ns > 1.01 for ns, _ in times)
+    yield f"{len(pairs)} problems: {faster} plans are faster by 1 %, {slower} slower."
+    yield f"Seconds to plan, times those before: {quantile(longer, 50):.2f} in the median."
+    yield from (f"- seed {seed}: {ns:.4f} times the period before" for ns, seed in (*times[:5], *times[-5:]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

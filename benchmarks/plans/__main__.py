@@ -5,10 +5,6 @@ all, for both kinds of arena. Of each case: the plan's predicted time over the b
 the time of every policy of schedule/report/comparison.py in the same model over the plan's, and the
 seconds that planning took, bound included. Compute is a roofline at the vendors' peaks, so it is at its
 shortest and the link's share at its largest: the hardest case for the planner.
-
-With `--against` a sample is planned by this code and by another checkout's side by side, each in a process of
-its own and both with the same case before the next one. Both plan for the step times that this code models:
-they solve the same problem.
 """
 
 from __future__ import annotations
@@ -17,25 +13,20 @@ import dataclasses
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.corpus import list_programs
-from benchmarks.table import write_between
+from benchmarks.corpus import list_programs, make_problem
+from benchmarks.table import quantile, write_between
 from penstock.schedule.facts.hardware import PRESETS, find_hardware, with_times
-from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.comparison import Setting, compare
-from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
 
 SHARES = (0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
@@ -56,28 +47,6 @@ RECORD = Path(__file__).parents[1] / "results" / "schedule.json"
 HARD = 8
 """Cases of each arena, the furthest from the bound on record, that every sample of cases has."""
 
-_EVERY = 29
-"""One of so many chosen cases is planned side by side: coprime to the numbers of presets and budgets."""
-
-_WORKER = """
-import json, sys
-from dataclasses import replace
-sys.path.insert(0, sys.argv[1])
-try:
-    from benchmarks.plans import __main__ as schedule
-except ImportError:  # a checkout from before it had that name
-    from benchmarks.plans import __main__ as schedule
-schedule.compare = lambda *_: {}
-for line in sys.stdin:
-    case, times, tail = json.loads(line)
-    def with_times(trace, hardware):
-        pairs = zip(trace.steps, times, strict=True)
-        steps = tuple(replace(step, lead_ns=lead, read_ns=read) for step, (lead, read) in pairs)
-        return replace(trace, steps=steps, tail_ns=tail, times="modelled")
-    schedule.with_times = with_times
-    print(json.dumps(schedule.run(schedule.Case(**case))), flush=True)
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -93,11 +62,9 @@ class Case:
 def run(case: Case) -> dict[str, Any]:
     """Plan a case; the figures, as JSON can carry them."""
     program, hardware = list_programs()[case.program](), PRESETS[case.hardware]
-    trace = with_times(program.trace, hardware)
-    granule = GRANULES[case.arena]
     kind: Any = case.arena
-    arena = packed_arena(program.storages, [trace], kind=kind, granule=granule, alignment=4096)
-    problem = Problem(program.storages, (trace,), arena, hardware=hardware)
+    problem = make_problem(program, with_times(program.trace, hardware), hardware, kind, GRANULES[kind])
+    (trace,) = problem.traces
     lowest = floor(problem).upper_bytes
     budget = lowest + int((program.nbytes - lowest) * case.share)
     began = time.perf_counter()
@@ -204,62 +171,9 @@ def hardest_cases() -> list[Case]:
     ]
 
 
-def compare_codes(other: Path, cases: Sequence[Case]) -> str:
-    """Ratios, seconds and the worst regression of the code in the checkout around `other` and of this one."""
-    here = Path(__file__).resolve().parents[2]
-    found: dict[str, list[dict[str, Any]]] = {"other": [], "this": []}
-    with ExitStack() as stack, typer.progressbar(cases, label="planning twice") as bar:
-        workers = {}
-        for name, root in (("other", other.resolve().parent), ("this", here)):
-            workers[name] = subprocess.Popen(
-                [sys.executable, "-c", _WORKER, str(root)],
-                env=os.environ | {"PYTHONPATH": str(root / "src")},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            stack.callback(workers[name].wait)
-            stack.callback(workers[name].communicate)  # closes what it reads, and so ends it
-        for number, case in enumerate(bar):
-            for name in sorted(workers, reverse=bool(number % 2)):
-                found[name].append(_ask(workers[name], case))
-    return "\n".join(_side_by_side(found["other"], found["this"]))
-
-
-def _ask(worker: subprocess.Popen[str], case: Case) -> dict[str, Any]:
-    assert worker.stdin
-    assert worker.stdout
-    trace = with_times(list_programs()[case.program]().trace, PRESETS[case.hardware])
-    times = [(step.lead_ns, step.read_ns) for step in trace.steps]
-    worker.stdin.write(json.dumps([dataclasses.asdict(case), times, trace.tail_ns]) + "\n")
-    worker.stdin.flush()
-    result: dict[str, Any] = json.loads(worker.stdout.readline())
-    return result
-
-
-def _side_by_side(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "| arena | code | cases | median | 95th percentile | worst | seconds |"
-    yield "|---|---|---|---|---|---|---|"
-    for arena in GRANULES:
-        for name, results in (("other", before), ("this", after)):
-            mine = [one for one in results if one["arena"] == arena and one["ratio"] is not None]
-            if mine:
-                figures = " | ".join(f"{value:.4f}" for value in spread([one["ratio"] for one in mine]))
-                seconds = sum(one["plan_seconds"] for one in mine)
-                yield f"| {arena} | {name} | {len(mine)} | {figures} | {seconds:.1f} |"
-    yield ""
-    yield "Predicted time of this code over the other's, where it is most and least:"
-    yield ""
-    pairs = [(new["predicted_ns"] / old["predicted_ns"], new) for old, new in zip(before, after, strict=True)]
-    pairs.sort(key=lambda pair: -pair[0])
-    for times, one in (*pairs[:3], *pairs[-3:]):
-        yield f"- {times:.4f}: {one['program']}, {one['hardware']}, {one['arena']}, {one['share']:g}"
-
-
 def spread(ratios: Sequence[float]) -> tuple[float, float, float]:
     """The median, the 95th percentile (of rank 0.95 n, rounded up) and the largest."""
-    ordered = sorted(ratios)
-    return median(ordered), ordered[-(-95 * len(ordered) // 100) - 1], ordered[-1]
+    return median(ratios), quantile(ratios, 95), max(ratios)
 
 
 def _chosen(given: str, known: Sequence[str]) -> list[str]:
@@ -278,9 +192,6 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the tables into this document.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
-    against: Annotated[
-        Path | None, typer.Option(help="Another checkout's src: plan a sample with both.")
-    ] = None,
 ) -> None:
     """Score the planner on the corpus.
 
@@ -289,8 +200,6 @@ def main(
       python -m benchmarks.plans --json schedule.json --docs docs/notes/plans.md
 
       python -m benchmarks.plans --programs "llama-3.1-8b;flux" --hardware rtx4090
-
-      python -m benchmarks.plans --against ../before/src
     """
     machines = (
         [find_hardware(name.strip()).name for name in hardware.split(",")] if hardware else list(PRESETS)
@@ -302,10 +211,6 @@ def main(
         for arena in (arenas.split(",") if arenas else GRANULES)
         for share in SHARES
     ]
-    if against:
-        hard = [case for case in hardest_cases() if case in cases]
-        typer.echo(compare_codes(against, list(dict.fromkeys([*hard, *cases[::_EVERY]]))))
-        return
     began = time.perf_counter()
     with ProcessPoolExecutor(jobs) as pool, typer.progressbar(length=len(cases), label="planning") as bar:
         results = []

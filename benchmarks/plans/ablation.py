@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.corpus import DECODERS, Builder, Program, decoder_of, list_programs
+from benchmarks.corpus import DECODERS, Program, decoder_of, draw_linears, list_programs
 from benchmarks.plans.__main__ import GRANULES, SHARES, hardest_cases, spread
 from benchmarks.plans.allocation import FAMILIES, make_instance
 from benchmarks.plans.stages import STAGES, Stage, locate, replaced, watched
@@ -91,7 +91,7 @@ KEYS: dict[str, Callable[..., object]] = {
         schedule.transfers,
         enough,
     ),
-    "search.contiguous:place_oldest": lambda blocks, resident, cap, ring=None: (resident, cap, ring),
+    "search.contiguous:place_oldest": lambda blocks, resident, cap, ends, ring: (resident, cap, *ends, ring),
     "search.paged:Joiner.fastest": lambda joiner, pieces: tuple(pieces),
     "search.paged:Loads.stream": lambda loads, rows, resident, cap, early, join=object, put_off=0: (
         (rows.tobytes(), cap, early, put_off) if join is None else object()
@@ -127,7 +127,7 @@ class _Memory:
 def small_programs() -> dict[str, Callable[[], Program]]:
     """Decoders cut to one and two layers, and products of some granules: up to 32 reads."""
     tiny: dict[str, Callable[[], Program]] = {
-        f"tiny {seed}": partial(tiny_program, seed) for seed in range(24)
+        f"tiny {seed}": partial(draw_linears, random.Random(seed), f"tiny {seed}") for seed in range(24)
     }
     return tiny | {
         f"{name}, {layers} layers, {phase}": partial(
@@ -160,16 +160,6 @@ def measure(case: Case, stages: Sequence[Stage] = STAGES) -> Result | None:
         with replaced(kept), replaced(stage.swaps):
             without[stage.name] = timed(stage.effort)
     return Result(case, (ratio, seconds), without)
-
-
-def tiny_program(seed: int) -> Program:
-    """Some products of random sizes of a few granules, the same for the same seed."""
-    draw = random.Random(seed)
-    build = Builder(draw.choice((1, 64, 512)))
-    for layer in range(draw.randint(4, 14)):
-        inputs, outputs = draw.choice((512, 1024, 1536, 2048, 4096)), draw.choice((1024, 2048, 4096))
-        build.linear(f"layers.{layer}", inputs, outputs)
-    return build.finish(f"tiny {seed}", "decode")
 
 
 def _plan(case: Case) -> Attempt:

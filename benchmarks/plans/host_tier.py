@@ -6,14 +6,13 @@ Budgets and host memory are shares of all weights; presets say how fast link and
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import typer
 
-from benchmarks.corpus import list_programs
+from benchmarks.corpus import list_programs, make_problem
 from penstock.schedule.facts.hardware import PRESETS, with_times
-from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
-from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
 
 CASES = (
@@ -36,10 +35,9 @@ def main() -> None:
     for name, machine, device, host in CASES:
         program, hardware = list_programs()[name](), PRESETS[machine]
         trace = with_times(program.trace, hardware)
-        arena = packed_arena(program.storages, [trace], kind="contiguous", granule=4096, alignment=4096)
-        budget, held = int(program.nbytes * device), int(program.nbytes * host)
+        problem = make_problem(program, trace, hardware, "contiguous", 4096)
         began = time.perf_counter()
-        plan = make_plan(Problem(program.storages, (trace,), arena, hardware=hardware, host=held), budget)
+        plan = make_plan(replace(problem, host=int(program.nbytes * host)), int(program.nbytes * device))
         seconds = time.perf_counter() - began
         verify_plan(program.storages, (trace,), plan)
         staged = sum(plan.schedules[0].staged) / 1e9

@@ -15,11 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.corpus import DECODERS, Program, decoder_of
+from benchmarks.corpus import DECODERS, Program, decoder_of, make_problem
 from penstock.schedule.facts.hardware import PRESETS, with_times
-from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
-from penstock.schedule.space.layout import packed_arena
 
 LAYERS = (16, 32, 64, 128, 256, 512)
 GRANULES = {"paged": 2 << 20, "contiguous": 4096}
@@ -29,11 +27,9 @@ COLOURS = {"paged": "#0072b2", "contiguous": "#d55e00"}
 def seconds_to_plan(program: Program, kind: Any, share: float) -> float:
     """Seconds for one plan within `share` of all weights."""
     hardware = PRESETS["h100"]
-    trace = with_times(program.trace, hardware)
-    arena = packed_arena(program.storages, [trace], kind=kind, granule=GRANULES[kind], alignment=4096)
-    budget = int(program.nbytes * share)
+    problem = make_problem(program, with_times(program.trace, hardware), hardware, kind, GRANULES[kind])
     began = time.perf_counter()
-    make_plan(Problem(program.storages, (trace,), arena, hardware=hardware), budget)
+    make_plan(problem, int(program.nbytes * share))
     return time.perf_counter() - began
 
 

@@ -184,11 +184,12 @@ STAGES = (
         f"{_CONTIGUOUS}:search",
     ),
     Stage(
-        "two largest at the ends",
+        "large blocks at the ends",
         "they stay or stream as others do",
         {f"{_CONTIGUOUS}:_Search._families": _no_ends},
         f"{_CONTIGUOUS}:search",
     ),
+    Stage("pairs", "no pairs are tried", {f"{_CONTIGUOUS}:_PAIRS": ()}, f"{_CONTIGUOUS}:search"),
     Stage(
         "sizes of parts",
         "parts are joined up to one size",

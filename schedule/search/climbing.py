@@ -143,7 +143,7 @@ class _Climber:
         start, stop = places[b], places[b] + self.blocks[b].size
         if start < 0 or stop > self.cap:
             return False
-        apart = self.together[b] | self.kept
+        apart = {*self.together[b], *self.kept}
         return all(stop <= places[o] or places[o] + self.blocks[o].size <= start for o in apart if o != b)
 
     def _shared(self, places: Sequence[int]) -> list[int]:

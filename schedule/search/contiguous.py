@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.schedule.bound.relaxation import Relaxation
 from penstock.schedule.search.draft import Draft, Occupancy, Task
-from penstock.schedule.space.addresses import Addressing, first_use, place_oldest, tight
+from penstock.schedule.space.addresses import (
+    Addressing,
+    alive_at,
+    first_use,
+    load_of,
+    place_oldest,
+    place_pairs,
+    read_together,
+    tight,
+)
 from penstock.schedule.space.spans import Block
 
 _SIZES = 8
 """How many values are tried for the largest size of a streaming block: small blocks share little memory."""
 
-_SMALLEST = (0.0, 0.1, 0.5)
+_SMALLEST = (0.0, 0.5)
 """Values tried for the smallest size of a streaming block, as shares of the largest size.
 
 Few large copies pay fewer latencies than many small ones.
@@ -38,7 +47,10 @@ _IN_FLIGHT = (0.5, 1.0, 1.5, 2.0, 3.0)
 The unit is the number of bytes that a link brings in the time in which it fills.
 """
 
-_LEAST_PARTS = (16, 0, 4, 64, 1 << 20)
+_PAIRS = (1, 2, 4, 8, 16)
+"""How many pairs of blocks are tried that share some of their bytes, while all other blocks stay."""
+
+_LEAST_PARTS = (16, 0, 4)
 """Values tried for the smallest part of a block that gets a copy of its own.
 
 The unit is the number of bytes that the link carries during one latency. Placements are compared with the
@@ -56,29 +68,18 @@ _CLOSE = 1.0001
 class _Family:
     """A set of blocks from which the streaming ones are chosen.
 
-    `able` holds the indices of these blocks, and `read` the bytes of them that a single step reads, at the
-    step that reads most. The streaming blocks are chosen so that bytes stream in proportion to `wanted`,
-    which has a number for every block of the program. The two blocks in `ends`, if any, stream as well: they
-    lie at the two ends of the memory, and part of each lies outside the shared memory and stays.
+    `able` holds the indices of these blocks. The streaming ones are chosen so that bytes stream in proportion
+    to `wanted`, which has a number for every block of the program. The blocks in `ends`, two at most, stream
+    as well: they lie at the ends of the memory, and part of each lies outside the shared memory and stays.
     """
 
     able: frozenset[int]
-    read: int
     wanted: Sequence[float]
-    ends: tuple[int, ...] = ()
+    ends: Sequence[int]
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A choice of resident blocks that has not been placed yet.
-
-    The other blocks share `ring` bytes of memory, or all memory that is left if `ring` is None. A pass takes
-    at least `least_ns` nanoseconds, whatever the addresses are.
-    """
-
-    resident: frozenset[int]
-    ring: int | None
-    least_ns: int
+_Candidate = tuple[int, Callable[[], Addressing | None]]
+"""The nanoseconds that a pass is expected to take at least, and a function that makes the placement."""
 
 
 def search(task: Task) -> Draft:
@@ -111,27 +112,25 @@ class _Search:
         self.best: Addressing | None = None
         self.tried: set[tuple[int, ...]] = set()
         self.effort = int(_EFFORT * task.effort)
+        self.read_with = read_together(blocks)
         self.compute_ns = sum(trace.compute_ns for trace in self.traces)
 
     def run(self, relaxed: Sequence[Relaxation | None]) -> Draft | None:
         """Try the candidates in ascending order of their least times, until none can beat the best draft."""
-        enough = sum(relaxation.bound_ns if relaxation else 0 for relaxation in relaxed) * _CLOSE
-        shares = [[float(block.size) for block in self.blocks]]
         known = [relaxation for relaxation in relaxed if relaxation]
+        enough = sum(relaxation.bound_ns for relaxation in known) * _CLOSE
+        shares = [[float(block.size) for block in self.blocks]]
         if len(known) == len(self.traces):
             shares.append(self._copied(known))
         families = (family for wanted in shares for family in self._families(wanted))
-        candidates = [self._candidate(family, ring) for family in families for ring in self._rings(family)]
-        for candidate in sorted(
-            (candidate for candidate in candidates if candidate), key=lambda candidate: candidate.least_ns
-        ):
-            hopeless = candidate.least_ns >= self.period or self.period <= enough or self.effort <= 0
+        rings = (self._candidate(family, ring) for family in families for ring in self._rings(family))
+        candidates = (*(candidate for candidate in rings if candidate), *self._pairs())
+        for least_ns, place in sorted(candidates, key=lambda candidate: candidate[0]):
+            hopeless = least_ns >= self.period or self.period <= enough or self.effort <= 0
             if self.found and hopeless:
                 break
             self.effort -= len(self.blocks)
-            placement = place_oldest(self.blocks, candidate.resident, cap=self.cap, ring=candidate.ring)
-            if placement:
-                self._time(placement)
+            self._time(place())
         # The tight placement comes last: it replaces a draft of the same period only if it copies less.
         self._time(tight(self.blocks))
         if self.best:
@@ -146,71 +145,70 @@ class _Search:
         for relaxation in relaxed:
             for gap, kept_bytes in zip(relaxation.gaps, relaxation.kept, strict=True):
                 group = relaxation.groups[gap.group]
-                mine: Counter[int] = Counter()
-                for span in group.spans:
-                    mine[bisect_right(starts, span.start) - 1] += span.nbytes
-                for b, nbytes in mine.items():
-                    wanted[b] = max(wanted[b], (group.nbytes - kept_bytes) * nbytes / group.nbytes)
+                for b in {bisect_right(starts, span.start) - 1 for span in group.spans}:
+                    copied = self.blocks[b].size * (1 - kept_bytes / group.nbytes)
+                    wanted[b] = max(wanted[b], copied)
         return wanted
 
     def _families(self, wanted: Sequence[float]) -> Iterator[_Family]:
-        """Yield the blocks of each range of sizes, and all but the two largest if those are much larger."""
-        free = sorted(
-            (b for b, block in enumerate(self.blocks) if not block.kept), key=lambda b: self.blocks[b].size
-        )
-        sizes = sorted({self.blocks[b].size for b in free})
-        known = set()
-        for largest in sizes[:: max(1, len(sizes) // _SIZES)] + sizes[-1:]:
-            for share in _SMALLEST:
-                able = frozenset(b for b in free if share * largest <= self.blocks[b].size <= largest)
-                if able not in known:
-                    known.add(able)
-                    yield _Family(able, self._most_read(able), wanted)
-        if len(free) > 2 and self.blocks[free[-2]].size >= 2 * self.blocks[free[-3]].size:
-            able = frozenset(free[:-2]) - self._read_with(free[-2:])
-            yield _Family(able, self._most_read(able), wanted, tuple(free[-2:]))
+        """Yield the blocks of each range of sizes, with none, the largest, and the two largest at ends."""
+        free = [b for b, block in enumerate(self.blocks) if not block.kept]
+        free.sort(key=lambda b: self.blocks[b].size)
+        for ends in ([], free[-1:], free[-2:]):
+            between = set(free).difference(ends, *(self.read_with[b] for b in ends))
+            sizes = sorted({self.blocks[b].size for b in between})
+            tried = sizes[:: max(1, len(sizes) // _SIZES)] + sizes[-1:]
+            ranges = {
+                frozenset(b for b in between if share * largest <= self.blocks[b].size <= largest): None
+                for largest in tried
+                for share in _SMALLEST
+            }
+            yield from (_Family(able, wanted, ends) for able in ranges)
+
+    def _pairs(self) -> Iterator[_Candidate]:
+        """Yield pairs of blocks half a pass apart, which share as few bytes as so many pairs can."""
+        granule, excess = self.arena.granule, sum(block.size for block in self.blocks) - self.cap
+        free = [b for b, block in enumerate(self.blocks) if not block.kept and not block.produced]
+        free.sort(key=lambda b: first_use(self.blocks[b]))
+        for count in _PAIRS:
+            shared = -(-excess // (count * granule)) * granule
+            able = [b for b in free if self.blocks[b].size >= shared]
+            half = len(able) // 2
+            if half >= count:
+                pairs = [(able[k], able[k + half]) for k in (n * half // count for n in range(count))]
+                place = partial(place_pairs, self.blocks, pairs, shared)
+                yield self._least_ns(2 * count, 2 * count * shared), place
 
     def _rings(self, family: _Family) -> set[int]:
         """The sizes in bytes of the memory that the streaming blocks of a family may share."""
         granule, in_flight = self.arena.granule, self.hardware.link_in_flight_bytes
-        rings = {room * family.read for room in _ROOMS}
-        rings |= {family.read + share * in_flight for share in _IN_FLIGHT}
+        blocks = [self.blocks[b] for b in family.able]
+        read = load_of([block.size for block in blocks], [alive_at(block) for block in blocks])
+        rings = {room * read for room in _ROOMS}
+        rings |= {read + share * in_flight for share in _IN_FLIGHT}
         return {math.ceil(ring / granule) * granule for ring in rings}
 
     def _candidate(self, family: _Family, ring: int) -> _Candidate | None:
         """The candidate whose streaming blocks share `ring` bytes; None if the other blocks do not fit."""
         ends = sum(self.blocks[b].size for b in family.ends)
         other_bytes = sum(b.size for n, b in enumerate(self.blocks) if n not in family.able) - ends
-        ring = max(ring, ends - self.cap + other_bytes)
-        beside = max(0, ends - ring)  # the bytes that the blocks at the ends occupy, shared ones counted once
-        left = self.cap - beside + ends if ends else self.cap - ring
-        resident = self._spread(family.able, family.wanted, left)
+        span = ends + (2 - len(family.ends)) * ring  # an end without a block of its own is `ring` bytes long
+        ring = max(ring, span - self.cap + other_bytes)
+        beside = max(ring, span - ring)  # the bytes between the ends, shared ones counted once
+        resident = self._spread(family.able, family.wanted, self.cap - beside + ends)
         if resident is None:
             return None
         resident -= set(family.ends)
-        some = ((b, block) for b, block in enumerate(self.blocks) if not block.produced)
-        streamed = [block.size for b, block in some if b not in resident]
-        copied = sum(streamed) - max(0, beside - ring)
-        latencies = max(0, len(streamed) - 1) * self.hardware.link_latency_ns
-        least = max(self.compute_ns, self.hardware.copy_ns(copied) + latencies)
-        return _Candidate(resident, ring if ends else None, least)
+        copied = {b for b, block in enumerate(self.blocks) if not block.produced} - resident
+        streamed = [self.blocks[b].size for b in copied]
+        least_ns = self._least_ns(len(streamed), sum(streamed) - (beside - ring))
+        place = partial(place_oldest, self.blocks, resident, cap=self.cap, ends=family.ends, ring=ring)
+        return least_ns, place
 
-    def _read_with(self, some: Collection[int]) -> set[int]:
-        """The blocks that are read in a step together with one of `some`, these themselves included."""
-        steps = {(number, k) for b in some for number, ks in enumerate(self.blocks[b].reads) for k in ks}
-        return {
-            b
-            for b, block in enumerate(self.blocks)
-            if any((number, k) in steps for number, ks in enumerate(block.reads) for k in ks)
-        }
-
-    def _most_read(self, able: Collection[int]) -> int:
-        """The bytes of these blocks that a single step reads, at the step that reads most."""
-        reads: Counter[tuple[int, int]] = Counter()
-        for b in able:
-            for number, steps in enumerate(self.blocks[b].reads):
-                reads.update({(number, k): self.blocks[b].size for k in steps})
-        return max(reads.values(), default=0)
+    def _least_ns(self, copies: int, nbytes: int) -> int:
+        """Nanoseconds that a pass takes at least in which so many copies bring so many bytes."""
+        latencies = max(0, copies - 1) * self.hardware.link_latency_ns
+        return max(self.compute_ns, self.hardware.copy_ns(nbytes) + latencies)
 
     def _spread(self, able: frozenset[int], wanted: Sequence[float], room: int) -> frozenset[int] | None:
         """The blocks that stay resident, in at most `room` bytes.
@@ -240,9 +238,9 @@ class _Search:
                 free -= self.blocks[b].size
         return frozenset(chosen)
 
-    def _time(self, placement: Addressing) -> None:
+    def _time(self, placement: Addressing | None) -> None:
         """Compare a placement with the best draft, unless it does not fit or was compared before."""
-        if placement.addresses not in self.tried and placement.nbytes <= self.cap:
+        if placement and placement.addresses not in self.tried and placement.nbytes <= self.cap:
             self.tried.add(placement.addresses)
             self._decide(placement, _LEAST_PARTS[0])
 

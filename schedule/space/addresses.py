@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,7 +54,7 @@ def pack_blocks(sizes: Sequence[int], alive: Sequence[Collection[int]], *, work:
     `bound` is the most bytes alive at one step, and `nbytes` itself where the search was complete.
     `work` limits the search, in pairs of conflicting blocks.
     """
-    blocks = Blocks(sizes, alive, conflicts_of(alive), _load(sizes, alive))
+    blocks = Blocks(sizes, alive, conflicts_of(alive), load_of(sizes, alive))
     best = _improved(blocks, tries=_tries(blocks.conflicts, work))
     top, bound = height(sizes, best), blocks.load
     if top > bound and len(sizes) <= _EXACT:
@@ -103,12 +104,11 @@ def _lowest(
     return address
 
 
-def _load(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
+def load_of(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
     """The bytes alive at a single step, at the step where they are most."""
-    at: dict[int, int] = {}
+    at: Counter[int] = Counter()
     for size, steps in zip(sizes, alive, strict=True):
-        for step in steps:
-            at[step] = at.get(step, 0) + size
+        at.update(dict.fromkeys(steps, size))
     return max(at.values(), default=0)
 
 
@@ -226,7 +226,7 @@ def _tight(blocks: tuple[Block, ...]) -> Addressing:
             addresses[b] = base
             base += block.size
     free = [b for b, block in enumerate(blocks) if not block.kept]
-    packing = pack_blocks([blocks[b].size for b in free], [_alive(blocks[b]) for b in free])
+    packing = pack_blocks([blocks[b].size for b in free], [alive_at(blocks[b]) for b in free])
     for b, address in zip(free, packing.addresses, strict=True):
         addresses[b] = base + address
     return Addressing(tuple(addresses), base + packing.nbytes)
@@ -237,7 +237,7 @@ def first_use(block: Block) -> tuple[int, int]:
     return min((steps[0], number) for number, steps in enumerate(block.reads) if steps)
 
 
-def _alive(block: Block) -> list[int]:
+def alive_at(block: Block) -> list[int]:
     """The steps that read a block, as numbers that differ between the traces."""
     return [number << 32 | k for number, steps in enumerate(block.reads) for k in steps]
 
@@ -304,14 +304,14 @@ def _largest(values: numpy.ndarray, first: numpy.ndarray, last: numpy.ndarray) -
 
 
 def place_oldest(
-    blocks: Sequence[Block], resident: Collection[int], *, cap: int, ring: int | None = None
+    blocks: Sequence[Block], resident: Collection[int], *, cap: int, ends: Sequence[int] = (), ring: int = 0
 ) -> Addressing | None:
     """Addresses below `cap` for blocks in order of first use.
 
-    The resident blocks come first and share their bytes with no other block. With `ring`, the two largest of
-    the other blocks lie at the two ends of the memory that is left. Each of the two shares at most `ring`
-    bytes with other blocks, and its other bytes stay. None if blocks that one step reads would overlap, or if
-    a block does not fit.
+    The resident blocks come first and share their bytes with no other block. Up to two other blocks, `ends`,
+    lie at the start and at the end of the memory that is left. Each of them shares at most `ring` bytes with
+    other blocks, and its other bytes stay. None if blocks that one step reads would overlap, or if a block
+    does not fit.
     """
     addresses = [-1] * len(blocks)
     base = 0
@@ -319,16 +319,11 @@ def place_oldest(
         addresses[b] = base
         base += blocks[b].size
     unplaced = sorted((b for b in range(len(blocks)) if addresses[b] < 0), key=lambda b: first_use(blocks[b]))
-    room = Range(base, cap)
-    middle, fixed = room, {}
-    if ring:
-        low, high = sorted(unplaced, key=lambda b: -blocks[b].size)[:2]
-        fixed = {low: room.start, high: room.stop - blocks[high].size}
-        middle = Range(
-            room.start + max(0, blocks[low].size - ring), room.stop - max(0, blocks[high].size - ring)
-        )
-        if middle.nbytes < ring:
-            return None
+    fixed = {b: cap - blocks[b].size if place else base for place, b in enumerate(ends)}
+    low, high = (*(max(0, blocks[b].size - ring) for b in ends), 0, 0)[:2]
+    middle = Range(base + low, cap - high)
+    if middle.nbytes < ring:
+        return None
     read_with = read_together(blocks)
     left = _Room(base, cap)
     now, used = -1, None
@@ -346,17 +341,25 @@ def place_oldest(
     return None if _overlap(blocks, addresses, read_with) else Addressing(tuple(addresses), cap)
 
 
-def read_together(blocks: Sequence[Block]) -> list[set[int]]:
-    together: dict[tuple[int, int], list[int]] = {}
+def place_pairs(blocks: Sequence[Block], pairs: Sequence[tuple[int, int]], shared: int) -> Addressing | None:
+    """Addresses for all blocks, each behind the one before; the blocks of a pair share `shared` bytes.
+
+    None if one step reads both blocks of a pair.
+    """
+    addresses, end = [-1] * len(blocks), 0
+    for low, high in pairs:
+        addresses[low], addresses[high] = end, end + blocks[low].size - shared
+        end = addresses[high] + blocks[high].size
     for b, block in enumerate(blocks):
-        for number, steps in enumerate(block.reads):
-            for k in steps:
-                together.setdefault((number, k), []).append(b)
-    result: list[set[int]] = [set() for _ in blocks]
-    for some in together.values():
-        for b in some if len(some) > 1 else ():
-            result[b] |= {o for o in some if o != b}
-    return result
+        if addresses[b] < 0:
+            addresses[b] = end
+            end += block.size
+    return None if _overlap(blocks, addresses, read_together(blocks)) else Addressing(tuple(addresses), end)
+
+
+def read_together(blocks: Sequence[Block]) -> list[list[int]]:
+    """For each block, the other blocks that a step reads together with it."""
+    return conflicts_of([alive_at(block) for block in blocks])
 
 
 def _overlap(blocks: Sequence[Block], addresses: Sequence[int], read_with: Sequence[Collection[int]]) -> bool:

@@ -20,12 +20,16 @@ SHOWING = {
         *("joining by size", "runs", "ends moved", "ends moved in pairs"),
     ),
     Case("small", "tiny 20", "l4", "paged", 0.5): ("memory left free",),
-    Case("small", "llama-3.1-8b, 1 layers, decode", "l4", "contiguous", 0.5): ("two largest at the ends",),
-    Case("small", "tiny 17", "h200", "contiguous", 0.25): ("sizes of parts", "joining parts of blocks"),
-    Case("small", "gemma-3-27b, 2 layers, decode", "gh200", "contiguous", 0.9): (
-        *("largest sizes", "smallest sizes", "spread as the relaxation copies", "fewest young bytes"),
+    Case("small", "llama-3.1-8b, 1 layers, decode", "l4", "contiguous", 0.5): ("large blocks at the ends",),
+    Case("small", "gemma-3-27b, 2 layers, decode", "gh200", "contiguous", 0.9): ("pairs",),
+    Case("small", "tiny 20", "server", "contiguous", 0.5): (
+        *("largest sizes", "spread as the relaxation copies", "sizes of parts", "fewest young bytes"),
     ),
-    Case("small", "qwen3-235b-a22b, 1 layers, prefill", "l4", "contiguous", 0.98): ("spread evenly",),
+    Case("small", "tiny 11", "a100", "contiguous", 0.75): (
+        "smallest sizes",
+        "spread evenly",
+        "joining parts of blocks",
+    ),
 }
 """Cases, and the stages without which their plan is another: together every stage but one."""
 

@@ -1,8 +1,10 @@
-"""The corpus' steps of training: what their backwards read, and the work that they take."""
+"""The corpus' steps of training: what their backwards read, and what work they take; and random problems."""
+
+import json
 
 import pytest
 
-from benchmarks.corpus import list_programs
+from benchmarks.corpus import list_programs, main
 
 UNREAD = {
     "llama-3.1-8b, train-lora": {"embed_tokens", "layers.0.q", "layers.0.k", "layers.0.v"},
@@ -38,3 +40,18 @@ def test_a_backward_takes_its_multiple_of_the_forwards_work(name, times):
     # The attention of a layer comes behind the product that reads its output, and not before.
     attention = next(step for step in backward if step.name.endswith(".v.backward"))
     assert attention.lead_work.flops > 0
+
+
+def planned(path, against=None):
+    main(count=2, seed=1283, arena="contiguous", check=True, json_path=path, against=against)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        del row["seconds"]
+    return rows
+
+
+def test_the_same_seeds_give_the_same_plans(tmp_path, capsys):
+    first = planned(tmp_path / "first")
+    assert planned(tmp_path / "second", tmp_path / "first") == first
+    assert [row["seed"] for row in first] == [1283, 1284]
+    assert "2 problems: 0 plans are faster by 1 %, 0 slower." in capsys.readouterr().out

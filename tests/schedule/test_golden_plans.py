@@ -1,6 +1,6 @@
 """Plans without produced storages are those of the day on which produced storages came, to the byte.
 
-Where a change of the planner is intended to change plans, `python -m benchmarks.plans --against` first shows
+Where a change of the planner is intended to change plans, `python -m benchmarks.corpus --against` first shows
 that they are no worse. Then the digests that the failing tests print take the place of those here, in the
 commit of that change, whose message says why. A change that is not about plans, or about produced storages
 only, changes none of them.
@@ -56,7 +56,7 @@ PLANS = {
     ),
     "experts": (
         lambda: corpus_plan("gpt-oss-120b, decode", "gh200", "contiguous", 0.75),
-        "3bd5276bc4b8ccfcb75e89d3",
+        "ff7b67ff78bf564ba259b337",
     ),
     "pictures, at the floor": (
         lambda: corpus_plan("vit-h-14, prefill", "laptop", "paged", 0.0),

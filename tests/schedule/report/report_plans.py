@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from benchmarks.corpus import list_programs
+from benchmarks.corpus import list_programs, make_problem
 from penstock.schedule.facts.hardware import find_hardware, with_times
-from penstock.schedule.facts.problem import Problem
 from penstock.schedule.host import with_host
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
@@ -35,10 +34,8 @@ def plan_behind_a_disk(n=16):
 
 def corpus_plan(name, hardware, kind, share):
     program, machine_ = list_programs()[name](), find_hardware(hardware)
-    trace = with_times(program.trace, machine_)
     granule = {"paged": 2 << 20, "contiguous": 4096}[kind]
-    arena = packed_arena(program.storages, [trace], kind=kind, granule=granule, alignment=4096)
-    problem = Problem(program.storages, (trace,), arena, hardware=machine_)
+    problem = make_problem(program, with_times(program.trace, machine_), machine_, kind, granule)
     lowest = floor(problem).upper_bytes
     budget = lowest + int((program.nbytes - lowest) * share)
     return make_plan(problem, budget, names=program.names)

@@ -10,7 +10,7 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.search.draft import Occupancy
 from penstock.schedule.space import addresses
-from penstock.schedule.space.addresses import Addressing, pack_blocks, place_oldest, tight
+from penstock.schedule.space.addresses import Addressing, pack_blocks, place_oldest, place_pairs, tight
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import blocks_of
 from tests.schedule.traces import machine, problems
@@ -74,19 +74,33 @@ def test_resident_storages_are_apart():
 def test_two_large_storages_stick_out_of_a_ring():
     """Of 256 bytes each, 128 are shared with the small ones, and the other 128 stay."""
     blocks = blocks_of(facts_of((256, 64, 64, 256), (0,), (1,), (2,), (3,)))
-    found = place_oldest(blocks, (), cap=384, ring=128)
+    found = place_oldest(blocks, (), cap=384, ends=(3, 0), ring=128)
     assert found is not None
-    assert (found.addresses[0], found.addresses[3]) in {(0, 128), (128, 0)}
+    assert (found.addresses[0], found.addresses[3]) == (128, 0)
     assert {found.addresses[1], found.addresses[2]} == {128, 192}
     facts = facts_of((256, 64, 64, 256), (0,), (1,), (2,), (3,))
     one = Occupancy(facts, blocks, found).decide(3, 0)
     assert sum(r.nbytes for r in one.resident) == 256
 
 
-@pytest.mark.parametrize(("cap", "ring"), [(320, 64), (64, None)])
-def test_what_does_not_fit_has_no_place(cap, ring):
+def test_small_storages_take_turns_under_one_end_of_a_large_one():
+    facts = facts_of((256, 64, 64, 64), (0,), (1,), (2,), (3,))
+    blocks = blocks_of(facts)
+    found = place_oldest(blocks, (), cap=256, ends=(0,), ring=128)
+    assert found == Addressing((0, 128, 192, 128), 256)
+    assert sum(r.nbytes for r in Occupancy(facts, blocks, found).decide(3, 0).resident) == 128
+
+
+def test_pairs_share_bytes_unless_one_step_reads_both():
+    blocks = blocks_of(facts_of((128, 64, 192, 64), (0,), (1, 2), (3,)))
+    assert place_pairs(blocks, [(0, 2), (1, 3)], 64) == Addressing((0, 256, 64, 256), 320)
+    assert place_pairs(blocks, [(1, 2)], 64) is None
+
+
+@pytest.mark.parametrize(("cap", "ends", "ring"), [(320, (0, 3), 64), (64, (), 0), (192, (0,), 64)])
+def test_what_does_not_fit_has_no_place(cap, ends, ring):
     blocks = blocks_of(facts_of((256, 128, 64, 256), (0,), (1,), (2,), (3,)))
-    assert place_oldest(blocks, (), cap=cap, ring=ring) is None
+    assert place_oldest(blocks, (), cap=cap, ends=ends, ring=ring) is None
 
 
 def test_storages_of_one_step_find_no_place_where_only_one_fits():
