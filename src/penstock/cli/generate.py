@@ -197,9 +197,11 @@ def read_tokenizer(folder: Path, *, chat: bool) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
+        is_damaged = any(folder.glob("tokenizer*"))
+        ways = "get intact copies" if is_damaged else "put tokenizer.json and tokenizer_config.json"
         raise SourceError(
-            f"{folder} has no tokenizer that transformers can read ({first_line(error).rstrip(': ')}): put "
-            "tokenizer.json and tokenizer_config.json beside the weights"
+            f"{folder} has no tokenizer that transformers can read ({first_line(error).rstrip(': ')}): {ways}"
+            " beside the weights"
         ) from error
     if chat and not tokenizer.chat_template:
         raise SourceError(
