@@ -302,11 +302,12 @@ class CalledModule:
                         self.unload()
             if beside is not None:
                 self._sizes.add(arguments, self._sizes_of(method, args, kwargs), beside)
-                if order is not None and ROOM * beside > self._room:
-                    self.unload()
             self._passes += 1
             self._check_uses(current)
             self._note(current, kind)
+            weights, room = self._memory.weights, self._room
+            if weights and (ROOM * (beside or 0) > room or weights.plan.budget + room > self._cap.room):
+                self.unload()
             return self._own_steps.with_weights(output)
 
     def _order_of(self, method: str, kind: object, arguments: CallArguments) -> int | None:
@@ -341,12 +342,13 @@ class CalledModule:
             return self._observed(current, run, arguments)
         self._memory.enter()
         weights.wait()
-        current.mark = time.perf_counter_ns()
-        if self._sizes.is_known(arguments, self._room):
-            return weights.run(current.order, None, run), None
-        live, meter = meters_of(self._options.device, beside_arena=True)
-        with live:
-            output = weights.run(current.order, None, run)
+        with self._cap.counting_kernels(arguments.tensors):
+            current.mark = time.perf_counter_ns()
+            if self._sizes.is_known(arguments, self._room):
+                return weights.run(current.order, None, run), None
+            live, meter = meters_of(self._options.device, beside_arena=True)
+            with live:
+                output = weights.run(current.order, None, run)
         return output, arguments.allocated + max(live.peak, meter.look())
 
     def _observed(
@@ -362,12 +364,9 @@ class CalledModule:
             output = run()
         meter = current.meter
         beside = arguments.allocated + taken_by(live, meter, self._cap.kernels)
-
-        def left() -> int:
-            meter.look()
-            return meter.stays(live)
-
-        self._cap.leave(left)
+        self._cap.give_back()
+        meter.look()
+        self._cap.leave(meter.stays(live))
         words = "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights"
         _log.info(words, self.name, seconds_since(begun), format_size(beside))
         return output, None if current.has_compiled else beside
