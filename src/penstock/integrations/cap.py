@@ -41,8 +41,8 @@ Planning leaves 19 MiB for a model of 150 layers, and 47 MiB for one of 1,500.
 _STEP = 4 << 20
 """What calls have left in use is taken from the cap in multiples of this: each other cap is planned anew."""
 
-_LEAST_KERNELS, _BYTES_A_KERNEL = 32, 3_000_000
-"""torch may keep 32 kernels, or one for each 3 MB of the cap, of which a Llama's take a tenth.
+_A_KERNEL = 3_000_000
+"""torch may keep a kernel for each 3 MB of the cap, of which a Llama's take a tenth, but at least 32.
 
 In bfloat16 each length of a prompt has 7 others, of 0.3 MiB each.
 """
@@ -122,8 +122,6 @@ class Cap:
         self._shapes: set[str] = set()  # of calls with a plan
         if counts_own:
             give_back_when_freed()
-            for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the first kernel
-                os.environ.setdefault(name, str(max(_LEAST_KERNELS, nbytes // _BYTES_A_KERNEL)))
 
     @property
     def kernels(self) -> int:
@@ -169,6 +167,8 @@ class Cap:
         self.give_back()
         if not self._counts_own or self._calls > 1:
             return
+        for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the first kernel
+            os.environ.setdefault(name, str(min(1024, max(32, self.nbytes // _A_KERNEL))))
         now = anonymous_bytes() - given_bytes - self._left
         if self._before_calls is None:
             self._before_calls = now
