@@ -41,12 +41,6 @@ Planning leaves 19 MiB for a model of 150 layers, and 47 MiB for one of 1,500.
 _STEP = 4 << 20
 """What calls have left in use is taken from the cap in multiples of this: each other cap is planned anew."""
 
-_A_KERNEL = 3_000_000
-"""torch may keep a kernel for each 3 MB of the cap, of which a Llama's take a tenth, but at least 32.
-
-In bfloat16 each length of a prompt has 7 others, of 0.3 MiB each.
-"""
-
 _RESERVE = 5
 """Without `memory=`, one part in so many of what is free is left to other programs, and SLACK at least."""
 
@@ -119,7 +113,7 @@ class Cap:
         self._holder: Holder | None = None
         self._running: Holder | None = None
         self._calls = 0  # that run, each within the one before
-        self._shapes: set[str] = set()  # of calls with a plan
+        self._shapes = set[str]()  # of calls with a plan
         if counts_own:
             give_back_when_freed()
 
@@ -167,8 +161,10 @@ class Cap:
         self.give_back()
         if not self._counts_own or self._calls > 1:
             return
-        for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the first kernel
-            os.environ.setdefault(name, str(min(1024, max(32, self.nbytes // _A_KERNEL))))
+        # Torch reads at its first kernel how many it keeps. Of a Llama in bfloat16 each length of a prompt has 7
+        # others, of 0.3 MiB each: a tenth of the cap.
+        for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+            os.environ.setdefault(name, str(min(1024, max(32, self.nbytes // 3_000_000))))
         now = anonymous_bytes() - given_bytes - self._left
         if self._before_calls is None:
             self._before_calls = now

@@ -106,6 +106,7 @@ class CalledModule:
         self._sizes_of = functools.partial(CallArguments.of, device)
         self._pass: Pass | None = None
         self._passes = self._room = 0  # calls so far, and bytes that the present plan leaves for them
+        self._planned = 0  # bytes of the cap that it has for weights
         self._impossible: object = None  # the terms on which no plan fitted
         self._active = True
         self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins
@@ -305,9 +306,10 @@ class CalledModule:
             self._passes += 1
             self._check_uses(current)
             self._note(current, kind)
-            weights, room = self._memory.weights, self._room
-            if weights and (ROOM * (beside or 0) > room or weights.plan.budget + room > self._cap.room):
-                self.unload()
+            if order is not None:
+                self._room = self._cap.room - self._planned
+                if max(ROOM * (beside or 0), self._sizes.beside) > self._room:
+                    self.unload()
             return self._own_steps.with_weights(output)
 
     def _order_of(self, method: str, kind: object, arguments: CallArguments) -> int | None:
@@ -428,6 +430,7 @@ class CalledModule:
         begun = time.monotonic()
         with self._cap.working():
             planned, self._room = self._plan_for(self.orders, self._cap.nbytes, self._cap.room)
+            self._planned = self._cap.room - self._room
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, self._sizes.beside)
         self._units.open(weights, planned.traced)
