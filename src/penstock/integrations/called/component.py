@@ -105,8 +105,8 @@ class CalledModule:
         self._device = device = target_device(self._options.device)
         self._sizes_of = functools.partial(CallArguments.of, device)
         self._pass: Pass | None = None
-        self._passes = self._room = 0  # calls so far, and bytes that the present plan leaves for them
-        self._planned = 0  # bytes of the cap that it has for weights
+        # Calls so far, and bytes that the present plan leaves for them and has for weights.
+        self._passes = self._room = self._planned = 0
         self._impossible: object = None  # the terms on which no plan fitted
         self._active = True
         self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins

@@ -220,7 +220,6 @@ class OwnSteps:
             ways = smaller_caches(on_cpu=self._own.on_cpu)
         if self._cap.own:
             takes = f"plans and kernels of earlier calls keep {format_size(self._cap.own)}, {takes}"
-            ways.append("or a new process in which it is the first model that runs")
         return BudgetError(
             f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}, and {who} at once; "
             f"give at least {format_size(least, up=True)}, {', '.join(ways)}",
