@@ -161,8 +161,8 @@ class Cap:
         self.give_back()
         if not self._counts_own or self._calls > 1:
             return
-        # Torch reads at its first kernel how many it keeps. Each length of a prompt of a Llama in bfloat16 has
-        # 7 others, of 0.3 MiB each: a tenth of the cap.
+        # Torch reads at its first kernel how many it keeps. Each length of a prompt of a Llama in bfloat16
+        # has 7 others, of 0.3 MiB each: a tenth of the cap.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(name, str(min(1024, max(32, self.nbytes // 3_000_000))))
         now = anonymous_bytes() - given_bytes - self._left
