@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,11 +27,11 @@ _LARGE = 2 << 20
 
 def anonymous_bytes(status: Path = _STATUS) -> int:
     """Returns the bytes of memory that no file holds as well, or 0 where the system does not say."""
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
+    with suppress(OSError):
+        return sum(
+            int(kib) << 10 for kib in re.findall(r"^RssAnon:\s+(\d+)", status.read_text(), re.MULTILINE)
+        )
+    return 0
 
 
 def give_back_unused() -> None:
@@ -61,6 +62,18 @@ def give_back_when_freed(large: int = _LARGE) -> None:
     if option is not None:
         option(_MMAP_THRESHOLD, large)
         option(_TRIM_THRESHOLD, large)
+
+
+def made_code_bytes() -> int:
+    """Return about what code that libraries have made takes, such as kernels for shapes, in about 1 ms.
+
+    It is two thirds of the code's address space, as of oneDNN's linear layers (torch 2.13, x86): their
+    kernels take 2.3 MiB in the heap for each 3.5 MiB of that.
+    """
+    with suppress(StreamError), _proc("maps") as lines:
+        extents = re.findall(rb"^(\w+)-(\w+) ..x. \w+ \S+ 0 *$", lines.read(), re.MULTILINE)
+        return sum(int(stop, 16) - int(start, 16) for start, stop in extents) * 2 // 3
+    return 0
 
 
 PAGE = mmap.PAGESIZE

@@ -1,9 +1,15 @@
 """What counts against a cap: what penstock's own work leaves in memory is a part of it."""
 
-import pytest
+from collections import Counter
 
-from penstock.integrations import cap
+import pytest
+import torch
+from torch import nn
+
+from penstock.integrations import apply, cap
+from penstock.integrations.called import measuring
 from penstock.integrations.cap import Cap
+from penstock.schedule.facts.errors import BudgetError
 
 MIB = 1 << 20
 BESIDE = 36 * MIB
@@ -70,7 +76,7 @@ def test_what_calls_leave_counts_as_long_as_the_process_has_it(held, monkeypatch
     one = Cap(100 * MIB)
     one.begin(0)
     held[0] += BESIDE + 10 * MIB
-    one.leave(lambda: BESIDE + 10 * MIB)
+    one.leave(BESIDE + 10 * MIB)
     assert (one.own, one.spare) == (12 * MIB, one.kernels)  # in multiples of 4 MiB
     held[0] += 500 * MIB  # of the user's
     one.begin(0)
@@ -78,3 +84,37 @@ def test_what_calls_leave_counts_as_long_as_the_process_has_it(held, monkeypatch
     held[0] -= 500 * MIB + BESIDE + 4 * MIB  # most of what was left has gone, and a cache of 2 MiB has come
     one.begin(2 * MIB)
     assert (one.own, one.spare) == (0, 64 * MIB - 4 * MIB)
+
+
+def test_what_kernels_take_is_missing_in_the_next_plan(tmp_path, monkeypatch):
+    made = [0]
+    monkeypatch.setattr(cap, "made_code_bytes", lambda: made[0])
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    with torch.no_grad(), apply(model, "20MB", cache=tmp_path) as applied:
+        (part,) = applied.components.values()
+        model(torch.ones(1, 1024))
+        model[0].register_forward_hook(lambda *_: made.append(made.pop() + 54 * MIB))
+        before, after, last = ((model(torch.ones(1, 1024)), part.plan.budget)[1] for _ in range(3))
+    assert before - 4_000_000 == after == last
+
+
+def test_what_a_step_took_counts_where_free_pages_went_back_since(tmp_path, monkeypatch):
+    """The step before the refused one had used those pages: the next may take as many again."""
+    sizes = Counter()
+
+    def look():
+        before = sizes.copy()
+        sizes["VmHWM"] = sizes["VmRSS"]
+        return before
+
+    class Leaves(nn.Linear):
+        def forward(self, x):
+            sizes["VmHWM"] = sizes["VmRSS"] = 80 * MIB
+            return super().forward(x)
+
+    monkeypatch.setattr(measuring, "_resident_sizes", look)
+    monkeypatch.setattr(cap, "give_back_free", lambda: sizes.__setitem__("VmRSS", 0))
+    model = nn.Sequential(Leaves(8, 64), nn.Linear(64, 64))
+    refused = pytest.raises(BudgetError, match=r"the call takes 16\.00 MiB beside weights")
+    with torch.no_grad(), apply(model, "1MB", cache=tmp_path), refused:
+        model(torch.ones(1, 8))

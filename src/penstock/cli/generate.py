@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -36,9 +35,6 @@ EXAMPLES = (
 
 _DOWNLOADED = ("model.safetensors", "model-*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 """What loading a model of the hub and its tokenizer may read. Folders there have it in other formats."""
-
-_KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-"""The most kernels that torch keeps: each length of a prompt has others, 2 MiB of a Llama in bfloat16."""
 
 _NO_FASTER = 1.02
 """A plan that is faster by at most this factor is called no faster."""
@@ -108,8 +104,6 @@ def generate(
     if assistant is not None and lookup is not None:
         fail("--assistant and --lookup both propose tokens: leave one of them out")
     require("transformers", purpose="penstock generate")
-    for name, number in _KEPT_KERNELS.items():  # torch reads them once
-        os.environ.setdefault(name, number)
     with console.spinner("importing"), console.quiet():
         import torch
         import transformers.modeling_utils  # which has libraries complain as they are imported

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from penstock.runtime.system.memory import (
     give_back_free,
     give_back_unused,
     give_back_when_freed,
+    made_code_bytes,
     round_up,
 )
 from penstock.schedule.facts.errors import BudgetError
@@ -92,8 +94,8 @@ class Cap:
     """The bytes that all components may hold together. One component holds them at a time.
 
     A thread needs `lock` to use them, so one call runs at a time. With `counts_own`, what planning and calls
-    leave in memory counts too, as far as it is more than `beside` bytes, and large blocks that are freed go
-    back to the system. The memory of a GPU is elsewhere.
+    leave in memory counts too, as far as it is more than `beside` bytes, large blocks that are freed go back
+    to the system, and torch keeps few kernels if it has run none yet. The memory of a GPU is elsewhere.
 
     What calls leave is code that oneDNN keeps of its kernels, 2.2 MiB for each length of a prompt of a Llama
     in bfloat16, modules that were imported, and holes in the heap.
@@ -111,6 +113,7 @@ class Cap:
         self._holder: Holder | None = None
         self._running: Holder | None = None
         self._calls = 0  # that run, each within the one before
+        self._shapes = set[str]()  # of calls with a plan
         if counts_own:
             give_back_when_freed()
 
@@ -155,21 +158,36 @@ class Cap:
         No weights are in memory, but for those of a call around this one. What earlier calls have left is no
         more than the process has more by now.
         """
-        if not self._counts_own:
+        self.give_back()
+        if not self._counts_own or self._calls > 1:
             return
-        give_back_free()
-        if self._calls > 1:
-            return
+        # Torch reads at its first kernel how many it keeps. Each length of a prompt of a Llama in bfloat16
+        # has 7 others, of 0.3 MiB each: a tenth of the cap.
+        for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+            os.environ.setdefault(name, str(min(1024, max(32, self.nbytes // 3_000_000))))
         now = anonymous_bytes() - given_bytes - self._left
         if self._before_calls is None:
             self._before_calls = now
         self._calls_left = max(0, min(self._calls_left, now - self._before_calls))
 
-    def leave(self, nbytes: Callable[[], int]) -> None:
-        """Count what a call without a plan has left in memory: the bytes that `nbytes` then returns."""
+    def leave(self, nbytes: int) -> None:
+        """Count the bytes that a call without a plan has left in memory."""
         if self._counts_own:
-            give_back_free()
-            self._calls_left += nbytes()
+            self._calls_left += nbytes
+
+    @contextmanager
+    def counting_kernels(self, shapes: Mapping[int | str, object]) -> Iterator[None]:
+        """Count kernels that torch keeps of the first call of a plan with such inputs; masks have none."""
+        known = str([pair for pair in shapes.items() if "mask" not in str(pair)])
+        if not self._counts_own or self._calls > 1 or known in self._shapes:  # a call around it counts them
+            yield
+            return
+        self._shapes.add(known)
+        before = made_code_bytes()
+        try:
+            yield
+        finally:
+            self._calls_left = max(0, self._calls_left + made_code_bytes() - before)
 
     def count_read(self, nbytes: int) -> None:
         """Count bytes of weights that came into memory."""

@@ -105,7 +105,8 @@ class CalledModule:
         self._device = device = target_device(self._options.device)
         self._sizes_of = functools.partial(CallArguments.of, device)
         self._pass: Pass | None = None
-        self._passes = self._room = 0  # calls so far, and bytes that the present plan leaves for them
+        # Calls so far, and bytes that the present plan leaves for them and has for weights.
+        self._passes = self._room = self._planned = 0
         self._impossible: object = None  # the terms on which no plan fitted
         self._active = True
         self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins
@@ -302,11 +303,13 @@ class CalledModule:
                         self.unload()
             if beside is not None:
                 self._sizes.add(arguments, self._sizes_of(method, args, kwargs), beside)
-                if order is not None and ROOM * beside > self._room:
-                    self.unload()
             self._passes += 1
             self._check_uses(current)
             self._note(current, kind)
+            if order is not None:
+                self._room = self._cap.room - self._planned
+                if max(ROOM * (beside or 0), self._sizes.beside) > self._room:
+                    self.unload()
             return self._own_steps.with_weights(output)
 
     def _order_of(self, method: str, kind: object, arguments: CallArguments) -> int | None:
@@ -341,12 +344,13 @@ class CalledModule:
             return self._observed(current, run, arguments)
         self._memory.enter()
         weights.wait()
-        current.mark = time.perf_counter_ns()
-        if self._sizes.is_known(arguments, self._room):
-            return weights.run(current.order, None, run), None
-        live, meter = meters_of(self._options.device, beside_arena=True)
-        with live:
-            output = weights.run(current.order, None, run)
+        with self._cap.counting_kernels(arguments.tensors):
+            current.mark = time.perf_counter_ns()
+            if self._sizes.is_known(arguments, self._room):
+                return weights.run(current.order, None, run), None
+            live, meter = meters_of(self._options.device, beside_arena=True)
+            with live:
+                output = weights.run(current.order, None, run)
         return output, arguments.allocated + max(live.peak, meter.look())
 
     def _observed(
@@ -362,12 +366,9 @@ class CalledModule:
             output = run()
         meter = current.meter
         beside = arguments.allocated + taken_by(live, meter, self._cap.kernels)
-
-        def left() -> int:
-            meter.look()
-            return meter.stays(live)
-
-        self._cap.leave(left)
+        self._cap.give_back()
+        meter.look()
+        self._cap.leave(meter.stays(live))
         words = "%s ran a call of a new kind one module at a time in %s; it takes %s beside weights"
         _log.info(words, self.name, seconds_since(begun), format_size(beside))
         return output, None if current.has_compiled else beside
@@ -429,6 +430,7 @@ class CalledModule:
         begun = time.monotonic()
         with self._cap.working():
             planned, self._room = self._plan_for(self.orders, self._cap.nbytes, self._cap.room)
+            self._planned = self._cap.room - self._room
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, self._sizes.beside)
         self._units.open(weights, planned.traced)

@@ -39,11 +39,8 @@ from penstock.schedule.facts.sizes import format_budget, format_size
 _log = logging.getLogger(__name__)
 
 
-_LARGE = 8 << 20
-"""Before a step of so many bytes, free pages of the heap go back to the system, which takes milliseconds."""
-
-_FEWER_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY=32 LRU_CACHE_CAPACITY=32"
-"""What bounds the kernels that torch keeps; without it, those of each shape stay."""
+_GROWN = 4 << 20
+"""Free pages of the heap go back when the process has grown by this much, as that takes milliseconds."""
 
 
 class _Began(NamedTuple):
@@ -153,13 +150,12 @@ class OwnSteps:
     def _measured(self, current: Pass, path: str, nbytes: int, inputs: object) -> _Began:
         """Note what there is before a step reads `nbytes` of weights. Raises BudgetError as `_check_room`."""
         current.own_steps += 1
-        if current.meter is None:
-            return _Began(current.own_steps, compiled_graphs(), 0, 0)
-        if nbytes >= _LARGE:
-            self._cap.give_back()
-        input_bytes = sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
-        self._check_room(current, current.meter, path, nbytes, input_bytes)
-        return _Began(current.own_steps, compiled_graphs(), input_bytes, current.meter.now)
+        input_bytes = there = 0
+        if current.meter is not None:
+            input_bytes = sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
+            self._check_room(current, current.meter, path, nbytes, input_bytes)
+            there = current.meter.now
+        return _Began(current.own_steps, compiled_graphs(), input_bytes, there)
 
     def _measure(self, current: Pass, path: str, began: _Began) -> None:
         """Note what a step has taken. What a compiler has taken in it is none of later calls."""
@@ -178,8 +174,8 @@ class OwnSteps:
         """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
 
         A step whose inputs are no larger than before takes no more than it did then, and another as much as
-        any of this call. Free memory of the heap is given back before it counts. The error's number is for
-        the largest step, which may be still to come.
+        any of this call. Free pages of the heap go back before they add up. What a step took stays in the
+        meter's peak: it may have used these very pages. The error's number is for the largest step.
         """
 
         def beside_weights() -> int:
@@ -190,12 +186,10 @@ class OwnSteps:
             return max(0, current.given_bytes + current.own_bytes + taken - self._cap.spare)
 
         beside = beside_weights()
-        if nbytes + beside > self._cap.room:
-            there = meter.now
+        if meter.now > meter.trimmed + _GROWN or nbytes + beside > self._cap.room:
             self._cap.give_back()
-            meter.look(current.own_bytes)
-            meter.peak -= max(0, there - meter.now)
             beside = beside_weights()
+            meter.trimmed = meter.now
         if nbytes + beside > self._cap.room:
             floor = self.bytes_at_once(self.largest)
             raise self.too_little(floor, beside, self.largest, current.given_bytes)
@@ -226,7 +220,6 @@ class OwnSteps:
             ways = smaller_caches(on_cpu=self._own.on_cpu)
         if self._cap.own:
             takes = f"plans and kernels of earlier calls keep {format_size(self._cap.own)}, {takes}"
-            ways.append(f"or a new process with {_FEWER_KERNELS} in its environment")
         return BudgetError(
             f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}, and {who} at once; "
             f"give at least {format_size(least, up=True)}, {', '.join(ways)}",

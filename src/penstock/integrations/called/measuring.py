@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from math import inf, prod
 from typing import Any, ClassVar, NamedTuple
@@ -168,7 +167,7 @@ class OwnMemory:
 
 
 _STATUS, _CLEAR = "/proc/self/status", "/proc/self/clear_refs"
-_RESET_PEAK = "5"
+_RESET_PEAK = b"5"
 
 ROOM = 1.25
 """A plan leaves room for calls that take so much more memory than any that was observed."""
@@ -198,14 +197,12 @@ class CallArguments(NamedTuple):
 
     Attributes:
         kind: The method that is called, and arguments by which calls of equal sizes take other memory.
-        nbytes: Their bytes.
         allocated: The bytes that the device's allocator has given them.
         tensors: The shapes of arguments that are tensors, by position or name.
         objects: The bytes of tensors in other arguments, such as caches, by position or name.
     """
 
     kind: object
-    nbytes: int
     allocated: int
     tensors: Mapping[int | str, tuple[int, ...]]
     objects: Mapping[int | str, int]
@@ -216,27 +213,26 @@ class CallArguments(NamedTuple):
     ) -> CallArguments:
         """Return the sizes of the arguments of a call, in caches and objects too."""
         named: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)
-        tensors = {name: tuple(value.shape) for name, value in named.items() if _is_on(value, device)}
+        tensors = {
+            name: tuple(value.shape)
+            for name, value in named.items()
+            if isinstance(value, torch.Tensor) and value.device == device
+        }
         objects = {
             name: sum(tensor.nbytes for tensor in _tensors_in(value, device))
             for name, value in named.items()
             if name not in tensors
         }
         granule = 1 if device.type == "cpu" else _ALLOCATED
-        sizes = [tensor.nbytes for tensor in _tensors_in(named, device)]
-        allocated = sum(round_up(nbytes, granule) for nbytes in sizes)
+        allocated = sum(round_up(tensor.nbytes, granule) for tensor in _tensors_in(named, device))
         flags = {name: flag for name, value in named.items() if (flag := _flag(value)) is not None}
         objects = {name: nbytes for name, nbytes in objects.items() if nbytes}
-        return cls((method, flags), sum(sizes), allocated, tensors, objects)
+        return cls((method, flags), allocated, tensors, objects)
 
 
 def _flag(value: object) -> object:
     """Return what an argument that has no tensors says of a call's memory: zero may stand for "all"."""
     return value if isinstance(value, bool | str) else value == 0 if isinstance(value, int) else None
-
-
-def _is_on(value: object, device: torch.device) -> bool:
-    return isinstance(value, torch.Tensor) and value.device == device
 
 
 def _tensors_in(value: object, device: torch.device) -> Iterator[torch.Tensor]:
@@ -348,10 +344,9 @@ def buffer_bytes(module: nn.Module) -> int:
 def run_uncounted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a compiled function without `LiveBytes`, as the compiler does nothing while a mode is on."""
     modes = _get_current_dispatch_mode_stack()
-    if modes and all(isinstance(mode, LiveBytes) for mode in modes):
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-    return function(*args, **kwargs)
+    counts = modes and all(isinstance(mode, LiveBytes) for mode in modes)
+    with _disable_current_modes() if counts else nullcontext():
+        return function(*args, **kwargs)
 
 
 def compiled_graphs() -> int:
@@ -428,9 +423,10 @@ class Meter:
         peak: The highest peak of all looks.
         recent: The peak between the last look and the one before.
         now: What was taken at the last look.
+        trimmed: What was taken when free pages of the heap last went back.
     """
 
-    peak = recent = now = 0
+    peak = recent = now = trimmed = 0
 
     def look(self, own_bytes: int = 0) -> int:
         """Return the highest peak of all looks; the present look leaves out `own_bytes` bytes."""
@@ -490,8 +486,7 @@ class AllocatorMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._base = torch.accelerator.memory_allocated(device)
-        self.restart()
+        self.forget()
 
     def look(self, own_bytes: int = 0) -> int:
         before = self._base + own_bytes
@@ -516,14 +511,14 @@ class AllocatorMeter(Meter):
 def highest_resident() -> int:
     """The most bytes resident since PeakMeter last looked; 0 where the system does not say."""
     try:
-        return max(PeakMeter.highest, _resident_sizes().get("VmHWM", 0))
+        return max(PeakMeter.highest, _resident_sizes()["VmHWM"])
     except OSError:
         return 0
 
 
 def _resident_sizes() -> dict[str, int]:
     """Return the resident size of this process, its peak since a reset, and the bytes of files in it."""
-    facts: dict[str, int] = {}
+    facts = Counter[str]()
     with open(_STATUS, "rb") as status:
         for line in status:
             name, _, value = line.partition(b":")
@@ -546,9 +541,7 @@ class PeakMeter(Meter):
 
     def __init__(self) -> None:
         self._can_reset, self._begun, self._alone = True, RUNNING.begun, RUNNING.now <= 1
-        self._base = self._file = 0
-        _, resident, self._file = self._look()
-        self._base = resident
+        self.forget()
 
     def look(self, own_bytes: int = 0) -> int:
         peak, resident, file = self._look()
@@ -571,15 +564,11 @@ class PeakMeter(Meter):
     def _look(self) -> tuple[int, int, int]:
         """Return the peak, the resident size and the bytes of it that files hold; and reset the peak."""
         facts = _resident_sizes()
-        PeakMeter.highest = max(PeakMeter.highest, facts.get("VmHWM", 0))
+        PeakMeter.highest = max(PeakMeter.highest, facts["VmHWM"])
         if self._can_reset:
             try:
-                clear = os.open(_CLEAR, os.O_WRONLY | os.O_CLOEXEC)
-                try:
-                    os.write(clear, _RESET_PEAK.encode())
-                finally:
-                    os.close(clear)
+                with open(_CLEAR, "wb", buffering=0) as clear:
+                    clear.write(_RESET_PEAK)
             except OSError:  # a container may forbid it: peaks between two looks are then not seen
                 self._can_reset = False
-        file = facts.get("RssFile", 0) + facts.get("RssShmem", 0)
-        return facts.get("VmHWM", 0), facts.get("VmRSS", 0), file
+        return facts["VmHWM"], facts["VmRSS"], facts["RssFile"] + facts["RssShmem"]

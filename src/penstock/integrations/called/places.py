@@ -329,10 +329,6 @@ class StepWeights:
         parts = plain_tensors(self.places.names[twin], self.places.twins[twin])
         return {self.facts.parts[name].storage for name in parts}
 
-    def is_read_by(self, path: str, storage: int) -> bool:
-        """Tell whether the step of a module reads a storage."""
-        return storage in self.readers.storages.get(path, ())
-
     @property
     def resident(self) -> set[int]:
         """The storages that stay in memory in every plan."""

@@ -133,7 +133,7 @@ def plan_orders(
             for k, step in enumerate(payload.traces[graph].steps)
             for read in step.sparse
             if plan.pool is None or not plan.pool.has(read)
-            if steps.is_read_by(order.owners[k], read.storage)
+            if read.storage in steps.readers.storages.get(order.owners[k], ())
         }
         if not unserved:
             away = functools.partial(units.keeps, merged=(), resident=set(plan.outside))

@@ -163,7 +163,7 @@ class TrainedParameters:
                 )
 
 
-_NO_ARGUMENTS = CallArguments(None, 0, 0, {}, {})
+_NO_ARGUMENTS = CallArguments(None, 0, {}, {})
 
 _BACKWARD = "backward: "
 """How the names of steps of a backward begin; the names of the weights that they read follow."""
@@ -340,7 +340,7 @@ class TrainedModule(CalledModule):
     def _note_sizes(self, current: _TrainingPass, most: int, least: int) -> None:
         """Remember what a call took beside weights, if all activations stay and if they leave."""
         for sizes, taken in ((self._whole, most), (self._least, least)):
-            sizes.add(current.arguments, current.arguments, current.arguments.nbytes + taken)
+            sizes.add(current.arguments, current.arguments, current.arguments.allocated + taken)
 
     def _open(self) -> LoadedWeights:
         """Plan with room for all activations; where there is too little, for those that cannot leave."""

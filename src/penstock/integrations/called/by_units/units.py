@@ -516,7 +516,7 @@ class UnitReads:
             if plan is not None and planned is not None and plan.hold(*planned, numbers, to):
                 return plan.pool[s]
             needed = [read.unit(number) for number in numbers]
-        elif to.may_be_whole and self._steps.is_read_by(path, s):
+        elif to.may_be_whole and s in self._steps.readers.storages.get(path, ()):
             self.whole.add((path, s))
             current.reads.whole = True
         elif to.whole in (None, s):
