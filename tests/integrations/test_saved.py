@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.integrations import apply, load, saved
@@ -129,13 +129,35 @@ def test_of_an_adapted_model_the_adapter_is_saved(of_peft, tmp_path):
     else:
         model.add_adapter(lora, "mine")
     model.save_pretrained(tmp_path / "library")
-    apply(model.requires_grad_(False), "1MB", cache=tmp_path / "cache").save_pretrained(tmp_path / "saved")
-    names = sorted(path.name for path in (tmp_path / "saved").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "library").iterdir())
-    got, want = tensors_of(tmp_path / "saved"), tensors_of(tmp_path / "library")
+    applied = apply(model.requires_grad_(False), "230KB", cache=tmp_path / "cache")
+    applied.save_pretrained(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "again")
+    want = tensors_of(tmp_path / "library")
     assert want
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], value) for name, value in want.items())
+    for folder in (tmp_path / "saved", tmp_path / "again"):
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == sorted(path.name for path in (tmp_path / "library").iterdir())
+        got = tensors_of(folder)
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def test_a_state_is_saved_by_addresses_as_far_as_there_is_room(tmp_path):
+    """safetensors asks each tensor where it is, and reads there once it has asked all."""
+    model = models.llama(hidden_size=256).bfloat16()
+    reference = {name: value.clone() for name, value in model.state_dict().items()}
+    for memory, fits in (("60%", False), ("100MB", True)):
+        with apply(model, memory, cache=tmp_path / "cache"):
+            model(torch.zeros(1, 3, dtype=torch.long))
+            file = tmp_path / f"{fits}.safetensors"
+            if not fits:
+                with pytest.raises(StreamError, match=r"has no room for that: save it with save_pretrained"):
+                    save_file(model.state_dict(), file)
+                continue
+            save_file(model.state_dict(), file)
+            saved = load_file(file)
+            assert saved.keys() == reference.keys()
+            assert all(torch.equal(saved[name], value) for name, value in reference.items())
 
 
 def test_nothing_is_overwritten(tmp_path):

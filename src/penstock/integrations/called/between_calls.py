@@ -11,6 +11,7 @@ import torch
 from penstock.integrations.called.kinds import IN_MEMORY
 from penstock.integrations.called.measuring import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.places import Places, Watched
+from penstock.integrations.emptied.absent import SAVE_INSTEAD
 from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
@@ -50,7 +51,7 @@ class BetweenCalls:
         own: What reads weights from the files, with the facts of the module.
         kept: The files that hold the weights; files that are written are added.
         keep: What writes weights to the cache; None where they stay in memory.
-        make_room: What is told of bytes before they are read.
+        make_room: What is told of bytes before they are read, and says whether the cap has room for them.
 
     Attributes:
         own: What reads weights from where they are now, by their names of then.
@@ -64,26 +65,47 @@ class BetweenCalls:
         own_memory: OwnMemory,
         weight_files: list[KeptWeights],
         keep: Keep | None,
-        make_room: Callable[[int], None],
+        make_room: Callable[[int], bool],
     ) -> None:
         self.own, self.twins, self.names = own_memory, places.twins, places.names
         self.has_changed = False
         self._kept, self._keep, self._make_room = weight_files, keep, make_room
         self._opened: dict[int, _Opened] = {}
         self._written: dict[int, torch.Tensor] = {}
+        self._pointed: dict[int, torch.Tensor] = {}  # those whose addresses are known
 
     def value(self, twin: int) -> torch.Tensor:
         """Return a weight with its values."""
         self._close_unused(but=twin)
         if twin not in self._opened:
             if twin not in self._written:
-                self._make_room(sum(part.nbytes for part in self._parts(twin).values()))
+                self._make_room(self._pointed_bytes(twin))
             is_written = twin in self._written
             # No variable may refer to the value: references to it are counted.
             self._opened[twin] = _Opened(Watched(self._written.pop(twin) if is_written else self._read(twin)))
             self._opened[twin].is_written = is_written
             self._opened[twin].watched.start()
         return self._opened[twin].watched.value
+
+    def address(self, twin: int, suffix: str) -> int:
+        """Return where a part of a weight is until the next call, as libraries that save weights ask.
+
+        Raises StreamError if the cap has no room for all whose addresses are known.
+        """
+        if twin not in self._pointed and not self._make_room(self._pointed_bytes(twin)):
+            raise StreamError(
+                f"the parameter {self.names[twin]} and {len(self._pointed)} others would have to stay in "
+                "memory, as something reads them by their addresses, and memory= has no room for that: "
+                f"{SAVE_INSTEAD}"
+            )
+        value = self.value(twin)
+        self.share(twin)
+        self._pointed[twin] = value
+        return plain_tensors("", value)[suffix].data_ptr()
+
+    def _pointed_bytes(self, twin: int) -> int:
+        """The bytes of a weight and of all whose addresses are known."""
+        return sum(part.nbytes for known in {*self._pointed, twin} for part in self._parts(known).values())
 
     def share(self, twin: int) -> None:
         """Note that something has a view of the value of a weight."""
@@ -108,6 +130,7 @@ class BetweenCalls:
 
     def finish(self) -> dict[int, torch.Tensor]:
         """Save what was written; returns weights that stay in memory, as something keeps views of them."""
+        self._pointed.clear()
         self._close_unused()
         self._save()
         staying = {twin: opened.watched.value for twin, opened in self._opened.items()} | self._written

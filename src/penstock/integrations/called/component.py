@@ -162,12 +162,13 @@ class CalledModule:
         self._cap.reserved += added - self._added
         self._added = added
 
-    def _make_room(self, nbytes: int) -> None:
-        """Give the memory of the plan back if `nbytes` beside it are more than the cap."""
+    def _make_room(self, nbytes: int) -> bool:
+        """Give the memory of the plan back if `nbytes` beside it are more than the cap; tell if all fit."""
         with self._cap.lock:
             self._cap.turn(self)
             if self.plan is not None and self.plan.budget + nbytes > self._cap.room:
                 self.unload()
+            return nbytes <= self._cap.room
 
     @property
     def facts(self) -> ModuleFacts:
@@ -481,6 +482,14 @@ class CalledModule:
         """Return the weight that stands for a twin now, if one does."""
         values = (self._memory.staying, self._memory.present, current.values)
         return next((by_twin[twin] for by_twin in values if twin in by_twin), None)
+
+    def address(self, twin: int, suffix: str) -> int | None:
+        """Return where what `answer` returns is, until the next call or the end of the step."""
+        if self._active and self._pass is None:
+            with self._cap.lock:
+                return self._between.address(twin, suffix)
+        value = self.answer(twin, suffix)
+        return None if value is None else value.data_ptr()
 
     def answer(self, twin: int, suffix: str) -> torch.Tensor | None:
         """Return what a twin, or a part of it, stands for; None once the module is restored.

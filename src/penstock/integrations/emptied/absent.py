@@ -35,6 +35,10 @@ _SETTABLE = ("requires_grad", "grad")
 _SAYS, _STORAGE, _ANSWER = "penstock_says", "penstock_storage", "penstock_answer"
 """Attributes of an absent tensor: the sentence of its errors, its empty storage, and its `Answer`."""
 
+SAVE_INSTEAD = (
+    "save it with save_pretrained(folder) of what apply returned, or of penstock_applied after load"
+)
+
 CLASS = "penstock_class"
 """The attribute of an absent tensor that has its former class, if that is one of a library."""
 
@@ -67,6 +71,8 @@ class AbsentTensor(torch.Tensor):
         name = func.__name__
         if name == "untyped_storage":
             return vars(args[0])[_STORAGE]
+        if name == "data_ptr":
+            return _address_of(args[0])
         if name in ("__get__", "__set__"):
             asked, name = name, getattr(func.__self__, "__name__", "")
             name = "" if asked == "__set__" and name not in _SETTABLE else name
@@ -90,7 +96,7 @@ class AbsentTensor(torch.Tensor):
         return copy.deepcopy(_answer_of(self)[1], memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StreamError(_sentence_of(self))
+        raise StreamError(f"{_sentence_of(self)}; {SAVE_INSTEAD}")
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "parameter" if isinstance(self, nn.Parameter) else "tensor"
@@ -179,6 +185,15 @@ def _answer_of(absent: AbsentTensor) -> tuple[Answer, torch.Tensor]:
     if answer is None or value is None:
         raise StreamError(_sentence_of(absent))
     return answer, value
+
+
+def _address_of(absent: torch.Tensor) -> int:
+    """Return an address at which the values of an absent tensor stay for a while. Raises StreamError."""
+    answer: Answer | None = vars(absent).get(_ANSWER)
+    address = answer.module.address(answer.twin, answer.suffix) if answer else None
+    if address is None:
+        raise StreamError(_sentence_of(absent))
+    return address
 
 
 def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.integrations.adapters import state_of_adapters
 from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
 from penstock.integrations.called.measuring import OwnMemory
-from penstock.integrations.emptied.absent import AbsentTensor, make_absent
+from penstock.integrations.emptied.absent import SAVE_INSTEAD, AbsentTensor, make_absent
 from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.weights.lifted import storage_bytes, tensor_in
 from penstock.passes.weights.subclasses import each_part, plain_tensors
@@ -191,7 +191,7 @@ class Hollow:
         self._replace(module, "_apply", _unless_done(module, refuse("moved or converted")))
         for method, done in _SAVING.items():
             if hasattr(module, method):
-                refused = refuse(done, _INSTEAD)
+                refused = refuse(done, SAVE_INSTEAD)
                 self._replace(module, method, _unless_adapted(module, getattr(module, method), refused))
 
 
@@ -208,8 +208,6 @@ def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torc
 
 _SAVING = {"save_pretrained": "saved", "push_to_hub": "pushed to the hub"}
 """Methods that would change the configuration, or ask the network, before they fail."""
-
-_INSTEAD = "save it with save_pretrained(folder) of what apply returned, or of penstock_applied after load"
 
 ADAPTED = "_hf_peft_config_loaded"
 """Set on models of transformers whose `save_pretrained` saves their adapters only."""
