@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,12 +142,21 @@ def test_json_has_the_counts_of_the_runtime(folder, penstock, loaded):
     assert facts["tokens_per_second_with_twice_the_memory"] is None
 
 
-def test_twice_the_memory_gives_what_plans_predict(folder, penstock, monkeypatch):
+@pytest.mark.parametrize("computes", [0, 1])
+def test_twice_the_memory_gives_what_plans_predict(folder, penstock, monkeypatch, computes):
+    """Also where the second plan is one of a process in which computing took no time."""
     plans = {}
 
     def planned_within(component, memory):
-        plans[memory] = real(component, memory)
-        return plans[memory]
+        plan = real(component, memory)
+        plans[memory] = plan
+        if len(plans) == 1 or computes:
+            return plan
+        (trace,), (schedule,) = plan.traces, plan.schedules
+        steps = tuple(replace(step, lead_ns=0, read_ns=0) for step in trace.steps)
+        schedule = replace(schedule, predicted_ns=schedule.predicted_ns - trace.compute_ns)
+        trace = replace(trace, steps=steps, tail_ns=0, gap_ns=0)
+        return replace(plan, traces=(trace,), schedules=(schedule,))
 
     real = CalledModule.planned_within
     monkeypatch.setattr(CalledModule, "planned_within", planned_within)
@@ -157,7 +167,8 @@ def test_twice_the_memory_gives_what_plans_predict(folder, penstock, monkeypatch
     assert now.streamed_bytes > twice.streamed_bytes
     # What the plan saves of its own time is saved of the measured time, of which it may predict more or less.
     measured, predicted = 1 / facts["tokens_per_second"], now.expected_ns(0) / 1e9
-    share = max(0.0, 1 - twice.expected_ns(0) / now.expected_ns(0))
+    (waits, fewer) = (plan.expected_ns(0) - plan.traces[0].compute_ns for plan in (now, twice))
+    share = max(0.0, waits - fewer) / now.expected_ns(0)
     seconds = measured - min(measured, predicted) * share
     assert facts["tokens_per_second_with_twice_the_memory"] == pytest.approx(1 / seconds)
 

@@ -420,13 +420,14 @@ class _Session:
         present, twice = self._plan(memory), self._plan(2 * memory)
         if twice is None:
             return "memory limits it: one module is in memory at a time", None
-        then = twice.expected_ns(0) / 1e9 / each
         if present is None:
-            return "memory limits it: one module is in memory at a time", 1 / then
+            return "memory limits it: one module is in memory at a time", each * 1e9 / twice.expected_ns(0)
         if not present.streamed_bytes and present.pool is None:
             return "all weights fit, so computing limits it, and more memory would give nothing", None
-        now = present.expected_ns(0) / 1e9 / each
-        return _limit(present), 1 / (seconds - min(seconds, now) * max(0.0, 1 - then / now))
+        # Of two plans one may be an earlier process's, in which computing took another time.
+        waits, fewer = (plan.expected_ns(0) - plan.traces[0].compute_ns for plan in (present, twice))
+        now = present.expected_ns(0)
+        return _limit(present), 1 / (seconds - min(seconds, now / 1e9 / each) * max(0, waits - fewer) / now)
 
     def _plan(self, memory: int) -> Plan | None:
         """Return the plan for calls like the last one; None where none fits."""

@@ -111,6 +111,15 @@ def test_the_number_in_the_error_would_do(pieces, tmp_path):
         model(prompt(1), past_key_values=cache, use_cache=True)
 
 
+def test_a_head_that_is_tied_to_a_table_counts_whole(tmp_path):
+    model = make_llama(tie_word_embeddings=True, vocab_size=4000, hidden_size=256)
+    with apply(model, "1MB", cache=tmp_path) as applied:
+        with pytest.raises(BudgetError, match="lm_head reads") as refused:
+            model(prompt(1))
+        applied.memory = refused.value.floor_bytes
+        model(prompt(1))
+
+
 def test_smaller_caches_are_named_where_they_work(monkeypatch):
     monkeypatch.setattr(forwards.importlib.util, "find_spec", lambda name: None)
     assert forwards.smaller_caches(on_cpu=True) == ["or a shorter context"]

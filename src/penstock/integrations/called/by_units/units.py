@@ -244,6 +244,10 @@ class UnitReads:
                     continue
                 if not path.startswith(compiled) and self._may_have_units(part, facts.parts[name]):
                     self.watch(name, value)
+        for path, part in module.named_modules():  # a head that is tied to a table is read whole
+            weight = facts.parts.get(f"{path}.weight") if type(part) is nn.Linear else None
+            if weight and weight.storage in self.roots and facts.storages[weight.storage].nbytes < TILED:
+                self.whole.add((path, weight.storage))
 
     @property
     def facts(self) -> ModuleFacts:
