@@ -117,7 +117,7 @@ STAGES = (
         "ladder of budgets",
         "small problems are planned for the given budget alone",
         {"planner:_rungs_below": lambda *_: []},
-        "planner:_least_ns",
+        "planner:pass_ns",
     ),
     # Paged arenas.
     Stage("relaxation", "an equal share of every gap is kept", {f"{_ONE_TRACE}:OneTrace.best": _unrelaxed}),

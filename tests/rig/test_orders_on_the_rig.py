@@ -34,7 +34,6 @@ from tests.runtime.device.device_runs import (
     WrongBytesError,
     case,
     cases,
-    disk_cases,
 )
 from tests.runtime.device.simulated.faults import Passing
 from tests.runtime.training.spill_plans import spilling_plan
@@ -188,10 +187,13 @@ def call_another_method_than_was_read_ahead(program):
 
 def align_reads(program):
     """Reads of 768 bytes are large here, and blocks have 1 KiB. The disk reads as soon as it may."""
+    sizes, reads = [4, 1, 6, 2, 2, 9, 3, 1, 5, 2, 3], [[k] for k in range(10)]
+    passes = [(0, "in order"), (1, "in order"), (1, "in order"), (0, "in order")]
+    aligned = case("aligned", sizes, [reads, reads[:6]], 0.4, passes, host=11 * UNIT)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(staging, "_LARGE", 3 * UNIT)
         patched.setattr(staging, "BLOCK", 4 * UNIT)
-        RigRun(named("two methods", disk_cases()), disk=PromptDisk).go()
+        RigRun(aligned, disk=PromptDisk).go()
 
 
 def close_while_replays_run(program):
