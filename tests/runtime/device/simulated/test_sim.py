@@ -200,7 +200,7 @@ def test_room_that_aligned_reads_leave_unused_is_not_given_out(one, monkeypatch)
             Run(one, OrderedDevice(HARDWARE, policy=policy, seed=number)).go()
         if any(skipped):
             break
-    assert one.name == "a granule" or any(skipped)
+    assert one.name in ("a granule", "a ring only") or any(skipped)  # whose rings have room by chance
 
 
 def case_of(p, host_share=None):
