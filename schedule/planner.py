@@ -162,7 +162,7 @@ def improve_plan(plan: Plan, problem: Problem, go_on: Callable[[int], bool]) -> 
 
     `problem` is the one that the plan was made for. `go_on` is asked before each change with the period so
     far, in nanoseconds, summed over the methods. Only plans of contiguous arenas are changed: those of paged
-    ones are within 1 % of their bound.
+    ones have no addresses.
     """
     planned = _planned_traces(problem)
     joint, alone = replace(_joined(problem, planned), host=None), joined(plan)
