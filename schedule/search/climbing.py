@@ -14,7 +14,7 @@ _MOVES = (1, 1, 1, 2, 2, 3)
 """How many blocks change places in one attempt; drawn from these."""
 
 _STALE = 40
-"""An attempt may be this many times the number of blocks behind the last better plan before a restart."""
+"""The search begins again when this many attempts for each block have found nothing faster."""
 
 _KICKS = 6
 """How many changes a restart makes to the best addresses, without asking whether they are faster."""
@@ -57,8 +57,8 @@ class _Climber:
         self.problem, self.blocks, self.draw = problem, blocks, draw
         self.granule = problem.arena.granule
         self.cap = cap // self.granule * self.granule
-        self.together = read_together(blocks)
-        self.kept = {b for b, block in enumerate(blocks) if block.kept}
+        kept = {b for b, block in enumerate(blocks) if block.kept}
+        self.apart = [{*others, *kept} - {b} for b, others in enumerate(read_together(blocks))]
         self.sizes: dict[int, list[int]] = {}
         for b, block in enumerate(blocks):
             if not block.kept:
@@ -86,7 +86,8 @@ class _Climber:
             places = self._changed(1)
             if places is not None:
                 self.now = places
-        self.now_ns = self._period(Occupancy(self.problem, self.blocks, self._addressing(self.now)), 16)[1]
+        occupancy = Occupancy(self.problem, self.blocks, self._addressing(self.now))
+        self.now_ns = self._period(occupancy, _LEAST_PARTS[0])[1]
         self.hot = self._shared(self.now) or self.hot
 
     def _time(self, places: list[int], least: int) -> None:
@@ -108,14 +109,8 @@ class _Climber:
 
     def _period(self, occupancy: Occupancy, part: int) -> tuple[Draft, int]:
         """The faster of the drafts that a placement allows, and the sum of its periods in nanoseconds."""
-        hardware = self.problem.hardware
-        least = int(part * hardware.link_latency_ns * hardware.link_bytes_per_s / 1e9)
-        last = max(len(trace.steps) for trace in self.problem.traces) - 1
-        early = (last,) if self.problem.wrap == "overlap" else (last, 0)
-        drafts = [occupancy.decide(step, least) for step in early]
-        periods = [sum(draft.periods_ns(self.problem)) for draft in drafts]
-        best = min(range(len(drafts)), key=periods.__getitem__)
-        return drafts[best], periods[best]
+        timed = ((draft, sum(draft.periods_ns(self.problem))) for draft in occupancy.drafts(part))
+        return min(timed, key=lambda pair: pair[1])
 
     def _changed(self, moves: int) -> list[int] | None:
         """The addresses after some changes; None where blocks would overlap that may not, or lie outside."""
@@ -143,8 +138,8 @@ class _Climber:
         start, stop = places[b], places[b] + self.blocks[b].size
         if start < 0 or stop > self.cap:
             return False
-        apart = {*self.together[b], *self.kept}
-        return all(stop <= places[o] or places[o] + self.blocks[o].size <= start for o in apart if o != b)
+        ends = ((places[o], places[o] + self.blocks[o].size) for o in self.apart[b])
+        return all(stop <= low or high <= start for low, high in ends)
 
     def _shared(self, places: Sequence[int]) -> list[int]:
         """The blocks that share bytes with others."""

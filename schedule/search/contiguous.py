@@ -105,7 +105,7 @@ class _Search:
         problem = task.problem
         self.blocks, self.problem, self.traces, self.arena = blocks, problem, problem.traces, problem.arena
         self.cap = task.cap // problem.arena.granule * problem.arena.granule
-        self.hardware, self.wrap = problem.hardware, problem.wrap
+        self.hardware = problem.hardware
         self.period: float = math.inf
         self.copied = 0
         self.found: Draft | None = None
@@ -249,12 +249,7 @@ class _Search:
 
         Parts of a block that take less than `part` latencies to copy are copied with a neighbouring part.
         """
-        least = int(part * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
-        last = max(len(trace.steps) for trace in self.traces) - 1
-        choices = (last,) if self.wrap == "overlap" else (last, 0)
-        occupancy = Occupancy(self.problem, self.blocks, placement)
-        for early in choices:
-            draft = occupancy.decide(early, least)
+        for draft in Occupancy(self.problem, self.blocks, placement).drafts(part):
             period = sum(draft.periods_ns(self.problem))
             copied = sum(t.stop - t.start for transfers, _ in draft.streams for t in transfers)
             if (period, copied) < (self.period, self.copied):

@@ -114,6 +114,13 @@ class Occupancy:
                 )
         self._resident = merged(resident, self._begins)
 
+    def drafts(self, part: int) -> list[Draft]:
+        """The drafts worth timing; parts of a block that take less than `part` latencies join neighbours."""
+        hardware, last = self._demand.hardware, max(len(trace.steps) for trace in self._demand.traces) - 1
+        least = int(part * hardware.link_latency_ns * hardware.link_bytes_per_s / 1e9)
+        choices = (last,) if self._demand.wrap == "overlap" else (last, 0)
+        return [self.decide(early, least) for early in choices]
+
     def decide(self, early: int, least: int) -> Draft:
         """The draft with the transfers, drops and boundaries that follow from the addresses.
 

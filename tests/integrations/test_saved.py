@@ -1,6 +1,7 @@
 """`Applied.save_pretrained`: a model that is not in memory is saved as its library saves it, bit for bit."""
 
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -142,17 +143,27 @@ def test_of_an_adapted_model_the_adapter_is_saved(of_peft, tmp_path):
         assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
+def tensors_in_memory():
+    gc.collect()
+    return sum(type(value) in (torch.Tensor, nn.Parameter) for value in gc.get_objects())
+
+
 def test_a_state_is_saved_by_addresses_as_far_as_there_is_room(tmp_path):
     """safetensors asks each tensor where it is, and reads there once it has asked all."""
     model = models.llama(hidden_size=256).bfloat16()
     reference = {name: value.clone() for name, value in model.state_dict().items()}
     for memory, fits in (("60%", False), ("100MB", True)):
-        with apply(model, memory, cache=tmp_path / "cache"):
+        with apply(model, memory, cache=tmp_path / "cache") as applied:
             model(torch.zeros(1, 3, dtype=torch.long))
+            applied.idle()
+            before = tensors_in_memory()
             file = tmp_path / f"{fits}.safetensors"
             if not fits:
                 with pytest.raises(StreamError, match=r"has no room for that: save it with save_pretrained"):
                     save_file(model.state_dict(), file)
+                assert tensors_in_memory() > before
+                applied.idle()
+                assert tensors_in_memory() == before
                 continue
             save_file(model.state_dict(), file)
             saved = load_file(file)

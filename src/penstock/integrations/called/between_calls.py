@@ -88,7 +88,9 @@ class BetweenCalls:
         return self._opened[twin].watched.value
 
     def address(self, twin: int, suffix: str) -> int:
-        """Return where a part of a weight is until the next call, as libraries that save weights ask.
+        """Return where a part of a weight stays, until a call begins or memory is given back.
+
+        Libraries that save weights ask for that, and read there later.
 
         Raises StreamError if the cap has no room for all whose addresses are known.
         """
@@ -102,6 +104,12 @@ class BetweenCalls:
         self.share(twin)
         self._pointed[twin] = value
         return plain_tensors("", value)[suffix].data_ptr()
+
+    def forget_addresses(self) -> None:
+        """Give back the weights whose addresses are known."""
+        if self._pointed:
+            self._pointed.clear()
+            self._close_unused()
 
     def _pointed_bytes(self, twin: int) -> int:
         """The bytes of a weight and of all whose addresses are known."""

@@ -167,7 +167,7 @@ class CalledModule:
         with self._cap.lock:
             self._cap.turn(self)
             if self.plan is not None and self.plan.budget + nbytes > self._cap.room:
-                self.unload()
+                self._free()
             return nbytes <= self._cap.room
 
     @property
@@ -199,6 +199,11 @@ class CalledModule:
 
     def unload(self) -> None:
         """Give the memory of weights back. The next call plans and loads again."""
+        self._between.forget_addresses()
+        self._free()
+
+    def _free(self) -> None:
+        """Give back the memory of weights that a plan has, and of those of a call without one."""
         self._memory.close()
         self._units.close()
         self._own.close()

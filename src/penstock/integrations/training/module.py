@@ -259,10 +259,10 @@ class TrainedModule(CalledModule):
         self._steps.learned.vectors_stay = True
         self._steps.find()
 
-    def unload(self) -> None:
+    def _free(self) -> None:
         """Give the memory of weights back. The next call, or the rest of a backward, loads again."""
         self._drop()
-        super().unload()
+        super()._free()
 
     # Forwards.
 
@@ -552,7 +552,7 @@ class TrainedModule(CalledModule):
     def _leave_plan(self, current: _TrainingPass) -> None:
         """Go on without the plan, which lacks a step: there is room for one step at a time then."""
         current.weights = current.order = None
-        super().unload()
+        super()._free()
 
     def _acquire(self, current: _TrainingPass, opened: _Opened, storages: set[int]) -> None:
         """Have the next step of a backward that reads storages in the arena, if there is one."""
