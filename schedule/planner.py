@@ -161,8 +161,7 @@ def improve_plan(plan: Plan, problem: Problem, go_on: Callable[[int], bool]) -> 
     """The fastest plan found by changing the addresses of a plan, a few at a time, while `go_on` says so.
 
     `problem` is the one that the plan was made for. `go_on` is asked before each change with the period so
-    far, in nanoseconds, summed over the methods. Only plans of contiguous arenas are changed: those of paged
-    ones have no addresses.
+    far, in nanoseconds, summed over the methods. Plans of paged arenas have no addresses, and stay.
     """
     planned = _planned_traces(problem)
     joint, alone = replace(_joined(problem, planned), host=None), joined(plan)
@@ -177,7 +176,7 @@ def improve_plan(plan: Plan, problem: Problem, go_on: Callable[[int], bool]) -> 
         replace(schedule, lower_bound_ns=before.lower_bound_ns)
         for schedule, before in zip(timed, alone.schedules, strict=True)
     )
-    better = replace(
+    changed = replace(
         alone,
         arena_bytes=draft.arena_bytes,
         addresses=draft.addresses,
@@ -186,7 +185,7 @@ def improve_plan(plan: Plan, problem: Problem, go_on: Callable[[int], bool]) -> 
         schedules=schedules,
         host=None,
     )
-    better = divided(better, planned)
+    better = divided(changed, planned)
     if problem.host is not None:
         better = with_host(better, problem.host)
     return better if better.predicted_ns < plan.predicted_ns else plan

@@ -24,13 +24,7 @@ _LEAST_PARTS = (16, 0, 64)
 
 
 def climb(
-    problem: Problem,
-    blocks: Sequence[Block],
-    draft: Draft,
-    cap: int,
-    go_on: Callable[[int], bool],
-    *,
-    seed: int = 0,
+    problem: Problem, blocks: Sequence[Block], draft: Draft, cap: int, go_on: Callable[[int], bool]
 ) -> Draft:
     """The fastest draft found from `draft` on, in `cap` bytes of a contiguous arena.
 
@@ -39,7 +33,7 @@ def climb(
     another one; what is not slower is kept. Where nothing has been faster for long, the search begins again
     at the best addresses, some of which are changed at random.
     """
-    climber = _Climber(problem, blocks, draft, cap, random.Random(seed))
+    climber = _Climber(problem, blocks, draft, cap)
     while climber.hot and go_on(climber.best_ns):
         climber.attempt()
     return climber.best
@@ -51,14 +45,12 @@ class _Climber:
     `hot` are the blocks that share memory: others change places with them, or nothing would become faster.
     """
 
-    def __init__(
-        self, problem: Problem, blocks: Sequence[Block], draft: Draft, cap: int, draw: random.Random
-    ) -> None:
-        self.problem, self.blocks, self.draw = problem, blocks, draw
+    def __init__(self, problem: Problem, blocks: Sequence[Block], draft: Draft, cap: int) -> None:
+        self.problem, self.blocks, self.draw = problem, blocks, random.Random(0)
         self.granule = problem.arena.granule
         self.cap = cap // self.granule * self.granule
-        kept = {b for b, block in enumerate(blocks) if block.kept}
-        self.apart = [{*others, *kept} - {b} for b, others in enumerate(read_together(blocks))]
+        always = {b for b, block in enumerate(blocks) if block.kept}
+        self.apart = [{*read, *always} - {b} for b, read in enumerate(read_together(blocks))]
         self.sizes: dict[int, list[int]] = {}
         for b, block in enumerate(blocks):
             if not block.kept:
@@ -76,7 +68,7 @@ class _Climber:
             self._restart()
         places = self._changed(self.draw.choice(_MOVES))
         if places is not None:
-            self._time(places, self.now_ns)
+            self._time(places)
 
     def _restart(self) -> None:
         self.stale = 0
@@ -90,14 +82,14 @@ class _Climber:
         self.now_ns = self._period(occupancy, _LEAST_PARTS[0])[1]
         self.hot = self._shared(self.now) or self.hot
 
-    def _time(self, places: list[int], least: int) -> None:
+    def _time(self, places: list[int]) -> None:
         occupancy = Occupancy(self.problem, self.blocks, self._addressing(places))
         draft, period = self._period(occupancy, _LEAST_PARTS[0])
-        if period > least:
+        if period > self.now_ns:
             return
-        self.now, self.now_ns = places, period
-        if period < least:
+        if period < self.now_ns:
             self.hot = self._shared(places) or self.hot
+        self.now, self.now_ns = places, period
         if period >= self.best_ns:
             return
         self.stale = 0

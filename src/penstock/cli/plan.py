@@ -67,7 +67,7 @@ def plan(
     with console.spinner("planning") as say:
         program = candidates(read_program(artifact, trust=trust), activations)[0]
         decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory, routes=routes)
-        effort = "optimal" if optimal else "usual"
+        effort = ("usual", "optimal")[optimal]
         decided = decide(budget, hardware=hardware, effort=effort, seconds=seconds)
 
         def again(nbytes: int) -> Plan:

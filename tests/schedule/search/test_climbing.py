@@ -30,7 +30,6 @@ def test_a_decoder_gets_a_faster_plan():
     better = improve_plan(plan, problem, attempts(400))
     verify_plan(problem.storages, problem.traces, better)
     assert better.predicted_ns < 0.992 * plan.predicted_ns
-    assert better.lower_bound_ns == plan.lower_bound_ns
     assert better == improve_plan(plan, problem, attempts(400))
 
 
@@ -47,12 +46,4 @@ def test_improved_plans_are_safe_and_never_slower(seed):
     better = improve_plan(plan, problem, go_on)
     verify_plan(problem.storages, problem.traces, better)
     assert better.predicted_ns <= plan.predicted_ns
-    assert better.budget == budget
     assert periods == sorted(periods, reverse=True)
-
-
-def test_a_paged_plan_stays_as_it_is():
-    problem, budget = drawn(0)
-    plan = make_plan(problem, budget)
-    assert problem.arena.kind == "paged"
-    assert improve_plan(plan, problem, attempts(10)) is plan

@@ -90,8 +90,6 @@ class BetweenCalls:
     def address(self, twin: int, suffix: str) -> int:
         """Return where a part of a weight stays, until a call begins or memory is given back.
 
-        Libraries that save weights ask for that, and read there later.
-
         Raises StreamError if the cap has no room for all whose addresses are known.
         """
         if twin not in self._pointed and not self._make_room(self._pointed_bytes(twin)):
