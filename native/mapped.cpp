@@ -15,9 +15,9 @@ namespace penstock {
 
 namespace {
 
-// Bytes a second: 2 MiB are mapped in 2 us if the page cache holds them as one folio, and in 110 us if it holds single
-// pages, as of a file that was written. At most so many granules are read again before one of them is mapped faster.
-constexpr int64_t SMALL = 40'000'000'000;
+// Bytes a second: 2 MiB are mapped in 2 us if the page cache holds them as one folio, and in 45 to 110 us if it holds
+// single pages, as of a file that was written. At most so many granules are read again before one is mapped faster.
+constexpr int64_t SMALL = 150'000'000'000;
 constexpr int MOST_UNPROVEN = 8;
 
 double wall_seconds() {

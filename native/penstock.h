@@ -74,7 +74,7 @@ typedef struct ps_options {
     const ps_file *opened; /* the payload's files, in its order; NULL: the engine opens them and checks stamps */
     int64_t available;     /* bytes that data and page cache may take; 0: what the system says, asked when needed */
     ps_log log;            /* NULL: nobody is told */
-    int64_t small_folios;  /* bytes a second: what is mapped more slowly is held page by page; 0: 40e9 */
+    int64_t small_folios;  /* bytes a second: what is mapped more slowly is held page by page; 0: 150e9 */
     const ps_spill *spill; /* NULL: plans by which something leaves the arena for a file are refused */
 } ps_options;
 

@@ -417,7 +417,7 @@ def test_what_is_mapped_fast_is_not_read_again(arena, weights):
     for granule in range(2, 5):  # the cache gets whole folios
         arena.fill(granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE)
         arena.drop(granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE)
-    # A page table of single pages takes 110 us; where a file system has no large folios each is read once.
+    # A page table of single pages takes longer; where a file system has no large folios each is read once.
     assert len(passes_over(arena, weights, range(2, 5), 50)) <= 3
 
 

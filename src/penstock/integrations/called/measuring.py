@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -255,6 +254,14 @@ def _tensors_in(value: object, device: torch.device) -> Iterator[torch.Tensor]:
             left += vars(value).values()
 
 
+def _has_within(value: object, memory: torch.UntypedStorage) -> bool:
+    """Tell whether a tensor among an operator's arguments has this memory."""
+    if isinstance(value, torch.Tensor):
+        return has_memory(value) and value.untyped_storage() is memory
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(_has_within(each, memory) for each in values)
+
+
 class MeasuredCall(NamedTuple):
     """What one call took beside weights, in bytes, with its arguments as they were, and are `after` it."""
 
@@ -375,15 +382,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        storages = {
-            id(argument.untyped_storage())
-            for argument in pytree.tree_leaves((args, kwargs))
-            if has_memory(argument)
-        }
-        for tensor in pytree.tree_leaves(result):
+        tensors = (result,) if isinstance(result, torch.Tensor) else _tensors_in(result, self._device)
+        for tensor in tensors:
             if has_memory(tensor) and tensor.device == self._device:
                 memory = tensor.untyped_storage()
-                if id(memory) not in storages and id(memory) not in self._known:
+                if id(memory) not in self._known and not _has_within((args, kwargs), memory):
                     self._known.add(id(memory))
                     self.now += memory.nbytes()
                     weakref.finalize(memory, self._free, id(memory), memory.nbytes())
