@@ -3,8 +3,8 @@
 This is the method:
 
 - Every competitor runs in a process of its own, loaded once per case. One computes at a time; once a
-  round each runs a train of passes, in an order that rotates from round to round, after a matrix
-  product that shows how fast the machine is at that moment. Ratios are taken within a round.
+  round each runs a train of passes, in an order that rotates from round to round. Ratios are
+  taken within a round.
 - A train is one pass that does not count, then `--passes` that do, back to back: the first pass makes up for
   the idle time before it, in which penstock fills its budget for the next call.
 - Warm: the page cache holds every file that the competitor reads, as its own first pass, which does not
@@ -24,7 +24,7 @@ This is the method:
   sizes of blocks: O_DIRECT, and populating a mapping. The faster of the two in that round counts.
 - Memory: the peak since the weights were loaded, over the process with all libraries in it and no
   weights. Total is the kernel's own high-water mark, file mappings included; anonymous is sampled every
-  50 ms. Activations are what the plain module's peak adds to what it holds.
+  50 ms.
 - Weights are drawn alike for everyone and lie on page boundaries of one safetensors file. Offload
   folders and artifacts are named after the shapes, and made by this run.
 
@@ -49,8 +49,8 @@ import typer
 from benchmarks.disk.cases import MODELS
 from benchmarks.disk.competitors import PEERS
 from benchmarks.disk.rounds import STATES, Bench, Case, Options, list_cases
-from benchmarks.disk.summary import judge, summarise
-from benchmarks.disk.tables import draw, render, write_tables
+from benchmarks.disk.summary import summarise
+from benchmarks.disk.tables import draw, render
 from benchmarks.machine import describe_machine, read_available_memory
 from penstock.runtime.options import ENGINES
 from penstock.schedule.facts.errors import BudgetError
@@ -58,7 +58,7 @@ from penstock.schedule.facts.sizes import format_size, parse_size
 
 EXAMPLES = """Examples:
 
-python -m benchmarks.disk --json disk.json --docs docs/notes/disk.md
+python -m benchmarks.disk --json disk.json
 
 python -m benchmarks.disk --size 512MiB --rounds 2 --models linears --tokens 8 --states cold
 
@@ -83,7 +83,6 @@ def main(
     work: Annotated[Path | None, typer.Option(help="Folder for weights; else a temporary one.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave in --work what another run can use.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write samples and figures here.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="Write the tables into this document.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG or PNG) here.")] = None,
     rendered: Annotated[
         Path | None, typer.Option("--render", help="Measure nothing: take this JSON.")
@@ -114,8 +113,6 @@ def main(
             options = Options(nbytes, rounds, passes, folder, pack, tuple(_split(engines, ENGINES)))
             _check_room(options, cases)
             result = measure(options, cases, keep=keep, json_path=json_path)
-    if docs is not None:
-        write_tables(result, docs)
     if plot is not None:
         draw(result, plot)
     typer.echo(render(result))
@@ -135,10 +132,8 @@ def measure(options: Options, cases: Sequence[Case], *, keep: bool, json_path: P
     try:
         for case in cases:
             measured = bench.run(case)
-            disk_rate = max(float(reader["bytes_per_s"]) for reader in bench.readers)
             result["readers"] = bench.readers
-            result["cases"].append(measured | {"rows": summarise(measured, disk_rate)})
-            result["targets"] = judge([row for known in result["cases"] for row in known["rows"]])
+            result["cases"].append(measured | {"rows": summarise(measured)})
             if json_path is not None:
                 json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             if not keep and case is [other for other in cases if other.model == case.model][-1]:

@@ -33,8 +33,6 @@ class Session:
 
     def __init__(self) -> None:
         self.loaded = Loaded(call=lambda: None)
-        self.load_peak = 0
-        self._calibration = machine.Calibration()
 
     def answer(self, request: dict[str, Any]) -> object:
         """The answer to a request, as values of JSON."""
@@ -61,20 +59,16 @@ class Session:
         start = time.perf_counter()
         self.loaded = load(job, module)
         seconds = time.perf_counter() - start
-        held = machine.read_memory()
         machine.forget_peak()
         return {
             "load_seconds": seconds,
-            "load_peak": held.peak,
             "bare_anonymous": bare.anonymous,
             "bare_total": bare.total,
-            "held_total": held.total,
         }
 
     def train(self, passes: int, *, cold: bool) -> dict[str, object]:
         """One pass that does not count, then `passes` that do; the method is that of benchmarks/disk."""
         loaded = self.loaded
-        calibration = self._calibration.seconds()
         if cold:
             machine.drop_cache(loaded.files, unmap=loaded.unmaps)
         output = loaded.call()
@@ -92,7 +86,6 @@ class Session:
             # What stays mapped here stays in the page cache for whoever reads the same file next.
             machine.drop_cache(loaded.files, unmap=loaded.unmaps)
         return {
-            "calibration": calibration,
             "samples": samples,
             "output": _hash(output),
             "peak_total": machine.read_memory().peak,
