@@ -24,8 +24,9 @@ PEERS = ("accelerate", "diffusers", "mmap")
 
 @dataclass(frozen=True)
 class Job:
-    """One competitor in one case; JSON carries it to the process that runs it."""
+    """One competitor in one case, `way` in its table; JSON carries it to the process that runs it."""
 
+    way: str
     competitor: str
     model: str
     nbytes: int

@@ -107,7 +107,7 @@ def main(
 ) -> None:
     """Run the zoo: about twenty models, a quarter of an hour.
 
-    Example: python -m benchmarks.zoo --json benchmarks/results/zoo.json --docs docs/notes/zoo.md
+    Example: python -m benchmarks.zoo --docs docs/notes/zoo.md
     """
     chosen = [entry for entry in ENTRIES if fnmatchcase(entry.name, only)]
     lowerings = lowering or list(LOWERINGS)

@@ -1,21 +1,20 @@
 """The benchmark runs to its end at a tiny size, and its figures follow from its samples."""
 
-import dataclasses
 import json
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.disk import rounds
+from benchmarks.disk import competitors, rounds
 from benchmarks.disk.__main__ import application
 from benchmarks.disk.cases import make_meta_module, write_weights
 from benchmarks.disk.competitors import Job
-from benchmarks.disk.process import Worker, WorkerError
 from benchmarks.disk.reader import list_ways
 from benchmarks.disk.summary import summarise
 from benchmarks.disk.worker import Session
+from benchmarks.ways import started
+from tests.benchmarks.in_process import started_here
 from tests.engines import ENGINES
 
 
@@ -25,24 +24,14 @@ def folder(request):
     return Path(request.config.cache.mkdir("benchmarks"))
 
 
-class Here:
-    """A competitor in this process; `benchmarks.disk.process.Worker` gives it one of its own."""
-
-    peak_anonymous = 0
-
-    def __init__(self, job, log, *, group=None):
-        self.job, self._session = job, Session()
-
-    def ask(self, command, **arguments):
-        request = {"command": command, "job": dataclasses.asdict(self.job), **arguments}
-        return json.loads(json.dumps(self._session.answer(request)))
-
-    def close(self):
-        self._session.loaded.close()
+def serve(job):
+    """A competitor in this process; `benchmarks.ways.Way` gives it one of its own."""
+    return Session(job).load()
 
 
 def test_tiny_run_measures_every_competitor(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds, "Worker", Here)
+    monkeypatch.setattr(rounds, "started", started_here(serve, []))
+    monkeypatch.setattr(rounds, "run_apart", lambda _, how, job: competitors.prepare(Job(**json.loads(job))))
     options = "--size 4MiB --rounds 1 --passes 2 --models linears --tokens 4 --states cold --budgets 50%"
     options += f" --engines {','.join(('auto', *ENGINES[1:]))}"
     paths = ["--work", str(folder), "--json", str(tmp_path / "disk.json")]
@@ -68,21 +57,17 @@ def test_tiny_run_measures_every_competitor(folder, tmp_path, monkeypatch):
 def test_a_process_of_its_own_answers_as_one_here_and_says_why_it_ends(folder):
     weights = folder / "weights.safetensors"
     write_weights(make_meta_module("linears", 1 << 20), weights)
-    job = Job("memory", "linears", 1 << 20, 4, str(weights), folder="")
-    log = folder / "log.txt"
-    outputs = []
-    with closing(Worker(job, log)) as worker, closing(Here(job, log)) as here:
-        for one in (worker, here):
-            one.ask("load")
-            outputs.append(one.ask("train", passes=1, cold=True)["output"])
-        assert outputs[0] == outputs[1] is not None
-        assert worker.ask("bare") > 1 << 20
-        with pytest.raises(
-            WorkerError, match="memory ended with status 1 during 'sleep': ValueError: unknown"
-        ):
-            worker.ask("sleep")
+    job = Job("plain", "memory", "linears", 1 << 20, 4, str(weights), folder="")
+    train = '{"passes": 1, "cold": true}'
+    with started(rounds.WORKER, [job], {}, {}) as ways:
+        ways["plain"].step(train)
+        (answered,) = ways["plain"].steps
+        assert answered["output"] == serve(job)(train)["output"] is not None
+        assert ways["plain"].bare > 1 << 20
+        assert ways["plain"].peak_anonymous >= 1 << 20
+        ways["plain"].step('{"sleeps": 1}')
+        assert "unexpected keyword argument 'sleeps'" in ways["plain"].failure
     weights.unlink()
-    log.unlink()
 
 
 def make_entry(kind, seconds, *, budget=0, disk_bytes=0, **figures):
