@@ -76,12 +76,8 @@ def main(
     budgets: Annotated[str, typer.Option(help="Of penstock: sizes, or shares of the weights.")] = "12.5%,50%",
     states: Annotated[str, typer.Option(help="Some of the states.")] = ",".join(STATES),
     peers: Annotated[str, typer.Option(help="Some of the peers, or none.")] = ",".join(PEERS),
-    pack: Annotated[
-        bool, typer.Option(help="Whether penstock packs the weights or uses them in place.")
-    ] = True,
     engines: Annotated[str, typer.Option(help="To execute penstock's plans: auto, native, python.")] = "auto",
     work: Annotated[Path | None, typer.Option(help="Folder for weights; else a temporary one.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave in --work what another run can use.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write samples and figures here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG or PNG) here.")] = None,
     rendered: Annotated[
@@ -105,14 +101,12 @@ def main(
                 peers=_split_peers(peers),
             )
             nbytes = parse_size(size, name="--size")
-            if not pack and len(_split(budgets)) > 1:
-                raise ValueError("--no-pack takes one of --budgets: two would share the pages of one file")
         except (ValueError, BudgetError) as error:
             raise typer.BadParameter(str(error)) from None
         with _open_work(work) as folder:
-            options = Options(nbytes, rounds, passes, folder, pack, tuple(_split(engines, ENGINES)))
+            options = Options(nbytes, rounds, passes, folder, tuple(_split(engines, ENGINES)))
             _check_room(options, cases)
-            result = measure(options, cases, keep=keep, json_path=json_path)
+            result = measure(options, cases, json_path=json_path)
     if plot is not None:
         draw(result, plot)
     typer.echo(render(result))
@@ -120,7 +114,7 @@ def main(
         raise typer.Exit(1)
 
 
-def measure(options: Options, cases: Sequence[Case], *, keep: bool, json_path: Path | None) -> dict[str, Any]:
+def measure(options: Options, cases: Sequence[Case], *, json_path: Path | None) -> dict[str, Any]:
     """Run the cases, model by model; with `json_path` what is known so far is always on disk."""
     bench = Bench(options, lambda line: typer.echo(line, err=True))
     result: dict[str, Any] = {
@@ -136,12 +130,11 @@ def measure(options: Options, cases: Sequence[Case], *, keep: bool, json_path: P
             result["cases"].append(measured | {"rows": summarise(measured)})
             if json_path is not None:
                 json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            if not keep and case is [other for other in cases if other.model == case.model][-1]:
+            if case is [other for other in cases if other.model == case.model][-1]:
                 bench.remove(case.model)
     finally:
-        if not keep:
-            for model in {case.model for case in cases}:
-                bench.remove(model)
+        for model in {case.model for case in cases}:
+            bench.remove(model)
     return result
 
 
@@ -178,8 +171,7 @@ def _open_work(work: Path | None) -> Iterator[Path]:
 def _check_room(options: Options, cases: Sequence[Case]) -> None:
     """Refuse a size that the disk or the memory cannot hold, before any file is written."""
     copies = 1 + len({peer for case in cases for peer in case.peers} - {"mmap"})
-    plans = max(len(case.budgets) for case in cases) * len(options.engines)
-    copies += plans if options.pack else 0
+    copies += max(len(case.budgets) for case in cases) * len(options.engines)
     free = shutil.disk_usage(options.work).free
     # The plain module, what penstock may hold, and one competitor's files in the page cache.
     shares = [sum(parse_size(b, total=options.nbytes) for b in case.budgets) for case in cases]

@@ -54,7 +54,6 @@ class Options:
     rounds: int
     passes: int
     work: Path
-    pack: bool
     engines: tuple[str, ...] = ("auto",)
 
 
@@ -128,7 +127,7 @@ class Bench:
         if not path.exists():
             self._say(f"{model}: writing {format_size(weight_bytes)} of weights")
             write_weights(module, path)
-        job = Job("", "raw", model, self.options.nbytes, 1, str(path), folder="", pack=self.options.pack)
+        job = Job("", "raw", model, self.options.nbytes, 1, str(path), folder="")
         if not self.readers:
             self._say("reading the disk in every way")
             self.readers = measure_readers(path)

@@ -44,7 +44,7 @@ def bench(tmp_path, monkeypatch):
         if how == "--prepare" and given.broken and given.broken in job:
             raise StreamError("the process ended with 1: no room")
 
-    made = Bench(Options(1 << 20, 2, 1, tmp_path, pack=True), lambda said: None)
+    made = Bench(Options(1 << 20, 2, 1, tmp_path), lambda said: None)
     given = SimpleNamespace(run=made.run, asks={}, limits={}, broken="", groups=True)
     monkeypatch.setattr(rounds, "started", started)
     monkeypatch.setattr(rounds, "run_apart", prepare)
