@@ -7,7 +7,7 @@ DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test check docs bench sparse nightly soak fuzz faults mutants sanitize zoo gpu cuda-dry wheels clean help
+.PHONY: run test check docs bench nightly soak fuzz faults mutants sanitize zoo gpu cuda-dry wheels clean help
 
 run: $(DEMO) ## make the environment of the demo, then run it
 	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m examples.demo
@@ -29,15 +29,6 @@ docs: $(STAMP) ## these pages and the reference of the Python interface, in buil
 
 bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
 	@$(VENV)/bin/python -m benchmarks.disk $(if $(SIZE),--size $(SIZE))
-
-sparse: $(STAMP) ## measure reads by units, into docs/: experts in memory groups (root), rows, routes; 42 GiB of disk
-	@test -e benchmarks/results/routes-128-prose.jsonl || $(VENV)/bin/python -m benchmarks.experts.recorded_routes --experts 128
-	@$(VENV)/bin/python -m benchmarks.experts.replay --docs docs/notes/experts.md
-	@$(VENV)/bin/python -m benchmarks.experts.rows --json benchmarks/results/rows.json --docs docs/benchmarks.md
-	@for model in olmoe qwen3-30b; do \
-		$(VENV)/bin/python -m benchmarks.experts --model $$model --json benchmarks/results/experts-$$model.json \
-			--docs docs/notes/experts.md || exit 1; \
-	done
 
 nightly: $(STAMP) ## the long tests and hunts, one after another: 200 random programs, and a share of each of those below
 	@OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m nightly --timeout=0

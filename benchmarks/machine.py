@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import platform
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,28 +115,6 @@ def measure_cached(paths: Iterable[Path]) -> float:
         held += int((vector & 1).sum())
         pages += len(vector)
     return held / pages if pages else 0.0
-
-
-class Calibration:
-    """A matrix product of constant work, so that a change in its time is a change of the machine."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._matrix = torch.ones(1024, 1024)
-        self._product = torch.empty(1024, 1024)
-        self.seconds()
-
-    def seconds(self) -> float:
-        """The best of three products of 1024 x 1024 float32 matrices."""
-        import torch
-
-        best = math.inf
-        for _ in range(3):
-            start = time.perf_counter()
-            torch.mm(self._matrix, self._matrix, out=self._product)
-            best = min(best, time.perf_counter() - start)
-        return best
 
 
 def describe_machine() -> dict[str, object]:

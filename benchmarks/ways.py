@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,11 @@ from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 
 _SCRATCH = "penstock-ways-"
+_POLL = 0.05
+"""Seconds between two looks at the memory of a process at work; one look takes 30 microseconds."""
+
+PASSIVE = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads of one way that wait do not spin on the cores that another way needs."""
 
 
 class Job(Protocol):
@@ -71,16 +77,20 @@ def answer(load: Callable[[], Callable[[str], dict[str, Any]]]) -> None:
 class Way:
     """The process of one way: `python -m module --serve JOB`, in a control group or not, not yet loaded.
 
-    `bare` has its anonymous bytes before it loads, `steps` what it has answered since, and `failure` what
-    it said before it ended too early; then it takes no more steps. Close it.
+    `bare` has its anonymous bytes before it loads, `peak_anonymous` the most since, by samples, `steps` what
+    it has answered since, and `failure` what it said before it ended too early; then it takes no more steps.
+    Close it.
     """
 
-    def __init__(self, module: str, job: Any, group: Path | None) -> None:
+    def __init__(
+        self, module: str, job: Any, group: Path | None, environment: Mapping[str, str] = PASSIVE
+    ) -> None:
         command = [sys.executable, "-m", module, "--serve", json.dumps(dataclasses.asdict(job))]
         if group is not None:
             command = ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *command]
         self.steps: list[dict[str, Any]] = []
         self.failure = ""
+        self.peak_anonymous = 0
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
             command,
@@ -88,7 +98,7 @@ class Way:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=os.environ | {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE"},
+            env=os.environ | environment,
         )
         said = self._read()
         self.bare = int(said["bare"]) if said else 0
@@ -106,11 +116,23 @@ class Way:
     def _ask(self, line: str) -> dict[str, Any] | None:
         if self.failure:
             return None
-        with contextlib.suppress(BrokenPipeError):
-            assert self._process.stdin
-            self._process.stdin.write(f"{line}\n")
-            self._process.stdin.flush()
-        return self._read()
+        answered = threading.Event()
+        sampler = threading.Thread(target=self._sample, args=(answered,))
+        sampler.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                assert self._process.stdin
+                self._process.stdin.write(f"{line}\n")
+                self._process.stdin.flush()
+            return self._read()
+        finally:
+            answered.set()
+            sampler.join()
+
+    def _sample(self, answered: threading.Event) -> None:
+        while not answered.wait(_POLL):
+            with contextlib.suppress(OSError):
+                self.peak_anonymous = max(self.peak_anonymous, read_memory(self._process.pid).anonymous)
 
     def _read(self) -> dict[str, Any] | None:
         assert self._process.stdout
@@ -136,26 +158,26 @@ class Way:
 
 
 @contextlib.contextmanager
-def started(module: str, jobs: Sequence[Job], limits: Mapping[str, int]) -> Iterator[dict[str, Way]]:
+def started(
+    module: str, jobs: Sequence[Job], limits: Mapping[str, int], environment: Mapping[str, str] = PASSIVE
+) -> Iterator[dict[str, Way]]:
     """The processes of all ways, loaded one after another.
 
-    A way that `limits` has bytes for runs in a control group of these and a bare process, page cache
+    A way that `limits` has bytes for runs in a control group of these and its bare process, page cache
     included. Raises typer.BadParameter where no group can be made.
     """
     with contextlib.ExitStack() as stack:
-        bare = 0
-        if limits:
-            with contextlib.closing(Way(module, jobs[0], None)) as alone:
-                bare = alone.bare
         ways = {}
         for job in jobs:
             group: MemoryGroup | None = None
             if job.way in limits:
+                with contextlib.closing(Way(module, job, None, environment)) as alone:
+                    bare = alone.bare
                 group = stack.enter_context(make_group(bare + limits[job.way]))
                 if group is None:
                     raise typer.BadParameter("no memory group can be made here: run as root, or without")
             folder = group.folder if group else None
-            ways[job.way] = stack.enter_context(contextlib.closing(Way(module, job, folder)))
+            ways[job.way] = stack.enter_context(contextlib.closing(Way(module, job, folder, environment)))
             ways[job.way].load()
         yield ways
 

@@ -33,7 +33,6 @@ from penstock.runtime.files.artifact_files import (
     hash_storage,
     note_seen,
     read_payload,
-    read_seen,
     replace_payload,
     stamp_file,
     write_payload,
@@ -141,9 +140,6 @@ WEIGHTS = "weights.safetensors"
 
 Chunks = Callable[[], Iterator[Chunk]]
 
-Place = tuple[tuple[WeightFile, int, int], ...]
-"""Where the bytes of a storage lie: stamped files, offsets and lengths."""
-
 
 def compile(
     exported: ExportedProgram | Mapping[str, ExportedProgram] | Annotated,
@@ -159,7 +155,6 @@ def compile(
     resident_below: int | str | None = None,
     force: bool = False,
     progress: Progress | None = None,
-    earlier: Program | None = None,
     ladder: bool = False,
 ) -> Program:
     """Compile an exported program into the artifact in the folder `path`.
@@ -181,7 +176,6 @@ def compile(
         resident_below: Compiled weights of fewer bytes stay in memory, without probes. Default: 64 KiB.
         force: Replace an artifact that exists.
         progress: Called with a text, the bytes so far and the bytes of all.
-        earlier: A program whose hashes of unchanged files in place are taken.
         ladder: Add plans for programs without Python (`Program.write_ladder`), and compute quantised experts
             all at once, since only Python computes them one at a time.
 
@@ -209,7 +203,7 @@ def compile(
         writer = _Writer(lowered, values, folder, progress, in_place=not pack, mapped=lowering == "eager")
 
         def build(temporary: Path) -> None:
-            catalog = writer.write_weights(temporary, _hashed(earlier, checkpoint))
+            catalog = writer.write_weights(temporary)
             checkpoint.check_unchanged()
             code = _save_program(lowered, compiled, temporary)
             payload = replace(catalog, lowering="inductor" if compiled else "eager", program=code)
@@ -246,7 +240,7 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
     checkpoint = _open(weights, annotated, None, pack=False)
     values = None if weights is None else find_values(annotated.payload.weights, checkpoint, Rules(None))
     writer = _Writer(annotated, values, folder, None, in_place=weights is not None, mapped=False)
-    return writer.write_weights(folder, {})
+    return writer.write_weights(folder)
 
 
 def _stored_weights(annotated: Annotated) -> list[Weight]:
@@ -321,27 +315,9 @@ def _open(weights: Paths | None, annotated: Annotated, rename: Rename, *, pack: 
     return checkpoint
 
 
-def _place(storage: Storage, files: Sequence[WeightFile]) -> Place:
-    return tuple((files[extent.file], extent.file_offset, extent.nbytes) for extent in storage.extents)
-
-
 def _is_whole(storage: Storage) -> bool:
     """Tells whether extents have every byte of a storage, and it has some."""
     return 0 < storage.nbytes == sum(extent.nbytes for extent in storage.extents)
-
-
-def _hashed(earlier: Program | None, checkpoint: Checkpoint) -> dict[Place, str]:
-    """The hashes that an earlier program has of storages in files that have not changed since."""
-    if earlier is None:
-        return {}
-    storages, files = earlier.payload.storages, earlier.payload.files
-    seen, now = read_seen(earlier.path), checkpoint.ctimes
-    as_seen = [file.path in seen and seen[file.path] == now.get(file.path) for file in files]
-    return {
-        _place(storage, files): storage.sha256
-        for storage in storages
-        if storage.extents and storage.sha256 and all(as_seen[extent.file] for extent in storage.extents)
-    }
 
 
 class _Writer:
@@ -369,7 +345,7 @@ class _Writer:
         self._progress = progress
         self._storages = self._found.placed(self._payload.storages)
 
-    def write_weights(self, folder: Path, hashed: Mapping[Place, str]) -> Payload:
+    def write_weights(self, folder: Path) -> Payload:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
         in_place = [s for s, storage in enumerate(self._storages) if self._in_place and _is_whole(storage)]
         packed = [s for s in _packing_order(self._payload) if s not in set(in_place)]
@@ -378,10 +354,7 @@ class _Writer:
         files: list[WeightFile] = []
         if self._in_place:
             files = [stamp_file(p, recorded_path=str(p)) for p in self._found.files]
-            for s in in_place:
-                digest, phase = hashed.get(_place(storages[s], files)), self._phase(storages[s])
-                storages[s] = replace(storages[s], sha256=digest, phase=phase)
-            self._hash_in_place(storages, [s for s in in_place if not storages[s].sha256], files, folder)
+            self._hash_in_place(storages, in_place, files, folder)
         if packed:
             total = sum(storages[s].nbytes for s in packed)
             entries = [self._entry(s) for s in packed]
@@ -406,8 +379,11 @@ class _Writer:
         total = sum(storages[s].nbytes for s in chosen)
         report = count_bytes(self._progress, "hashing weights in place", total)
         for s in chosen:
-            digest = hash_storage(storages[s], files, folder, progress=report)
-            storages[s] = replace(storages[s], sha256=digest)
+            digest, phase = (
+                hash_storage(storages[s], files, folder, progress=report),
+                self._phase(storages[s]),
+            )
+            storages[s] = replace(storages[s], sha256=digest, phase=phase)
 
     def _entry(self, s: int) -> PackEntry:
         storage = self._storages[s]

@@ -124,14 +124,14 @@ def budgets(lowest: int, highest: int, rungs: int = RUNGS) -> tuple[int, ...]:
     return tuple(sorted({lowest, highest, *(nbytes for nbytes in spaced if nbytes > lowest)}))
 
 
-def ladder(make: Callable[[int], Plan], lowest: int, highest: int, rungs: int = RUNGS) -> tuple[Plan, ...]:
+def ladder(make: Callable[[int], Plan], lowest: int, highest: int) -> tuple[Plan, ...]:
     """The plans that `make` makes for the budgets of a ladder, by ascending budget.
 
     A plan that is no faster than the one below it and moves no fewer bytes is left out: nothing is gained by
-    its memory. Raises PlanError for fewer than two rungs.
+    its memory.
     """
     plans: list[Plan] = []
-    for budget in budgets(lowest, highest, rungs):
+    for budget in budgets(lowest, highest):
         plan = make(budget)
         if not plans or _gains(plan, plans[-1]):
             plans.append(plan)

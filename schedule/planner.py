@@ -39,7 +39,7 @@ _LATE, _CARE = 4, 1.01
 The other plan is taken if it takes at most `_CARE` times as long. Beside computing some answers are much
 later than most. On an emulated link of 2.2 GB/s that is never late itself, 512 products of 0.6 ms took 0.452
 s with copies two steps ahead, which the average asks for, and 0.433 s with copies four or five steps ahead
-(python -m benchmarks.disk.depth).
+(benchmarks/disk/depth.py of commit bc62d93e).
 """
 
 SMALL = 32

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,24 +22,13 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.machine import drop_cache
+from benchmarks.machine import Memory, drop_cache, read_memory, warm_cache
 
-LAYERS, PROMPT, TOKENS = 16, 12, 9
+PROMPT, TOKENS = 12, 9
 LONG, LONG_CAP = 900, 100_000_000
 """Tokens of the long prompt, and the cap that it runs in."""
 WAYS = ("in memory", "load", "load before")
 STEPS = 9
-
-
-def make_llama(folder: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
-    config = LlamaConfig(vocab_size=32_000, pad_token_id=0, **sizes, **heads)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def measure_here(way: str, folder: Path, memory: int, long: bool = False) -> dict[str, Any]:
@@ -53,7 +39,7 @@ def measure_here(way: str, folder: Path, memory: int, long: bool = False) -> dic
     import penstock.integrations
 
     torch.set_num_threads(2)
-    base = _anonymous_peak()
+    base = read_memory()
     began, said, found = time.process_time(), hashlib.sha256(), dict[str, Any]()
     if way == "in memory":
         model: Any = LlamaForCausalLM.from_pretrained(folder).eval()
@@ -90,7 +76,7 @@ def measure_here(way: str, folder: Path, memory: int, long: bool = False) -> dic
         with torch.no_grad():
             logits = model(torch.arange(LONG)[None] % 30_000 + 3, logits_to_keep=1).logits
         said.update(logits.float().numpy().tobytes())
-        found["above the imports, MiB"] = (_anonymous_peak() - base) / 2**20
+        found["above the imports, MiB"] = _anonymous_peak(base) / 2**20
     return found | {"said": said.hexdigest()}
 
 
@@ -178,41 +164,29 @@ def _token_ms(model: Any, ids: Any) -> float:
     return 1e3 * statistics.median(times[2:])
 
 
-def _anonymous_peak() -> int:
-    """The highest resident size so far, less what files have of it now."""
-    facts = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name in ("VmHWM", "RssFile"):
-            facts[name] = int(value.split()[0]) << 10
-    return facts["VmHWM"] - facts["RssFile"]
+def _anonymous_peak(base: Memory) -> int:
+    """The highest resident size so far, less what files have of it now, above what `base` had."""
+    now = read_memory()
+    return now.peak - now.mapped - (base.peak - base.mapped)
 
 
 def measure_apart(
     way: str, folder: Path, memory: int, before: str, *, cold: bool = False, what: str = "calls"
 ) -> dict[str, Any]:
     """Measure a way in a process of its own, with an empty cache."""
-    files = sorted(folder.glob("*.safetensors"))
-    if cold:
-        drop_cache(files, unmap=False)
-    else:
-        for file in files:
-            file.read_bytes()
+    from benchmarks import ways  # and penstock with it, which is another one where `before` says so
+    from penstock.schedule.facts.errors import StreamError
+
+    (drop_cache if cold else warm_cache)(folder.glob("*.safetensors"))
     with tempfile.TemporaryDirectory() as cache:
-        home = os.environ | {"XDG_CACHE_HOME": cache}
+        environment = {"XDG_CACHE_HOME": cache, "PYTHONWARNINGS": "ignore"}
         if way == "load before":
-            home["PYTHONPATH"] = before
+            environment["PYTHONPATH"] = before
         own = ["--way", way, "--folder", str(folder), "--memory", str(memory), "--what", what]
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.calls.apply", *own],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=home,
-        )
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["no word"])[-1]}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        try:
+            found: dict[str, Any] = ways.run_apart("benchmarks.calls.apply", *own, **environment)
+        except StreamError as error:
+            return {"failed": str(error)}
     return found
 
 
@@ -236,10 +210,12 @@ def main(
             figures = measure_here(way, folder, memory, long=what == "long")
         typer.echo(json.dumps(figures))
         return
+    from benchmarks.calls.capped_calls import LARGE, make_llama
+
     with tempfile.TemporaryDirectory() as made:
         folder = folder or Path(made) / "llama"
         if not folder.exists():
-            make_llama(folder)
+            make_llama(folder, **LARGE)
         nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         ways = [one for one in WAYS if before or one != "load before"]
         mixture = Path(made) / "mixture"

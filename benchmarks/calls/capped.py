@@ -227,9 +227,9 @@ def run_apart(kind: str, way: str, folder: Path, cap: int = CAP, group: Path | N
 
 def run_capped(kind: str, way: str, folder: Path, bare: int, cap: int = CAP) -> Lived | None:
     """Run in a cgroup of `bare` bytes, the cap and 64 MiB; None where no cgroup can be made."""
-    from benchmarks.calls.loading_ways import forget_pages
+    from benchmarks.machine import drop_cache  # and numpy with it, as in `run_apart`
 
-    forget_pages(folder)
+    drop_cache(folder.rglob("*.safetensors"))
     with make_group(bare + cap + SLACK) as group:
         if group is None:
             return None

@@ -159,15 +159,15 @@ def run_capped(folder: Path, names: Sequence[str], *, bare: int, cap: int) -> Li
 
 def measure(folder: Path, cap: int) -> list[dict[str, Any]]:
     """Run each call in a process of its own, and all in one, with cold and with warm files."""
-    from benchmarks.calls.loading_ways import forget_pages, warm_pages
+    from benchmarks.machine import drop_cache, warm_cache
 
     bare = run_apart(folder, ()).bare
     expected = {name: run_apart(folder, (name,)).tokens[0] for name in CALLS}
     rows = []
     for names in (*((name,) for name in CALLS), tuple(CALLS)):
         row: dict[str, Any] = {"calls": names[0] if len(names) == 1 else "all of these in one process"}
-        for state, prepare in zip(STATES, (forget_pages, warm_pages), strict=True):
-            prepare(folder)
+        for state, prepare in zip(STATES, (drop_cache, warm_cache), strict=True):
+            prepare(folder.glob("*.safetensors"))
             try:
                 lived = run_capped(folder, names, bare=bare, cap=cap)
             except StreamError as error:

@@ -3,8 +3,8 @@
 This is the method:
 
 - Every competitor runs in a process of its own, loaded once per case. One computes at a time; once a
-  round each runs a train of passes, in an order that rotates from round to round, after a matrix
-  product that shows how fast the machine is at that moment. Ratios are taken within a round.
+  round each runs a train of passes, in an order that rotates from round to round. Ratios are
+  taken within a round.
 - A train is one pass that does not count, then `--passes` that do, back to back: the first pass makes up for
   the idle time before it, in which penstock fills its budget for the next call.
 - Warm: the page cache holds every file that the competitor reads, as its own first pass, which does not
@@ -24,7 +24,7 @@ This is the method:
   sizes of blocks: O_DIRECT, and populating a mapping. The faster of the two in that round counts.
 - Memory: the peak since the weights were loaded, over the process with all libraries in it and no
   weights. Total is the kernel's own high-water mark, file mappings included; anonymous is sampled every
-  50 ms. Activations are what the plain module's peak adds to what it holds.
+  50 ms.
 - Weights are drawn alike for everyone and lie on page boundaries of one safetensors file. Offload
   folders and artifacts are named after the shapes, and made by this run.
 
@@ -49,8 +49,8 @@ import typer
 from benchmarks.disk.cases import MODELS
 from benchmarks.disk.competitors import PEERS
 from benchmarks.disk.rounds import STATES, Bench, Case, Options, list_cases
-from benchmarks.disk.summary import judge, summarise
-from benchmarks.disk.tables import draw, render, write_tables
+from benchmarks.disk.summary import summarise
+from benchmarks.disk.tables import draw, render
 from benchmarks.machine import describe_machine, read_available_memory
 from penstock.runtime.options import ENGINES
 from penstock.schedule.facts.errors import BudgetError
@@ -58,7 +58,7 @@ from penstock.schedule.facts.sizes import format_size, parse_size
 
 EXAMPLES = """Examples:
 
-python -m benchmarks.disk --json disk.json --docs docs/notes/disk.md
+python -m benchmarks.disk --json disk.json
 
 python -m benchmarks.disk --size 512MiB --rounds 2 --models linears --tokens 8 --states cold
 
@@ -76,14 +76,9 @@ def main(
     budgets: Annotated[str, typer.Option(help="Of penstock: sizes, or shares of the weights.")] = "12.5%,50%",
     states: Annotated[str, typer.Option(help="Some of the states.")] = ",".join(STATES),
     peers: Annotated[str, typer.Option(help="Some of the peers, or none.")] = ",".join(PEERS),
-    pack: Annotated[
-        bool, typer.Option(help="Whether penstock packs the weights or uses them in place.")
-    ] = True,
     engines: Annotated[str, typer.Option(help="To execute penstock's plans: auto, native, python.")] = "auto",
     work: Annotated[Path | None, typer.Option(help="Folder for weights; else a temporary one.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave in --work what another run can use.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write samples and figures here.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="Write the tables into this document.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG or PNG) here.")] = None,
     rendered: Annotated[
         Path | None, typer.Option("--render", help="Measure nothing: take this JSON.")
@@ -106,16 +101,12 @@ def main(
                 peers=_split_peers(peers),
             )
             nbytes = parse_size(size, name="--size")
-            if not pack and len(_split(budgets)) > 1:
-                raise ValueError("--no-pack takes one of --budgets: two would share the pages of one file")
         except (ValueError, BudgetError) as error:
             raise typer.BadParameter(str(error)) from None
         with _open_work(work) as folder:
-            options = Options(nbytes, rounds, passes, folder, pack, tuple(_split(engines, ENGINES)))
+            options = Options(nbytes, rounds, passes, folder, tuple(_split(engines, ENGINES)))
             _check_room(options, cases)
-            result = measure(options, cases, keep=keep, json_path=json_path)
-    if docs is not None:
-        write_tables(result, docs)
+            result = measure(options, cases, json_path=json_path)
     if plot is not None:
         draw(result, plot)
     typer.echo(render(result))
@@ -123,7 +114,7 @@ def main(
         raise typer.Exit(1)
 
 
-def measure(options: Options, cases: Sequence[Case], *, keep: bool, json_path: Path | None) -> dict[str, Any]:
+def measure(options: Options, cases: Sequence[Case], *, json_path: Path | None) -> dict[str, Any]:
     """Run the cases, model by model; with `json_path` what is known so far is always on disk."""
     bench = Bench(options, lambda line: typer.echo(line, err=True))
     result: dict[str, Any] = {
@@ -135,18 +126,15 @@ def measure(options: Options, cases: Sequence[Case], *, keep: bool, json_path: P
     try:
         for case in cases:
             measured = bench.run(case)
-            disk_rate = max(float(reader["bytes_per_s"]) for reader in bench.readers)
             result["readers"] = bench.readers
-            result["cases"].append(measured | {"rows": summarise(measured, disk_rate)})
-            result["targets"] = judge([row for known in result["cases"] for row in known["rows"]])
+            result["cases"].append(measured | {"rows": summarise(measured)})
             if json_path is not None:
                 json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            if not keep and case is [other for other in cases if other.model == case.model][-1]:
+            if case is [other for other in cases if other.model == case.model][-1]:
                 bench.remove(case.model)
     finally:
-        if not keep:
-            for model in {case.model for case in cases}:
-                bench.remove(model)
+        for model in {case.model for case in cases}:
+            bench.remove(model)
     return result
 
 
@@ -183,8 +171,7 @@ def _open_work(work: Path | None) -> Iterator[Path]:
 def _check_room(options: Options, cases: Sequence[Case]) -> None:
     """Refuse a size that the disk or the memory cannot hold, before any file is written."""
     copies = 1 + len({peer for case in cases for peer in case.peers} - {"mmap"})
-    plans = max(len(case.budgets) for case in cases) * len(options.engines)
-    copies += plans if options.pack else 0
+    copies += max(len(case.budgets) for case in cases) * len(options.engines)
     free = shutil.disk_usage(options.work).free
     # The plain module, what penstock may hold, and one competitor's files in the page cache.
     shares = [sum(parse_size(b, total=options.nbytes) for b in case.budgets) for case in cases]

@@ -24,8 +24,9 @@ PEERS = ("accelerate", "diffusers", "mmap")
 
 @dataclass(frozen=True)
 class Job:
-    """One competitor in one case; JSON carries it to the process that runs it."""
+    """One competitor in one case, `way` in its table; JSON carries it to the process that runs it."""
 
+    way: str
     competitor: str
     model: str
     nbytes: int
@@ -33,7 +34,6 @@ class Job:
     weights: str
     folder: str
     budget: int = 0
-    pack: bool = True
     engine: str = "auto"
     reader: tuple[Way, int, int] = ("direct", 1, 1 << 20)
 
@@ -130,7 +130,7 @@ def _compile(job: Job, folder: Path) -> None:
     load_weights(module, weights, in_memory=False)
     with torch.no_grad():
         exported = torch.export.export(module, make_inputs(module, job.tokens))
-    penstock.compile(exported, folder, weights=weights, pack=job.pack)
+    penstock.compile(exported, folder, weights=weights)
 
 
 def _load_penstock(job: Job, inputs: tuple[Tensor, ...]) -> Loaded:
@@ -138,7 +138,7 @@ def _load_penstock(job: Job, inputs: tuple[Tensor, ...]) -> Loaded:
 
     program = penstock.open(job.folder)
     module = program.load(budget=job.budget, device="cpu", options=LoadOptions(engine=job.engine))
-    files = _list_files(Path(job.folder)) if job.pack else (Path(job.weights),)
+    files = _list_files(Path(job.folder))
 
     def call() -> Tensor:
         with torch.no_grad():

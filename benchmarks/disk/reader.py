@@ -80,30 +80,6 @@ class Reader:
             yield lambda number, offset: os.preadv(descriptor, [buffers[number]], offset)
 
 
-def read_pieces(path: Path, pieces: Iterable[tuple[int, int]], *, threads: int) -> float:
-    """Seconds in which threads read pieces of the file, (offset, bytes), past the page cache.
-
-    Offsets and bytes are multiples of a page. Raises OSError.
-    """
-    pieces = list(pieces)
-    largest = max(nbytes for _, nbytes in pieces)
-    with ExitStack() as stack:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        stack.callback(os.close, descriptor)
-        buffers = [
-            memoryview(stack.enter_context(closing(mmap.mmap(-1, largest, flags=_TOUCHED))))
-            for _ in range(threads)
-        ]
-        for buffer in buffers:
-            stack.callback(buffer.release)
-
-        def fetch(number: int, piece: tuple[int, int]) -> None:
-            with buffers[number][: piece[1]] as part:
-                os.preadv(descriptor, [part], piece[0])
-
-        return _share(threads, pieces, fetch)
-
-
 def _share(threads: int, items: Iterable[_Item], fetch: Callable[[int, _Item], object]) -> float:
     """Seconds in which threads, each with its number, fetch one item after another; raises OSError."""
     left = iter(items)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
+import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from benchmarks.disk.cases import make_meta_module, name_weights, write_weights
 from benchmarks.disk.competitors import Job
-from benchmarks.disk.process import Worker, WorkerError
 from benchmarks.disk.reader import choose_fastest, measure_readers
-from benchmarks.machine import drop_cache
-from examples.demo.cgroup import make_group
+from benchmarks.ways import in_turn, run_apart, started
+from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size, parse_size
+
+WORKER = "benchmarks.disk.worker"
 
 STATES = ("cold", "warm", "resident", "cgroup")
 CGROUP_SHARE = 4
@@ -51,7 +54,6 @@ class Options:
     rounds: int
     passes: int
     work: Path
-    pack: bool
     engines: tuple[str, ...] = ("auto",)
 
 
@@ -80,19 +82,6 @@ def list_cases(
     ]
 
 
-class _NoGroupError(Exception):
-    """No memory cgroup can be made here."""
-
-
-@contextlib.contextmanager
-def _require_group(limit_bytes: int) -> Iterator[Path]:
-    """The folder of a new memory cgroup, for one process; raises _NoGroupError."""
-    with make_group(limit_bytes) as group:
-        if group is None:
-            raise _NoGroupError
-        yield group.folder
-
-
 class Bench:
     """What the cases share: the weights on disk, and the way of reading them that is fastest there."""
 
@@ -108,16 +97,17 @@ class Bench:
         result: dict[str, Any] = dataclasses.asdict(case) | {"weight_bytes": weight_bytes}
         result |= {"competitors": {}, "failures": {}, "skipped": None, "cgroup_bytes": None}
         try:
-            for name, job in jobs.items():
-                with self._tolerate(name, result):
-                    self._prepare(job)
+            ready = [job for job in jobs if self._prepare(job, result["failures"])]
+            limits = {}
             if case.state == "cgroup":
                 result["cgroup_bytes"] = weight_bytes // CGROUP_SHARE
-            return self._measure(case, jobs, result)
-        except _NoGroupError:
-            return result | {"skipped": "no memory cgroup can be made here"}
+                limited = (job.way for job in ready if job.competitor not in ("memory", "raw"))
+                limits = dict.fromkeys(limited, result["cgroup_bytes"])
+            return self._measure(case, ready, limits, result)
+        except typer.BadParameter as error:
+            return result | {"skipped": error.message}
         finally:
-            for job in jobs.values():
+            for job in jobs:
                 if job.competitor == "penstock":
                     shutil.rmtree(job.folder, ignore_errors=True)
 
@@ -137,113 +127,71 @@ class Bench:
         if not path.exists():
             self._say(f"{model}: writing {format_size(weight_bytes)} of weights")
             write_weights(module, path)
-        job = Job("raw", model, self.options.nbytes, 1, str(path), folder="", pack=self.options.pack)
+        job = Job("", "raw", model, self.options.nbytes, 1, str(path), folder="")
         if not self.readers:
             self._say("reading the disk in every way")
             self.readers = measure_readers(path)
         return job, weight_bytes
 
-    def _list_jobs(self, case: Case, base: Job, weight_bytes: int) -> dict[str, Job]:
-        """A job for each competitor, by the name it has in the tables."""
+    def _list_jobs(self, case: Case, base: Job, weight_bytes: int) -> list[Job]:
+        """A job for each competitor."""
         base = dataclasses.replace(base, tokens=case.tokens)
         stem = base.weights.removesuffix(".safetensors")
-        jobs = {
-            name: dataclasses.replace(base, competitor=name, folder=f"{stem}-{name}")
+        jobs = [
+            dataclasses.replace(base, way=name, competitor=name, folder=f"{stem}-{name}")
             for name in ("memory", *case.peers)
-        }
+        ]
         if case.cold:
             for way, best in choose_fastest(self.readers).items():
                 reader = (best["way"], best["threads"], best["block"])
-                jobs[f"disk, {way}"] = dataclasses.replace(base, reader=reader)
+                jobs.append(dataclasses.replace(base, way=f"disk, {way}", reader=reader))
         for budget, engine in itertools.product(case.budgets, self.options.engines):
             # Cold, an artifact each: what one has mapped stays in the page cache, where another would
             # find it. Warm, a second copy would only take the cache that the peers' files need.
             number = len(jobs) if case.cold else 0
             how = "" if engine == "auto" else f", {engine}"
-            jobs[f"penstock {budget}{how}"] = dataclasses.replace(
+            ours = dataclasses.replace(
                 base,
+                way=f"penstock {budget}{how}",
                 competitor="penstock",
                 folder=f"{stem}-{case.tokens}-{number}.penstock",
                 budget=parse_size(budget, total=weight_bytes),
                 engine=engine,
             )
+            jobs.append(ours)
         return jobs
 
-    def _prepare(self, job: Job) -> None:
+    def _prepare(self, job: Job, failures: dict[str, str]) -> bool:
+        """Write the files of a competitor. One that fails is dropped from its case; `failures` says why."""
         if job.competitor not in ("memory", "raw", "mmap") and not Path(job.folder).exists():
             self._say(f"{job.model}, {job.tokens} tokens: preparing {job.competitor}")
-            with contextlib.closing(self._start(job, None)) as worker:
-                worker.ask("prepare")
+            try:
+                run_apart(WORKER, "--prepare", json.dumps(dataclasses.asdict(job)))
+            except StreamError as error:
+                failures[job.way] = str(error)
+                self._say(f"{job.way}: {error}")
+        return job.way not in failures
 
-    def _start(self, job: Job, group: Path | None) -> Worker:
-        return Worker(job, self.options.work / "log.txt", group=group)
-
-    def _bare(self, job: Job) -> int:
-        """The anonymous memory in bytes of a process that has the competitor's libraries, and no weights."""
-        with contextlib.closing(self._start(job, None)) as worker:
-            return int(worker.ask("bare"))
-
-    def _measure(self, case: Case, jobs: dict[str, Job], result: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.ExitStack() as stack:
-            workers = {}
-            for name, job in jobs.items():
-                if name in result["failures"]:
+    def _measure(
+        self, case: Case, jobs: Sequence[Job], limits: dict[str, int], result: dict[str, Any]
+    ) -> dict[str, Any]:
+        train = json.dumps({"passes": self.options.passes, "cold": case.cold})
+        with started(WORKER, jobs, limits, environment={}) as ways:
+            for number in range(self.options.rounds):
+                for name in in_turn(ways, number):
+                    ways[name].step(train)
+                    answered = ways[name].steps[-1:] if not ways[name].failure else ()
+                    for step in answered:
+                        seconds = ", ".join(f"{sample['seconds']:.3f}" for sample in step["samples"])
+                        self._say(f"{case.title}, round {number + 1}: {name} {seconds} s")
+            for job in jobs:
+                way = ways[job.way]
+                if way.failure:
+                    result["failures"][job.way] = f"{job.way} {way.failure}"
+                    self._say(result["failures"][job.way])
                     continue
-                with self._tolerate(name, result):
-                    worker, loaded = self._load(job, result["cgroup_bytes"], stack)
-                    result["competitors"][name] = {
-                        "kind": job.competitor,
-                        "budget_bytes": job.budget,
-                    } | loaded
-                    workers[name] = worker
-            rounds = self._run_rounds(case, workers, result)
-            for name, worker in workers.items():
-                result["competitors"][name] |= {
-                    "rounds": rounds[name],
-                    "peak_anonymous": worker.peak_anonymous,
-                }
+                facts = {"kind": job.competitor, "budget_bytes": job.budget, "rounds": way.steps}
+                facts |= {"bare_anonymous": way.bare, "peak_anonymous": way.peak_anonymous}
+                facts |= {name: way.steps[0][name] for name in ("load_seconds", "bare_total")}
+                result["competitors"][job.way] = facts
         return result
-
-    def _load(
-        self, job: Job, cgroup_bytes: int | None, stack: contextlib.ExitStack
-    ) -> tuple[Worker, dict[str, Any]]:
-        """The process of a competitor that has loaded, and what it says; `stack` ends it."""
-        group = None
-        if cgroup_bytes and job.competitor not in ("memory", "raw"):
-            group = stack.enter_context(_require_group(self._bare(job) + cgroup_bytes))
-        worker = stack.enter_context(contextlib.closing(self._start(job, group)))
-        # What is warm later a competitor's own pass has read. And pages that others have cached are
-        # charged to them, not to a cgroup.
-        drop_cache(self._list_files(job))
-        return worker, worker.ask("load")
-
-    def _list_files(self, job: Job) -> list[Path]:
-        """What a competitor may read: the weights, and what was prepared for it."""
-        prepared = Path(job.folder).rglob("*") if job.folder else ()
-        return [Path(job.weights), *(path for path in prepared if path.is_file())]
-
-    @contextlib.contextmanager
-    def _tolerate(self, name: str, result: dict[str, Any]) -> Iterator[None]:
-        """Drop a competitor that fails from its case; the result says why."""
-        try:
-            yield
-        except WorkerError as error:
-            self._say(str(error))
-            result["failures"][name] = str(error)
-
-    def _run_rounds(
-        self, case: Case, workers: dict[str, Worker], result: dict[str, Any]
-    ) -> dict[str, list[dict[str, Any]]]:
-        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
-        names = list(workers)
-        for number in range(self.options.rounds):
-            turn = number % max(1, len(names))
-            for name in names[turn:] + names[:turn]:
-                if name in result["failures"]:
-                    continue
-                with self._tolerate(name, result):
-                    train = workers[name].ask("train", passes=self.options.passes, cold=case.cold)
-                    rounds[name].append(train)
-                    seconds = ", ".join(f"{sample['seconds']:.3f}" for sample in train["samples"])
-                    self._say(f"{case.title}, round {number + 1}: {name} {seconds} s")
-        return rounds

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.disk.reader import choose_fastest
-from benchmarks.table import write_between
 from penstock.schedule.facts.sizes import format_size
 
-BEGIN = "<!-- benchmarks.disk writes from here -->"
 _COLUMNS = (
     "competitor",
     "s, min",
@@ -25,14 +23,9 @@ _COLUMNS = (
 )
 
 
-def write_tables(result: dict[str, Any], path: Path) -> None:
-    """Replace what stands between the marks of the document; raises ValueError where they are missing."""
-    write_between(path, render(result), BEGIN)
-
-
 def render(result: dict[str, Any]) -> str:
-    """Hardware, targets and one table a case."""
-    parts = [_describe(result), _render_targets(result["targets"])]
+    """Return hardware and one table a case."""
+    parts = [_describe(result)]
     for case in result["cases"]:
         parts.append(_render_case(case))
     return "\n".join(parts)
@@ -53,22 +46,6 @@ def _describe(result: dict[str, Any]) -> str:
         f"{options['rounds']} rounds of {options['passes']} passes. "
         f"The bare disk: {ways}.\n"
     )
-
-
-def _render_targets(targets: list[dict[str, Any]]) -> str:
-    lines = ["| target | bar | worst | reached | where |", "|---|---|---|---|---|"]
-    for target in targets:
-        sign = ">=" if target["at_least"] else "<="
-        verdict = {None: "not measured", True: "yes", False: f"no ({target['reached']} of {target['of']})"}
-        cells = [
-            target["target"],
-            f"{sign} {target['bar']:g}",
-            _number(target["worst"]),
-            verdict[target["met"]],
-            target["where"] or "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 def _render_case(case: dict[str, Any]) -> str:

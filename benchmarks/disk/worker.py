@@ -1,17 +1,14 @@
-"""The process that one competitor runs in, so that its memory is its own.
-
-It answers each line of JSON with another, and computes nothing between commands: `prepare` writes
-what the competitor keeps on disk, `load` makes it ready, `train` runs it.
-"""
+"""The process that one competitor runs in, so that its memory is its own."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import json
-import os
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +16,7 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.disk.cases import make_meta_module
 from benchmarks.disk.competitors import Job, Loaded, load, prepare
+from benchmarks.ways import answer
 
 _LIBRARIES = {
     "accelerate": ("accelerate",),
@@ -29,52 +27,33 @@ _LIBRARIES = {
 
 
 class Session:
-    """The state of this process: at most one competitor."""
+    """The competitor of this process, which has imported its libraries and no weights yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
+        for name in ("torch.export", "safetensors", *_LIBRARIES.get(job.competitor, ())):
+            importlib.import_module(name)
+        self._job = job
+        self._facts: dict[str, float] = {}
         self.loaded = Loaded(call=lambda: None)
-        self.load_peak = 0
-        self._calibration = machine.Calibration()
 
-    def answer(self, request: dict[str, Any]) -> object:
-        """The answer to a request, as values of JSON."""
-        job = Job(**request["job"])
-        match request["command"]:
-            case "prepare":
-                prepare(job)
-                return None
-            case "bare":
-                _import_libraries(job.competitor)
-                return machine.read_memory().anonymous
-            case "load":
-                return self.load(job)
-            case "train":
-                return self.train(request["passes"], cold=request["cold"])
-        raise ValueError(f"unknown command {request['command']!r}")
+    def load(self) -> Callable[[str], dict[str, Any]]:
+        """Load the competitor; return what runs a train of passes, `{"passes": 2, "cold": true}`.
 
-    def load(self, job: Job) -> dict[str, float]:
-        """Load the competitor. The bare process is this one with every library in it and no weights."""
-        _import_libraries(job.competitor)
-        module = make_meta_module(job.model, job.nbytes)
-        machine.forget_peak()
+        Its files leave the page cache first: pages that another process has cached are charged to that one,
+        not to a cgroup, and what is warm later a competitor's own pass has read.
+        """
+        machine.drop_cache(files_of(self._job))
+        module = make_meta_module(self._job.model, self._job.nbytes)
         bare = machine.read_memory()
         start = time.perf_counter()
-        self.loaded = load(job, module)
-        seconds = time.perf_counter() - start
-        held = machine.read_memory()
+        self.loaded = load(self._job, module)
+        self._facts = {"load_seconds": time.perf_counter() - start, "bare_total": bare.total}
         machine.forget_peak()
-        return {
-            "load_seconds": seconds,
-            "load_peak": held.peak,
-            "bare_anonymous": bare.anonymous,
-            "bare_total": bare.total,
-            "held_total": held.total,
-        }
+        return lambda line: self.train(**json.loads(line))
 
-    def train(self, passes: int, *, cold: bool) -> dict[str, object]:
+    def train(self, passes: int, cold: bool) -> dict[str, Any]:
         """One pass that does not count, then `passes` that do; the method is that of benchmarks/disk."""
         loaded = self.loaded
-        calibration = self._calibration.seconds()
         if cold:
             machine.drop_cache(loaded.files, unmap=loaded.unmaps)
         output = loaded.call()
@@ -91,17 +70,14 @@ class Session:
         if cold:
             # What stays mapped here stays in the page cache for whoever reads the same file next.
             machine.drop_cache(loaded.files, unmap=loaded.unmaps)
-        return {
-            "calibration": calibration,
-            "samples": samples,
-            "output": _hash(output),
-            "peak_total": machine.read_memory().peak,
-        }
+        peak = machine.read_memory().peak
+        return self._facts | {"samples": samples, "output": _hash(output), "peak_total": peak}
 
 
-def _import_libraries(competitor: str) -> None:
-    for name in ("torch.export", "safetensors", *_LIBRARIES.get(competitor, ())):
-        importlib.import_module(name)
+def files_of(job: Job) -> list[Path]:
+    """What a competitor may read: the weights, and what was prepared for it."""
+    prepared = Path(job.folder).rglob("*") if job.folder else ()
+    return [Path(job.weights), *(path for path in prepared if path.is_file())]
 
 
 def _cool(loaded: Loaded) -> dict[str, float]:
@@ -155,13 +131,14 @@ def _hash(output: Tensor | None) -> str | None:
 
 
 def main() -> None:
-    """Answer standard input until it ends; what libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    session = Session()
-    for line in sys.stdin:
-        answers.write(json.dumps(session.answer(json.loads(line))) + "\n")
-        answers.flush()
+    """Prepare a competitor, or be one."""
+    how, job = sys.argv[1], Job(**json.loads(sys.argv[2]))
+    if how == "--prepare":
+        prepare(job)
+        print("null")
+        return
+    session = Session(job)
+    answer(session.load)
     session.loaded.close()
 
 

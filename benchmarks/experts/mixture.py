@@ -1,7 +1,7 @@
 """A mixture of experts with random weights, which is told the routes of its tokens.
 
-Routes are an input, so that they can be drawn: uniformly; by a law of Zipf, with favourites of each layer
-that drift; or as benchmarks/experts/recorded_routes.py has recorded them of a mixture that was trained.
+Routes are an input, so that they can be drawn: uniformly, or by a law of Zipf, with favourites of each layer
+that drift.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from penstock.runtime.sparse.units import read_routes
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-ROUTINGS = ("zipf", "uniform", "recorded")
+ROUTINGS = ("zipf", "uniform")
 
 
 @dataclass(frozen=True)
@@ -118,13 +115,7 @@ def write_weights(shape: Shape, path: Path) -> int:
 
 
 def draw(shape: Shape, routing: str, tokens: int) -> list[torch.Tensor]:
-    """The routes of each token, (layers, 1, asked), one of `ROUTINGS`.
-
-    Raises FileNotFoundError where no routes of so many experts were recorded, and ValueError for more layers
-    or tokens than were.
-    """
-    if routing == "recorded":
-        return _recorded(shape, tokens)
+    """Return the routes of each token, (layers, 1, asked); `routing` is one of `ROUTINGS`."""
     generator = torch.Generator().manual_seed(1)
     rank = torch.arange(1, shape.experts + 1, dtype=torch.float64)
     weight = torch.ones_like(rank) if routing == "uniform" else 1 / rank
@@ -138,26 +129,3 @@ def draw(shape: Shape, routing: str, tokens: int) -> list[torch.Tensor]:
         picked = [order[torch.multinomial(weight, shape.asked, generator=generator)] for order in orders]
         found.append(torch.stack(picked).unsqueeze(1))
     return found
-
-
-def routes_path(experts: int, kind: str = "prose", folder: Path = RESULTS) -> Path:
-    """Where routes are that were recorded of a mixture of so many experts, reading a text of a kind."""
-    return folder / f"routes-{experts}-{kind}.jsonl"
-
-
-def recorded_experts(path: Path) -> list[list[tuple[int, ...]]]:
-    """The experts that each recorded token asked for, by token and layer."""
-    routes = read_routes(path)
-    first = [number for number, read in enumerate(routes.reads) if "gate_up" in read.weight]
-    return [[ask.units for ask in call if ask.read in first] for call in routes.calls]
-
-
-def _recorded(shape: Shape, tokens: int) -> list[torch.Tensor]:
-    path = routes_path(shape.experts)
-    found = recorded_experts(path)
-    if len(found) < tokens or len(found[0]) < shape.layers or len(found[0][0]) != shape.asked:
-        raise ValueError(
-            f"{path} has {len(found)} tokens of {len(found[0])} layers with {len(found[0][0])} experts each, "
-            f"and this needs {tokens} of {shape.layers} with {shape.asked}"
-        )
-    return [torch.tensor(token[: shape.layers]).unsqueeze(1) for token in found[:tokens]]

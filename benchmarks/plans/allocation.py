@@ -1,4 +1,4 @@
-"""Measures the address allocator on hard instances: the ratio of its memory to a bound that no packing beats.
+"""Hard instances for the address allocator, each with a bound that no packing beats.
 
 - `cut`: a full rectangle of memory and time, cut again and again at random: everything fits without a hole,
   and the packing before the cuts reaches the bound.
@@ -12,15 +12,8 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean
-from typing import Annotated
-
-import typer
-
-from penstock.schedule.space.addresses import conflicts_of, first_fit, height, pack_blocks
 
 FAMILIES = {"cut": 1.25, "mixed": 1.1, "dense": 1.15, "around": 1.2, "scattered": 1.2, "layers": 1.1}
 """Each family with the ratio to its bound that the tests accept at 60 blocks."""
@@ -84,36 +77,3 @@ def _block(draw: random.Random, family: str, number: int) -> tuple[int, list[int
         size = (4, 1, 1, 4, 14, 14, 14)[number % 7] << 16
         length = STEPS if number % 16 == 0 else 3
     return size, list(range(start, min(STEPS, start + length)))
-
-
-def main(
-    *,
-    blocks: Annotated[str, typer.Option(help="Counts of blocks, separated by commas.")] = "30,100,300",
-    seeds: Annotated[int, typer.Option(min=1, help="Instances of each kind.")] = 5,
-) -> None:
-    """Print how far packings are from the bound, in the mean and at most, beside plain first fit by size.
-
-    Example: python -m benchmarks.plans.allocation --blocks 100,1000
-    """
-    typer.echo("| family | blocks | first fit, mean | packing, mean | packing, worst | seconds |")
-    typer.echo("|---|---|---|---|---|---|")
-    for family in FAMILIES:
-        for count in (int(part) for part in blocks.split(",")):
-            plain, packed, seconds = [], [], 0.0
-            for seed in range(seeds):
-                instance = make_instance(family, blocks=count, seed=seed)
-                order = sorted(range(len(instance.sizes)), key=lambda b: -instance.sizes[b])
-                first = first_fit(instance.sizes, conflicts_of(instance.alive), order)
-                plain.append(height(instance.sizes, first) / instance.bound)
-                began = time.perf_counter()
-                found = pack_blocks(instance.sizes, instance.alive, work=20_000_000)
-                seconds += time.perf_counter() - began
-                packed.append(found.nbytes / max(instance.bound, found.bound))
-            typer.echo(
-                f"| {family} | {count} | {mean(plain):.3f} | {mean(packed):.3f} | {max(packed):.3f} "
-                f"| {seconds / seeds:.1f} |"
-            )
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,13 +1,10 @@
-"""Steps of adapter training: plain, with mapped weights, by a Function that copies weights, by penstock.
+"""Steps of adapter training: plain, with mapped weights, by penstock.
 
 Each way runs in a process of its own, one step a round, in an order that rotates. All train the same decoder
 with the same adapters on the same tokens; the gradients of the first step are compared with those of plain
 PyTorch, to the bit. Cold rounds drop the weights from the page cache before each step. In a control group,
 whose limit is a bare process and half of the weights, all memory of the process counts, page cache included.
-
-accelerate (`disk_offload`) and DeepSpeed (ZeRO-3 with parameters offloaded) run where they are installed.
-DeepSpeed offloads to memory here: on a CPU its swapper to disk takes half precision only. penstock keeps all
-that the backward reads, or what another of its rungs keeps (`penstock-cut`, `penstock-layers`).
+penstock keeps all that the backward reads, or the outputs of layers alone (`penstock-layers`).
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,16 +32,7 @@ from benchmarks.machine import describe_machine, drop_cache, forget_peak, read_d
 from benchmarks.ways import Way, answer, in_turn, scratch, started
 from penstock import LoadOptions
 
-WAYS = (
-    "plain",
-    "mapped",
-    "function",
-    "accelerate",
-    "deepspeed",
-    "penstock",
-    "penstock-cut",
-    "penstock-layers",
-)
+WAYS = ("plain", "mapped", "penstock", "penstock-layers")
 STATES = ("warm", "cold", "cgroup")
 TRAINED = ("*down*", "*up*")
 
@@ -79,32 +66,12 @@ class Job:
         return Path(self.folder) / "model.penstock"
 
 
-class CopiedIn(torch.autograd.Function):
-    """A product with a weight that is copied for each use, as many first write it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, elsewhere: torch.Tensor) -> torch.Tensor:
-        weight = elsewhere.clone()
-        ctx.save_for_backward(weight)
-        return functional.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return gradients[0] @ weight, None
-
-
 class Frozen(nn.Linear):
-    """A linear without bias whose weight is frozen; `copied` is set for the way of the Function."""
-
-    copied = False
+    """A linear without bias whose weight is frozen."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__(inner, outer, bias=False)
         self.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return CopiedIn.apply(x, self.weight) if Frozen.copied else functional.linear(x, self.weight)  # type: ignore[no-untyped-call]
 
 
 class Adapted(Frozen):
@@ -197,33 +164,7 @@ def load(job: Job) -> nn.Module:
     model.load_state_dict(values, assign=True)
     for name, one in model.named_parameters():
         one.requires_grad_(name in trained)
-    Frozen.copied = job.way == "function"
-    if job.way == "accelerate":
-        from accelerate import disk_offload
-
-        disk_offload(model, Path(job.folder) / "offloaded", execution_device=torch.device("cpu"))
     return model
-
-
-def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """The engine of DeepSpeed's ZeRO-3, which partitions the parameters over one process."""
-    import deepspeed  # type: ignore[import-not-found]
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    deepspeed.init_distributed("gloo")
-    zero = {
-        "stage": 3,
-        "offload_param": {"device": "cpu", "pin_memory": False},
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": 40_000_000,
-    }
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    config |= {"zero_allow_untested_optimizer": True}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
 
 
 def stepping(job: Job) -> Callable[[str], dict[str, Any]]:
@@ -233,7 +174,6 @@ def stepping(job: Job) -> Callable[[str], dict[str, Any]]:
     model = load(job)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-4)
-    engine = offloaded(model, optimizer) if job.way == "deepspeed" else None
 
     def step(state: str) -> dict[str, Any]:
         if state == "cold":
@@ -241,23 +181,10 @@ def stepping(job: Job) -> Callable[[str], dict[str, Any]]:
         forget_peak()
         optimizer.zero_grad()
         read, start = read_disk_bytes(), time.perf_counter()
-        if engine is None:
-            model(tokens).backward()
-            seconds = time.perf_counter() - start
-            gradients = {name: one.grad for name, one in trained.items() if one.grad is not None}
-            start = time.perf_counter()
-            optimizer.step()
-        else:
-            from deepspeed.utils import (  # type: ignore[import-not-found]
-                safe_get_full_grad,
-            )
-
-            engine.backward(engine(tokens))
-            seconds = time.perf_counter() - start
-            gradients = {name: safe_get_full_grad(one) for name, one in trained.items()}
-            start = time.perf_counter()
-            engine.step()
-        seconds += time.perf_counter() - start
+        model(tokens).backward()
+        optimizer.step()
+        seconds = time.perf_counter() - start
+        gradients = {name: one.grad for name, one in trained.items() if one.grad is not None}
         digest = hashlib.sha256()
         for name in sorted(gradients):
             digest.update(gradients[name].numpy().tobytes())

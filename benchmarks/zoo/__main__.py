@@ -10,9 +10,7 @@ library's. What does not work is a row with its reason, and the exit status is 1
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
@@ -102,12 +100,11 @@ def main(
     *,
     only: Annotated[str, typer.Option(help="A pattern of models' names, as the table has them.")] = "*",
     lowering: Annotated[list[str] | None, typer.Option(help="eager or inductor; both by default.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the table into this document.")] = None,
 ) -> None:
     """Run the zoo: about twenty models, a quarter of an hour.
 
-    Example: python -m benchmarks.zoo --json benchmarks/results/zoo.json --docs docs/notes/zoo.md
+    Example: python -m benchmarks.zoo --docs docs/notes/zoo.md
     """
     chosen = [entry for entry in ENTRIES if fnmatchcase(entry.name, only)]
     lowerings = lowering or list(LOWERINGS)
@@ -121,10 +118,6 @@ def main(
         rows.append(visit(entry, lowerings))
         typer.echo(f"{entry.name}: {'works' if works(rows[-1]) else 'DOES NOT WORK'}", err=True)
     text = f"{describe(rows)}\n\n{render(rows)}"
-    if json_path:
-        libraries = {name: version(name) for name in LIBRARIES}
-        facts = {"machine": describe_machine(), "libraries": libraries, "rows": [asdict(row) for row in rows]}
-        json_path.write_text(json.dumps(facts, indent=1) + "\n")
     if docs:
         write_between(docs, text, BEGIN)
     typer.echo(text)

@@ -224,7 +224,6 @@ def main(
         int | None, typer.Option(help="Instead, those of zoo_named.py, and so many mixtures that loop.")
     ] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the table into this document.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write what was found here.")] = None,
     one: Annotated[str, typer.Option(help="A library: visit one architecture of it in this process.")] = "",
     name: Annotated[str, typer.Option(help="The architecture to visit with --one.")] = "",
 ) -> None:
@@ -248,10 +247,6 @@ def main(
     for row in visits:
         found.append(row)
         typer.echo(f"{row.library} {row.name}: {row.verdict} {row.why} ({row.seconds} s)", err=True)
-    if json_path:
-        json_path.write_text(
-            json.dumps({"seed": seed, "found": [asdict(row) for row in found]}, indent=1) + "\n"
-        )
     text = render(found, seed)
     if docs:
         write_between(docs, text, BEGIN)

@@ -146,7 +146,7 @@ class DirectFile:
         itself, behind their places, and are then moved. For a cold GiB this took 0.19 s of processor time,
         reading through the page cache 1.20 s, or 0.39 s with each piece announced to it, and reading where
         offset and address agree 0.06 s. The times of the disk differed by about a tenth
-        (benchmarks/disk/reading.py).
+        (benchmarks/disk/reading.py of commit bc62d93e).
         """
         block, stop = self.block, address + nbytes
         first = offset // block * block

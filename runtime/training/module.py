@@ -319,7 +319,7 @@ class TrainingCall:
     """One call of a training program: the facts, and the structure of its result.
 
     `run` runs a method on leaves, and `rung` says which methods these are. With `once`, what the forward
-    keeps is there for one backward only. `advice` says what to do where gradients come to other results.
+    keeps is there for one backward only.
     """
 
     spec: pytree.TreeSpec
@@ -331,9 +331,8 @@ class TrainingCall:
         run: Callable[[str, Sequence[Any]], Any],
         *,
         once: bool = False,
-        advice: str = "",
     ) -> None:
-        self.facts, self.rung, self.advice = facts, rung, advice
+        self.facts, self.rung = facts, rung
         self.spent, self._once = False, once
         self._run = run
 
@@ -424,8 +423,6 @@ def _backward_for(call: TrainingCall, grads: Sequence[torch.Tensor | None]) -> B
     facts, rung = call.facts, call.rung
     came = tuple(k for k in sorted({*rung.tangents, *facts.left_out}) if grads[k] is not None)
     chosen = next((backward for backward in rung.backwards if backward.tangents == came), None)
-    if chosen is None and call.advice:
-        raise StreamError(call.advice)
     if chosen is None:
         results = " and ".join(facts.results[k] for k in came) or "no result"
         raise StreamError(

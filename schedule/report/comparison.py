@@ -209,14 +209,14 @@ class Point:
     policies: Mapping[str, int]
 
 
-def other_policies(plan: Decisions, host: Hardware | None = None) -> dict[str, int]:
+def other_policies(plan: Decisions) -> dict[str, int]:
     """The period of each policy that fits into the plan's budget, summed over the plan's traces.
 
     What a forward keeps stays in memory under all of them, and weights have the rest of the budget. None of
     them reads a weight by units.
-    The default of `host` is the host beside the plan's hardware. For a plan without sizes there is no result.
+    The host is the one beside the plan's hardware. For a plan without sizes there is no result.
     """
-    plan, host = joined(plan), host or host_beside(plan.hardware)
+    plan, host = joined(plan), host_beside(plan.hardware)
     kept_bytes: dict[str, int] = {}
     for number, trace in enumerate(plan.traces if plan.sizes else ()):
         cap = plan.budget - _fixed(plan) - max(_alive(plan, trace), default=0)

@@ -16,7 +16,7 @@ def invoke(main, *arguments):
 class Here:
     """What `benchmarks.ways.Way` is of a process."""
 
-    bare, failure = 0, ""
+    bare, failure, peak_anonymous = 0, "", 0
 
     def __init__(self, step):
         self.steps = []
@@ -30,7 +30,7 @@ def started_here(stepping, limits):
     """What `benchmarks.ways.started` is, without processes; it appends the limits that it is given."""
 
     @contextlib.contextmanager
-    def started(_, jobs, given):
+    def started(_, jobs, given, environment=None):
         limits.append(given)
         yield {job.way: Here(stepping(job)) for job in jobs}
 

@@ -1,23 +1,20 @@
 """The benchmark runs to its end at a tiny size, and its figures follow from its samples."""
 
-import dataclasses
 import json
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.disk import rounds
+from benchmarks.disk import competitors, rounds
 from benchmarks.disk.__main__ import application
 from benchmarks.disk.cases import make_meta_module, write_weights
 from benchmarks.disk.competitors import Job
-from benchmarks.disk.process import Worker, WorkerError
 from benchmarks.disk.reader import list_ways
-from benchmarks.disk.summary import judge, summarise
-from benchmarks.disk.tables import BEGIN
+from benchmarks.disk.summary import summarise
 from benchmarks.disk.worker import Session
-from benchmarks.table import END
+from benchmarks.ways import started
+from tests.benchmarks.in_process import started_here
 from tests.engines import ENGINES
 
 
@@ -27,29 +24,17 @@ def folder(request):
     return Path(request.config.cache.mkdir("benchmarks"))
 
 
-class Here:
-    """A competitor in this process; `benchmarks.disk.process.Worker` gives it one of its own."""
-
-    peak_anonymous = 0
-
-    def __init__(self, job, log, *, group=None):
-        self.job, self._session = job, Session()
-
-    def ask(self, command, **arguments):
-        request = {"command": command, "job": dataclasses.asdict(self.job), **arguments}
-        return json.loads(json.dumps(self._session.answer(request)))
-
-    def close(self):
-        self._session.loaded.close()
+def serve(job):
+    """A competitor in this process; `benchmarks.ways.Way` gives it one of its own."""
+    return Session(job).load()
 
 
 def test_tiny_run_measures_every_competitor(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds, "Worker", Here)
-    document = tmp_path / "benchmarks.md"
-    document.write_text(f"before\n{BEGIN}\nstale table\n{END}\nafter\n")
+    monkeypatch.setattr(rounds, "started", started_here(serve, []))
+    monkeypatch.setattr(rounds, "run_apart", lambda _, how, job: competitors.prepare(Job(**json.loads(job))))
     options = "--size 4MiB --rounds 1 --passes 2 --models linears --tokens 4 --states cold --budgets 50%"
     options += f" --engines {','.join(('auto', *ENGINES[1:]))}"
-    paths = ["--work", str(folder), "--json", str(tmp_path / "disk.json"), "--docs", str(document)]
+    paths = ["--work", str(folder), "--json", str(tmp_path / "disk.json")]
 
     done = CliRunner().invoke(application, [*options.split(), "--peers", "mmap", *paths])
 
@@ -65,32 +50,24 @@ def test_tiny_run_measures_every_competitor(folder, tmp_path, monkeypatch):
     assert all(rows[name]["misses"] == 0 for name in ours)
     assert all(rows[name]["bytes_moved"] > 0 for name in ours)
     assert len(case["competitors"]["mmap"]["rounds"][0]["samples"]) == 2
-    text = document.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "stale table" not in text
-    assert "| penstock 50% |" in text
+    assert "| penstock 50% |" in done.output
     assert not list(folder.iterdir())
 
 
 def test_a_process_of_its_own_answers_as_one_here_and_says_why_it_ends(folder):
     weights = folder / "weights.safetensors"
     write_weights(make_meta_module("linears", 1 << 20), weights)
-    job = Job("memory", "linears", 1 << 20, 4, str(weights), folder="")
-    log = folder / "log.txt"
-    outputs = []
-    with closing(Worker(job, log)) as worker, closing(Here(job, log)) as here:
-        for one in (worker, here):
-            one.ask("load")
-            outputs.append(one.ask("train", passes=1, cold=True)["output"])
-        assert outputs[0] == outputs[1] is not None
-        assert worker.ask("bare") > 1 << 20
-        with pytest.raises(
-            WorkerError, match="memory ended with status 1 during 'sleep': ValueError: unknown"
-        ):
-            worker.ask("sleep")
+    job = Job("plain", "memory", "linears", 1 << 20, 4, str(weights), folder="")
+    train = '{"passes": 1, "cold": true}'
+    with started(rounds.WORKER, [job], {}, {}) as ways:
+        ways["plain"].step(train)
+        (answered,) = ways["plain"].steps
+        assert answered["output"] == serve(job)(train)["output"] is not None
+        assert ways["plain"].bare > 1 << 20
+        assert ways["plain"].peak_anonymous >= 1 << 20
+        ways["plain"].step('{"sleeps": 1}')
+        assert "unexpected keyword argument 'sleeps'" in ways["plain"].failure
     weights.unlink()
-    log.unlink()
 
 
 def make_entry(kind, seconds, *, budget=0, disk_bytes=0, **figures):
@@ -113,8 +90,6 @@ def make_entry(kind, seconds, *, budget=0, disk_bytes=0, **figures):
         "rounds": trains,
         "bare_total": 100,
         "bare_anonymous": 0,
-        "held_total": 100,
-        "load_peak": figures.get("load_peak", 100),
         "load_seconds": 0.0,
         "peak_anonymous": 0,
     }
@@ -140,32 +115,11 @@ def test_ratios_are_taken_within_rounds():
         raw=make_entry("raw", [1.0, 2.0]),
         mmap=make_entry("mmap", [3.0, 6.0], disk_bytes=1000, peak=1100),
         accelerate=make_entry("accelerate", [4.0, 8.0], disk_bytes=1000, peak=400),
-        penstock=make_entry("penstock", [1.0, 2.0], budget=200, disk_bytes=800, load_peak=350, peak=340),
+        penstock=make_entry("penstock", [1.0, 2.0], budget=200, disk_bytes=800),
     )
-    rows = {row["name"]: row for row in summarise(case, 1.0)}
+    rows = {row["name"]: row for row in summarise(case)}
     penstock = rows["penstock"]
     assert penstock["limit_share"] == pytest.approx(0.8)
     assert penstock["best_peer"] == pytest.approx(3)
-    assert penstock["best_bounded_peer"] == pytest.approx(4), "mmap holds all weights"
     assert penstock["over_memory"] == pytest.approx(10)
-    assert penstock["bound"] == "disk"
-    assert penstock["excess_mib"] * 2**20 == pytest.approx(350 - 100 - 200 - 30)
     assert rows["mmap"]["total_bytes"] == 1000
-
-
-def test_targets_take_the_worst_row_they_apply_to():
-    case = make_case(
-        memory=make_entry("memory", [0.1]),
-        raw=make_entry("raw", [1.0]),
-        mmap=make_entry("mmap", [3.0], disk_bytes=1000),
-        good=make_entry("penstock", [0.82], budget=200, disk_bytes=800),
-        bad=make_entry("penstock", [1.0], budget=500, disk_bytes=500),
-    )
-    case["rows"] = summarise(case, 1.0)
-    verdicts = judge(case["rows"])
-    share = verdicts[0]
-    assert (share["met"], share["reached"], share["of"]) == (False, 1, 2)
-    assert share["worst"] == pytest.approx(0.5)
-    assert share["where"] == "linears, 8 tokens, cold: bad"
-    assert verdicts[1]["met"] is True
-    assert verdicts[2]["met"] is None, "no warm case was measured"

@@ -67,8 +67,8 @@ def test_a_group_has_a_bare_process_and_the_limit_of_its_way(script, tmp_path, m
         yield SimpleNamespace(folder=tmp_path)
 
     class Seen(Way):
-        def __init__(self, script, job, group):
-            super().__init__(script, job, group)
+        def __init__(self, script, job, group, environment):
+            super().__init__(script, job, group, environment)
             seen.append((job.way, group is not None))
             self.bare = 1000
 

@@ -1,6 +1,5 @@
 """Models of transformers and diffusers run streamed from their own checkpoints, or it is said why not."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -78,15 +77,12 @@ def test_other_values_are_seen():
     assert "| **other bits** | not run |" in render([row])
 
 
-def test_the_command_writes_a_table_and_figures(tmp_path):
+def test_the_command_writes_a_table(tmp_path):
     document = tmp_path / "zoo.md"
     document.write_text("before\n<!-- benchmarks.zoo writes from here -->\n<!-- to here -->\nafter\n")
-    paths = ["--json", str(tmp_path / "zoo.json"), "--docs", str(document)]
-
-    done = invoke(main, "--only", "ViT", "--lowering", "eager", *paths)
+    done = invoke(main, "--only", "ViT", "--lowering", "eager", "--docs", str(document))
 
     assert done.exit_code == 0, done.output
     assert "1 of 1 models work" in document.read_text()
     assert "| ViT | 331.00 KiB | renamed |" in document.read_text()
-    (row,) = json.loads((tmp_path / "zoo.json").read_text())["rows"]
-    assert [one["equal"] for one in row["runs"]["eager"]["streamed"]] == [True, True]
+    assert "| bit-equal | not run |" in document.read_text()

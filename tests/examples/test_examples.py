@@ -34,17 +34,6 @@ def run(monkeypatch, capsys):
     return run_script
 
 
-def test_a_model_streams_within_a_budget(run):
-    printed = run("stream_a_model.py", "40%")
-    assert "bit-equal" in printed
-    assert "0 misses" in printed
-
-
-@pytest.mark.timeout(300)
-def test_a_transformers_model_generates(run):
-    assert "LlamaForCausalLM: [11, 48, 7, 301" in run("generate_text.py")
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as Inductor is imported
 @pytest.mark.usefixtures("compiler")
@@ -75,14 +64,6 @@ def test_a_pipeline_carries_the_passes(run):
     printed = run("own_pipeline.py")
     assert "['fold_additions_of_zero', 'mark_reads']" in printed
     assert "in the order [0, 1]" in printed
-
-
-@pytest.mark.nightly
-def test_a_model_is_exported_for_executorch(run):
-    printed = run("executorch_export.py", "70%")
-    assert "embed.weight: weights.ptd at byte 4096" in printed
-    assert "head.weight: weights.ptd at byte 4096" in printed
-    assert "keys: begins as zeros" in printed
 
 
 def test_every_example_is_short_and_says_how_to_run_it():

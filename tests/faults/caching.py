@@ -27,7 +27,7 @@ class Applying(Scenario):
     def act(self, root, started):
         from penstock.integrations import apply
 
-        self._applied = apply(started, "1MB", example=X, cache=root / "cache")
+        self._applied = apply(started, "1MB", cache=root / "cache")
         value = bits(started(X))
         self._applied.restore()
         self._applied = None
@@ -72,7 +72,7 @@ class Pruning(Scenario):
     def prepare(self, root, beside):
         from penstock.integrations import apply
 
-        with apply(Plain().eval().requires_grad_(False), "1MB", example=X, cache=root):
+        with apply(Plain().eval().requires_grad_(False), "1MB", cache=root):
             pass
         left = root / "weights" / f".{'0' * 32}.tmp-01234567"
         left.mkdir()

@@ -56,7 +56,7 @@ TAKES_A_MODULE: dict[str, Callable[[Any, Path], Any]] = {
     "fake_export, built": lambda model, _: penstock.fake_export(model, X),
     "fake_export": lambda model, _: penstock.fake_export(lambda: model, X),
     "offload": lambda model, folder: penstock.offload(model, folder / "m.safetensors"),
-    "apply": lambda model, folder: apply(model, "1MB", example=X, cache=folder),
+    "apply": lambda model, folder: apply(model, "1MB", cache=folder),
 }
 
 
