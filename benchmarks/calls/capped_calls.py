@@ -1,8 +1,9 @@
 """What calls of a capped Llama take in a memory cgroup of the libraries, the cap and 64 MiB.
 
-A greedy call, a prompt of 900 tokens, a padded batch, beams and a chat that grows: each in a process of its
-own, and all in one, with cold and with warm weight files. A process whose calls take more is killed. The
-tokens are compared with those of the model in memory. After each call the process says what it still has.
+A greedy call, a prompt of 900 tokens, a padded batch, beams, a chat that grows and prompts of 32 lengths: each
+in a process of its own, and all in one, with cold and with warm weight files. A process whose calls take more
+is killed. The tokens are compared with those of the model in memory. After each call the process says what it
+still has.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ CAP = 100_000_000
 LARGE = {"layers": 16, "hidden": 1024, "vocabulary": 32000}
 THREADS = 2
 STATES = "cold", "warm"
+LENGTHS = range(869, 901)
 
 Call = Callable[[Any], Any]
 """Makes one call of a model; returns the tokens."""
@@ -83,12 +85,21 @@ def _chat(model: Any) -> Any:
     return said
 
 
+def _lengths(model: Any) -> Any:
+    """Prompts of different lengths, for each of which torch makes kernels of its own."""
+    import torch
+
+    made = [_generate(model, _prompt(length), max_new_tokens=1, min_new_tokens=1) for length in LENGTHS]
+    return torch.stack([tokens[0, -1] for tokens in made])
+
+
 CALLS: dict[str, Call] = {
     "a greedy call": lambda model: _generate(model, _prompt(12)),
     "a prompt of 900 tokens": lambda model: _generate(model, _prompt(900)),
     "a padded batch of 4": _padded,
     "4 beams": lambda model: _generate(model, _prompt(40), num_beams=4),
     "a chat of 5 turns, up to 940 tokens": _chat,
+    "32 prompts of 869 to 900 tokens": _lengths,
 }
 
 
