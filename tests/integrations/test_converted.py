@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from penstock.integrations import load, weight_files
+from penstock.integrations import load
 from penstock.integrations.folders import open_model
 from penstock.integrations.weight_files import keep_converted
 from penstock.runtime.cache import Cache, list_entries, prune
@@ -122,34 +121,6 @@ def test_what_is_converted_is_announced_listed_and_written_once(folder, tmp_path
     model.penstock_applied.close()
 
 
-def test_files_that_change_are_converted_again(folder, tmp_path):
-    opened(folder, tmp_path)
-    (old,) = weights(tmp_path)[0]
-    file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    state = file.stat()
-    tensors = {name: value + 1 for name, value in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    model = opened(folder, tmp_path)
-    assert len(weights(tmp_path)[0]) == 2
-    assert torch.equal(model(IDS).logits, models.frozen(LlamaForCausalLM.from_pretrained(folder))(IDS).logits)
-    assert old.exists()
-
-
-def test_files_that_change_meanwhile_are_refused_and_leave_nothing(folder, tmp_path, monkeypatch):
-    cast = stored_tensor._cast
-
-    def slow(*given):
-        for file in folder.glob("*.safetensors"):
-            os.utime(file, ns=(1, 1))
-        yield from cast(*given)
-
-    monkeypatch.setattr(stored_tensor, "_cast", slow)
-    with pytest.raises(SourceError, match="llama was written to while it was being converted: leave it"):
-        opened(folder, tmp_path)
-    assert not list(Cache(tmp_path / "cache").weights.iterdir())
-
-
 def test_control_c_in_the_middle_leaves_nothing(folder, tmp_path, monkeypatch):
     cast, calls = stored_tensor._cast, []
 
@@ -183,24 +154,6 @@ def test_a_damaged_file_in_the_cache_is_converted_again(folder, tmp_path, said):
             opened(folder, tmp_path)
         del model
         gc.collect()
-
-
-def test_what_was_converted_is_hashed_only_where_the_system_says_that_it_has_changed(
-    folder, tmp_path, said, monkeypatch
-):
-    opened(folder, tmp_path)
-    (file,) = weights(tmp_path)[0]
-    before = file.read_bytes()
-    file.write_bytes(before)  # the same bytes at another time
-    said()
-    opened(folder, tmp_path)
-    assert "all of its bytes are compared" in said()
-    monkeypatch.setattr(weight_files, "file_chunks", None)  # cannot be called
-    opened(folder, tmp_path)
-    told = said()
-    assert "compared" not in told
-    assert "writing" not in told
-    assert file.read_bytes() == before
 
 
 def test_room_is_made_for_what_is_converted(folder, tmp_path, monkeypatch):
