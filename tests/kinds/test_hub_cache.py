@@ -18,12 +18,8 @@ from penstock.runtime.artifact import relink
 from penstock.runtime.cache import Cache
 from penstock.runtime.dynamo.backend import offload
 from penstock.schedule.facts.errors import SourceError
-from tests.cli.command_line import penstock_fixture  # noqa: F401
 from tests.hunt import nightly_but
 from tests.integrations import models
-
-# peft asks transformers for what transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 IDS = torch.tensor([[5, 17, 99, 3]])
 ONE = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
