@@ -8,8 +8,6 @@ in build/fuzz: a case is made of the target, the seed and its number alone. Wher
 file beside it has the lines of Python that its threads were at.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import multiprocessing
