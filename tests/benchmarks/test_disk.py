@@ -1,23 +1,30 @@
-"""The benchmark runs to its end at a tiny size, and its figures follow from its samples."""
+"""The benchmark of disks at a tiny size, and the processes of its ways."""
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import ways
 from benchmarks.disk import rounds
 from benchmarks.disk.__main__ import application
 from benchmarks.disk.cases import make_meta_module, write_weights
 from benchmarks.disk.competitors import Job
 from benchmarks.disk.process import Worker, WorkerError
 from benchmarks.disk.reader import list_ways
-from benchmarks.disk.summary import judge, summarise
+from benchmarks.disk.summary import summarise
 from benchmarks.disk.tables import BEGIN
 from benchmarks.disk.worker import Session
 from benchmarks.table import END
+from benchmarks.ways import in_turn, scratch, started
 from tests.engines import ENGINES
 
 
@@ -153,19 +160,75 @@ def test_ratios_are_taken_within_rounds():
     assert rows["mmap"]["total_bytes"] == 1000
 
 
-def test_targets_take_the_worst_row_they_apply_to():
-    case = make_case(
-        memory=make_entry("memory", [0.1]),
-        raw=make_entry("raw", [1.0]),
-        mmap=make_entry("mmap", [3.0], disk_bytes=1000),
-        good=make_entry("penstock", [0.82], budget=200, disk_bytes=800),
-        bad=make_entry("penstock", [1.0], budget=500, disk_bytes=500),
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import json, sys
+from benchmarks.ways import answer
+job = json.loads(sys.argv[2])
+
+def load():
+    print("a library says this")
+    if job["way"] == "broken":
+        raise SystemExit("it has no weights")
+    return lambda line: {"said": line, "way": job["way"], "size": job["size"]}
+
+answer(load)
+"""
+
+
+@dataclass(frozen=True)
+class OfWay:
+    way: str
+    size: int = 3
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """The name of a module that is a way."""
+    (tmp_path / "own_ways.py").write_text(SCRIPT)
+    paths = (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    return "own_ways"
+
+
+def test_each_way_answers_its_own_lines_and_one_that_fails_leaves_the_others(script):
+    with started(script, [OfWay("one"), OfWay("broken"), OfWay("two", 5)], {}) as running:
+        assert list(running) == ["one", "broken", "two"]
+        for number in range(2):
+            for name in in_turn(running, number):
+                running[name].step(f"line {number}")
+    assert running["one"].steps == [{"said": f"line {n}", "way": "one", "size": 3} for n in range(2)]
+    assert [step["size"] for step in running["two"].steps] == [5, 5]
+    assert (running["broken"].steps, running["broken"].failure) == ([], "it has no weights")
+    assert running["one"].bare > 0
+
+
+HOLDING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from benchmarks.ways import scratch
+with scratch(1, Path({base!r})) as folder:
+    (folder / "weights").write_bytes(bytes(100))
+    print("holding", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_nothing_to_the_next(tmp_path, number):
+    code = HOLDING.format(root=str(Path(ways.__file__).resolve().parent.parent), base=str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    case["rows"] = summarise(case, 1.0)
-    verdicts = judge(case["rows"])
-    share = verdicts[0]
-    assert (share["met"], share["reached"], share["of"]) == (False, 1, 2)
-    assert share["worst"] == pytest.approx(0.5)
-    assert share["where"] == "linears, 8 tokens, cold: bad"
-    assert verdicts[1]["met"] is True
-    assert verdicts[2]["met"] is None, "no warm case was measured"
+    with process:
+        assert process.stdout
+        assert process.stdout.readline() == "holding\n"
+        (held,) = tmp_path.iterdir()
+        with scratch(1, tmp_path) as own:
+            assert {*tmp_path.iterdir()} == {held, own}, "what a run still holds is left alone"
+        process.send_signal(number)
+        process.wait()
+    assert list(tmp_path.iterdir()) == ([] if number == signal.SIGTERM else [held])
+    with scratch(1, tmp_path) as own:
+        assert [*tmp_path.iterdir()] == [own]

@@ -1,7 +1,6 @@
 """The benchmark of a mixture of experts, tiny: all ways compute alike, and verdicts follow from figures."""
 
 import json
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ MIB = 1 << 20
 @pytest.fixture
 def limits(monkeypatch):
     """Have all ways run here; the limits that their groups would have."""
-    given: list[Mapping[str, int]] = []
+    given = []
     monkeypatch.setattr(experts, "started", started_here(experts.stepping, given))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     return given
@@ -104,19 +103,3 @@ def test_verdicts_compare_within_rounds(result):
     assert all(one.met for one in found.values())
     assert "zipf: time against whole's, where the disk bounds (here compute does)" in found
     assert "| no |" not in render(result)
-
-
-@pytest.mark.parametrize(
-    ("way", "changed", "what"),
-    [
-        ("units", step(2.2e-6, 101), "zipf: bytes against those of whole"),
-        ("mmap", step(5e-6, 240), "zipf: bytes against those of mmap"),
-        ("units", step(3.0e-6, 100), "zipf: time against missed bytes at the disk's rate, and compute"),
-        ("before", step(5e-6, 1200), "zipf: time against whole's, where the disk bounds (here compute does)"),
-        ("mmap", step(5e-6, 300, "other"), "outputs that differ"),
-    ],
-)
-def test_each_verdict_can_fail(result, way, changed, what):
-    result["tables"]["zipf"][way]["steps"][1] = changed
-    assert [one.what for one in judge(result) if not one.met] == [what]
-    assert f"| {what} | at most" in render(result)

@@ -1,10 +1,10 @@
-"""Routes that are recorded of a tiny mixture, trained for two steps, and those that benchmarks replay."""
+"""Routes that are recorded of a tiny mixture, and the tables that benchmarks make of routes, small."""
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.experts import recorded_routes
+from benchmarks.experts import recorded_routes, replay, speculation
 from benchmarks.experts.mixture import recorded_experts, routes_path
 from benchmarks.experts.recorded_routes import KINDS, make_model
 
@@ -45,3 +45,30 @@ def test_the_routes_in_this_repository_are_those_of_a_mixture(kind):
     assert path.stat().st_size < 1 << 20
     assert len(tokens) == 300
     assert all([len(units) for units in token] == [8] * 6 for token in tokens)
+
+
+def test_the_table_has_a_row_for_each_preference_and_size():
+    head, _, *rows = speculation.render(2, 20, []).splitlines()
+    assert head.count("|") == 8
+    assert len(rows) == len(speculation.PREFERENCES) * len(speculation.SHARES)
+    assert all(row.count("|") == 8 for row in rows)
+
+
+def test_penstock_beats_lru_and_nothing_beats_the_bound(monkeypatch):
+    monkeypatch.setattr(replay, "recorded_experts", lambda path: recorded_experts(path)[:60])
+    recorded, made_up, asked = replay.render([2], 20, [routes_path(64)]).strip().split("\n\n")
+    tables = [[line.strip("|").split("|") for line in one.splitlines()] for one in (recorded, made_up)]
+    assert [len(rows) - 2 for rows in tables] == [len(replay.SHARES), len(replay.DRIFTS) * len(replay.SHARES)]
+    against = []
+    for head, _, *rows in tables:
+        for row in rows:
+            assert len(row) == len(head)
+            lru, lfu, own, most, ratio = (float(cell) for cell in row[-5:])
+            assert max(lru, lfu, own) <= most
+            assert (
+                ratio == round((100 - own) / (100 - lru), 3) or abs(ratio - (100 - own) / (100 - lru)) < 2e-3
+            )
+            against.append(ratio)
+    _, _, anywhere, worth = asked.splitlines()
+    assert f"| 1.02 | {max(against):.3f} | yes |" in anywhere
+    assert f"| 0.86 | {against[1]:.3f} | {'yes' if against[1] <= 0.86 else '**no**'} |" in worth
