@@ -177,14 +177,3 @@ def test_a_pipelines_part_is_converted_to_the_name_that_its_library_reads(pensto
     assert penstock("convert", tmp_path / "diffusion_pytorch_model.bin").status == 2  # which exists
     done = penstock("convert", tmp_path, "--force")
     assert f"{tmp_path} is safetensors already: say with --output where to write it anew" in done.err
-
-
-def test_a_narrow_terminal_breaks_no_name_and_no_value(penstock, model, tmp_path, monkeypatch):
-    assert penstock("compile", model, tmp_path / "llama.penstock").status == 0
-    monkeypatch.setenv("COLUMNS", "60")
-    lines = penstock("inspect", tmp_path / "llama.penstock").out.splitlines()
-    assert max(map(len, lines)) <= 60
-    for name in ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.input_layernorm.weight"):
-        at = lines.index(name)
-        assert lines[at + 1].split()[0] == "float32"
-        assert lines[at + 1].split()[-2] == "streamable"

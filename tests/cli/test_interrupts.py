@@ -105,9 +105,10 @@ def folder(tmp_path_factory):
     ("place", "arguments"),
     [
         ("penstock.runtime.artifact.write_packed", ("compile", "--trust", "model.pt2", "new.penstock")),
-        (
+        pytest.param(
             "penstock.runtime.planning.make_plan",
             ("plan", "model.penstock", "--budget", "50%", "--report", "plan.html"),
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "penstock.runtime.module.StreamedModule.call",

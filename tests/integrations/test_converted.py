@@ -200,12 +200,6 @@ def test_stacked_experts_and_configurations_inside_others_are_converted(tmp_path
             same_values(stored, kind.from_pretrained(tmp_path / name, dtype=dtype))
 
 
-def test_a_configuration_without_a_dtype_leaves_it_to_the_files(tmp_path):
-    models.llama(**ONE).bfloat16().save_pretrained(tmp_path / "llama")
-    says(tmp_path / "llama", dtype=None)
-    same_values(open_model(tmp_path / "llama"), LlamaForCausalLM.from_pretrained(tmp_path / "llama"))
-
-
 def test_modules_of_diffusers_are_converted_as_diffusers_does(tmp_path):
     torch.manual_seed(0)
     wan = WanTransformer3DModel(

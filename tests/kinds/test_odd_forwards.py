@@ -477,6 +477,7 @@ def test_state_goes_on_in_training(name, tmp_path):
 # Forwards of libraries.
 
 
+@pytest.mark.nightly
 def test_a_backend_that_diffusers_sets_after_it_is_applied(tmp_path):
     model = models.frozen(models.unet())
     reference = models.twin(model)

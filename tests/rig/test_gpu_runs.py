@@ -31,6 +31,7 @@ from benchmarks.gpu.steps import NEED_STREAMS, STEPS
 from benchmarks.gpu.target import Target, WrongResultError
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from tests.forked import run_forked
+from tests.hunt import nightly_but
 from tests.rig import machine
 from tests.rig.building import build
 from tests.runtime.device.device_suite import CHECKS, FAULTS
@@ -266,7 +267,11 @@ def _check(lines):
         assert all(value > 0 for name, value in line.items() if name.endswith("_bytes_per_s")), line
 
 
-def test_wrong_bits_fail_a_step(late, tmp_path, monkeypatch):
+COMPARING = [overlap.measure, bits.measure, passes.run_streams, passes.run_closing, passes.run_graphs]
+
+
+@pytest.mark.parametrize("measure", nightly_but([passes.run_streams], COMPARING))
+def test_wrong_bits_fail_a_step(late, tmp_path, monkeypatch, measure):
     """A mutant of the device gives other bytes, and the steps that compare outputs say so."""
 
     def copy(self, stream, target, moves, label):
@@ -275,9 +280,7 @@ def test_wrong_bits_fail_a_step(late, tmp_path, monkeypatch):
 
     inner = AcceleratorDevice.copy
     monkeypatch.setattr(AcceleratorDevice, "copy", copy)
-    target = Target("rig", 0.0005, tmp_path)
-    for measure in (overlap.measure, bits.measure, passes.run_streams, passes.run_closing, passes.run_graphs):
-        lines = []
-        with torch.no_grad(), pytest.raises(WrongResultError):
-            measure(target, lambda lines=lines, **figures: lines.append(figures))
-        assert lines[-1]["equal"] is False
+    lines = []
+    with torch.no_grad(), pytest.raises(WrongResultError):
+        measure(Target("rig", 0.0005, tmp_path), lambda **figures: lines.append(figures))
+    assert lines[-1]["equal"] is False

@@ -56,9 +56,9 @@ class _Case:
     made.
     """
 
-    number: Synchronized[int]
-    clock: Synchronized[float]
-    processor: Synchronized[float]
+    number: Synchronized
+    clock: Synchronized
+    processor: Synchronized
 
     def begin(self):
         self.clock.value, self.processor.value = time.monotonic(), time.process_time()

@@ -131,6 +131,7 @@ def test_plain_and_streamed_runs_make_the_same_logits(prepared):
     assert plain.peak > 8 * MIB
 
 
+@pytest.mark.nightly
 def test_a_run_that_fails_of_itself_is_no_kill(prepared, tmp_path):
     broken = replace(prepared, kind="streamed", artifact=str(tmp_path / "none.penstock"))
     with pytest.raises(StreamError, match=r"the broken run: .*none\.penstock"):
