@@ -16,7 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from penstock.integrations import load
+from penstock.integrations import load, weight_files
 from penstock.integrations.folders import open_model
 from penstock.integrations.weight_files import keep_converted
 from penstock.runtime.cache import Cache, list_entries, prune
@@ -154,6 +154,24 @@ def test_a_damaged_file_in_the_cache_is_converted_again(folder, tmp_path, said):
             opened(folder, tmp_path)
         del model
         gc.collect()
+
+
+def test_what_was_converted_is_hashed_only_where_the_system_says_that_it_has_changed(
+    folder, tmp_path, said, monkeypatch
+):
+    opened(folder, tmp_path)
+    (file,) = weights(tmp_path)[0]
+    before = file.read_bytes()
+    file.write_bytes(before)  # the same bytes at another time
+    said()
+    opened(folder, tmp_path)
+    assert "all of its bytes are compared" in said()
+    monkeypatch.setattr(weight_files, "file_chunks", None)  # cannot be called
+    opened(folder, tmp_path)
+    told = said()
+    assert "compared" not in told
+    assert "writing" not in told
+    assert file.read_bytes() == before
 
 
 def test_room_is_made_for_what_is_converted(folder, tmp_path, monkeypatch):

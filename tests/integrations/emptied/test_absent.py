@@ -214,6 +214,36 @@ def test_a_quantised_parameter_is_the_same_object_all_the_time(tmp_path):
         assert torch.equal(part, before[name])
 
 
+META = torch.device("meta")
+
+
+def test_one_object_is_one_on_another_device_and_the_same_again_after_it(tmp_path):
+    model = quantised()
+    weight, bias, output = model[0].weight, model[0].bias, model(X)
+    kept = weight_files.store(weight_files.stored_tensors(model), Cache(tmp_path), "me")
+    facts = make_facts(model, [kept])
+    given = hollow.Hollow(model, "restore it", META)
+    assert {value.device for value in model.parameters()} == {META}
+    assert model[0].weight is model[1].weight
+    for one in (weight, model[0].weight):
+        with pytest.raises(StreamError, match=r"the parameter 0\.weight\.\w+ is not in memory: restore it"):
+            one.scale.sum()
+    given.filling(facts, [kept])()
+    assert model[0].weight is model[1].weight is weight
+    assert model[0].bias is bias
+    assert {value.device for value in model.parameters()} == {torch.device("cpu")}
+    assert torch.equal(model(X), output)
+
+
+def test_one_buffer_is_one_on_another_device():
+    model = layers()
+    model.register_buffer("table", torch.ones(4))
+    model[0].register_buffer("same", model.table)
+    hollow.Hollow(model, "restore it", META)
+    assert model.table.device == META
+    assert model[0].same is model.table
+
+
 class Aliases(nn.Module):
     """Buffers in the memory of parameters: the parameter itself, and views."""
 
