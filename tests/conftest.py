@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
+from tests.cli.command_line import penstock_fixture  # noqa: F401
 from tests.engines import COMPILER, ENGINES
 from tests.kept_code import keeping
 

@@ -1,7 +1,5 @@
 """`penstock cache`: what it lists, removes and asks."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -12,7 +10,6 @@ import torch
 
 import penstock as library
 from penstock.runtime.cache import LIMIT, Cache
-from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 DAY = 86_400
 
@@ -91,7 +88,7 @@ def test_the_limit_is_shown_and_kept(penstock, cache, monkeypatch):
 @pytest.mark.parametrize(("answer", "left"), [("n\n", {"a", "b"}), ("y\n", set())])
 def test_a_terminal_is_asked_before_all_is_removed(penstock, cache, monkeypatch, answer, left):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    asked: list[str] = []
+    asked = []
 
     def confirm(question, **_):
         asked.append(question)

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from penstock import open as open_program
-from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 MODELS = """
 import torch

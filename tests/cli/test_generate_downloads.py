@@ -1,7 +1,5 @@
 """`penstock generate NAME` downloads what the cache of the hub lacks, from a hub that these tests serve."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 from tests.cli.test_generate_command import expected, uncounted, words  # noqa: F401
 from tests.speaking_models import PROMPT, save_model
 

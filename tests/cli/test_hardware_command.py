@@ -8,7 +8,6 @@ import pytest
 from penstock.runtime.machine import calibrate, figures
 from penstock.runtime.machine.figures import WEEK, Subject, Trials, measured, this_machine
 from penstock.schedule.facts.hardware import PRESETS
-from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 COLUMNS = 80
 

@@ -1,4 +1,4 @@
-"""Ctrl-C in a real process: a word at once, status 130, no traceback, and nothing half-written."""
+"""Commands in processes of their own: Ctrl-C ends them, and what computes nothing imports no torch."""
 
 import signal
 import subprocess
@@ -105,9 +105,10 @@ def folder(tmp_path_factory):
     ("place", "arguments"),
     [
         ("penstock.runtime.artifact.write_packed", ("compile", "--trust", "model.pt2", "new.penstock")),
-        (
+        pytest.param(
             "penstock.runtime.planning.make_plan",
             ("plan", "model.penstock", "--budget", "50%", "--report", "plan.html"),
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "penstock.runtime.module.StreamedModule.call",
@@ -141,3 +142,63 @@ def test_the_word_does_not_wait_for_a_library_that_is_busy(folder):
     )
     assert said == "penstock: stopping ...\n"
     assert answered < ended / 2
+
+
+CODE = """
+import sys
+from penstock.cli.main import main
+sys.argv = ["penstock", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as done:
+    heavy = [name for name in ("torch", "scipy", "transformers") if name in sys.modules]
+    sys.exit(f"{done.code}, with {heavy}" if done.code or heavy else 0)
+"""
+
+
+def run(command, folder):
+    return subprocess.run(
+        [sys.executable, "-c", CODE, *command.split()],
+        cwd=folder,
+        env={"XDG_CACHE_HOME": str(folder), "PYTHONPATH": ":".join(sys.path)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("command", ["--help", "plan --help", "generate --help", "cache list", "hardware"])
+def test_no_torch_is_imported(command, tmp_path):
+    done = run(command, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_the_package_is_the_command_line(tmp_path):
+    command = [sys.executable, "-m", "penstock", "plan", "none", "--budget", "50%"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("penstock: none is not an artifact: there is no such folder; ")
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("plan other.penstock --budget 50%", "other.penstock is not an artifact: there is no such folder; "),
+        ("run empty --budget 50%", "empty is not an artifact: it has no payload.json; "),
+        ("simulate empty --budget 50% --hardware h200", "empty is not an artifact: it has no payload.json; "),
+        ("relink empty", "empty is not an artifact: it has no payload.json; "),
+        ("verify payload.json", "payload.json is not an artifact: it is a file; "),
+        ("generate other", "there is nothing to say: give --prompt TEXT, or --chat for a conversation"),
+        ("compile other full", "full exists; choose another output, or overwrite it with --force"),
+        ("compile other full --force", "full is not an artifact and will not be overwritten; "),
+    ],
+)
+def test_no_torch_is_imported_to_refuse(command, sentence, tmp_path):
+    for name in ("empty", "full"):
+        (tmp_path / name).mkdir()
+    for path in (tmp_path / "payload.json", tmp_path / "full/notes.txt"):
+        path.touch()
+    done = run(command, tmp_path)
+    assert sentence in done.stderr
+    assert done.stderr.endswith("\n2, with []\n")

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import penstock as api
-from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 ROWS, WIDTH = 1024, 1024
 

@@ -18,7 +18,6 @@ from peft import (
 from torch import nn
 
 from penstock.integrations import apply
-from penstock.schedule.facts.errors import PassError
 from tests.hunt import nightly_but
 from tests.integrations import models
 
@@ -104,12 +103,3 @@ def test_tied_parameters_of_an_adapter_stay_tied(tmp_path):
         for _ in range(2):
             assert torch.equal(model(X), reference(X))
     assert model.b.lora_A["default"].weight is model.a.lora_A["default"].weight
-
-
-def test_an_adapter_that_is_another_transposed_is_refused_as_tied(tmp_path):
-    model = adapted(LoraConfig(**SIZES), 1)
-    transposed = model.b.lora_A["default"].weight.t()
-    model.a.lora_B["default"].weight = nn.Parameter(transposed, requires_grad=False)
-    message = r"a\.lora_B.* in the memory of b\.lora_A.* copy would untie it: .* merge it first"
-    with pytest.raises(PassError, match=message):
-        apply(model, "1MB", cache=tmp_path)

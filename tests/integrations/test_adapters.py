@@ -12,9 +12,6 @@ from penstock.schedule.facts.errors import BudgetError, StreamError
 from tests.hunt import nightly_but
 from tests.integrations import models
 
-# peft asks transformers for what transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
 POISONED = LoadOptions(arena="contiguous", poison=True)
 MEMORY = {"little": ("230KB", LoadOptions()), "poisoned": ("260KB", POISONED), "all": ("4MB", LoadOptions())}
@@ -45,6 +42,14 @@ def merged():
     model = adapted()
     model.merge_adapter()
     return model
+
+
+def two():
+    model = adapted()
+    torch.manual_seed(4)
+    model.add_adapter("other", lora(r=2, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    return models.frozen(model)
 
 
 def added(name, **options):
@@ -107,6 +112,14 @@ STEPS = {
         [switched(False), switched(True)],
     ),
     "a head of its own, later": (models.llama, [added("late", modules_to_save=["lm_head"])]),
+    "one of two merged": (two, [lambda model: model.merge_adapter(["other"])]),
+    "two merged": (two, [merge, unmerge]),
+    "taken out": (adapted, [lambda model: (model.delete_adapter("default"), model.base_model.model)[1]]),
+    "one of two taken out": (two, [lambda model: model.delete_adapter("default")]),
+    "unloaded": (adapted, [lambda model: model.merge_and_unload()]),
+    "unloaded safely": (adapted, [lambda model: model.merge_and_unload(safe_merge=True)]),
+    "one of two unloaded": (two, [lambda model: model.merge_and_unload(adapter_names=["other"])]),
+    "unloaded without merging": (merged, [lambda model: model.unload()]),
     "parameters": (
         lambda: adapted(target_modules=[], target_parameters=["q_proj.weight"]),
         [switched(False), switched(True), merge],
@@ -121,6 +134,10 @@ SAMPLE = [
 ]
 
 
+def merged_adapters(model):
+    return [list(layer.merged_adapters) for layer in model.modules() if hasattr(layer, "merged_adapters")]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of peft, about what it is asked to do here
 @pytest.mark.parametrize(("name", "room"), nightly_but(SAMPLE, CASES))
 def test_it_computes_what_it_computes_in_memory(name, room, tmp_path):
@@ -128,18 +145,21 @@ def test_it_computes_what_it_computes_in_memory(name, room, tmp_path):
     model, reference = make(), make()
     memory, options = MEMORY[room]
 
-    def same():
-        return torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
+    def changed(one, step):
+        torch.manual_seed(3)
+        return step(one) or one
+
+    def check_equal():
+        assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
+        assert merged_adapters(model) == merged_adapters(reference)
 
     with apply(model, memory, cache=tmp_path, options=options):
-        assert same()
+        check_equal()
         for step in steps:
-            for one in (model, reference):
-                torch.manual_seed(3)
-                step(one)
-            assert same()
-            assert same()
-    assert same()
+            model, reference = (changed(one, step) for one in (model, reference))
+            check_equal()
+            check_equal()
+    check_equal()
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine, other)
 
@@ -274,6 +294,5 @@ def test_diffusers_fuses_and_switches_adapters(tmp_path):
             for one in (model, reference):
                 torch.manual_seed(3)
                 step(one)
-            for _ in range(2):
-                assert torch.equal(model(*given).sample, reference(*given).sample)
+            assert torch.equal(model(*given).sample, reference(*given).sample)
     assert torch.equal(model(*given).sample, reference(*given).sample)

@@ -1,4 +1,4 @@
-"""What counts against a cap: what penstock's own work leaves in memory is a part of it."""
+"""What counts against a cap, and capped models in a memory cgroup of their libraries, the cap and 64 MiB."""
 
 from collections import Counter
 
@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.calls import capped
+from examples.demo.cgroup import make_group
 from penstock.integrations import apply, cap
 from penstock.integrations.called import measuring
 from penstock.integrations.cap import Cap
 from penstock.schedule.facts.errors import BudgetError
+from tests.hunt import sampled
 
 MIB = 1 << 20
 BESIDE = 36 * MIB
@@ -118,3 +121,37 @@ def test_what_a_step_took_counts_where_free_pages_went_back_since(tmp_path, monk
     refused = pytest.raises(BudgetError, match=r"the call takes 16\.00 MiB beside weights")
     with torch.no_grad(), apply(model, "1MB", cache=tmp_path), refused:
         model(torch.ones(1, 8))
+
+
+CASES = [
+    *[("t5", "apply"), ("lora", "load"), ("llama", "load"), ("pipeline", "load"), ("lora", "apply")],
+    ("experts", "load"),
+]
+"""So that the sample has both ways and both libraries."""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Bytes that a process holds which imports the libraries and does nothing."""
+    with make_group(1 << 20) as group:
+        if group is None:
+            pytest.skip("no memory cgroup can be made here")
+    return int(capped.run_apart("", "bare", tmp_path_factory.mktemp("bare")))
+
+
+@pytest.mark.nightly
+@pytest.mark.random
+@pytest.mark.parametrize(("kind", "way"), sampled(CASES, 3))
+def test_nothing_is_killed_and_the_outputs_are_those_of_the_model_in_memory(bare, tmp_path, kind, way):
+    expected = capped.outputs_of(kind, capped.MAKERS[kind](tmp_path))
+    lived = capped.run_capped(kind, way, tmp_path, bare)
+    assert lived is not None
+    assert lived.outputs == expected
+    assert lived.peak_bytes <= bare + capped.CAP + capped.SLACK
+
+
+@pytest.mark.nightly
+def test_a_process_that_takes_more_is_killed(bare, tmp_path):
+    capped.make_llama(tmp_path)
+    with pytest.raises(capped.StreamError, match="the process ended with -9: killed by the kernel"):
+        capped.run_capped("llama", "load", tmp_path, bare - capped.CAP - capped.SLACK - (100 << 20))

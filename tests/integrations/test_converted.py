@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -122,34 +121,6 @@ def test_what_is_converted_is_announced_listed_and_written_once(folder, tmp_path
     model.penstock_applied.close()
 
 
-def test_files_that_change_are_converted_again(folder, tmp_path):
-    opened(folder, tmp_path)
-    (old,) = weights(tmp_path)[0]
-    file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    state = file.stat()
-    tensors = {name: value + 1 for name, value in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    model = opened(folder, tmp_path)
-    assert len(weights(tmp_path)[0]) == 2
-    assert torch.equal(model(IDS).logits, models.frozen(LlamaForCausalLM.from_pretrained(folder))(IDS).logits)
-    assert old.exists()
-
-
-def test_files_that_change_meanwhile_are_refused_and_leave_nothing(folder, tmp_path, monkeypatch):
-    cast = stored_tensor._cast
-
-    def slow(*given):
-        for file in folder.glob("*.safetensors"):
-            os.utime(file, ns=(1, 1))
-        yield from cast(*given)
-
-    monkeypatch.setattr(stored_tensor, "_cast", slow)
-    with pytest.raises(SourceError, match="llama was written to while it was being converted: leave it"):
-        opened(folder, tmp_path)
-    assert not list(Cache(tmp_path / "cache").weights.iterdir())
-
-
 def test_control_c_in_the_middle_leaves_nothing(folder, tmp_path, monkeypatch):
     cast, calls = stored_tensor._cast, []
 
@@ -245,12 +216,6 @@ def test_stacked_experts_and_configurations_inside_others_are_converted(tmp_path
         for dtype in (torch.bfloat16, torch.float16):
             stored = open_model(tmp_path / name, dtype=str(dtype).removeprefix("torch."))
             same_values(stored, kind.from_pretrained(tmp_path / name, dtype=dtype))
-
-
-def test_a_configuration_without_a_dtype_leaves_it_to_the_files(tmp_path):
-    models.llama(**ONE).bfloat16().save_pretrained(tmp_path / "llama")
-    says(tmp_path / "llama", dtype=None)
-    same_values(open_model(tmp_path / "llama"), LlamaForCausalLM.from_pretrained(tmp_path / "llama"))
 
 
 def test_modules_of_diffusers_are_converted_as_diffusers_does(tmp_path):

@@ -18,9 +18,6 @@ from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
 from tests.integrations import models
 
-# peft asks transformers for what transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -31,6 +28,7 @@ def folder(tmp_path):
 
 def test_an_adapter_without_its_model_is_refused_by_name(tmp_path):
     model = models.llama(num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "peft")  # beside its model it is not ignored
     model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]), "any")
     model.save_pretrained(tmp_path / "peft")
     (tmp_path / "diffusers").mkdir()
@@ -57,15 +55,14 @@ def test_a_folder_that_the_system_does_not_read_is_named(where, look, folder, tm
     load(folder, "1MB", cache=tmp_path / "cache").penstock_applied.close()
 
 
-def test_a_file_in_place_of_its_folder_is_told_so(folder):
-    with pytest.raises(SourceError, match=r"config.json is a file: give the folder that it is in"):
-        load(folder / "config.json", memory="1MB")
-
-
-def test_an_adapter_beside_its_model_is_refused_and_never_ignored(folder):
-    (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(SourceError, match="model holds an adapter"):
-        load(folder, "1MB")
+def test_a_file_in_place_of_its_folder_is_told_so(folder, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for path, words in {
+        folder / "config.json": "is a file: give the folder that it is in",
+        tmp_path / "model.gguf": "is a file: give a model's folder, with its config.json",
+    }.items():
+        with pytest.raises(SourceError, match=f"{path.name} {words}"):
+            load(path, memory="1MB")
 
 
 def test_the_log_says_where_weights_are_and_how_they_stream(folder, tmp_path, caplog):

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from penstock.integrations.merged import merge
 from penstock.schedule.facts.errors import PassError, SourceError
-from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 from tests.hunt import nightly_but
 from tests.integrations import models
 from tests.integrations.test_saved import check_equal, tensors_of
@@ -167,6 +166,7 @@ print(peak_above(lambda: merged.merge(str(big), adapter, targets[1])))
 """
 
 
+@pytest.mark.nightly  # test_saved.py has the sample
 def test_a_few_weights_are_in_memory_at_a_time(tmp_path):
     adapt(models.llama(), lora(), tmp_path / "small")
     big = models.llama(hidden_size=1024, intermediate_size=1024, num_hidden_layers=6, vocab_size=1024)

@@ -1,5 +1,7 @@
-"""Models whose weights stay in the files that their library loaded them from."""
+"""Weights stay in the files that their library loaded them from, or are written once to the cache."""
 
+import copy
+import math
 import os
 import shutil
 from types import SimpleNamespace
@@ -12,14 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM, T5ForConditionalGeneration
 
-from penstock.integrations import apply
-from penstock.runtime.cache import Cache, list_entries
+from penstock.integrations import apply, load
+from penstock.runtime.cache import Cache, list_entries, prune
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.schedule.facts.errors import SourceError
 from tests.integrations import models
-
-# peft asks transformers for what transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 IDS = torch.tensor([[5, 17, 99, 3]])
 ONE = {"num_hidden_layers": 1}
@@ -210,3 +209,76 @@ def test_of_the_variants_the_one_that_fits_is_used(tmp_path):
 def test_a_module_without_a_folder_or_weights_is_applied(tmp_path):
     with apply(models.frozen(nn.Sequential(nn.ReLU())), "1MB", cache=tmp_path):
         assert not written(tmp_path)
+
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def linear(seed, width=8):
+    torch.manual_seed(seed)
+    return nn.Linear(8, width).eval().requires_grad_(False)
+
+
+def test_what_a_model_runs_on_is_in_use_until_it_is_restored(tmp_path, said):
+    model, cache = nn.Sequential(linear(1)), Cache(tmp_path)
+    expected = model(X)
+    applied = apply(model, "1MB", cache=tmp_path)
+    (weights,) = cache.weights.iterdir()
+    assert f"writing 288 bytes of weights of Sequential to {weights}" in said()
+    assert {one.made_for for one in list_entries(tmp_path)} == {"Sequential"}
+    applied.close()  # what is not loaded is needed too, as it is nowhere else
+    assert [one.kind for one in prune(tmp_path, before=math.inf).in_use] == ["weights"]
+    assert torch.equal(model(X), expected)
+    applied.restore()
+    assert len(prune(tmp_path, before=math.inf).removed) == 1
+    with apply(model, "1MB", cache=tmp_path):  # written again
+        assert torch.equal(model(X), expected)
+
+
+@pytest.fixture(scope="module")
+def phased(tmp_path_factory):
+    """A model in shards whose tensors begin at 8, 24 or 40 modulo 64."""
+    path = tmp_path_factory.mktemp("phases") / "llama"
+    models.llama(num_hidden_layers=1).save_pretrained(path, max_shard_size="100KB")
+    for number, file in enumerate(sorted(path.glob("*.safetensors"))):
+        shifted(file, (8, 24, 40)[number])
+    return path
+
+
+def shifted(file, phase):
+    """Lengthen the header of a file by blanks, so that its tensors begin at `phase` modulo 64."""
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = raw[8:end] + b" " * ((phase - end) % 64)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[end:])
+
+
+def library_model(phased):
+    return models.frozen(LlamaForCausalLM.from_pretrained(phased))
+
+
+def answer_of(model):
+    """The logits of two tokens behind a prompt: each is one row."""
+    made = model.generate(
+        IDS, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    return torch.cat(made.logits)
+
+
+def test_a_model_has_the_bits_of_the_one_that_its_library_maps(phased, tmp_path):
+    expected = answer_of(library_model(phased))
+    for memory in ("1.2MB", "60MB"):
+        with load(phased, memory, cache=tmp_path) as model:
+            assert torch.equal(answer_of(model), expected)
+        model = library_model(phased)
+        with apply(model, memory, cache=tmp_path):
+            assert torch.equal(answer_of(model), expected)
+        assert torch.equal(answer_of(model), expected)  # restored
+
+
+def test_a_copy_of_a_model_keeps_its_own_bits(phased, tmp_path):
+    model = copy.deepcopy(library_model(phased))
+    expected = answer_of(model)
+    with apply(model, "60MB", cache=tmp_path) as applied:
+        assert set(applied.components["LlamaForCausalLM"].weights) == set(phased.glob("*.safetensors"))
+        assert torch.equal(answer_of(model), expected)

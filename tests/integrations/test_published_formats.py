@@ -21,8 +21,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
 
-Tensors = dict[str, torch.Tensor]
-
 
 def publish(model, folder, quantise, facts):
     """Write a model as its publisher would, and return the tensors in its file."""
@@ -361,16 +359,6 @@ def test_adapters_are_trained_over_packed_weights(tmp_path):
         got = dict(model.named_parameters())
         assert all(torch.equal(got[name].grad, grad) for name, grad in grads.items())
     model.penstock_applied.close()
-
-
-def test_a_model_that_compressed_tensors_has_loaded_is_refused_and_left_alone(tmp_path):
-    model = models.llama()
-    expected, weight = model(IDS).logits, model.lm_head.weight
-    model.lm_head.quantization_scheme = object()  # compressed-tensors sets it on each layer that it quantises
-    with pytest.raises(PassError, match=r"was quantised with compressed-tensors, .*: give its folder to"):
-        apply(model, "1MB", cache=tmp_path)
-    assert model.lm_head.weight is weight
-    assert torch.equal(model(IDS).logits, expected)
 
 
 def test_a_folder_without_a_part_is_refused_by_the_name_of_that(tmp_path):

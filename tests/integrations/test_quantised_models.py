@@ -95,15 +95,6 @@ def test_any_class_that_says_what_it_is_made_of_streams(kind, tmp_path):
     check_streamed(quantised_models.quantise(layers(), kind, nested=nested), tmp_path)
 
 
-def test_a_class_that_does_not_say_is_refused_and_left_alone(tmp_path):
-    model = layers()
-    weight = nn.Parameter(quantised_models.Opaque(model[0].weight.detach()), requires_grad=False)
-    model[0].weight = weight
-    with pytest.raises(PassError, match=r"weight 0\.weight is a Opaque, which does not say"):
-        apply(model, "1MB", cache=tmp_path)
-    assert model[0].weight is weight
-
-
 def test_a_constructor_that_quantises_is_refused_with_its_line():
     def build():
         model = layers()

@@ -120,7 +120,6 @@ def test_a_conversion_is_saved_as_what_it_was_converted_to(tmp_path):
     model.penstock_applied.close()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("of_peft", [True, False])
 def test_of_an_adapted_model_the_adapter_is_saved(of_peft, tmp_path):
     lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)

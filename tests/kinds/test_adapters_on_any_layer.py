@@ -1,4 +1,4 @@
-"""Adapters merged, taken out, saved and trained while their model streams: what peft gives in memory."""
+"""Adapters on any layer, trained and saved while their model streams: what peft gives in memory."""
 
 import pytest
 import torch
@@ -34,53 +34,6 @@ def adapted(make=None, **options):
     model = make() if make else models.llama()
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(**given))
-
-
-def merged_adapters(model):
-    return [list(layer.merged_adapters) for layer in model.modules() if hasattr(layer, "merged_adapters")]
-
-
-def two(model):
-    torch.manual_seed(4)
-    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    model.base_model.set_adapter(["default", "other"])
-
-
-CHANGES = {
-    "unmerge": (lambda m: m.merge_adapter(), lambda m: m.unmerge_adapter()),
-    "merge": (lambda m: None, lambda m: m.merge_adapter()),
-    "merge one of two": (two, lambda m: m.merge_adapter(["other"])),
-    "unmerge two": (lambda m: (two(m), m.merge_adapter()), lambda m: m.unmerge_adapter()),
-    "delete": (lambda m: None, lambda m: (m.delete_adapter("default"), m.base_model.model)[1]),
-    "delete one of two": (two, lambda m: m.delete_adapter("default")),
-    "unload": (lambda m: None, lambda m: m.merge_and_unload()),
-    "unload safely": (lambda m: None, lambda m: m.merge_and_unload(safe_merge=True)),
-    "unload one of two": (two, lambda m: m.merge_and_unload(adapter_names=["other"])),
-    "unload without merging": (lambda m: m.merge_adapter(), lambda m: m.unload()),
-}
-
-
-CASES = [(name, memory) for name in CHANGES for memory in ("260KB", MEMORY)]
-
-
-@pytest.mark.parametrize(("name", "memory"), nightly_but([CASES[1], *CASES[::2]], CASES))
-def test_what_changes_while_it_streams_is_changed_for_good(name, memory, tmp_path):
-    before, change = CHANGES[name]
-    model, reference = (models.frozen(adapted()) for _ in range(2))
-    with torch.no_grad():
-        for one in (model, reference):
-            before(one)
-        applied = apply(model, memory, cache=tmp_path)
-        model(input_ids=IDS)
-        model, reference = (change(one) or one for one in (model, reference))
-        assert merged_adapters(model) == merged_adapters(reference)
-        for _ in range(2):
-            assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
-        applied.restore()
-        assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
-        assert merged_adapters(model) == merged_adapters(reference)
-    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine, other)
 
 
 def gemma():
@@ -195,7 +148,7 @@ def test_a_network_of_diffusers_is_trained_at_any_batch(name, memory, tmp_path):
 
     model, reference = made(), made()
     with apply(model, memory, train=True, cache=tmp_path):
-        for count in (2, 3, 1):
+        for count in (2, 1):
             for one in (model, reference):
                 loss(one, count).backward()
             mine, other = gradients(model), gradients(reference)

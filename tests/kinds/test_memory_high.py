@@ -2,8 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
@@ -42,16 +41,25 @@ def native(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Machine:
-    """A made-up /proc, where control groups are mounted, and what their files hold.
+    """A made-up /proc, where control groups are mounted, and what their files hold: `path=text; path=text`.
 
-    In `mounts`, each with its root, its mount point and its kind, and in `files`, paths are relative.
+    In `mounts`, each with its root, its mount point and its kind, and in `files`, paths are relative. What is
+    left is that of the group, or of the system.
     """
 
     own: str | bytes
-    files: Mapping[str, str | bytes] = field(default_factory=dict)
-    mounts: tuple[tuple[str, str, str], ...] = ()
+    files: str | bytes = ""
     left: int = SYSTEM
-    name: str = "the system"
+    group: str = ""
+    mounts: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def name(self):
+        return f"control group {self.group}" if self.group else "the system"
+
+    def contents(self):
+        files = self.files if isinstance(self.files, bytes) else self.files.encode()
+        return dict(one.split(b"=", 1) for one in files.split(b"; ") if one)
 
     def write(self, folder):
         proc, groups = folder / "proc", folder / "groups"
@@ -63,7 +71,7 @@ class Machine:
         written = {proc / "meminfo": f"MemTotal: 99 kB\nMemAvailable:    {SYSTEM >> 10} kB\n"}
         written |= {proc / "self/cgroup": self.own, groups / "kept": ""}
         written |= {proc / "self/mountinfo": "".join(table)} if table else {}
-        written |= {groups / os.fsdecode(name): content for name, content in self.files.items()}
+        written |= {groups / os.fsdecode(name): content for name, content in self.contents().items()}
         for path, content in written.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -71,123 +79,70 @@ class Machine:
 
 
 V2 = ("/", "", "cgroup2")
+HIGH, MAX, STAT = "memory.high", "memory.max", "memory.stat"
+OF_V1 = "memory.limit_in_bytes"
 MACHINES = {
-    "memory.high alone": Machine(
-        "0::/a\n", {"a/memory.max": "max\n", "a/memory.high": "1000\n"}, left=1000, name="control group /a"
-    ),
+    "memory.high alone": Machine("0::/a\n", f"a/{MAX}=max\n; a/{HIGH}=1000\n", 1000, "/a"),
     "memory.high below memory.max": Machine(
-        "0::/a\n",
-        {"a/memory.max": "9000\n", "a/memory.high": "7000\n", "a/memory.stat": "anon 500\nfile 90\n"},
-        left=6500,
-        name="control group /a",
+        "0::/a\n", f"a/{MAX}=9000\n; a/{HIGH}=7000\n; a/{STAT}=anon 500\nfile 90\n", 6500, "/a"
     ),
-    "memory.max below memory.high": Machine(
-        "0::/a\n", {"a/memory.max": "7000\n", "a/memory.high": "9000\n"}, left=7000, name="control group /a"
-    ),
-    "memory.high of a group above": Machine(
-        "0::/a/b\n",
-        {"a/b/memory.max": "9000\n", "a/memory.high": "5000\n"},
-        left=5000,
-        name="control group /a",
-    ),
-    "memory.high of 0": Machine("0::/a\n", {"a/memory.high": "0\n"}, left=0, name="control group /a"),
-    "memory.high that limits nothing": Machine(
-        "0::/a\n", {"a/memory.max": "max\n", "a/memory.high": "max\n"}
-    ),
-    "a soft limit of version 1": Machine("4:memory:/a\n", {"memory/a/memory.soft_limit_in_bytes": "1\n"}),
-    "files of version 2 in version 1": Machine("4:memory:/a\n", {"memory/a/memory.high": "1\n"}),
-    "several controllers": Machine(
-        "4:cpu,memory:/a\n", {"memory/a/memory.limit_in_bytes": "800\n"}, left=800, name="control group /a"
-    ),
+    "memory.max below memory.high": Machine("0::/a\n", f"a/{MAX}=7000\n; a/{HIGH}=9000\n", 7000, "/a"),
+    "memory.high of a group above": Machine("0::/a/b\n", f"a/b/{MAX}=9000\n; a/{HIGH}=5000\n", 5000, "/a"),
+    "memory.high of 0": Machine("0::/a\n", f"a/{HIGH}=0\n", 0, "/a"),
+    "memory.high that limits nothing": Machine("0::/a\n", f"a/{MAX}=max\n; a/{HIGH}=max\n"),
+    "a soft limit of version 1": Machine("4:memory:/a\n", "memory/a/memory.soft_limit_in_bytes=1\n"),
+    "files of version 2 in version 1": Machine("4:memory:/a\n", f"memory/a/{HIGH}=1\n"),
+    "several controllers": Machine("4:cpu,memory:/a\n", f"memory/a/{OF_V1}=800\n", 800, "/a"),
     "both versions": Machine(
         "4:memory:/a\n0::/b\n",
-        {"memory/a/memory.limit_in_bytes": "800\n", "two/b/memory.high": "700\n"},
+        *(f"memory/a/{OF_V1}=800\n; two/b/{HIGH}=700\n", 700, "/b"),
         (("/", "memory", "cgroup"), ("/", "two", "cgroup2")),
-        left=700,
-        name="control group /b",
     ),
     "mounted elsewhere": Machine(
-        "0::/a\n",
-        {"else where/a/memory.high": "600\n", "a/memory.max": "1\n"},
+        *("0::/a\n", f"else where/a/{HIGH}=600\n; a/{MAX}=1\n", 600, "/a"),
         (("/", "else\\040where", "cgroup2"),),
-        left=600,
-        name="control group /a",
     ),
     "the own group is the root of the mount": Machine(
-        "0::/docker/a\n",
-        {"memory.high": "600\n", "docker/a/memory.max": "1\n"},
-        (("/docker/a", "", "cgroup2"),),
-        left=600,
-        name="control group /",
+        "0::/docker/a\n", f"{HIGH}=600\n; docker/a/{MAX}=1\n", 600, "/", (("/docker/a", "", "cgroup2"),)
     ),
     "a mount of another group": Machine(
-        "0::/docker/a\n", {"memory.max": "1\n"}, (("/docker/b", "", "cgroup2"),)
+        "0::/docker/a\n", f"{MAX}=1\n", mounts=(("/docker/b", "", "cgroup2"),)
     ),
     "a mount that another covers": Machine(
-        "0::/a\n",
-        {"memory.max": "1\n", "a/memory.max": "1\n"},
-        (V2, ("/", "", "tmpfs"), ("/", "two", "cgroup2")),
+        "0::/a\n", f"{MAX}=1\n; a/{MAX}=1\n", mounts=(V2, ("/", "", "tmpfs"), ("/", "two", "cgroup2"))
     ),
-    "outside of the namespace": Machine(
-        "0::/../other\n", {"../other/memory.max": "1\n", "other/memory.max": "2\n", "memory.max": "3\n"}
-    ),
+    "outside of the namespace": Machine("0::/../other\n", f"../other/{MAX}=1\n; other/{MAX}=2\n; {MAX}=3\n"),
     "outside of the namespace, version 1": Machine(
-        "4:memory:/../../other\n",
-        {"other/memory.limit_in_bytes": "1\n", "memory/memory.limit_in_bytes": "2\n"},
+        "4:memory:/../../other\n", f"other/{OF_V1}=1\n; memory/{OF_V1}=2\n"
     ),
     "beside the namespace, seen from above": Machine(
-        "0::/../other/a\n",
-        {"other/a/memory.high": "500\n", "memory.max": "9000\n"},
+        *("0::/../other/a\n", f"other/a/{HIGH}=500\n; {MAX}=9000\n", 500, "/other/a"),
         (("/..", "", "cgroup2"),),
-        left=500,
-        name="control group /other/a",
     ),
     "two levels beside it": Machine(
-        "0::/../../x\n",
-        {"x/memory.max": "450\n"},
-        (("/../..", "", "cgroup2"),),
-        left=450,
-        name="control group /x",
+        "0::/../../x\n", f"x/{MAX}=450\n", 450, "/x", (("/../..", "", "cgroup2"),)
     ),
     "in the namespace, seen from above": Machine(  # the name of the namespace's own group is not known
-        "0::/a\n",
-        {"memory.high": "500\n", "a/memory.max": "1\n"},
-        (("/..", "", "cgroup2"),),
-        left=500,
-        name="control group /",
+        "0::/a\n", f"{HIGH}=500\n; a/{MAX}=1\n", 500, "/", (("/..", "", "cgroup2"),)
     ),
     "beside a mount that lies above": Machine(
-        "0::/../../x\n", {"x/memory.max": "1\n", "memory.max": "2\n"}, (("/..", "", "cgroup2"),)
+        "0::/../../x\n", f"x/{MAX}=1\n; {MAX}=2\n", mounts=(("/..", "", "cgroup2"),)
     ),
-    "beside a mount that lies beside": Machine("0::/a\n", {"memory.max": "1\n"}, (("/../b", "", "cgroup2"),)),
-    "dots within": Machine(
-        "0::/a/../b\n", {"b/memory.max": "1\n", "a/memory.max": "2\n", "memory.max": "3\n"}
-    ),
-    "a path without a root": Machine(
-        "0::other\n", {"other/memory.max": "1\n", "../groupsother/memory.max": "1\n"}
-    ),
-    "lines that are none": Machine(
-        "\n:\nx\n0:\n::\n4:memory\n0::/a\n", {"a/memory.max": "900\n"}, left=900, name="control group /a"
-    ),
+    "beside a mount that lies beside": Machine("0::/a\n", f"{MAX}=1\n", mounts=(("/../b", "", "cgroup2"),)),
+    "dots within": Machine("0::/a/../b\n", f"b/{MAX}=1\n; a/{MAX}=2\n; {MAX}=3\n"),
+    "a path without a root": Machine("0::other\n", f"other/{MAX}=1\n; ../groupsother/{MAX}=1\n"),
+    "lines that are none": Machine("\n:\nx\n0:\n::\n4:memory\n0::/a\n", f"a/{MAX}=900\n", 900, "/a"),
     "numbers that are none": Machine(
-        "0::/a\n",
-        {"a/memory.max": "", "a/memory.high": "-5\n", "memory.max": "9" * 5000, "memory.high": "12 kB\n"},
+        "0::/a\n", f"a/{MAX}=; a/{HIGH}=-5\n; {MAX}={'9' * 5000}; {HIGH}=12 kB\n"
     ),
     "numbers beyond 64 bits": Machine(
         "0::/a\n",
-        {
-            "a/memory.max": "18446744073709551615\n",
-            "a/memory.high": "3000\n",
-            "a/memory.stat": "anon 9223372036854775807\nshmem 9223372036854775807\nfile x\nsock\n",
-        },
-        left=0,
-        name="control group /a",
+        f"a/{MAX}=18446744073709551615\n; a/{HIGH}=3000\n; a/{STAT}=anon 9223372036854775807\n"
+        "shmem 9223372036854775807\nfile x\nsock\n",
+        *(0, "/a"),
     ),
     "a name that is no UTF-8": Machine(
-        b"0::/a\xff\x0b b\n",
-        {b"a\xff\x0b b/memory.high": "400\n"},
-        left=400,
-        name="control group /a\ufffd\x0b b",
+        b"0::/a\xff\x0b b\n", b"a\xff\x0b b/memory.high=400\n", 400, "/a\ufffd\x0b b"
     ),
     "no files": Machine("0::/gone/away\n"),
     "nothing at all": Machine("", mounts=(V2,)),
@@ -209,7 +164,7 @@ def test_what_groups_leave_in_cpp(name, tmp_path, native):
 
 @pytest.mark.parametrize("line", ["MemAvailable: 12 MB", "MemAvailable: x kB", "MemAvailable:", ""])
 def test_a_system_that_does_not_say(line, tmp_path, native):
-    proc, groups = Machine("0::/\n", {"memory.max": "1\n"}).write(tmp_path)
+    proc, groups = Machine("0::/\n", "memory.max=1\n").write(tmp_path)
     (proc / "meminfo").write_text(line + "\n")
     assert memory_limit(proc, groups) is None
     assert native(proc, groups) == (1 << 63) - 1

@@ -1,28 +1,42 @@
-"""Forwards that do with modules and weights what nobody expects compute what they compute in memory."""
+"""Forwards that do what nobody expects with modules, weights and state compute what they do in memory."""
 
 import copy
+import functools
+import itertools
+import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import BertForSequenceClassification, LlamaForSequenceClassification
 
 from penstock import LoadOptions
-from penstock.integrations import apply
+from penstock.integrations import apply, load
 from penstock.schedule.facts.errors import BudgetError
 from tests.hunt import nightly_but
 from tests.integrations import models
+
+pytestmark = [  # torch's own, of backends.mkldnn.flags and of jvp
+    pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
 
 POISONED = LoadOptions(arena="contiguous", poison=True)
 WIDTH = 64
 
 
 class Model(nn.Module):
-    """Layers that are called one after another, and `odd`, which is called with the model afterwards."""
+    """Layers that are called one after another, and `odd`, which is called with the model afterwards.
 
-    def __init__(self, odd):
+    `within` is called with the fourth layer in its step, from call number `since` on.
+    """
+
+    def __init__(self, odd=lambda model, x: x, within=None, since=1):
         super().__init__()
         torch.manual_seed(0)
         self.odd = odd
@@ -30,11 +44,26 @@ class Model(nn.Module):
         self.again, self.spare = self.layers[1], nn.Linear(WIDTH, WIDTH)
         self.list = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 8) for _ in range(4))
         self.dict = nn.ParameterDict({f"w{k}": torch.randn(WIDTH, WIDTH) / 8 for k in range(4)})
+        self.register_buffer("count", torch.zeros(4))
+        self.attribute, self.log, self.numbers, self.calls = torch.zeros(4), [], itertools.count(1), 0
+        self.generator, self.own = numpy.random.default_rng(3), torch.Generator().manual_seed(3)
+        if within is not None:
+            forward = self.layers[3].forward
+            layer = self.layers[3]
+            layer.forward = lambda x: (forward(x), self.calls < since or within(layer))[0]
 
     def forward(self, x):
+        self.calls += 1
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.odd(self, x)
+
+
+def rows(count):
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+# What it does with modules and weights.
 
 
 class Product(torch.autograd.Function):
@@ -153,66 +182,257 @@ ODD = {
 }
 
 
-def rows(count):
-    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+def ensemble(model, x):
+    weights, buffers = torch.func.stack_module_state(list(model.layers))
+
+    def call(weight, buffer):
+        return torch.func.functional_call(model.layers[0], (weight, buffer), (x,))
+
+    return torch.vmap(call)(weights, buffers).sum(0)
+
+
+TRANSFORMS = {
+    "vmap over rows": lambda model, x: torch.vmap(lambda row: row @ model.list[0])(x),
+    "vmap of a layer": lambda model, x: torch.vmap(model.layers[1])(x),
+    "vmap over a weight": lambda model, x: x + torch.vmap(lambda row: row.sum())(model.layers[2].weight),
+    "an ensemble": ensemble,
+    "grad of an input": lambda model, x: torch.func.grad(lambda y: model.layers[0](y).sum())(x),
+    "grad of a weight": lambda model, x: (
+        x @ torch.func.grad(lambda w: functional.linear(x, w).square().sum())(model.layers[3].weight)
+    ),
+    "jacrev and jacfwd": lambda model, x: (
+        torch.func.jacrev(model.layers[0])(x[0]) + torch.func.jacfwd(model.layers[1])(x[0])
+    ),
+    "jvp": lambda model, x: torch.func.jvp(model.layers[2], (x,), (torch.ones_like(x),))[1],
+    "functional_call": lambda model, x: torch.func.functional_call(
+        model.layers[1], {"weight": model.list[0] * 0.5}, (x,)
+    ),
+}
+
+
+# What it remembers, makes once and draws.
+
+
+def in_a_closure():
+    kept = torch.zeros(4)
+    return Model(lambda model, x: x + kept.add_(1).mean())
+
+
+def in_a_list(model, x):
+    model.log.append(float(x[0, 0]))
+    return x + sum(model.log)
+
+
+def in_another_buffer(model, x):
+    model.count = model.count + len(x)
+    return x + model.count.mean()
+
+
+def once(model, x):
+    if not hasattr(model, "steps"):
+        model.steps = torch.arange(WIDTH) / 7
+    return x + model.steps
+
+
+def once_a_size(model, x):
+    tables = model.__dict__.setdefault("tables", {})
+    if len(x) not in tables:
+        tables[len(x)] = torch.arange(WIDTH) / len(x)
+    return x + tables[len(x)]
+
+
+def once_as_a_buffer(model, x):
+    if "late" not in model._buffers:
+        model.register_buffer("late", x[:1].clone(), persistent=False)
+    return x + model.late
+
+
+def once_of_a_weight(model, x):
+    if not hasattr(model, "scaled"):
+        model.scaled = model.spare.weight * 0.5
+    return x @ model.scaled
+
+
+@functools.cache
+def table(width):
+    return torch.arange(width) / 7
+
+
+STATE = {
+    "a buffer": lambda model, x: x + model.count.add_(1).mean(),
+    "a tensor of its own": lambda model, x: x + model.attribute.add_(1).mean(),
+    "a list": in_a_list,
+    "a counter": lambda model, x: x + next(model.numbers),
+    "a buffer in place of another": in_another_buffer,
+    "made at the first call": once,
+    "made at the first call of a size": once_a_size,
+    "a buffer made at the first call": once_as_a_buffer,
+    "made of a weight": once_of_a_weight,
+    "a cached function": lambda model, x: x + table(WIDTH),
+    "numbers of torch": lambda model, x: x + torch.rand(WIDTH),
+    "numbers of numpy": lambda model, x: x + float(numpy.random.rand()),
+    "numbers of Python": lambda model, x: x + random.random(),
+    "numbers of a generator of numpy": lambda model, x: x + float(model.generator.random()),
+    "numbers of a generator of torch": lambda model, x: x + torch.rand(WIDTH, generator=model.own),
+}
+
+
+def seed():
+    torch.manual_seed(5)
+    numpy.random.seed(5)
+    random.seed(5)
+
+
+# Kernels and dtypes that it chooses for a while.
+
+
+@contextmanager
+def wide():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+WAYS = {
+    "sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
+    "no mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast off": lambda: torch.autocast("cpu", enabled=False),  # within autocast
+    "default dtype": wide,
+    "deterministic": deterministic,
+    "inference mode": torch.inference_mode,
+}
+
+
+def attends(way):
+    def odd(model, x):
+        x = x.float()  # which autocast around the model would have in bfloat16
+        with way():
+            q, k, v = (part(x)[None].unflatten(-1, (4, 16)).transpose(1, 2) for part in model.layers[:3])
+            mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            return model.layers[3](mixed) * torch.tensor(0.1)
+
+    return Model(odd)
+
+
+@pytest.mark.parametrize("name", ["sdpa_kernel", "autocast"])
+def test_the_choice_matters(name):
+    with torch.no_grad():
+        assert not torch.equal(attends(WAYS[name])(rows(40)), attends(nullcontext)(rows(40)))
+
+
+# What it writes.
+
+
+def moving_average(model):
+    for mine, other in zip(model.layers[4].parameters(), model.layers[5].parameters(), strict=True):
+        mine.mul_(0.9).add_(other * 0.1)
+
+
+def gives_other_memory(layer):
+    layer.weight.data = layer.weight.data * 0.5
+
+
+def by_numpy(layer):
+    layer.bias.numpy()[::2] += 1
+
+
+IN_ITS_STEP = {
+    "in its step": lambda layer: layer.bias.add_(1),
+    "through .data": lambda layer: layer.weight.data.mul_(0.5),
+    "by numpy": by_numpy,
+    "as other memory": gives_other_memory,
+}
+OUTSIDE = {
+    "outside of its step": lambda model: model.layers[2].weight.mul_(0.5),
+    "as out=": lambda model: torch.mul(model.layers[1].bias, 1.5, out=model.layers[1].bias),
+    "an average": moving_average,
+    "a large buffer": lambda model: model.large.mul_(1.5),
+    "rows of a large buffer": lambda model: model.large.__setitem__(model.calls, 1.0),
+}
+
+
+def writing(write, since):
+    """A model that writes from a call on, and reads a large buffer."""
+
+    def odd(model, x):
+        if model.calls >= since:
+            write(model)
+        return x + model.large.sum(0)[:WIDTH]
+
+    model = Model(odd)
+    model.register_buffer("large", torch.randn(512, 512))
+    return model
+
+
+FORWARDS = (
+    {
+        name: functools.partial(Model, odd)
+        for name, odd in {
+            **ODD,
+            **TRANSFORMS,
+            **{f"state: {key}": value for key, value in STATE.items()},
+        }.items()
+    }
+    | {"state: a tensor of a closure": in_a_closure}
+    | {name: functools.partial(attends, way) for name, way in WAYS.items()}
+    | {f"written {name}": functools.partial(Model, within=write) for name, write in IN_ITS_STEP.items()}
+    | {f"written {name}": functools.partial(writing, write, 1) for name, write in OUTSIDE.items()}
+    | {f"written {name}, late": functools.partial(writing, write, 3) for name, write in OUTSIDE.items()}
+    | {"written in its step, late": functools.partial(Model, within=IN_ITS_STEP["in its step"], since=3)}
+)
+"""What makes a model, by what its forward does."""
 
 
 def bytes_missing(name, memory, options, tmp_path):
     """Compare calls within `memory`; returns the bytes that a refusal names, None if there is none."""
-    model, reference = (models.frozen(Model(ODD[name])) for _ in range(2))
-    with torch.no_grad():
+    model, reference = (models.frozen(FORWARDS[name]()) for _ in range(2))
+    counts = (40, 40, 2, 40, 9, 40)
+    around = WAYS["autocast"] if name == "autocast off" else nullcontext
+    with torch.no_grad(), around():
+        seed()
+        expected = [reference(rows(count)) for count in (*counts, 40)]
+        seed()
         try:
-            with apply(model, memory, cache=tmp_path, options=options):
-                for count in (6, 6, 2, 6, 4, 6):
-                    expected = reference(rows(count))
-                    assert torch.equal(model(rows(count)), expected)
+            with apply(model, memory, cache=tmp_path, options=options) as applied:
+                for k, count in enumerate(counts):
+                    assert torch.equal(model(rows(count)), expected[k])
+                    if k in (1, 3):
+                        applied.idle()
         except BudgetError as error:
             return error.floor_bytes
-        assert torch.equal(model(rows(6)), reference(rows(6)))
+        assert torch.equal(model(rows(40)), expected[-1])
+    for mine, other in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        assert torch.equal(mine, other)
+    assert torch._C._functorch.maybe_current_level() is None
     return None
 
 
 OPTIONS = {"poisoned": POISONED, "default": LoadOptions()}
-CASES = [(name, options) for name in ODD for options in OPTIONS]
-SAMPLE = [("values choose parameters of lists", "default"), *((name, "poisoned") for name in ODD)]
+CASES = [(name, options) for name in FORWARDS for options in OPTIONS]
+SAMPLE = [("values choose parameters of lists", "default"), ("written an average", "default")]
 
 
-@pytest.mark.parametrize(("name", "options"), nightly_but(SAMPLE, CASES))
+@pytest.mark.parametrize(
+    ("name", "options"), nightly_but(lambda case: case[1] == "poisoned" or case in SAMPLE, CASES)
+)
 def test_it_computes_what_it_computes_in_memory(name, options, tmp_path):
-    for first in (1 << 10, 200_000, 1_000_000):
+    for first in (1 << 10, 300_000, 2_000_000) if name in ODD else (400_000 if "large" in name else 300_000,):
         memory = first
         while (more := bytes_missing(name, memory, OPTIONS[options], tmp_path)) is not None:
             assert more > memory
             memory = more
-
-
-class Scales(nn.Linear):
-    """It gives its own weight other memory in each call, or writes to it."""
-
-    way = "assigned"
-
-    def forward(self, x):
-        if self.way == "assigned":
-            self.weight.data = self.weight.data * 0.5
-        else:
-            self.weight.mul_(0.5)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("way", ["assigned", "written"])
-def test_what_a_layer_gives_its_own_weight_is_kept(way, tmp_path):
-    def made():
-        torch.manual_seed(0)
-        model = models.frozen(nn.Sequential(*(Scales(WIDTH, WIDTH) for _ in range(4))))
-        for layer in model:
-            layer.way = way
-        return model
-
-    model, reference = made(), made()
-    with torch.no_grad(), apply(model, "300KB", cache=tmp_path, options=POISONED):
-        for count in (6, 6, 2, 6):
-            assert torch.equal(model(rows(count)), reference(rows(count)))
-    assert torch.equal(model[0].weight, reference[0].weight)
 
 
 def test_a_parameter_that_is_assigned_between_calls_is_the_models(tmp_path):
@@ -227,3 +447,95 @@ def test_a_parameter_that_is_assigned_between_calls_is_the_models(tmp_path):
     assert model.layers[2].weight is other
     with torch.no_grad():
         assert torch.equal(model(rows(6)), reference(rows(6)))
+
+
+TRAINED = [name for name in FORWARDS if "numbers" in name or "closure" in name]
+SAMPLE_TRAINED = ["state: numbers of torch", "state: a tensor of a closure"]
+
+
+@pytest.mark.parametrize("name", nightly_but(SAMPLE_TRAINED, TRAINED))
+def test_state_goes_on_in_training(name, tmp_path):
+    model, reference = (FORWARDS[name]().requires_grad_(False) for _ in range(2))
+
+    def losses(one):
+        one.layers[0].requires_grad_(True)
+        seed()
+        found = []
+        for x in (rows(4), rows(4), rows(2), rows(4)):
+            loss = one(x).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        return [*found, one.layers[0].weight.grad]
+
+    expected = losses(reference)
+    model.layers[0].requires_grad_(True)
+    with apply(model, "1MB", train=True, cache=tmp_path):
+        got = losses(model)
+    assert all(torch.equal(*both) for both in zip(got, expected, strict=True))
+
+
+# Forwards of libraries.
+
+
+@pytest.mark.nightly
+def test_a_backend_that_diffusers_sets_after_it_is_applied(tmp_path):
+    model = models.frozen(models.unet())
+    reference = models.twin(model)
+    given = torch.randn(1, 4, 8, 8), 5, torch.randn(1, 5, 32)
+    with torch.no_grad(), apply(model, "4MB", cache=tmp_path):
+        for backend in ("native", "_native_math", "native"):
+            for one in (model, reference):
+                one.set_attention_backend(backend)
+            for _ in range(2):
+                assert torch.equal(model(*given).sample, reference(*given).sample)
+
+
+def autoencoder():
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    sizes = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    return models.frozen(AutoencoderKLWan(**sizes, temperal_downsample=[False, True, True]))
+
+
+def test_an_autoencoder_makes_its_counters_at_its_first_call(tmp_path):
+    latents = torch.randn(1, 16, 1, 2, 2, generator=torch.Generator().manual_seed(2))
+    reference, model = autoencoder(), autoencoder()
+    reference.save_pretrained(tmp_path / "m")
+    with torch.no_grad():
+        expected = reference.decode(latents).sample
+        with apply(model, "30MB", cache=tmp_path / "c"), load(tmp_path / "m", "30MB") as loaded:
+            for one in (model, loaded, model, loaded):
+                assert torch.equal(one.decode(latents).sample, expected)
+
+
+LABELS = {
+    "single_label_classification": torch.tensor([0, 2, 1]),
+    "multi_label_classification": torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 1]]),
+    "regression": torch.tensor([0.5, 2.0, -1.0]),
+}
+CLASSIFIERS = {"Llama": LlamaForSequenceClassification, "Bert": BertForSequenceClassification}
+LABELLED = [(family, kind) for family in CLASSIFIERS for kind in LABELS]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    nightly_but([("Llama", "regression"), ("Bert", "multi_label_classification")], LABELLED),
+)
+def test_a_classifier_sets_in_its_configuration_what_its_labels_tell(family, kind, tmp_path):
+    family = CLASSIFIERS[family]
+
+    def made():
+        torch.manual_seed(0)
+        count = 1 if kind == "regression" else 3
+        return models.frozen(family(family.config_class(**models.SIZES, num_labels=count)))
+
+    model, reference = made(), made()
+    given = {"input_ids": torch.randint(3, 99, (3, 6)), "labels": LABELS[kind]}
+    with torch.no_grad(), apply(model, "1MB", cache=tmp_path):
+        for _ in range(2):
+            for call in ({"input_ids": given["input_ids"]}, given):
+                got, expected = model(**call), reference(**call)
+                assert torch.equal(got.logits, expected.logits)
+                assert "labels" not in call or torch.equal(got.loss, expected.loss)
+    assert model.config.problem_type == reference.config.problem_type == kind

@@ -1,7 +1,5 @@
 """Programs that call no operators of ATen: ExecuTorch's edge dialect, Python functions, other operators."""
 
-from __future__ import annotations
-
 import operator
 import warnings
 from contextlib import contextmanager
@@ -86,13 +84,6 @@ def of_aten(edge):
     return edge
 
 
-def test_weights_of_an_edge_program_stream():
-    payload = penstock.annotate(to_edge(Mlp(), (X,)).exported_program())
-    assert set(kinds(payload).values()) == {"streamable"}
-    read = {fqn for fqns, *_ in reads(payload) for fqn in fqns}
-    assert read == {"layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"}
-
-
 @pytest.mark.parametrize(("model", "inputs"), [(Mlp, (X,)), (Shared, (X, AT))])
 def test_an_edge_program_has_the_facts_of_its_operators(model, inputs):
     edge = to_edge(model(), inputs).exported_program()
@@ -138,30 +129,38 @@ def test_outputs_of_the_last_dialect_are_no_weights():
     assert linears[0] == linears[1]
 
 
-def test_a_backend_annotates_what_it_is_given():
-    seen = []
+def lower_whole(name, preprocess, *, with_weights):
+    """Lower all of `Mlp` to a backend of ExecuTorch, which is given its weights or takes them as inputs."""
     with edge_dialect() as exir:
         from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
         from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 
-        class Annotating(BackendDetails):
-            @staticmethod
-            def preprocess(edge_program, compile_specs):
-                payload = penstock.annotate(edge_program)
-                probed = penstock.insert_probes(edge_program.graph_module, payload)
-                seen.append((payload, probed))
-                return PreprocessResult(processed_bytes=payload.to_bytes())
+        def process(edge_program, compile_specs):
+            return PreprocessResult(processed_bytes=preprocess(edge_program))
 
         class Everything(Partitioner):
+            backend = type(name, (BackendDetails,), {"preprocess": staticmethod(process)})
+
             def partition(self, exported_program):
                 for node in exported_program.graph.nodes:
-                    if node.op == "call_function" or node.name.startswith("p_"):
+                    if node.op == "call_function" or (with_weights and node.name.startswith("p_")):
                         node.meta["delegation_tag"] = "all"
-                tags = {"all": DelegationSpec(Annotating.__name__, [])}
+                tags = {"all": DelegationSpec(name, [])}
                 return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
 
         exported = torch.export.export(Mlp().eval(), (X,))
-        exir.to_edge_transform_and_lower(exported, partitioner=[Everything()])
+        return exir.to_edge_transform_and_lower(exported, partitioner=[Everything()])
+
+
+def test_a_backend_annotates_what_it_is_given():
+    seen = []
+
+    def annotate(edge_program):
+        payload = penstock.annotate(edge_program)
+        seen.append((payload, penstock.insert_probes(edge_program.graph_module, payload)))
+        return payload.to_bytes()
+
+    lower_whole("Annotating", annotate, with_weights=True)
     ((payload, probed),) = seen
     assert set(kinds(payload).values()) == {"streamable"}
     called = [str(node.target) for node in probed.graph.nodes]
@@ -170,25 +169,7 @@ def test_a_backend_annotates_what_it_is_given():
 
 
 def test_weights_that_a_delegate_is_given_stream():
-    with edge_dialect() as exir:
-        from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
-        from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
-
-        class Taking(BackendDetails):
-            @staticmethod
-            def preprocess(edge_program, compile_specs):
-                return PreprocessResult(processed_bytes=b"")
-
-        class WithoutWeights(Partitioner):
-            def partition(self, exported_program):
-                for node in exported_program.graph.nodes:
-                    if node.op == "call_function":
-                        node.meta["delegation_tag"] = "all"
-                tags = {"all": DelegationSpec(Taking.__name__, [])}
-                return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
-
-        exported = torch.export.export(Mlp().eval(), (X,))
-        edge = exir.to_edge_transform_and_lower(exported, partitioner=[WithoutWeights()])
+    edge = lower_whole("Taking", lambda _: b"", with_weights=False)
     payload = penstock.annotate(edge.exported_program())
     assert set(kinds(payload).values()) == {"streamable"}
     assert len(payload.traces[0].steps) == 1

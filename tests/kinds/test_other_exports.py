@@ -1,5 +1,6 @@
-"""Programs that torch has made in other ways than by `torch.export.export` alone."""
+"""Programs that torch makes in other ways, that fail on fakes, or that read storages by offsets."""
 
+import copy
 import gc
 import warnings
 
@@ -8,8 +9,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
+from torch.nn import functional
 
 import penstock
+from penstock import LoadOptions
 from tests.hunt import nightly_but
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
@@ -115,3 +118,112 @@ def test_a_constant_without_values_is_called_one(tmp_path):
         penstock.PassError, match=r"constant 'scale' of the program has no values .*: export again"
     ):
         penstock.compile(exported, tmp_path / "model.penstock")
+
+
+WIDTH = 16
+
+
+class Weighted(nn.Module):
+    def __init__(self, compute, weight):
+        super().__init__()
+        self.weight, self.compute = nn.Parameter(weight), compute
+
+    def forward(self, x):
+        return self.compute(x, self.weight)
+
+
+def bilinear(x, weight):
+    return functional.bilinear(x, x[..., :4].contiguous(), weight)
+
+
+def waves(x, weight):
+    return torch.fft.irfft(torch.fft.rfft(x) * weight, n=WIDTH)
+
+
+def windowed(x, weight):
+    found = torch.stft((x @ weight).flatten(1).repeat(1, 8), WIDTH, return_complex=True)
+    return torch.istft(found, WIDTH)
+
+
+MEMBERS = {
+    "bilinear": (bilinear, (WIDTH, WIDTH, 4), torch.float32),
+    "irfft": (waves, (WIDTH // 2 + 1,), torch.complex64),
+    "istft": (windowed, (WIDTH, WIDTH), torch.float32),
+}
+
+
+@pytest.mark.filterwarnings("ignore:A window was not provided:UserWarning")
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("name", MEMBERS)
+def test_it_is_streamed_with_its_own_bits(name, dynamic, tmp_path):
+    compute, shape, dtype = MEMBERS[name]
+    torch.manual_seed(0)
+    model = Weighted(compute, torch.randn(shape, dtype=dtype)).eval()
+    x = torch.randn(2, 7, WIDTH)
+    sizes = {0: Dim.AUTO, 1: Dim.AUTO} if dynamic else None
+    exported = torch.export.export(copy.deepcopy(model), (x,), dynamic_shapes=(sizes,))
+    program = penstock.compile(exported, tmp_path / "m.penstock")
+    calls = [x, torch.randn(3, 9, WIDTH)] if dynamic and name == "bilinear" else [x]
+    with program.load(program.floor_bytes, options=LoadOptions(poison=True)) as module, torch.no_grad():
+        for given in calls:
+            assert torch.equal(module(given), model(given))
+        assert module.stats.misses == 0
+
+
+SIDE = 64
+
+
+class Strided(nn.Module):
+    """Reads weights, views of weights and a buffer by offsets in their storages, behind another weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(SIDE, SIDE)
+        self.both = nn.Parameter(torch.randn(2 * SIDE, SIDE), requires_grad=False)
+        self.lower = nn.Parameter(self.both.detach()[SIDE:], requires_grad=False)
+        self.alone = nn.Parameter(torch.randn(2, SIDE, SIDE)[1], requires_grad=False)
+        self.register_buffer("state", torch.zeros(3 * SIDE))
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x @ self.both.as_strided((SIDE, SIDE), (1, SIDE), 3)
+        x = x @ self.lower.as_strided((SIDE, SIDE), (SIDE, 1), SIDE)
+        x = x @ self.alone.t().as_strided((SIDE, SIDE), (1, SIDE), SIDE * SIDE // 2)
+        self.state.as_strided((SIDE,), (1,), 5).add_(x.mean(0))
+        return x / SIDE + self.state[:SIDE]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("strided") / "m.penstock"
+    return penstock.compile(torch.export.export(Strided().eval(), (torch.randn(5, SIDE),)), path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("place", ["sim", "paged", "contiguous"])
+def test_the_bytes_are_those_of_the_module(place, share, program):
+    x, reference = torch.randn(5, SIDE), Strided().eval()  # a copy would have a storage for each parameter
+    where = {"device": "sim", "hardware": "laptop"} if place == "sim" else {"arena": place}
+    floor = program.floor(where.get("device", "cpu"), where.get("arena"))
+    plan = program.plan(max(floor, int(program.weight_bytes * share)), **where)
+    with (
+        program.load(
+            plan=plan, device=where.get("device", "cpu"), options=LoadOptions(poison=True)
+        ) as module,
+        torch.no_grad(),
+    ):
+        for _ in range(3):
+            assert torch.equal(module(x), reference(x))
+
+
+def test_a_view_that_outlives_a_module_on_a_device_has_its_memory(program):
+    """Not the weights any longer, but nobody else's bytes."""
+    module = program.load(budget="50%", device="sim", options=LoadOptions(poison=True))
+    kept = dict(module._weights.tensors)
+    module.close()
+    del module
+    taken = [torch.full((SIDE, SIDE), 7.0) for _ in range(64)]
+    for tensor in kept.values():
+        assert not (tensor == 7.0).any()
+    assert taken

@@ -5,11 +5,9 @@ import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from importlib import import_module
-from typing import Any
 
 import pytest
 
@@ -33,8 +31,6 @@ from tests.backends.executorch.forging import fields, forge
 from tests.engines import COMPILER, built
 from tests.forked import run_forked
 
-Tree = dict[str, Any]
-Change = Callable[[Tree], None]
 MOST = (1 << 63) - 1
 
 

@@ -1,7 +1,5 @@
 """What a call of a model changes outside of torch: refused by name, or the same in every call."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -10,7 +8,6 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,8 +17,6 @@ import torch
 from torch import nn
 
 import penstock
-
-Compute = Callable[["Model", torch.Tensor], torch.Tensor]
 
 CALLS = 0
 GENERATOR = numpy.random.default_rng(3)

@@ -1,10 +1,6 @@
 """Programs that transform functions run with equal bits, and torch is as it was whatever is refused."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from typing import Any
 
 import numpy
 import pytest
@@ -24,39 +20,37 @@ from penstock.backends.fx import lower
 # torch's own, when it first differentiates forwards.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
-Compute = Callable[["Model", torch.Tensor], Any]
-
 
 class Model(nn.Module):
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute):
         super().__init__()
         self.compute = compute
         self.layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
         self.several = nn.Parameter(torch.randn(3, 8, 8))
         self.register_buffer("sum", torch.zeros(4, 8))
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         return self.compute(self, x)
 
 
-def jvp(model: Model, x: torch.Tensor) -> torch.Tensor:
+def jvp(model, x):
     value, tangent = torch.func.jvp(lambda v: torch.sin(model.layer(v)) @ model.weight, (x,), (x.cos(),))
     return value + tangent
 
 
-def flex(model: Model, x: torch.Tensor) -> torch.Tensor:
+def flex(model, x):
     query, key = model.layer(x).reshape(1, 2, 4, 4), (x @ model.weight).reshape(1, 2, 4, 4)
     score = lambda score, *_: score * 2  # noqa: E731
     return flex_attention(query, key, query, score_mod=score)
 
 
-def masked(model: Model, x: torch.Tensor) -> torch.Tensor:
+def masked(model, x):
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 4, 4, device="cpu")
     query = model.layer(x).reshape(1, 2, 4, 4)
     return flex_attention(query, query, query, block_mask=mask)
 
 
-def scan(model: Model, x: torch.Tensor) -> Any:
+def scan(model, x):
     return associative_scan(
         lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]),
         (model.layer(x), x @ model.weight),
@@ -65,17 +59,17 @@ def scan(model: Model, x: torch.Tensor) -> Any:
     )
 
 
-def without_grad(model: Model, x: torch.Tensor) -> torch.Tensor:
+def without_grad(model, x):
     with torch.no_grad():
         return torch.vmap(lambda row: torch.tanh(row @ model.weight))(model.layer(x))
 
 
-def writes(model: Model, x: torch.Tensor) -> torch.Tensor:
+def writes(model, x):
     model.sum.add_(torch.vmap(lambda row: row @ model.weight)(x))
     return model.sum * 2
 
 
-COMPUTE: dict[str, Compute] = {
+COMPUTE = {
     "vmap": lambda model, x: torch.vmap(lambda row: row @ model.weight)(model.layer(x)),
     "vmap within vmap": lambda model, x: torch.vmap(torch.vmap(lambda v: v * 2 + 1))(x @ model.weight),
     "vmap over weights": lambda model, x: torch.vmap(lambda w: torch.softmax(x @ w, -1))(model.several),
@@ -95,12 +89,12 @@ COMPUTE: dict[str, Compute] = {
 }
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(one, other):
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def state() -> dict[str, Any]:
+def state():
     return {
         "depth": _functorch.get_dynamic_layer_stack_depth(),
         "modes": (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()),
@@ -113,7 +107,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def assert_torch_works() -> None:
+def assert_torch_works():
     assert torch.randn(3).shape == (3,)
     assert torch.vmap(lambda v: v * 2)(torch.ones(3)).tolist() == [2, 2, 2]
     assert torch.func.jvp(lambda v: v * 3, (torch.ones(1),), (torch.ones(1),))[1].tolist() == [3]
@@ -154,9 +148,9 @@ def test_one_whose_weights_stream_runs(tmp_path):
 
 
 class Listener:
-    def acquire(self, graph: int, step: int) -> None: ...
+    def acquire(self, graph, step): ...
 
-    def release(self, graph: int, step: int) -> None: ...
+    def release(self, graph, step): ...
 
 
 @pytest.mark.parametrize("name", ["vmap", "vmap without gradients", "jvp", "flex_attention"])
@@ -192,7 +186,7 @@ def test_torch_is_as_it_was_after_an_error_in_between(name, kind, monkeypatch):
     exported = torch.export.export(Model(COMPUTE[name]).eval().requires_grad_(False), (x,))
     run = torch.fx.Interpreter.run_node
 
-    def fail(self: Any, n: torch.fx.Node) -> Any:
+    def fail(self, n):
         result = run(self, n)
         if str(n.target).endswith(("mul.Tensor", "matmul.default")) or n.name.startswith("_unpack_dual"):
             torch.set_default_dtype(torch.float64)
@@ -224,11 +218,11 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
 
 
 class DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def leave_everything() -> None:
+def leave_everything():
     torch.set_default_dtype(torch.float16)
     torch.set_default_device("meta")
     torch._C._set_grad_enabled(False)
@@ -253,7 +247,7 @@ def test_everything_that_a_run_may_leave_is_taken_back():
     assert_torch_works()
 
 
-def leave_a_level(model: Model, x: torch.Tensor) -> torch.Tensor:
+def leave_a_level(model, x):
     torch.set_default_dtype(torch.float64)
     predispatch._vmap_increment_nesting(2, "error")
     raise ValueError("in the middle")
@@ -263,7 +257,7 @@ def leave_a_level(model: Model, x: torch.Tensor) -> torch.Tensor:
 def test_a_model_that_leaves_something_does_not(entry, tmp_path):
     model, example = Model(leave_a_level), (torch.ones(4, 8),)
     before = state()
-    export: dict[str, Callable[[], Any]] = {
+    export = {
         "fake_export": lambda: penstock.fake_export(lambda: model, example),
         "compile_training": lambda: penstock.compile_training(
             model, tmp_path / "p", example=example, trainable=["*"]

@@ -1,13 +1,9 @@
 """What the doctor says of models, healthy and not."""
 
-from __future__ import annotations
-
 import json
 import sys
 
 import pytest
-
-from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 MODELS = """
 import numpy
@@ -152,7 +148,7 @@ def test_people_are_told_in_words(folder, penstock):
 
 
 def test_a_pass_that_fails_is_a_finding(folder, penstock, monkeypatch):
-    def fail(_: object) -> None:
+    def fail(_):
         raise ValueError("not like this\nat all")
 
     monkeypatch.setattr("penstock.models.doctor.annotate", fail)

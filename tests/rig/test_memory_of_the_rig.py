@@ -238,19 +238,6 @@ def test_a_thread_copies_from_ordinary_memory_and_the_host_goes_on(program, orde
         assert machine.blocked()["a pageable copy to the device"] > blocked["a pageable copy to the device"]
 
 
-def test_finishing_waits_for_threads_first_whose_work_the_device_does_not_know(late, monkeypatch):
-    device, gate, order = AcceleratorDevice("rig", page_lock=False), threading.Event(), list[str]()
-    copies = device.open_stream("copies")
-    copies.run(lambda: order.append("the thread") if gate.wait(20) else None)
-    synchronize = PageableStream.synchronize
-    monkeypatch.setattr(PageableStream, "synchronize", lambda stream: (gate.set(), synchronize(stream)))
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: order.append("the device"))
-    device.finish()
-    gate.set()
-    assert order == ["the thread", "the device"]
-    device.close()
-
-
 def test_an_error_of_a_copying_thread_reaches_who_waits_for_it(late, monkeypatch):
     device = AcceleratorDevice("rig", page_lock=False)
     copies, other = device.open_stream("copies"), device.open_stream("others")

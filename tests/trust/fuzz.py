@@ -8,8 +8,6 @@ in build/fuzz: a case is made of the target, the seed and its number alone. Wher
 file beside it has the lines of Python that its threads were at.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import multiprocessing
@@ -58,9 +56,9 @@ class _Case:
     made.
     """
 
-    number: Synchronized[int]
-    clock: Synchronized[float]
-    processor: Synchronized[float]
+    number: Synchronized
+    clock: Synchronized
+    processor: Synchronized
 
     def begin(self):
         self.clock.value, self.processor.value = time.monotonic(), time.process_time()

@@ -1,7 +1,5 @@
 """What is fuzzed: valid files, how they are changed, and the use of them that has to end in a typed error."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,10 +1,6 @@
 """Writes the parts of a `.pte` that penstock reads, from any parts, without ExecuTorch."""
 
 import struct
-from typing import Any
-
-Fields = dict[int, Any]
-"""A table: by position, a number, bytes, a table, or a list of tables."""
 
 
 class _Flatbuffer:

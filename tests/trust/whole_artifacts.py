@@ -7,8 +7,6 @@ files, which are read here, one tensor for each storage, before the first node r
 poisoned, and memory that nothing fills is not what the files have.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json

@@ -1,8 +1,5 @@
 """Modules whose Python does odd things with weights, each with the inputs of a call."""
 
-from __future__ import annotations
-
-import threading
 import warnings
 
 import torch
@@ -48,20 +45,6 @@ class EndsEarly(Blocks):
             if x.norm() > 24:
                 break
         return self.head(x)
-
-
-class Counts(Blocks):
-    """It remembers its calls, in an attribute and in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x):
-        self.calls += 1
-        self.seen += x.shape[0]
-        return super().forward(x) * self.calls + self.seen
 
 
 class ReadsOfParts(Blocks):
@@ -147,22 +130,6 @@ class Replaces(Blocks):
         return self.head(x)
 
 
-class Threads(Blocks):
-    """It calls its parts in a thread of its own, and waits for it."""
-
-    def forward(self, x):
-        results = []
-
-        def run():
-            with torch.no_grad():
-                results.append(Blocks.forward(self, x))
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return results[0]
-
-
 class Nested(Blocks):
     """A part calls another one while it holds its own weights."""
 
@@ -202,7 +169,7 @@ class Scripted(Blocks):
         return self.scaled(super().forward(x), self.head.weight)
 
 
-def _scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _scaled(x, weight):
     return x @ weight * 2.0
 
 
@@ -218,6 +185,24 @@ class Experts(nn.Module):
         return sum(self.experts[int(e)](x) for e in chosen)
 
 
+class Convolving(nn.Module):
+    """Convolutions down and up, and what stays on the way down."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(8 << k, 16 << k, 3, padding=1, stride=2) for k in range(3))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(16 << k, 8 << k, 2, stride=2) for k in reversed(range(3)))
+
+    def forward(self, x):
+        before = []
+        for layer in self.down:
+            before.append(x)
+            x = layer(x).relu()
+        for layer in self.up:
+            x = layer(x) + before.pop()
+        return x
+
+
 class LargeBuffers(nn.Module):
     """Its weights are buffers."""
 
@@ -228,18 +213,6 @@ class LargeBuffers(nn.Module):
 
     def forward(self, x):
         return functional.pad(x, (0, 512 - x.shape[-1])) @ self.packed @ self.lost
-
-
-class Transforms(nn.Module):
-    """It runs transforms of functorch."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.linear = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = torch.vmap(lambda row: row @ self.weight)(x)
-        return torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1] + x
 
 
 def encoder(**options):
@@ -311,17 +284,14 @@ EQUAL = {
     for one in (
         Blocks,
         EndsEarly,
-        Counts,
         ReadsOfParts,
         ReadsAnother,
         Replaces,
-        Threads,
         Nested,
         Results,
         Listed,
         Experts,
         LargeBuffers,
-        Transforms,
         Masked,
         Attention,
         Recurrent,

@@ -1,7 +1,9 @@
 """Modules whose own Python runs while their weights stream: bits, state and refusals."""
 
 import copy
+import itertools
 import os
+import pickle
 import random
 import threading
 
@@ -12,6 +14,7 @@ from torch.utils import _pytree as pytree
 from penstock import LoadOptions
 from penstock.integrations.applied import apply
 from penstock.schedule.facts.errors import BudgetError, StreamError
+from tests.hunt import nightly_but
 from tests.integrations.called import odd_modules
 from tests.integrations.called.odd_modules import (
     Blocks,
@@ -26,6 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensor
 
 POISONED = LoadOptions(arena="contiguous", poison=True)
 """A read of memory that a plan has given to another weight finds other bytes here."""
+
+
+CASES = list(itertools.product(odd_modules.EQUAL, (0.3, 1.0), ("poisoned", "default")))
 
 
 def made(kind):
@@ -51,10 +57,12 @@ def applied(model, share, tmp_path, options=POISONED):
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )  # torch's own, in jvp
-@pytest.mark.parametrize("options", [POISONED, LoadOptions()], ids=["poisoned", "default"])
-@pytest.mark.parametrize("share", [0.3, 1.0])
-@pytest.mark.parametrize("name", odd_modules.EQUAL)
-def test_it_computes_what_it_computes_in_memory(name, share, options, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "share", "arena"),
+    nightly_but(lambda case: case[1:] in ((0.3, "poisoned"), (1.0, "default")), CASES),
+)
+def test_it_computes_what_it_computes_in_memory(name, share, arena, tmp_path):
+    options = POISONED if arena == "poisoned" else LoadOptions()
     model, reference = made(odd_modules.EQUAL[name]), made(odd_modules.EQUAL[name])
     calls = [inputs(), inputs(), inputs(2), inputs(), inputs(4), inputs()]
     expected = [reference(x) for x in calls]
@@ -88,11 +96,66 @@ def test_it_runs_at_the_least_memory_that_its_error_names(name, tmp_path):
     assert memory < 2 * nbytes(model)
 
 
-def test_a_layer_that_begins_to_read_another_weight_never_reads_other_bytes(tmp_path):
-    model, reference = made(ReadsAnother), made(ReadsAnother)
-    with applied(model, 0.3, tmp_path):
-        for flag in (False, False, True, True, False):
-            model.flag = reference.flag = flag
+class Tagged(Blocks):
+    """Its weight has an attribute, which its step reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight.scale_of_mine = 3.0
+        own = self.head.forward
+        self.head.forward = lambda x: own(x) * self.head.weight.scale_of_mine
+
+
+def reads_another(model):
+    results = []
+    for flag in (False, False, True, True, False):
+        model.flag = flag
+        results.append(model(inputs()))
+    return results
+
+
+def reads_between_calls(model):
+    return [model.blocks[0].up.weight.sum(), model.head.weight + 1, [*model.state_dict().values()]]
+
+
+def fails_in_a_step(model):
+    results = []
+    for rows in (2, 3):
+        hook = model.blocks[2].up.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(inputs(rows))
+        hook.remove()
+        results.append(model(inputs()))
+    return results
+
+
+def gets_hooks_and_parts(model):
+    model(inputs())
+    if len(model.blocks) == 4:
+        model.blocks[1].register_forward_hook(lambda _, __, out: out * 1.5)
+        model.blocks[2].up.register_forward_pre_hook(lambda part, args: (args[0] + part.weight.sum(),))
+        torch.manual_seed(3)
+        model.blocks.append(odd_modules.Block().requires_grad_(False))
+    return model(inputs())
+
+
+USES = {
+    "a layer begins to read another weight": (ReadsAnother, reads_another),
+    "weights are read between calls": (Blocks, reads_between_calls),
+    "a step fails": (Blocks, fails_in_a_step),
+    "a part is called alone": (Blocks, lambda model: model.blocks[1](inputs())),
+    "hooks and parts come later": (Blocks, gets_hooks_and_parts),
+    "a weight has an attribute": (Tagged, lambda model: model(inputs())),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_uses_give_what_they_give_in_memory(name, tmp_path):
+    kind, use = USES[name]
+    model, reference = made(kind), made(kind)
+    with applied(model, 0.4, tmp_path):
+        for _ in range(2):
+            assert same(use(model), use(reference))
             assert same(model(inputs()), reference(inputs()))
 
 
@@ -150,39 +213,22 @@ def test_uses_between_calls_are_refused_by_name(tmp_path):
     before = model.head.weight
     with applied(model, 0.4, tmp_path):
         model(inputs())
-        for use in (
-            lambda: copy.deepcopy(model),
-            lambda: model.to(torch.float64),
-            lambda: torch.vmap(lambda row: row * 2)(before),
+        for use, words in (
+            (
+                lambda: copy.deepcopy(model),
+                "^the Blocks cannot be copied.*, as its parameters are not in memory",
+            ),
+            (
+                lambda: pickle.dumps(model),
+                "^the Blocks cannot be pickled.*, as its parameters are not in memory",
+            ),
+            (lambda: model.to(torch.float64), "^the Blocks cannot be moved or converted.*: call the model"),
+            (lambda: torch.vmap(lambda row: row * 2)(before), "not in memory"),
         ):
-            with pytest.raises(StreamError, match="not in memory"):
+            with pytest.raises(StreamError, match=words):
                 use()
     assert before is model.head.weight
     assert before.sum().isfinite()
-
-
-def test_a_weight_may_be_read_between_calls(tmp_path):
-    model, reference = made(Blocks), made(Blocks)
-    before = model.head.weight
-    with applied(model, 0.4, tmp_path):
-        for _ in range(2):
-            assert torch.equal(model.blocks[0].up.weight.sum(), reference.blocks[0].up.weight.sum())
-            assert torch.equal(before + 1, reference.head.weight + 1)
-            state = model.state_dict()
-            for name, value in reference.state_dict().items():
-                assert torch.equal(state[name], value)
-            assert same(model(inputs()), reference(inputs()))
-
-
-def test_an_exception_in_a_step_leaves_everything_to_the_next_call(tmp_path):
-    model, reference = made(Blocks), made(Blocks)
-    with applied(model, 0.4, tmp_path):
-        for failing in (0, 1):
-            hook = model.blocks[2].up.register_forward_pre_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                model(inputs(2 + failing))
-            hook.remove()
-            assert same(model(inputs()), reference(inputs()))
 
 
 def test_threads_take_turns(tmp_path):
@@ -202,14 +248,6 @@ def test_threads_take_turns(tmp_path):
     assert found == [True] * 4
 
 
-def test_a_part_may_be_called_alone(tmp_path):
-    model, reference = made(Blocks), made(Blocks)
-    with applied(model, 0.4, tmp_path):
-        for _ in range(2):
-            assert same(model.blocks[1](inputs()), reference.blocks[1](inputs()))
-            assert same(model(inputs()), reference(inputs()))
-
-
 def test_modules_of_two_models_may_call_each_other(tmp_path):
     class Pair:
         def __init__(self):
@@ -223,19 +261,6 @@ def test_modules_of_two_models_may_call_each_other(tmp_path):
         for _ in range(3):
             for name in ("first", "second"):
                 assert same(pair.components[name](inputs()), reference.components[name](inputs()))
-
-
-def test_hooks_and_parts_that_come_after_it_are_called(tmp_path):
-    model, reference = made(Blocks), made(Blocks)
-    with applied(model, 0.4, tmp_path):
-        model(inputs())
-        for one in (model, reference):
-            one.blocks[1].register_forward_hook(lambda _, __, out: out * 1.5)
-            one.blocks[2].up.register_forward_pre_hook(lambda part, args: (args[0] + part.weight.sum(),))
-            torch.manual_seed(3)
-            one.blocks.append(odd_modules.Block().requires_grad_(False))
-        for _ in range(2):
-            assert same(model(inputs()), reference(inputs()))
 
 
 def test_a_scripted_function_gets_no_other_bytes(tmp_path):
@@ -257,16 +282,6 @@ def test_an_input_that_requires_grad_is_refused(tmp_path):
         pytest.raises(StreamError, match="requires grad"),
     ):
         model(inputs().requires_grad_())
-
-
-def test_it_runs_in_inference_mode_and_under_autocast(tmp_path):
-    model, reference = made(Blocks), made(Blocks)
-    with applied(model, 0.4, tmp_path):
-        for _ in range(2):
-            with torch.inference_mode():
-                assert same(model(inputs()), reference(inputs()))
-            with torch.autocast("cpu", torch.bfloat16):
-                assert same(model(inputs()), reference(inputs()))
 
 
 def test_a_forked_child_is_told_to_load_again(tmp_path):
@@ -298,20 +313,6 @@ def test_the_memory_may_change_between_calls(tmp_path):
         held.idle()
         assert component.stats is None
         assert same(model(inputs()), reference(inputs()))
-
-
-def test_attributes_of_weights_are_there_in_their_steps(tmp_path):
-    class Tagged(Blocks):
-        def __init__(self):
-            super().__init__()
-            self.head.weight.scale_of_mine = 3.0
-            own = self.head.forward
-            self.head.forward = lambda x: own(x) * self.head.weight.scale_of_mine
-
-    model, reference = made(Tagged), made(Tagged)
-    with applied(model, 0.4, tmp_path):
-        for _ in range(2):
-            assert same(model(inputs()), reference(inputs()))
 
 
 def test_torch_is_as_it_was_once_nothing_is_applied(tmp_path):

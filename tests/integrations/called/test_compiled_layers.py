@@ -47,8 +47,8 @@ def test_layers_that_were_compiled_before(memory, tmp_path):
 
 
 def test_layers_that_are_compiled_while_they_stream(tmp_path):
-    model, reference = models.llama(), models.llama()
-    with apply(model, "230KB", cache=tmp_path):
+    model, reference = models.llama(num_hidden_layers=1), models.llama(num_hidden_layers=1)
+    with apply(model, "160KB", cache=tmp_path):
         check_equal(model, reference)
         for one in (model, reference):
             compile_layers(one, "eager")
@@ -57,10 +57,10 @@ def test_layers_that_are_compiled_while_they_stream(tmp_path):
 
 
 def test_a_layer_that_a_compiled_one_stands_for(tmp_path):
-    model, reference = models.llama(), models.llama()
+    model, reference = models.llama(num_hidden_layers=1), models.llama(num_hidden_layers=1)
     for one in (model, reference):
-        one.model.layers[1].mlp = torch.compile(one.model.layers[1].mlp, backend="eager")
-    with apply(model, "230KB", cache=tmp_path):
+        one.model.layers[0].mlp = torch.compile(one.model.layers[0].mlp, backend="eager")
+    with apply(model, "160KB", cache=tmp_path):
         check_equal(model, reference)
     check_equal(model, reference)
 
@@ -68,15 +68,15 @@ def test_a_layer_that_a_compiled_one_stands_for(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_code_of_inductor_has_its_bits(tmp_path):
-    model, reference = models.llama(), models.llama()
+    model, reference = models.llama(num_hidden_layers=1), models.llama(num_hidden_layers=1)
     for one in (model, reference):
         compile_layers(one, "inductor")
-    with apply(model, "230KB", cache=tmp_path):
+    with apply(model, "160KB", cache=tmp_path):
         check_equal(model, reference)
 
 
 def test_a_model_that_is_compiled_while_it_streams(tmp_path):
-    model, reference = models.llama(), models.llama()
-    with apply(model, "230KB", cache=tmp_path):
+    model, reference = models.llama(num_hidden_layers=1), models.llama(num_hidden_layers=1)
+    with apply(model, "160KB", cache=tmp_path):
         compiled = torch.compile(model, backend="eager")
         check_equal(compiled, reference)

@@ -1,13 +1,9 @@
 """Ways in which a watched weight could give other bytes: each gives its own, or is refused."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from cmath import isnan
-from collections.abc import Callable
 from numbers import Complex
-from typing import Any
 
 import pytest
 import torch
@@ -27,17 +23,17 @@ from tests.integrations.called.within import (
 class Runs(nn.Module):
     """It runs a function on an expert of a stack."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.stack = nn.Parameter(torch.randn(16, 128, 256))
         self.square = nn.Parameter(torch.randn(16, 128, 128))
 
-    def forward(self, run: Callable[..., Any]) -> Any:
+    def forward(self, run):
         return run(self.stack, self.square)
 
 
-def outcome(model: nn.Module, run: Callable[..., Any]) -> Any:
+def outcome(model, run):
     torch.manual_seed(0)
     try:
         return model(run)
@@ -47,14 +43,14 @@ def outcome(model: nn.Module, run: Callable[..., Any]) -> Any:
         return type(error)
 
 
-def _cast(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+def _cast(w, s):
     with torch.autocast("cpu", torch.bfloat16):
         return functional.linear(torch.ones(3, 128), s[3]) @ w[2]
 
 
 ENDS = torch.arange(1, 17, dtype=torch.int32) // 4
 
-TRAPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+TRAPS = {
     "set_itself": lambda w, _: setattr(w, "data", w) or w[3],
     "set": lambda w, _: setattr(part := w[3], "data", torch.zeros(128, 256)) or part,
     "grad_of": lambda w, _: setattr(w, "grad", None) or w[3],
@@ -89,7 +85,7 @@ TRAPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-def _doubled(x: torch.Tensor) -> torch.Tensor:
+def _doubled(x):
     return x.sum(0) * 2
 
 
@@ -114,7 +110,7 @@ class TestTraps:
     def test_a_view_that_is_kept_reads_its_units_again(self, called):
         model, reference = pair(Runs())
         called(model, 0.5)
-        views: list[Any] = []
+        views = []
 
         for number in range(6):
             for one in (model, reference):
@@ -141,7 +137,7 @@ class TestTraps:
 
     def test_only_what_is_read_by_units_stays_watched(self, called):
         class Dense(Runs):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(self, x):
                 return torch.einsum("ab,ebc->ac", x, self.square) @ self.stack[3]
 
         model, reference = pair(Dense())
@@ -174,7 +170,7 @@ class TestTraps:
             for sample in samples:
                 if isinstance(sample.input, torch.Tensor) and sample.input.numel() <= 128 * 256:
 
-                    def run(w: torch.Tensor, s: torch.Tensor, op: Any = op, sample: Any = sample) -> Any:
+                    def run(w, s, op=op, sample=sample):
                         own = w[3].view(-1)[: sample.input.numel()].view(sample.input.shape)
                         return op.op(own, *sample.args, **sample.kwargs)
 
@@ -182,7 +178,7 @@ class TestTraps:
                     assert made is StreamError or same(made, expected), op.name
 
 
-def same(made: Any, expected: Any) -> bool:
+def same(made, expected):
     if not isinstance(made, torch.Tensor):
         if isinstance(made, tuple | list):
             return len(made) == len(expected) and all(

@@ -1,28 +1,21 @@
 """Models that are called within a number of bytes for weights, whatever calls take beside them."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 
 import torch
 
 from penstock import LoadOptions
-from penstock.integrations.called.component import CalledModule
 from penstock.integrations.cap import Cap
 from tests.integrations.models import frozen
 
 POISONED = LoadOptions(arena="contiguous", poison=True)
 CHECKED = LoadOptions(check_reads=True)
 
-Called = Callable[..., CalledModule]
-
 
 class Room(Cap):
     """A cap that leaves `budget` bytes for weights, whatever calls take beside them."""
 
     budget = 0
-    module: CalledModule
 
     @property
     def room(self):

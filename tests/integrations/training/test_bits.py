@@ -19,8 +19,6 @@ from tests.integrations.training.adapted import (
     trained,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient.checkpointing.*")
-
 BATCHES = [
     batch(length, padded=padded, seed=seed)
     for seed, (length, padded) in enumerate(
@@ -145,15 +143,3 @@ def test_an_adapter_beside_experts_learns_as_in_memory(implementation, plans, ca
     expected = steps(reference, batches)
     with apply(model, MEMORY, train=True, cache=cache, options=POISONED):
         assert equal(steps(model, batches), expected)
-
-
-def test_packed_sequences_are_seen_where_there_is_no_mask(cache):
-    reference, model = adapted(layers=1), adapted(layers=1)
-    plain = {name: value for name, value in batch(16).items() if name != "attention_mask"}
-    positions = torch.arange(16).expand(2, 16).contiguous()
-    packed = plain | {"position_ids": torch.where(positions < 9, positions, positions - 9)}
-    with apply(model, MEMORY, train=True, cache=cache):
-        for given in (packed, plain | {"position_ids": positions}):
-            expected = gradients(reference, given, use_cache=False)
-            assert equal(gradients(model, given, use_cache=False), expected)
-    assert not equal(expected, gradients(reference, packed, use_cache=False))

@@ -17,11 +17,6 @@ from tests.hunt import nightly_but, sampled
 from tests.integrations.training import test_loops
 from tests.integrations.training.adapted import adapted, batch, checkpointed, equal, gradients, steps, trained
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient.checkpointing.*"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-]
-
 LONG = batch(130)
 BATCHES = [LONG, batch(100, padded=True, seed=1), batch(16), batch(130, seed=2)] * 2
 

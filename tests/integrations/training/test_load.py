@@ -12,9 +12,6 @@ from penstock.schedule.facts.errors import PassError, StreamError
 from tests.hunt import nightly_but, sampled
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, batch, equal, steps, trained
-from tests.integrations.training.test_trainer import logged, trainer
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient.checkpointing.*")
 
 BATCHES = [batch(16, padded=True), batch(40, padded=True)]
 """Of one kind, which is exported once for each model."""
@@ -107,21 +104,6 @@ def test_weights_in_another_form(how, folders, cache):
     expected = steps(in_memory(folder, wrapped, **options), BATCHES)
     with streamed(folder, wrapped, cache, **options) as model:
         assert equal(steps(model, BATCHES), expected)
-
-
-@pytest.mark.nightly
-def test_a_trainer_and_a_resumed_one(folders, cache, tmp_path):
-    reference = trainer(in_memory(folders / "plain", wrapped), tmp_path / "memory")
-    reference.train()
-    with streamed(folders / "plain", wrapped, cache) as model:
-        made = trainer(model, tmp_path / "streamed")
-        made.train()
-        assert logged(made) == logged(reference)
-        assert equal([*trained(model).values()], [*trained(reference.model).values()])
-    with streamed(folders / "plain", wrapped, cache) as model:
-        checkpoint = str(tmp_path / "streamed" / "checkpoint-2")
-        trainer(model, tmp_path / "streamed").train(resume_from_checkpoint=checkpoint)
-        assert equal([*trained(model).values()], [*trained(reference.model).values()])
 
 
 def test_what_cannot_be_made_beside_files_is_refused(folders, cache):

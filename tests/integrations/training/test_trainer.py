@@ -13,11 +13,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from penstock.integrations import apply
 from tests.integrations.training.adapted import MEMORY, adapted, equal, trained
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*`:FutureWarning"),
-]
+pytestmark = pytest.mark.nightly
 
 
 def rows(count, seed):
@@ -54,21 +50,22 @@ def trainer(model, folder):
     return Trainer(model, arguments, data_collator=padded, **data)
 
 
+def tokenizer():
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{k}": k for k in range(3, 128)}
+    vocabulary = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = Whitespace()
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=vocabulary, **names)
+
+
 def fine_tuner(model, folder):
     """TRL's trainer over token numbers, with its own loss in chunks and gradient checkpointing on."""
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-    )
     data = {
         f"{name}_dataset": Dataset.from_list([{"input_ids": one["input_ids"].tolist()} for one in chosen])
         for name, chosen in (("train", rows(16, 1)), ("eval", rows(4, 2)))
     }
     arguments = SFTConfig(str(folder), bf16=False, **ARGUMENTS)
-    return SFTTrainer(model, arguments, processing_class=tokenizer, **data)
+    return SFTTrainer(model, arguments, processing_class=tokenizer(), **data)
 
 
 def logged(made):
@@ -81,58 +78,33 @@ def logged(made):
 
 def preferring(model, folder):
     """TRL's trainer of preferences, whose reference is the model without its adapter."""
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{k}": k for k in range(3, 128)}
-    vocabulary = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    vocabulary.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
     generator = torch.Generator().manual_seed(1)
 
     def text(length):
         return " ".join(f"w{k}" for k in torch.randint(3, 128, (length,), generator=generator).tolist())
 
     data = [{"prompt": text(5), "chosen": text(7), "rejected": text(6)} for _ in range(8)]
-    arguments = DPOConfig(
-        str(folder),
-        bf16=False,
-        per_device_train_batch_size=2,
-        max_steps=3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    return DPOTrainer(
-        model, args=arguments, processing_class=tokenizer, train_dataset=Dataset.from_list(data)
-    )
+    few = {name: ARGUMENTS[name] for name in ("per_device_train_batch_size", "logging_steps", "report_to")}
+    few |= {"use_cpu": True, "disable_tqdm": True, "max_steps": 3, "save_strategy": "no"}
+    arguments = DPOConfig(str(folder), bf16=False, **few)
+    given = {"processing_class": tokenizer(), "train_dataset": Dataset.from_list(data)}
+    return DPOTrainer(model, args=arguments, **given)
 
 
-def test_the_trainer_of_preferences_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
-    reference = preferring(adapted(layers=1), tmp_path / "memory")
+@pytest.mark.parametrize("make", [fine_tuner, preferring])
+def test_the_trainers_of_trl_give_the_weights_that_they_give_in_memory(make, cache, tmp_path):
+    reference = make(adapted(layers=1), tmp_path / "memory")
     reference.train()
-    model = adapted(layers=1)
-    with apply(model.get_base_model().model, MEMORY, train=True, cache=cache):
-        made = preferring(model, tmp_path / "streamed")
-        made.train()
-        assert equal([*trained(model).values()], [*trained(reference.model).values()])
-        assert logged(made) == logged(reference)
-
-
-def test_the_trainer_of_trl_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
-    reference = fine_tuner(adapted(layers=1), tmp_path / "memory")
-    reference.train()
-
     model = adapted(layers=1)
     with apply(model.get_base_model().model, MEMORY, train=True, cache=cache) as applied:
-        made = fine_tuner(model, tmp_path / "streamed")
+        made = make(model, tmp_path / "streamed")
         made.train()
         assert equal([*trained(model).values()], [*trained(reference.model).values()])
         assert logged(made) == logged(reference)
         (component,) = applied.components.values()
-        assert component.stats.misses == 0
-        assert component.stats.bytes_moved > 0
+        if make is fine_tuner:  # the other's last call runs one module at a time
+            assert component.stats.misses == 0
+            assert component.stats.bytes_moved > 0
 
 
 def test_a_trainer_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
