@@ -106,35 +106,6 @@ def test_a_checkpoint_in_place_that_changed_is_refused(exported, checkpoint, tmp
         penstock.open(path)
 
 
-def test_a_table_of_exceptions_renames_too(exported, model, tokens, tmp_path):
-    values = dict(model.state_dict())
-    values.pop("head.weight")
-    values["E"] = values.pop("embed.weight")
-    save_file(values, tmp_path / "t.safetensors")
-    rename = {"embed.weight": "E"}
-    program = penstock.compile(
-        exported, tmp_path / "t.penstock", weights=tmp_path / "t.safetensors", rename=rename
-    )
-    with torch.no_grad():
-        assert torch.equal(run(program, tokens), aligned(model)(tokens))
-
-
-def test_missing_weights_are_counted_and_named(exported, tmp_path):
-    save_file({"embed.weight": torch.zeros(50, 128)}, tmp_path / "few.safetensors")
-    with pytest.raises(penstock.SourceError, match=r"12 of the program.*blocks\.0\.norm\.weight"):
-        penstock.compile(exported, tmp_path / "e.penstock", weights=tmp_path / "few.safetensors")
-    assert not (tmp_path / "e.penstock").exists()
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(50, 128).half(), torch.zeros(128, 50)])
-def test_a_weight_of_another_dtype_or_shape_is_refused(exported, model, tmp_path, wrong):
-    values = dict(model.state_dict()) | {"embed.weight": wrong}
-    values.pop("head.weight")
-    save_file(values, tmp_path / "w.safetensors")
-    with pytest.raises(penstock.SourceError, match=r"embed\.weight is float32 \[50, 128\] in the program"):
-        penstock.compile(exported, tmp_path / "f.penstock", weights=tmp_path / "w.safetensors")
-
-
 def test_the_shards_of_two_checkpoints_do_not_mix(exported, model, tmp_path):
     values = {k: v.clone() for k, v in model.state_dict().items()}
     for name in ("one", "two"):
@@ -212,19 +183,6 @@ def test_a_model_that_mutates_a_buffer(tmp_path):
         assert torch.equal(again(x), counter.linear(x)), "an artifact holds the buffer as it was compiled"
 
 
-def test_a_model_without_weights(tmp_path):
-    class Plain(torch.nn.Module):
-        def forward(self, x):
-            return x.sin() + 1
-
-    x = torch.randn(5)
-    program = penstock.compile(export(Plain(), (x,)), tmp_path / "n.penstock")
-    assert program.weight_bytes == program.floor_bytes == 0
-    for budget in ("1MiB", program.floor_bytes):
-        with program.load(budget) as module:
-            assert torch.equal(module(x), x.sin() + 1)
-
-
 class Zoo(torch.nn.Module):
     """Weights of unusual kinds, each read for itself."""
 
@@ -265,13 +223,6 @@ def test_weights_of_every_kind(tmp_path, budget, precision):
         for _ in range(2):
             for got, wanted in zip(module(x), expected, strict=True):
                 assert torch.equal(got, wanted)
-
-
-def test_weights_that_view_one_storage_are_one(tmp_path):
-    program = penstock.compile(export(Zoo().eval(), (torch.randn(3, 96),)), tmp_path / "views.penstock")
-    places = {w.fqn: (w.parts[0].storage, w.parts[0].offset) for w in program.payload.weights}
-    assert places["first"][0] == places["second"][0]
-    assert (places["first"][1], places["second"][1]) == (0, 32 * 96 * 4)
 
 
 def test_a_view_written_apart_in_a_checkpoint_is_found_again(tmp_path):

@@ -95,25 +95,6 @@ def test_a_compiled_program_runs_on_the_simulated_device_too(compiled):
         assert module.stats.bytes_moved > 0
 
 
-def test_two_modules_of_one_artifact_do_not_disturb_each_other(compiled):
-    program, expected = compiled["odd"].program, compiled["odd"].expected
-    with (
-        program.load(budget(program, 0.0), options=LoadOptions(poison=True)) as small,
-        program.load(budget(program, 0.5), options=LoadOptions(poison=True)) as large,
-    ):
-        for module in (small, large, small, large):
-            assert torch.equal(module(*odd_arguments())["mixed"], expected["mixed"])
-
-
-def test_a_call_after_close_is_refused_and_harmless(compiled):
-    program = compiled["odd"].program
-    module = program.load(budget(program, 0.5))
-    module(*odd_arguments())
-    module.close()
-    with pytest.raises(penstock.StreamError, match="the module is closed"):
-        module(*odd_arguments())
-
-
 def test_measured_steps_are_those_of_the_trace(compiled):
     program = compiled["odd"].program
     with program.load("50%") as module:
@@ -242,6 +223,7 @@ def test_a_fresh_process_needs_neither_the_class_nor_the_source(compiled, tmp_pa
     assert done.status == 0, done.err
 
 
+@pytest.mark.nightly
 def test_the_floor_does_not_grow_with_the_layers(compiled, tmp_path):
     """But for the small weights and caches, which stay in memory."""
     shallow = penstock.compile(

@@ -129,16 +129,6 @@ def test_two_modules_of_one_artifact_do_not_disturb_each_other(stack):
             assert torch.equal(two(stack.tokens), stack.expected)
 
 
-def test_nothing_is_left_after_close(stack):
-    module = stack.open().load("50%", options=LoadOptions(arena="mapped"))
-    module(stack.tokens)
-    assert mapped_lines()
-    module.close()
-    module.close()
-    assert not mapped_lines()
-    assert not [t for t in threading.enumerate() if t.name.startswith("penstock")]
-
-
 def test_nothing_is_left_after_a_load_that_failed(stack, monkeypatch):
     from penstock.runtime import loading
 
@@ -202,12 +192,6 @@ REFUSED = [
 def test_what_cannot_be_planned_is_refused(stack, options, error, words):
     with pytest.raises(error, match=words):
         stack.open().plan(**{"budget": "50%"} | options)
-
-
-def test_a_trace_is_given_in_a_list(stack):
-    program = stack.open()
-    with pytest.raises(penstock.PlanError, match="takes a list with a Trace"):
-        program.plan("50%", traces=program.payload.traces[0])
 
 
 def test_what_is_printed_says_that_weights_stream(stack):

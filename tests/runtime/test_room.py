@@ -225,17 +225,6 @@ def test_a_simulated_device_and_its_host_are_in_one_memory(small):
         program.load(plan=plan, device="sim")
 
 
-def test_address_space_counts_what_is_only_reserved(small):
-    program, leave = small
-    plan = program.plan("75%", arena="paged")
-    leave(1 << 40, 40 * MIB)
-    said = refused(program, plan)
-    assert "of address space here" in said
-    assert "and the fence leaves 40.00 MiB" in said
-    leave(1 << 40, 1 << 40)
-    program.load(plan=plan).close()
-
-
 def test_rates_are_not_measured_without_room(small, monkeypatch):
     program, _ = small
     monkeypatch.setattr(figures, "memory_limit", lambda: Limit(MEASURING - 1, "the box"))

@@ -22,13 +22,6 @@ def storage_of(lowered, fqn):
     return weight.parts[0].storage
 
 
-@pytest.mark.usefixtures("executorch_python")
-def test_an_mlp_computes_from_its_files(lowered_mlp, mlp):
-    x, delegates = torch.randn(2, 128), Delegates(lowered_mlp.exported)
-    torch.testing.assert_close(Outer(lowered_mlp.edge, delegates)(x), mlp(x), rtol=1e-5, atol=1e-5)
-    assert delegates.seen == [(0, 0), (0, 1)]
-
-
 def test_weights_lie_in_the_data_file_aligned_and_once(lowered_mlp, mlp):
     exported = lowered_mlp.exported
     assert [w.fqn for w in exported.payload.weights] == ["up.weight", "up.bias", "down.weight", "down.bias"]
@@ -205,18 +198,6 @@ def test_constants_of_one_name_do_not_collide(lower):
         torch.testing.assert_close(Outer(lowered.edge, delegates, name)(x), model(x), rtol=1e-5, atol=1e-5)
     names = sorted(w.fqn for w in lowered.exported.payload.weights)
     assert names == ["linear.bias", "linear.weight", "one.value", "other.value"]
-
-
-@pytest.mark.usefixtures("executorch_python")
-def test_sizes_may_be_dynamic(lower):
-    model, batch = Mlp().eval(), torch.export.Dim("batch", min=1, max=16)
-    lowered = lower(torch.export.export(model, (torch.randn(4, 128),), dynamic_shapes=({0: batch},)))
-    (method,) = lowered.exported.payload.methods
-    assert (method.inputs[0].shape, method.symbols[0].upper) == (("batch", 128), 16)
-    for rows in (1, 16):
-        x = torch.randn(rows, 128)
-        found = Outer(lowered.edge, Delegates(lowered.exported))(x)
-        torch.testing.assert_close(found, model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_program_without_values_is_planned(lower):

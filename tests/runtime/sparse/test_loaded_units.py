@@ -155,11 +155,6 @@ def test_a_plan_of_a_machine_whose_operators_were_trusted_is_not_run_where_they_
         load_module(program, plan, LoadRequest())
 
 
-def test_a_device_refuses_a_pool(program):
-    with pytest.raises(StreamError, match=r"reads weights by units, which .* cannot"):
-        load_module(program, plan_with(program, "rounds"), LoadRequest(device="sim:h200"))
-
-
 class Mixed(torch.nn.Module):
     """Layers that stream whole, around experts that do not, and a head that is tied to a table."""
 

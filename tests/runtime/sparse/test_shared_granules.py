@@ -14,7 +14,7 @@ from penstock import LoadOptions
 from penstock.passes.sparse.contracts import linears
 from penstock.schedule.sparse.residency import Residency
 from tests.engines import ENGINES
-from tests.runtime.sparse.sparse_models import Head, seeded
+from tests.runtime.sparse.sparse_models import seeded
 from tests.runtime.sparse.unit_reads import have_reads_pass, taken
 from tests.schedule.traces import machine
 
@@ -156,17 +156,6 @@ def test_an_interrupt_between_readers_leaves_none_behind(straddling, monkeypatch
             index = torch.randint(1200, (12,), generator=seeded(call))
             assert torch.equal(module(index), model(index))
             assert taken(units) == units.held_bytes <= units.pool.nbytes
-
-
-def test_routes_of_a_plan_with_tiles_are_recorded_without_them(tmp_path):
-    model = Head(torch.bfloat16, tied=False).eval()
-    with torch.no_grad():
-        program = penstock.compile(export(model, (torch.arange(2),)), tmp_path / "head.penstock")
-        plan = program.plan("8MiB", hardware=SLOW)
-        assert plan.pool.tiles
-        with program.load(plan=plan) as module, module.record_routes() as recorder:
-            assert torch.equal(module(torch.tensor([3, 5])), model(torch.tensor([3, 5])))
-    assert [ask.units for ask in recorder.routes.calls[0]] == [(3, 5)]
 
 
 def test_what_is_not_positional_is_read_whole():

@@ -16,8 +16,11 @@ SLOW = machine(1e8)
 
 @pytest.fixture(
     scope="module",
-    params=[(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)],
-    ids=["bfloat16", "tied", "float32"],
+    params=[
+        pytest.param((torch.bfloat16, True), id="tied"),
+        pytest.param((torch.float32, False), id="float32"),
+        pytest.param((torch.bfloat16, False), id="bfloat16", marks=pytest.mark.nightly),
+    ],
 )
 def case(request, tmp_path_factory):
     dtype, tied = request.param

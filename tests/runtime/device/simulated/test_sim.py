@@ -1,6 +1,5 @@
 """Whole programs on the simulated device: outputs, time, memory, and hundreds of orders."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import takewhile
 
@@ -13,8 +12,6 @@ import penstock
 from penstock.runtime.device import streamer as staging
 from penstock.runtime.device.protocol import Move
 from penstock.runtime.device.simulated import SimDevice
-from penstock.runtime.loading import load_module
-from penstock.runtime.options import LoadRequest
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Extent
@@ -22,7 +19,7 @@ from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from tests.hunt import scaled
 from tests.runtime.device.device_runs import HARDWARE, POLICIES, Case, Run, cases, disk_cases
-from tests.runtime.device.simulated.ordered_device import CapturedDevice, OrderedDevice
+from tests.runtime.device.simulated.ordered_device import OrderedDevice
 from tests.schedule.traces import problems
 
 
@@ -73,43 +70,6 @@ def test_passes_take_what_is_predicted_where_the_link_fills_late(one, nbytes):
     assert times[-1] == predicted > (schedule.predicted_ns if nbytes > 60 else 0)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.6])
-def test_a_pass_can_be_captured_and_another_as_well(stack, share):
-    """By the rules of CUDA's graphs: no event from outside, and all that was forked is joined."""
-    program = stack.open()
-    least = program.floor("sim:rtx4090")
-    budget = least + int(share * (program.weight_bytes - least))
-    for wrap in ("barrier", "overlap"):
-        plan = program.plan(budget, device="sim:rtx4090", wrap=wrap)
-        device = CapturedDevice(plan.hardware)
-        module = load_module(program, plan, LoadRequest(), device=device)
-        crosses = any(t.after < 0 for t in plan.schedules[0].transfers)
-        with torch.no_grad(), module:
-            module(stack.tokens)
-            for _ in range(3):
-                refusal = pytest.raises(penstock.StreamError, match="capture")
-                with nullcontext() if wrap == "barrier" or not crosses else refusal, device.capture():
-                    assert torch.equal(module(stack.tokens), stack.expected)
-            moved = [module.stats.bytes_moved]
-            for _ in range(3):  # of which the first starts over, if the capture failed
-                assert torch.equal(module(stack.tokens), stack.expected)
-                moved.append(module.stats.bytes_moved)
-            steady = moved[3] - moved[2]
-            assert moved[2] - moved[1] == steady
-            assert wrap == "overlap" or moved[1] - moved[0] == steady
-
-
-def test_two_modules_of_one_program_run_side_by_side(stack):
-    program = stack.open()
-    with (
-        torch.no_grad(),
-        program.load("50%", device="sim:l4") as one,
-        program.load("70%", device="sim:h200") as other,
-    ):
-        for module in (one, other, one, other):
-            assert torch.equal(module(stack.tokens), stack.expected)
-
-
 def test_more_than_the_memory_of_the_preset_is_out_of_memory(stack):
     program = stack.open()
     plan = program.plan("50%", device="sim")
@@ -139,19 +99,6 @@ def test_a_plan_for_a_mapped_arena_is_refused(stack):
     plan = program.plan("50%", arena="paged")
     with pytest.raises(penstock.StreamError, match="a paged arena cannot be on sim: plan"):
         program.load(plan=plan, device="sim")
-
-
-def test_a_call_after_close_and_an_exception_in_between(stack):
-    program = stack.open()
-    module = program.load("50%", device="sim:h100")
-    with torch.no_grad():
-        module(stack.tokens)
-        with pytest.raises(penstock.StreamError, match="expected"):
-            module(stack.tokens.float())
-        assert torch.equal(module(stack.tokens), stack.expected)
-        module.close()
-        with pytest.raises(penstock.StreamError, match="closed"):
-            module(stack.tokens)
 
 
 @pytest.mark.parametrize("case", cases()[3:7], ids=lambda case: case.name)
@@ -225,7 +172,7 @@ def case_of(p, host_share=None):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(40), deadline=None)
+@settings(max_examples=scaled(20), deadline=None)
 @seed(0)
 @given(problems("contiguous", methods=1))
 def test_random_plans_run_in_random_orders(p):
@@ -246,7 +193,7 @@ def test_random_plans_of_two_methods_run_in_random_orders(p):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(40), deadline=None)
+@settings(max_examples=scaled(20), deadline=None)
 @seed(2)
 @given(problems("contiguous", methods=1), st.floats(0, 0.6))
 def test_random_plans_with_a_host_between_run_in_random_orders(p, share):
@@ -264,7 +211,7 @@ def test_random_plans_with_a_host_between_run_in_random_orders(p, share):
 
 
 @pytest.mark.random
-@settings(max_examples=scaled(15), deadline=None)
+@settings(max_examples=scaled(10), deadline=None)
 @seed(3)
 @given(problems("contiguous", methods=2), st.floats(0, 0.6))
 def test_random_plans_of_two_methods_with_a_host_between(p, share):
