@@ -1,6 +1,5 @@
 """torchao's quantised modules: the outputs are the library's own, under every budget."""
 
-import copy
 import itertools
 
 import pytest
@@ -101,17 +100,6 @@ def test_the_files_that_torchao_writes_are_used_as_they_are(in_place, tmp_path):
     )
     with program.load("50%") as streamed, torch.no_grad():
         assert torch.equal(streamed(x), other(x))
-
-
-def test_weights_that_share_a_module_are_one(tmp_path):
-    module = quantised("int8", torch.float32)
-    tied = copy.deepcopy(module)
-    tied[4] = tied[0]
-    x = inputs(torch.float32)
-    program = penstock.compile(export(tied, (x,)), tmp_path / "d.penstock")
-    assert program.weight_bytes < penstock.compile(export(module, (x,)), tmp_path / "e.penstock").weight_bytes
-    with program.load(program.floor_bytes) as streamed, torch.no_grad():
-        assert torch.equal(streamed(x), tied(x))
 
 
 def test_operators_of_a_library_that_is_not_imported_are_said(tmp_path):

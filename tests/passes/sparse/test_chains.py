@@ -12,7 +12,7 @@ from penstock.passes.calls.stored_graph import decode_graph, encode_graph
 from penstock.passes.sparse.chains import by_expert
 from penstock.passes.sparse.contracts import BY_EXPERT
 from penstock.schedule.sparse import pool
-from tests.passes.sparse.test_contracts import Calls
+from tests.passes.pass_models import Calls
 
 COUNT, ROWS, WIDTH, OUT = 6, 10, 16, 32
 ENDS = torch.tensor([0, 3, 3, 7, 10, 10], dtype=torch.int32)

@@ -234,7 +234,7 @@ def test_bits_and_bytes_are_those_of_python(run, case, tmp_path, rung):
 @pytest.mark.parametrize("case", ["experts"], indirect=True)
 def test_units_alone_are_moved_and_rounds_are_run(case):
     """Or the tests above would show nothing: units do not fit at the floor, and are found with most."""
-    assert case.plan(0).streamed_bytes == case.plan(1).streamed_bytes == 0
+    assert case.plan(1).streamed_bytes == case.plan(2).streamed_bytes == 0
     moved = []
     for plan in case.compiled.payload.plans[:3]:
         with torch.no_grad(), case.compiled.load(plan=plan) as module:
@@ -242,7 +242,8 @@ def test_units_alone_are_moved_and_rounds_are_run(case):
             before = module.stats.bytes_moved
             module(*case.call(1))
             moved.append(module.stats.bytes_moved - before)
-    assert moved[0] > moved[1] > moved[2] == 0
+    assert moved[0] > moved[1] + 2 * case.plan(0).streamed_bytes
+    assert moved[1] > moved[2] == 0
 
 
 @pytest.mark.parametrize("case", ["tables"], indirect=True)

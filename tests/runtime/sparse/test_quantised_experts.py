@@ -20,7 +20,7 @@ from penstock.runtime.sparse import trust
 from penstock.runtime.sparse.units import LoadedUnits
 from tests.engines import ENGINES
 from tests.hunt import nightly_but
-from tests.passes.sparse.test_contracts import Calls
+from tests.passes.pass_models import Calls
 from tests.runtime.sparse.sparse_models import SLOW, Quantised, routes, seeded
 
 WIDTH, COUNT = 128, 32

@@ -113,12 +113,6 @@ def test_statistics_of_batch_norms(program_of):
             assert torch.equal(statistic, dict(module.named_buffers())[name]), name
 
 
-def two_calls_before_their_backwards(one, tokens, labels):
-    first, second = one(tokens, labels)[0], one(labels, tokens)[0]
-    (first * 2).backward()
-    second.backward()
-
-
 def one_backward_of_two_calls(one, tokens, labels):
     (one(tokens, labels)[0] + one(labels, tokens)[0]).backward()
 
@@ -129,15 +123,6 @@ def a_backward_twice(one, tokens, labels):
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
-
-
-def dropped_forwards_and_evaluation_in_between(one, tokens, labels):
-    one(tokens, labels)
-    with torch.no_grad():
-        loss, logits = one(tokens, labels)
-        assert not loss.requires_grad
-        assert not logits.requires_grad
-    one(tokens, labels)[0].backward()
 
 
 def scaled_and_clipped(one, tokens, labels):
@@ -167,10 +152,8 @@ def of_other_lengths(one, tokens, labels):
 @pytest.mark.parametrize(
     "run",
     [
-        two_calls_before_their_backwards,
         one_backward_of_two_calls,
         a_backward_twice,
-        dropped_forwards_and_evaluation_in_between,
         scaled_and_clipped,
         asked_for_by_name,
         of_other_lengths,
