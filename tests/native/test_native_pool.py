@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -230,9 +229,6 @@ def test_units_that_cannot_be_are_refused(units):
             with pytest.raises(StreamError, match="reads no units that the pool of the plan has"):
                 engines.native.ask(graph, step, [1])
         engines.read(0, 0, [1, 2], 0)
-
-
-Spoil = Callable[[Plan], Plan]
 
 
 def with_read(plan, **changes):

@@ -1,8 +1,5 @@
 """Which experts are computed one at a time from quantised ones, with the bits of all at once."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch.export import export
@@ -50,8 +47,6 @@ TENSORS = {
     "heads": integers(COUNT, OUT, WIDTH, low=0, dtype=torch.uint8),
     "names": numbers(COUNT),
 }
-
-Stack = Callable[[Any], torch.Tensor]
 
 
 def product(stack, *, dtype=torch.bfloat16):

@@ -69,9 +69,6 @@ def programs(tmp_path_factory):
     )
 
 
-Results = dict[str, torch.Tensor]
-
-
 def apart(results):
     results["first"].backward(retain_graph=True)
     results["second"].backward()

@@ -14,7 +14,6 @@ whether an abort starts over at once: the next pass does where it did not.
 """
 
 from dataclasses import replace
-from typing import Literal
 
 from tests.runtime.device.device_runs import Parts
 from tests.runtime.device.faulty_device import (
@@ -35,8 +34,6 @@ from tests.runtime.device.faulty_device import (
     shift_read,
     wait_for_older,
 )
-
-By = Literal["race", "bits", "error", "count"]
 
 
 class Fault(Parts):
