@@ -139,42 +139,6 @@ def test_quantised_weights_are_read_by_parts(lower, kind):
     assert len(delegates.seen) == 2
 
 
-class Counter(nn.Module):
-    """One method writes a small buffer, another only reads it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.register_buffer("seen", torch.zeros(64))
-
-    def forward(self, x):
-        self.seen.add_(x.sum(0))
-        return self.linear(x)
-
-
-class Reader(nn.Module):
-    def __init__(self, counter):
-        super().__init__()
-        self.linear = counter.linear
-        self.register_buffer("seen", counter.seen)
-
-    def forward(self, x):
-        return self.linear(x) + self.seen
-
-
-@pytest.mark.usefixtures("executorch_python")
-@pytest.mark.parametrize("order", [("read", "write"), ("write", "read")])
-def test_a_method_reads_what_another_writes(lower, order):
-    counter, x = Counter().eval(), torch.randn(2, 64)
-    models = {"write": counter, "read": Reader(counter)}
-    lowered = lower({name: torch.export.export(models[name], (x,)) for name in order})
-    delegates = Delegates(lowered.exported)
-    Outer(lowered.edge, delegates, "write")(x)
-    found = Outer(lowered.edge, delegates, "read")(x)
-    torch.testing.assert_close(found, counter.linear(x) + x.sum(0), rtol=1e-5, atol=1e-5)
-    assert len(delegates.states) == 1
-
-
 class Constants(nn.Module):
     """Holds a tensor that export calls by a number of its own."""
 

@@ -216,10 +216,7 @@ def test_the_backward_computes_no_product_of_the_forward_again(decoder):
 
 
 # Nothing trained lies before these, of which the tied table is read at both ends of the forward.
-UNREAD = {
-    "decoder": {"embed.weight", "blocks.0.packed", "blocks.0.out.base.weight"},
-    "normed": set(),
-}
+UNREAD = {"decoder": {"embed.weight", "blocks.0.packed", "blocks.0.out.base.weight"}, "normed": set()}
 
 
 @pytest.mark.parametrize(("name", "case", "read_again"), [("decoder", DECODER, 5), ("normed", NORMED, 0)])

@@ -304,13 +304,7 @@ class Run:
             raise WrongBytesError(f"{self.case.name}: storage {storage} is not what the file has")
 
 
-POLICIES = (
-    ("latest", 0),
-    ("earliest", 0),
-    ("lagging", 0),
-    ("lagging", 1),
-    ("random", 1),
-)
+POLICIES = (("latest", 0), ("earliest", 0), ("lagging", 0), ("lagging", 1), ("random", 1))
 
 
 @cache

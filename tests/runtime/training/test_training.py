@@ -151,13 +151,7 @@ def of_other_lengths(one, tokens, labels):
 
 @pytest.mark.parametrize(
     "run",
-    [
-        one_backward_of_two_calls,
-        a_backward_twice,
-        scaled_and_clipped,
-        asked_for_by_name,
-        of_other_lengths,
-    ],
+    [one_backward_of_two_calls, a_backward_twice, scaled_and_clipped, asked_for_by_name, of_other_lengths],
 )
 def test_calls(plain, module, run):
     assert_same(plain, module, run)
