@@ -106,32 +106,14 @@ class Cached(nn.Module):
         return self.head(self.state)
 
 
-class Prefill(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model.prefill(x)
-
-
-class Decode(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model.decode(x)
-
-
 @pytest.fixture(scope="module")
 def methods(tmp_path_factory):
     torch.manual_seed(0)
     model = Cached().eval()
-    exported = {
-        "prefill": export(Prefill(model), (torch.randn(5, 640),)),
-        "decode": export(Decode(model), (torch.randn(1, 640),)),
-    }
+    exported = {}
+    for name, rows in (("prefill", 5), ("decode", 1)):
+        model.forward = getattr(model, name)
+        exported[name] = export(model, (torch.randn(rows, 640),))
     path = tmp_path_factory.mktemp("methods") / "cached.penstock"
     penstock.compile(exported, path)
     return penstock.open(path), model

@@ -159,19 +159,19 @@ with penstock.open(os.path.dirname(path)).load("70%", options=options) as module
 
 
 @pytest.fixture
-def weights(stack, tmp_path):
+def file(stack, tmp_path):
     return Path(shutil.copytree(stack.path, tmp_path / "copy.penstock")) / "weights.safetensors"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_read_behind_the_new_end_is_an_error(weights, engine, native):
-    done = run_forked(SCRIPT, engine, str(weights), "guarded")
+def test_a_read_behind_the_new_end_is_an_error(file, engine, native):
+    done = run_forked(SCRIPT, engine, str(file), "guarded")
     assert (done.status, done.out.split()) == (0, ["True"] * 4), done.err
 
 
-def test_it_would_end_the_process(weights):
+def test_it_would_end_the_process(file):
     """Without the native library there is nothing that could take the signal, as docs/security.md says."""
-    assert run_forked(SCRIPT, "python", str(weights), "bare").status == -signal.SIGBUS
+    assert run_forked(SCRIPT, "python", str(file), "bare").status == -signal.SIGBUS
 
 
 HANDLERS = """
