@@ -19,6 +19,7 @@ from penstock.passes.lowering.post_grad import PlacedProbes
 from penstock.runtime.files.artifact_files import PAYLOAD, digest_line, replace_payload
 from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Part, SparseRead, Step, Trace, Work
+from penstock.schedule.plan import Plan
 from tests.engines import ENGINES
 from tests.hunt import nightly_but
 from tests.runtime.sparse.sparse_models import SLOW, Experts, Head, Quantised, Tables, routes, seeded
@@ -46,12 +47,10 @@ class Case:
     compiled: Program
     eager: Program
     inputs: Callable[[int], dict[str, torch.Tensor]]
+    plans: tuple[Plan, ...]
 
     def call(self, seed):
         return self.inputs(seed).values()
-
-    def plan(self, rung):
-        return self.compiled.payload.plans[rung]
 
 
 def tables(seed):
@@ -104,12 +103,13 @@ def made(tmp_path_factory):
         folder = tmp_path_factory.mktemp("compiled")
         path = folder / "compiled.penstock"
         program = penstock.compile(exported, path, lowering="inductor", resident_below="4KiB")
-        shares = (program.floor_bytes, "45%", "75%", "100%")
+        shares = (program.floor_bytes, *(("45%", "75%", "100%") if name in RUNS else ("25%", "60%")))
         plans = tuple(program.plan(share, hardware=SLOW) for share in shares)
-        assert name not in RUNS or [plan.pool is None for plan in plans] == [False, False, False, True]
-        replace_payload(path, replace(program.payload, plans=plans if name in RUNS else plans[:1]))
-        compiled, eager = penstock.open(path, trust=True), penstock.compile(exported, folder / "eager")
-        return Case(compiled, eager, inputs)
+        if name in RUNS:
+            assert [plan.pool is None for plan in plans] == [False, False, False, True]
+            replace_payload(path, replace(program.payload, plans=plans))
+            program = penstock.open(path, trust=True)
+        return Case(program, penstock.compile(exported, folder / "eager"), inputs, plans)
 
     return make
 
@@ -126,7 +126,7 @@ def outputs(result):
 @pytest.mark.parametrize("rung", [0, 1, 2])
 def test_compiled_programs_read_by_units_with_their_bits(case, rung):
     program = case.compiled
-    plan = case.plan(min(rung, len(program.payload.plans) - 1))
+    plan = case.plans[rung]
     assert plan.pool is not None
     with torch.no_grad(), program.load(2 * program.weight_bytes) as whole, program.load(plan=plan) as module:
         for seed in range(4):
@@ -209,7 +209,7 @@ def run_once(run, case, budget, folder):
 @pytest.mark.parametrize("case", nightly_but({"tables", "experts"}, RUNS), indirect=True)
 @pytest.mark.parametrize("rung", range(4))
 def test_bits_and_bytes_are_those_of_python(run, case, tmp_path, rung):
-    plan = case.plan(rung)
+    plan = case.plans[rung]
     facts, found = run_once(run, case, plan.budget, tmp_path)
     assert facts["plan_budget"] == plan.budget
     assert facts["misses"] == 0
@@ -230,15 +230,15 @@ def test_bits_and_bytes_are_those_of_python(run, case, tmp_path, rung):
 @pytest.mark.parametrize("case", ["experts"], indirect=True)
 def test_units_alone_are_moved_and_rounds_are_run(case):
     """Or the tests above would show nothing: units do not fit at the floor, and are found with most."""
-    assert case.plan(1).streamed_bytes == case.plan(2).streamed_bytes == 0
+    assert case.plans[1].streamed_bytes == case.plans[2].streamed_bytes == 0
     moved = []
-    for plan in case.compiled.payload.plans[:3]:
+    for plan in case.plans[:3]:
         with torch.no_grad(), case.compiled.load(plan=plan) as module:
             module(*case.call(1))
             before = module.stats.bytes_moved
             module(*case.call(1))
             moved.append(module.stats.bytes_moved - before)
-    assert moved[0] > moved[1] + 2 * case.plan(0).streamed_bytes
+    assert moved[0] > moved[1] + 2 * case.plans[0].streamed_bytes
     assert moved[1] > moved[2] == 0
 
 
@@ -248,7 +248,7 @@ def test_penstock_run_refuses_an_index_as_the_kernel_refuses_it(run, case, tmp_p
         wrong = case.inputs(1)
         wrong["ids"][0, 3] = 4096
         save_file(wrong, tmp_path / "in.safetensors")
-        done = run(case.compiled.path, "--budget", case.plan(rung).budget, "--input", "in.safetensors")
+        done = run(case.compiled.path, "--budget", case.plans[rung].budget, "--input", "in.safetensors")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (5, "", 1)
         assert "index out of range" in done.stderr
 
@@ -321,7 +321,7 @@ def test_plans_that_are_not_the_programs_are_refused(run, case, tmp_path, refuse
     folder = forged(case, tmp_path, change)
     save_file(case.inputs(1), tmp_path / "in.safetensors")
     files = ["--input", "in.safetensors", "--output", "out.safetensors"]
-    done = run(folder, "--budget", case.plan(1).budget, *files)
+    done = run(folder, "--budget", case.plans[1].budget, *files)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done.stderr
     assert words in done.stderr
     assert not (tmp_path / "out.safetensors").exists()

@@ -20,34 +20,19 @@ _NEWEST = f'"version": {VERSION}'.encode()
 
 
 @pytest.fixture
-def copied(exported, tmp_path):
-    """Makes copies of the MLP's files, to be damaged."""
-
-    def copy(name="copy"):
-        shutil.copytree(exported("mlp")[0].pte.parent, tmp_path / name)
-        return Files(tmp_path / name / "model.pte", (tmp_path / name / "weights.ptd",))
-
-    return copy
-
-
-@pytest.fixture
-def files(copied):
-    return copied()
-
-
-def _all_refused(runner, error, refused):
-    """In one process, each program is refused with its sentence."""
-    programs, sentences = zip(*refused, strict=True)
-    answers = runner(programs, [replace(CALL, program=k) for k in range(len(programs))])
-    assert [one.error for one in answers] == [f"Error::{error}"] * len(programs)
-    for said, sentence in zip(runner.sentences(), sentences, strict=True):
-        assert sentence in said
-        assert said.count(". ") == 0
-    assert answers[-1].programs == 0
+def files(exported, tmp_path):
+    """A copy of the MLP's files, to be damaged."""
+    shutil.copytree(exported("mlp")[0].pte.parent, tmp_path / "copy")
+    return Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
 
 
 def _refused(runner, program, error, sentence):
-    _all_refused(runner, error, [(program, sentence)])
+    (answer,) = runner([program], [CALL])
+    assert answer.error == f"Error::{error}"
+    (said,) = runner.sentences()
+    assert sentence in said
+    assert said.count(". ") == 0
+    assert answer.programs == 0
 
 
 def _changed(path, old, new):
@@ -58,19 +43,19 @@ def _changed(path, old, new):
     path.write_bytes(data.replace(old, new, 1))
 
 
-WRONG_OPTIONS = [
-    ({"budget": "1KiB"}, "below the lowest plan of the program, which takes {floor}: give at least that"),
-    ({"budget": "lots"}, "the budget 'lots' is not a size: write bytes, '32MiB', '8GB' or '50%'"),
-    ({"budget": 4096}, 'the load option "budget" has another type: give text, such as "32MiB"'),
-    ({"bugdet": "1MiB"}, 'there is no load option "bugdet": give budget, weights or readers'),
-    ({"readers": 0}, 'the load option "readers" is 0: give one thread or more'),
-]
-
-
-def test_wrong_options(runner, files):
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"budget": "1KiB"}, "below the lowest plan of the program, which takes {floor}: give at least that"),
+        ({"budget": "lots"}, "the budget 'lots' is not a size: write bytes, '32MiB', '8GB' or '50%'"),
+        ({"budget": 4096}, 'the load option "budget" has another type: give text, such as "32MiB"'),
+        ({"bugdet": "1MiB"}, 'there is no load option "bugdet": give budget, weights or readers'),
+        ({"readers": 0}, 'the load option "readers" is 0: give one thread or more'),
+    ],
+)
+def test_wrong_options(runner, files, options, sentence):
     floor = read(files.pte).payload.plans[0].budget
-    refused = [(Program(files, options), words.format(floor=floor)) for options, words in WRONG_OPTIONS]
-    _all_refused(runner, "InvalidArgument", refused)
+    _refused(runner, Program(files, options), "InvalidArgument", sentence.format(floor=floor))
 
 
 @pytest.mark.parametrize(
@@ -129,32 +114,27 @@ def test_a_loader_that_would_bring_all_weights_into_memory(runner, files):
     _refused(runner, Program(files, {"budget": "50%"}, mode="file"), "InvalidExternalData", sentence)
 
 
-DAMAGE = [
-    (_NEWEST, b'"version": 99', "{payload} is damaged: its sha256 differs; copy the"),
-    (b'"storage": 0', b'"storage": 4', "a delegate's bytes are damaged: their sha256 differs"),
-    (b'"regions": 6', b'"regions" 66', "a delegate's bytes are damaged: their sha256 differs"),
-    (b"aten::linear", b"aten::lineal", "is damaged: its sha256 differs"),
-]
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (_NEWEST, b'"version": 99', "{payload} is damaged: its sha256 differs; copy the"),
+        (b'"storage": 0', b'"storage": 4', "a delegate's bytes are damaged: their sha256 differs"),
+        (b'"regions": 6', b'"regions" 66', "a delegate's bytes are damaged: their sha256 differs"),
+        (b"aten::linear", b"aten::lineal", "is damaged: its sha256 differs"),
+    ],
+)
+def test_damaged_programs(runner, files, old, new, sentence):
+    key = read(files.pte).regions[0].payload
+    _changed(files.pte, old, new)
+    _refused(runner, Program(files), "InvalidProgram", sentence.format(payload=key.rpartition(".")[2]))
 
 
-def test_damaged_programs(runner, copied):
-    refused = []
-    for number, (old, new, sentence) in enumerate(DAMAGE):
-        files = copied(str(number))
-        key = read(files.pte).regions[0].payload
-        _changed(files.pte, old, new)
-        refused.append((Program(files), sentence.format(payload=key.rpartition(".")[2])))
-    _all_refused(runner, "InvalidProgram", refused)
-
-
-def test_regions_that_contradict_their_payload(runner, copied):
-    refused = []
-    for name, (change, field) in FORGERIES.items():
-        files = copied(name)
-        forge(files.pte, region=fields(change))
-        sentence = f"region 0 of graph {7 if field == 'graph' else 0}: $.{field}: expected "
-        refused.append((Program(files, {"budget": "50%"}), sentence))
-    _all_refused(runner, "InvalidProgram", refused)
+@pytest.mark.parametrize("name", FORGERIES)
+def test_regions_that_contradict_their_payload(runner, files, name):
+    change, field = FORGERIES[name]
+    forge(files.pte, region=fields(change))
+    sentence = f"region 0 of graph {7 if field == 'graph' else 0}: $.{field}: expected "
+    _refused(runner, Program(files, {"budget": "50%"}), "InvalidProgram", sentence)
 
 
 def test_a_region_of_another_version(runner, files):
@@ -184,13 +164,10 @@ def test_a_payload_of_a_version_to_come(runner, files):
     _refused(runner, Program(files), "InvalidProgram", sentence)
 
 
-def test_lists_in_lists_in_lists(runner, copied):
-    refused = []
-    for which in ("region", "payload"):
-        files = copied(which)
-        forge(files.pte, **{which: deep})
-        refused.append((Program(files), "lists or objects nested in more than 100 others"))
-    _all_refused(runner, "InvalidProgram", refused)
+@pytest.mark.parametrize("which", ["region", "payload"])
+def test_lists_in_lists_in_lists(runner, files, which):
+    forge(files.pte, **{which: deep})
+    _refused(runner, Program(files), "InvalidProgram", "lists or objects nested in more than 100 others")
 
 
 def test_weights_that_have_no_values(runner, tmp_path):
