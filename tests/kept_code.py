@@ -8,13 +8,9 @@ import os
 import shlex
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 KEPT = Path(__file__).resolve().parent.parent / "build" / "inductor"
-
-Compile = Callable[[str, str], None]
-"""Runs a command line in a folder."""
 
 
 def keeping(compile_as_ever, kept=KEPT):

@@ -10,16 +10,12 @@ believed. `pool_oracle.py` does the same for what is read by units.
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable
 from itertools import pairwise
 
-from penstock.schedule.facts.model import Drop, Range, Transfer
+from penstock.schedule.facts.model import Range
 from tests.pool_oracle import UnsafeError, arena_reads, check_pool, must
 
 PASSES = 3
-Unit = tuple[int, int]
-"""A unit of memory, and the layout offset of the data that belongs there."""
-Piece = Range | Transfer | Drop
 
 
 def check_plan(storages, traces, plan, seeds=range(3)):
@@ -188,10 +184,6 @@ def check_order(schedule, trace, before):
 
 
 # Schedulers: pick the next thing of those that may legally happen.
-
-Action = tuple[str, int]
-"""("start", 0) the next copy in line; ("finish", i) the i-th copy under way; ("step", 0) read and end."""
-Scheduler = Callable[[list[Action], set[int]], Action]
 
 
 def eager(actions, needed):

@@ -5,7 +5,6 @@ that have one of the bytes, and memory is the granules of what is there: nothing
 policy is asked as an engine asks it, and what it says is done, in order, and looked at after every change.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -93,21 +92,6 @@ def check_units(storages, pool, read):
         nbytes = len(granules_of(pool, read, number)) * pool.granule
         must(nbytes <= pool.nbytes, "a unit does not fit into the pool")
     return units
-
-
-class Policy(Protocol):
-    """What decides which units are in a pool (`schedule/sparse/residency.py`)."""
-
-    held_bytes: int
-    peak_bytes: int
-
-    def begin(self): ...
-    def ask(self, graph, step, numbers): ...
-    def parts(self, storage, numbers): ...
-    def acquire(self, graph, step, numbers, *, alone=True): ...
-    def release(self, graph, step, numbers): ...
-    def reset(self): ...
-    def in_use(self, granule): ...
 
 
 class Change(Protocol):
@@ -200,10 +184,6 @@ class PoolMachine:
             must(all(policy.in_use(g) for g in (min(granules), max(granules))), "an edge counts as free")
         some = {g for granules in self.there.values() for g in (min(granules) - 1, max(granules) + 1)}
         must(not any(policy.in_use(g) for g in some - held), "a granule counts that no unit is in")
-
-
-Routing = Callable[[int, int, int], Sequence[int]]
-"""The ascending units that a call (its number, its method) names by a route, of at most so many."""
 
 
 def run_step(policy, machine, graph, k, numbers):

@@ -11,20 +11,14 @@ from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 from torch.utils import _pytree as pytree
 
 import penstock
-from penstock.backends.fx import (
-    FxBackend,
-    annotated_partitions,
-    lower,
-    reobserve,
-    torch_pass,
-    with_facts,
-)
+from penstock.backends.fx import FxBackend, annotated_partitions, lower, reobserve, torch_pass, with_facts
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.probes import streaming
 from penstock.passes.weights.lifted import facts_of
 from penstock.schedule.facts.errors import PassError, PayloadError
 from tests.backends.backend_models import arguments, decoder, layers
+from tests.hunt import nightly_but
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import PoisoningStreamer, decompose, export, same_bits
 
@@ -67,7 +61,7 @@ def test_every_kind_of_graph_reads_between_its_probes(name):
     assert unchanged == payload
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", nightly_but([*CASES][::3], CASES))
 def test_aliases_are_followed_after_functionalisation(name):
     _, exported = export(CASES[name])
     annotated = annotate_with_values(exported)
@@ -76,7 +70,7 @@ def test_aliases_are_followed_after_functionalisation(name):
     assert_same(replace(annotated, payload=payload), lowered, functional.graph_module, functional)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"NoWeights"}))
+@pytest.mark.parametrize("name", nightly_but([*CASES][1::3], sorted(CASES.keys() - {"NoWeights"})))
 def test_the_schedule_is_that_of_the_fused_graph(name):
     _, exported = export(CASES[name])
     annotated = annotate_with_values(exported)
@@ -196,20 +190,6 @@ def test_a_pass_behind_the_lowering_is_followed_when_it_is_lowered_again():
     assert observed.traces[0].steps[-1].reads == observed.traces[0].steps[0].reads
     assert len(observed.traces[0].steps) == len(payload.traces[0].steps) + 1
     assert sum("acquire" in str(node.target) for node in again.graph.nodes) == len(observed.traces[0].steps)
-
-
-def test_a_graph_whose_weights_have_lost_their_names_is_refused():
-    _, exported, _ = layers()
-    payload = penstock.annotate(exported)
-    graph = copy_graph_module(exported.graph_module)
-    for number, node in enumerate(placeholders_of(graph.graph)):
-        node.name = f"arg{number}_1"
-    with pytest.raises(
-        PassError, match=r"no input of the graph is the weight 'layers\.0\.weight'.*annotate the"
-    ):
-        annotated_partitions(graph, payload)
-    with pytest.raises(PassError, match="no input of the graph is the weight"):
-        lower(graph, payload)
 
 
 def test_a_graph_from_elsewhere_is_given_names_once():

@@ -1,7 +1,5 @@
 """What a scenario is, and the models and hashes that scenarios share."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from functools import cache
@@ -97,7 +95,7 @@ class Scenario(ABC):
 
     kept: Path
     target = "new"
-    adds: tuple[str, ...] = ()
+    adds = ()
     remembers = False
     inherits = False
     torn = ""

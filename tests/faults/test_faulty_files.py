@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -42,8 +40,6 @@ PROGRAMS = {
     "delegate": ("executorch/run_pte", "build-delegate"),
 }
 """What runs in the scenarios whose names begin so, and the script that builds it."""
-
-Inject = Callable[[str, int, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")

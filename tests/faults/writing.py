@@ -14,16 +14,7 @@ from penstock.runtime.artifact import relink
 from penstock.runtime.checkpoint.convert import convert
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.payload.codec import plan_from_json
-from tests.faults.scenario import (
-    Plain,
-    Scenario,
-    X,
-    exported,
-    of_artifact,
-    of_files,
-    save_checkpoint,
-    stack,
-)
+from tests.faults.scenario import Plain, Scenario, X, exported, of_artifact, of_files, save_checkpoint, stack
 
 
 class Compiling(Scenario):

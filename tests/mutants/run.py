@@ -39,6 +39,7 @@ ROOMS = {
     "runtime/stream": [
         "tests/runtime/stream",
         "tests/runtime/test_misuse.py",
+        "tests/runtime/test_module.py",
         "tests/native/test_native_engine.py",
     ],
     "runtime/arena": ["tests/runtime/arena", "tests/runtime/stream"],

@@ -15,7 +15,6 @@ from penstock.native.library import Options
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, PlanError, StreamError
 from penstock.schedule.facts.model import Drop, Part, Range
-from tests.engines import ENGINES
 from tests.runtime.stream.cases import one_case
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -82,27 +81,6 @@ def test_a_payload_that_cannot_be_is_refused(spoil, words):
     case = one_case()
     with pytest.raises(PayloadError, match=words):
         NativeStreamer(Path("nowhere"), spoil(case.payload), case.plan, Options(readers=1))
-
-
-@pytest.mark.parametrize("arena", ["mapped", "pooled", "contiguous", "paged"])
-def test_a_module_computes_the_same_with_either_engine(arena, tmp_path):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).eval()
-    x = torch.randn(3, 1024)
-    program = penstock.compile(torch.export.export(model, (x,)), tmp_path / "m.penstock")
-    counted = []
-    for engine in ENGINES:
-        with (
-            program.load(budget="50%", options=LoadOptions(arena=arena, engine=engine)) as module,
-            torch.no_grad(),
-        ):
-            for _ in range(3):
-                assert torch.equal(module(x), model(x))
-            assert module.stats.misses == 0
-            assert (module.stats.mapped_bytes > 0) == (arena == "mapped")
-            assert 0 < module.stats.peak_bytes <= module.stats.budget
-            counted.append(module.stats.bytes_moved)
-    assert min(counted) > program.weight_bytes
 
 
 def test_an_unknown_engine_and_a_device_without_one_are_refused(tmp_path):

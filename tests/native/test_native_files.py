@@ -140,24 +140,6 @@ def test_a_file_that_is_replaced_during_a_load_is_not_read(program, arena, engin
     assert not other.exists()
 
 
-def call_thrice(module):
-    for _ in range(3):
-        module(X)
-
-
-@pytest.mark.parametrize("arena", ["mapped", "contiguous"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_file_that_is_written_to_is_refused_by_the_call_that_reads_it(program, arena, engine):
-    plan = program.plan("60%", arena=arena)
-    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module, torch.no_grad():
-        module(X)
-        with (program.path / "weights.safetensors").open("r+b") as opened:
-            opened.seek(4 << 20)
-            opened.write(b"\xff")
-        with pytest.raises(SourceError, match="has been changed while in use"):
-            call_thrice(module)
-
-
 @pytest.mark.usefixtures("native")
 def test_descriptors_that_the_engine_was_given_stay_the_callers(program):
     before = len(os.listdir("/proc/self/fd"))

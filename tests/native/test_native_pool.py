@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -18,15 +17,7 @@ from penstock.native.library import Options
 from penstock.runtime.sparse.units import NativeUnits
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
-from penstock.schedule.facts.model import (
-    Arena,
-    Extent,
-    Hardware,
-    Pool,
-    Schedule,
-    Storage,
-    WeightFile,
-)
+from penstock.schedule.facts.model import Arena, Extent, Hardware, Pool, Schedule, Storage, WeightFile
 from penstock.schedule.plan import Plan
 from penstock.schedule.sparse.residency import Residency
 from tests.hunt import scaled
@@ -230,9 +221,6 @@ def test_units_that_cannot_be_are_refused(units):
             with pytest.raises(StreamError, match="reads no units that the pool of the plan has"):
                 engines.native.ask(graph, step, [1])
         engines.read(0, 0, [1, 2], 0)
-
-
-Spoil = Callable[[Plan], Plan]
 
 
 def with_read(plan, **changes):

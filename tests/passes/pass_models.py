@@ -11,6 +11,19 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F  # noqa: N812
 
 
+class Calls(nn.Module):
+    """A model of named tensors, called by a function."""
+
+    def __init__(self, call, **tensors):
+        super().__init__()
+        self.call = call
+        for name, value in tensors.items():
+            self.register_buffer(name, value)
+
+    def forward(self, *args):
+        return self.call(self, *args)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, what to call it with, and the kinds of weights it should have besides streamable."""

@@ -4,18 +4,15 @@ import io
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
-from penstock.passes.annotate import annotate, annotate_with_values
-from penstock.passes.lowering import eager
-from penstock.passes.pipeline import Pipeline
-from penstock.passes.probes import insert_probes, streaming
+from penstock.passes.annotate import annotate
 from penstock.schedule.facts.errors import PassError, PlanError
 from penstock.schedule.facts.hardware import PRESETS
 from penstock.schedule.facts.model import Input, Symbol
 from penstock.schedule.payload.codec import Payload
 from tests.passes.pass_models import CASES
-from tests.passes.pass_runs import PoisoningStreamer, export, prepare, same_bits
+from tests.passes.pass_runs import export
 
 
 def test_methods_record_leaves_and_symbols():
@@ -69,18 +66,12 @@ class Update(Look):
 
 def two_methods():
     shared, state = nn.Linear(8, 8), torch.zeros(8)
-    look, update = Look(shared, state), Update(shared, state)
-    args = (torch.randn(2, 8),)
-    return (
-        look,
-        update,
-        {"look": torch.export.export(look, args), "update": torch.export.export(update, args)},
-    )
+    methods = {"look": Look(shared, state), "update": Update(shared, state)}
+    return {name: torch.export.export(one, (torch.randn(2, 8),)) for name, one in methods.items()}
 
 
 def test_methods_share_weights_and_what_one_writes_streams_in_none():
-    _, _, programs = two_methods()
-    payload = annotate(programs)
+    payload = annotate(two_methods())
     kinds = {w.fqn: payload.storages[w.parts[0].storage].kind for w in payload.weights}
     assert kinds == {
         "shared.weight": "streamable",
@@ -92,22 +83,6 @@ def test_methods_share_weights_and_what_one_writes_streams_in_none():
     assert [(m.name, m.graph) for m in payload.methods] == [("look", 0), ("update", 1)]
     assert [[step.reads for step in trace.steps] for trace in payload.traces] == [[(0, 1)], [(0, 1), (3, 4)]]
     assert payload.traces[0].tail_work.nbytes > 0  # the product with the state is no step
-
-
-def test_methods_share_a_state_when_they_run():
-    look, update, programs = two_methods()
-    lowered, streamer = prepare(programs)
-    bound = {
-        m.name: eager.instantiate(
-            lowered, streamer.tensors(), m, range(len(lowered.payload.traces[m.graph].steps))
-        )
-        for m in lowered.payload.methods
-    }
-    for _ in range(2):
-        x = torch.randn(2, 8)
-        with torch.no_grad(), streaming(streamer):
-            assert same_bits(bound["update"](x), update(x))
-            assert same_bits(bound["look"](x), look(x))
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 says so of its own
@@ -132,43 +107,6 @@ def test_one_name_for_two_weights_is_refused():
         annotate({"one": program(), "other": program()})
     with pytest.raises(PassError, match="no method to annotate"):
         annotate({})
-
-
-def fuse_nothing(graph_module):
-    """A pass of the backend's own, which rebuilds the graph."""
-    graph_module = fx.GraphModule(graph_module, graph_module.graph)
-    graph_module.graph.lint()
-    return graph_module
-
-
-class Backend:
-    """A partitioner's backend: preprocesses a program into a blob, executes the blob, touches no disk."""
-
-    def preprocess(self, exported):
-        annotated = annotate_with_values(exported)
-        blob = annotated.payload.to_bytes()
-        payload = Payload.from_bytes(blob)
-        pipeline = Pipeline((fuse_nothing, lambda module: insert_probes(module, payload)))
-        return blob, pipeline(exported.graph_module), PoisoningStreamer(annotated)
-
-    def execute(self, blob, graph_module, streamer, args):
-        payload = Payload.from_bytes(blob)
-        tensors = streamer.tensors()
-        with torch.no_grad(), streaming(streamer):
-            return graph_module(*(tensors[w.fqn] for w in payload.weights), *args)
-
-
-@pytest.mark.parametrize("name", ["Views", "TiedEmbedding", "OneStorage", "Branches"])
-def test_a_partitioner_backend_works_in_memory(name, monkeypatch):
-    model, exported = export(CASES[name])
-    monkeypatch.setattr("builtins.open", None)
-    backend = Backend()
-    blob, graph_module, streamer = backend.preprocess(exported)
-    args = CASES[name].args()
-    (got,) = backend.execute(blob, graph_module, streamer, args)
-    with torch.no_grad():
-        assert same_bits(got, model(*args))
-    assert len(streamer.log) == 2 * len(streamer.payload.traces[0].steps)
 
 
 def test_dynamic_sizes_stay_dynamic():

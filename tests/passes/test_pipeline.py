@@ -25,10 +25,6 @@ def test_passes_run_from_left_to_right():
     assert Pipeline((drop_first, double))([1, 2, 3]) == [4, 6]
 
 
-def test_a_pipeline_is_a_pass():
-    assert Pipeline((Pipeline((double, double)), drop_first))([1, 2]) == [8]
-
-
 def test_no_passes_return_the_program():
     program = object()
     assert Pipeline(())(program) is program

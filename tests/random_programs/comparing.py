@@ -7,7 +7,6 @@ import copy
 import random
 import traceback
 import warnings
-from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,10 +23,8 @@ from benchmarks.zoo.visit import first_line, is_listed
 from penstock import LoadOptions
 from penstock.schedule.facts.errors import PayloadError, PenstockError
 from tests.engines import ENGINES
-from tests.random_programs.drawn import Arguments, DifferentError, copied, difference, draw
+from tests.random_programs.drawn import DifferentError, copied, difference, draw
 from tests.random_programs.gradients import compare_gradients
-
-Calls = Sequence[tuple[str, Arguments]]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """A random program of one seed: a module of blocks, how it is exported, and the calls that are made of it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import random
@@ -166,7 +164,7 @@ class Drawn:
             )
         lines.append(f"  calls: {', '.join(f'{name}{_sizes(given)}' for name, given in self.calls)}")
         for k in self.module.order:
-            block: Any = self.module.blocks[k]
+            block = self.module.blocks[k]
             lines.append(f"  blocks[{k}]: {type(block).__name__}({block.extra_repr()})")
         return "\n".join(lines)
 
@@ -201,7 +199,7 @@ class NotExportedError(Exception):
 def _export(module, method):
     """Export a method as it says, or without what torch refuses: dynamic sizes first, then dynamo."""
     ways = [(method.dynamic, method.strict), (False, method.strict), (False, not method.strict)]
-    refusal: Exception | None = None
+    refusal = None
     for dynamic, strict in dict.fromkeys(ways):
         args, kwargs = copied(method.arguments)
         shapes = None

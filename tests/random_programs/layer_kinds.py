@@ -350,16 +350,4 @@ class Sorted(Block):
         return y + ids.flatten().bincount(minlength=TOKENS)[:TOKENS].sum().to(x.dtype)
 
 
-LAYERS = (
-    Linear,
-    Gated,
-    Norms,
-    Attention,
-    Library,
-    Recurrent,
-    Convolution,
-    Rows,
-    Experts,
-    Products,
-    Sorted,
-)
+LAYERS = (Linear, Gated, Norms, Attention, Library, Recurrent, Convolution, Rows, Experts, Products, Sorted)

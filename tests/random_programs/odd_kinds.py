@@ -321,15 +321,4 @@ class Plucked(Block):
         return x @ self.matrix
 
 
-ODD = (
-    State,
-    Cache,
-    Views,
-    Branches,
-    Functional,
-    Regions,
-    Noise,
-    Odd,
-    Computed,
-    Plucked,
-)
+ODD = (State, Cache, Views, Branches, Functional, Regions, Noise, Odd, Computed, Plucked)

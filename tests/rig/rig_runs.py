@@ -121,12 +121,9 @@ class RigRun:
             *(torch.Stream(self.name) for _ in range(1, one.streams)),
         ]
         try:
-            self.weights = DeviceWeights(
-                parts.plan_of_weights(one.plan), one.storages, given, parts.source(one.source)
-            )
+            self.weights = DeviceWeights(one.plan, one.storages, given, one.source)
             self._compare_host()
-            plan = parts.plan_of_streamer(one.plan)
-            inner = DeviceStreamer(plan, one.storages, given, self.weights, poison=True)
+            inner = DeviceStreamer(one.plan, one.storages, given, self.weights, poison=True)
             streamer = parts.streamer(inner)
             for storage in one.plan.outside:
                 self._keep(storage)

@@ -1,7 +1,6 @@
 import os
 import subprocess
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from tests.cheap_plans import cheap_plans  # noqa: F401
 from tests.engines import built
 from tests.runtime.compiled_models import compile_models
 from tests.runtime.models import Stack
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,7 @@ def test_beside_a_bare_process_a_load_takes_no_more_than_32_mib(big, way, share)
 
 @pytest.mark.random
 @pytest.mark.parametrize(
-    ("way", "slack"),
-    nightly_but({(WAYS[0], 8), (WAYS[3], -16)}, sampled([*product(WAYS, (8, -16))], 7)),
+    ("way", "slack"), nightly_but({(WAYS[0], 8), (WAYS[3], -16)}, sampled([*product(WAYS, (8, -16))], 7))
 )
 def test_in_less_a_load_is_refused_or_its_files_are_only_mapped(big, way, slack):
     device, arena, engine = way
@@ -223,17 +222,6 @@ def test_a_simulated_device_and_its_host_are_in_one_memory(small):
     leave(largest + MIB)
     with pytest.raises(penstock.BudgetError, match="plan with host_memory="):
         program.load(plan=plan, device="sim")
-
-
-def test_address_space_counts_what_is_only_reserved(small):
-    program, leave = small
-    plan = program.plan("75%", arena="paged")
-    leave(1 << 40, 40 * MIB)
-    said = refused(program, plan)
-    assert "of address space here" in said
-    assert "and the fence leaves 40.00 MiB" in said
-    leave(1 << 40, 1 << 40)
-    program.load(plan=plan).close()
 
 
 def test_rates_are_not_measured_without_room(small, monkeypatch):

@@ -164,9 +164,6 @@ def damaged(folder, change):
         for plan in payload["plans"]:
             plan["addresses"] = [1 << 40 for _ in plan["addresses"]]
             plan["arena"]["layout"] = [1 << 40 for _ in plan["arena"]["layout"]]
-    elif change == "pool":
-        for plan in payload["plans"]:
-            plan["pool"] = {"nbytes": 4096, "granule": 4096, "layout": [8, *[-1] * (len(plan["sizes"]) - 1)]}
     elif change == "sparse":
         _make_sparse(payload)
     else:
@@ -195,7 +192,6 @@ def damaged(folder, change):
         ("plan", 3, "no room in the arena"),
         ("rungs", 2, "has no plans, and there is no planner here: compile it with --ladder"),
         ("lowering", 2, "compile it with --lowering inductor"),
-        ("pool", 3, "has no place in the pool, or another phase there"),
     ],
 )
 def test_a_damaged_artifact_is_refused_before_it_runs(run, laddered, inputs, tmp_path, case):

@@ -1,7 +1,6 @@
 """Exports that several tests look at, each made once."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.export import ExportedProgram
 
 pytest.importorskip("executorch", reason="executorch is not installed: pip install '.[executorch]'")
 
@@ -33,10 +31,6 @@ class Lowered:
     program: Any
     path: Path
     exported: Exported
-
-
-Programs = ExportedProgram | dict[str, ExportedProgram]
-Lower = Callable[..., Lowered]
 
 
 def lower_to(folder, programs, partitioner=None, **options):

@@ -236,14 +236,6 @@ def test_spoiled_programs(files, change, sentence):
         read(files)
 
 
-def test_every_cut_of_a_program_is_refused(files):
-    data = files.read_bytes()
-    for length in range(0, len(data), len(data) // 60):
-        files.write_bytes(data[:length])
-        with pytest.raises(penstock.PenstockError):
-            read(files)
-
-
 def test_a_program_without_penstock_says_so(tmp_path):
     program = to_edge(torch.export.export(nn.ReLU(), (torch.randn(2),))).to_executorch()
     with pytest.raises(

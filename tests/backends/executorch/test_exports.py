@@ -22,13 +22,6 @@ def storage_of(lowered, fqn):
     return weight.parts[0].storage
 
 
-@pytest.mark.usefixtures("executorch_python")
-def test_an_mlp_computes_from_its_files(lowered_mlp, mlp):
-    x, delegates = torch.randn(2, 128), Delegates(lowered_mlp.exported)
-    torch.testing.assert_close(Outer(lowered_mlp.edge, delegates)(x), mlp(x), rtol=1e-5, atol=1e-5)
-    assert delegates.seen == [(0, 0), (0, 1)]
-
-
 def test_weights_lie_in_the_data_file_aligned_and_once(lowered_mlp, mlp):
     exported = lowered_mlp.exported
     assert [w.fqn for w in exported.payload.weights] == ["up.weight", "up.bias", "down.weight", "down.bias"]
@@ -146,42 +139,6 @@ def test_quantised_weights_are_read_by_parts(lower, kind):
     assert len(delegates.seen) == 2
 
 
-class Counter(nn.Module):
-    """One method writes a small buffer, another only reads it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.register_buffer("seen", torch.zeros(64))
-
-    def forward(self, x):
-        self.seen.add_(x.sum(0))
-        return self.linear(x)
-
-
-class Reader(nn.Module):
-    def __init__(self, counter):
-        super().__init__()
-        self.linear = counter.linear
-        self.register_buffer("seen", counter.seen)
-
-    def forward(self, x):
-        return self.linear(x) + self.seen
-
-
-@pytest.mark.usefixtures("executorch_python")
-@pytest.mark.parametrize("order", [("read", "write"), ("write", "read")])
-def test_a_method_reads_what_another_writes(lower, order):
-    counter, x = Counter().eval(), torch.randn(2, 64)
-    models = {"write": counter, "read": Reader(counter)}
-    lowered = lower({name: torch.export.export(models[name], (x,)) for name in order})
-    delegates = Delegates(lowered.exported)
-    Outer(lowered.edge, delegates, "write")(x)
-    found = Outer(lowered.edge, delegates, "read")(x)
-    torch.testing.assert_close(found, counter.linear(x) + x.sum(0), rtol=1e-5, atol=1e-5)
-    assert len(delegates.states) == 1
-
-
 class Constants(nn.Module):
     """Holds a tensor that export calls by a number of its own."""
 
@@ -205,18 +162,6 @@ def test_constants_of_one_name_do_not_collide(lower):
         torch.testing.assert_close(Outer(lowered.edge, delegates, name)(x), model(x), rtol=1e-5, atol=1e-5)
     names = sorted(w.fqn for w in lowered.exported.payload.weights)
     assert names == ["linear.bias", "linear.weight", "one.value", "other.value"]
-
-
-@pytest.mark.usefixtures("executorch_python")
-def test_sizes_may_be_dynamic(lower):
-    model, batch = Mlp().eval(), torch.export.Dim("batch", min=1, max=16)
-    lowered = lower(torch.export.export(model, (torch.randn(4, 128),), dynamic_shapes=({0: batch},)))
-    (method,) = lowered.exported.payload.methods
-    assert (method.inputs[0].shape, method.symbols[0].upper) == (("batch", 128), 16)
-    for rows in (1, 16):
-        x = torch.randn(rows, 128)
-        found = Outer(lowered.edge, Delegates(lowered.exported))(x)
-        torch.testing.assert_close(found, model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_program_without_values_is_planned(lower):

@@ -1,8 +1,5 @@
 """What is said of models that do not export: the line, and what to try."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,28 +16,28 @@ X = torch.ones(2, 4)
 class Applies(nn.Module):
     """A function on a tensor and a weight."""
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, function):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.function = function
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.function(self.layer(x))
 
 
-def branches(x: torch.Tensor) -> torch.Tensor:
+def branches(x):
     return x if x.sum() > 0 else -x
 
 
-def reads_a_value(x: torch.Tensor) -> torch.Tensor:
+def reads_a_value(x):
     return x * (2 if x.sum().item() > 0 else 3)
 
 
-def leaves_torch(x: torch.Tensor) -> torch.Tensor:
+def leaves_torch(x):
     return torch.from_numpy(np.sin(x.detach().numpy()))
 
 
-def has_another_shape(x: torch.Tensor) -> torch.Tensor:
+def has_another_shape(x):
     return x @ torch.ones(5, 5)
 
 
@@ -49,7 +46,7 @@ def unknown(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def uses_an_operator(x: torch.Tensor) -> torch.Tensor:
+def uses_an_operator(x):
     return unknown(x)
 
 
@@ -63,15 +60,13 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize(("function", "message"), REMEDIES.items())
-def test_a_model_that_does_not_export_says_where_and_what_to_try(
-    function: Callable[[torch.Tensor], torch.Tensor], message: str
-) -> None:
+def test_a_model_that_does_not_export_says_where_and_what_to_try(function, message):
     with pytest.raises(penstock.PassError, match=message) as caught:
         penstock.fake_export(lambda: Applies(function), (X,))
     assert "test_refusals.py:" in str(caught.value)
 
 
-def test_a_file_whose_folder_is_called_nearly_as_torchs_is_the_users() -> None:
+def test_a_file_whose_folder_is_called_nearly_as_torchs_is_the_users():
     file = Path(torch.__file__).parent.with_name("torchmodels") / "net.py"
     names = {"caller": caller}
     exec(compile("def build():\n    return caller()", file, "exec"), names)

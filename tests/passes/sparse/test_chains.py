@@ -1,8 +1,5 @@
 """Which experts are computed one at a time from quantised ones, with the bits of all at once."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch.export import export
@@ -12,7 +9,7 @@ from penstock.passes.calls.stored_graph import decode_graph, encode_graph
 from penstock.passes.sparse.chains import by_expert
 from penstock.passes.sparse.contracts import BY_EXPERT
 from penstock.schedule.sparse import pool
-from tests.passes.sparse.test_contracts import Calls
+from tests.passes.pass_models import Calls
 
 COUNT, ROWS, WIDTH, OUT = 6, 10, 16, 32
 ENDS = torch.tensor([0, 3, 3, 7, 10, 10], dtype=torch.int32)
@@ -50,8 +47,6 @@ TENSORS = {
     "heads": integers(COUNT, OUT, WIDTH, low=0, dtype=torch.uint8),
     "names": numbers(COUNT),
 }
-
-Stack = Callable[[Any], torch.Tensor]
 
 
 def product(stack, *, dtype=torch.bfloat16):

@@ -11,25 +11,13 @@ from penstock.passes.annotate import annotate
 from penstock.passes.sparse import contracts
 from penstock.passes.sparse.calls import Rounds, run_in_rounds
 from penstock.passes.sparse.contracts import CONTRACTS
+from tests.passes.pass_models import Calls
 
 IDS = torch.tensor([3, 1, 3])
 EMBEDDING = "aten.embedding.default"
 INDEX = "aten.index.Tensor"
 SELECT = "aten.index_select.default"
 GROUPED = "aten._grouped_mm.default"
-
-
-class Calls(nn.Module):
-    """A model of named tensors, called by a function."""
-
-    def __init__(self, call, **tensors):
-        super().__init__()
-        self.call = call
-        for name, value in tensors.items():
-            self.register_buffer(name, value)
-
-    def forward(self, *args):
-        return self.call(self, *args)
 
 
 def table(rows=16, *width):

@@ -1,7 +1,5 @@
 """Forward and backward as two programs: values equal autograd's to the bit, and no weight is kept."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 
@@ -14,7 +12,7 @@ from torch.nn import functional
 from penstock.passes.annotate import annotate, annotate_with_values
 from penstock.passes.lowering.archive import encoded_methods
 from penstock.passes.probes import STORE
-from penstock.passes.training.facts import RUNGS, Training
+from penstock.passes.training.facts import RUNGS
 from penstock.passes.training.halves import divide
 from penstock.schedule.facts.errors import PassError
 from tests.hunt import nightly_but
@@ -119,7 +117,7 @@ def run(program, leaves):
 
 def call(halves, module, inputs, number=0):
     """The first result and the gradients of the trained parameters, by way of the two programs of a rung."""
-    facts: Training = halves.training
+    facts = halves.training
     rung = facts.rungs[number]
     (backward,) = rung.backwards
     forward = halves.programs[rung.forward]
@@ -218,10 +216,7 @@ def test_the_backward_computes_no_product_of_the_forward_again(decoder):
 
 
 # Nothing trained lies before these, of which the tied table is read at both ends of the forward.
-UNREAD: dict[str, set[str]] = {
-    "decoder": {"embed.weight", "blocks.0.packed", "blocks.0.out.base.weight"},
-    "normed": set(),
-}
+UNREAD = {"decoder": {"embed.weight", "blocks.0.packed", "blocks.0.out.base.weight"}, "normed": set()}
 
 
 @pytest.mark.parametrize(("name", "case", "read_again"), [("decoder", DECODER, 5), ("normed", NORMED, 0)])

@@ -1,9 +1,5 @@
 """Which programs that torch.export makes can be differentiated, and which gradients export would lose."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -13,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.passes.training.joint import refused_own_gradients
 from penstock.schedule.facts.errors import PassError
+from tests.hunt import nightly_but
 
 
 class Rounded(torch.autograd.Function):
@@ -155,7 +152,7 @@ def test_hooks_of_the_model_on_gradients_are_refused(tmp_path):
         return gradient * 2
 
     model = Between(lambda x, base: base(x))
-    options: Any = {"example": (torch.ones(4, 8),), "trainable": ["up.*"], "activations": ["keep"]}
+    options = {"example": (torch.ones(4, 8),), "trainable": ["up.*"], "activations": ["keep"]}
     for hook in (
         model.up.weight.register_hook(double),
         model.up.bias.register_post_accumulate_grad_hook(lambda parameter: None),
@@ -231,7 +228,7 @@ def test_a_check_that_fails_in_the_forward_is_an_error(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", nightly_but([*EQUAL][::2], EQUAL))
 def test_gradients_are_those_of_pytorch(name, tmp_path):
     torch.manual_seed(0)
     model, x = Between(EQUAL[name]), torch.randn(4, 8)
@@ -252,7 +249,7 @@ def test_gradients_are_those_of_pytorch(name, tmp_path):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", REFUSED)
 def test_programs_that_export_makes_and_are_refused(name, tmp_path):
-    refused: tuple[type[Exception], str] = PassError, r"memory cannot be found|inside of torch\.func\.grad"
+    refused = PassError, r"memory cannot be found|inside of torch\.func\.grad"
     if torch.__version__.startswith("2.11.") and name == "a transformation":
         refused = AssertionError, "Expected FakeTensor"  # of torch.export itself
     with pytest.raises(refused[0], match=refused[1]):

@@ -255,9 +255,3 @@ def test_a_stored_program_is_opened_too(kind, nested):
     with torch.no_grad():
         assert torch.equal(with_plain_parts(loaded).module()(x), module(x))
     assert {len(w.parts) for w in penstock.annotate(loaded).weights} == {1, 3 if nested else 2}
-
-
-def test_opening_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        penstock.annotate(export(quantise(linears(layers=2), Hidden)))

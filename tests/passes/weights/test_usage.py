@@ -1,5 +1,6 @@
 """Which node reads what: mostly that views read nothing, and that what they lead to does."""
 
+from collections import OrderedDict
 from functools import partial, wraps
 
 import pytest
@@ -10,9 +11,11 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import penstock
 from penstock.passes.building.fake_export import with_computed_buffers
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.lowering import eager
 from penstock.passes.probes import streaming
+from penstock.passes.weights.lifted import weights_among
 from penstock.passes.weights.usage import find_usage, follow, is_view
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import decompose, export, prepare, same_bits, weights_of
@@ -311,3 +314,32 @@ def test_a_function_without_a_schema_is_not_run_and_refused():
     graph.erase_node(linear)
     with pytest.raises(penstock.PassError, match=r"passes 'weight' to .*runs_on_buffers_only, which has no"):
         find_usage(exported, weights_of(exported))
+
+
+# Inputs of a graph are the weights that its own method reads, whatever the others read.
+
+
+def two_methods():
+    """Methods that read a weight each, and the graph of the first one."""
+    x = torch.ones(2, 8)
+    models = {name: nn.Sequential(OrderedDict({name: nn.Linear(8, 8, bias=False)})) for name in "ab"}
+    exported = {name: torch.export.export(model, (x,)) for name, model in models.items()}
+    return penstock.annotate(exported), exported["a"].graph_module
+
+
+def test_a_graph_has_the_weights_of_its_own_method():
+    payload, graph_module = two_methods()
+    assert [len(trace.steps) for trace in payload.traces] == [1, 1]
+    assert [weight.fqn for weight in weights_among(graph_module, payload, "a").values()] == ["a.weight"]
+
+
+def test_a_graph_that_has_lost_one_is_refused():
+    payload, graph_module = two_methods()
+    renamed = copy_graph_module(graph_module)
+    for number, node in enumerate(placeholders_of(renamed.graph)):
+        node.name = f"arg{number}_1"
+    with pytest.raises(
+        penstock.PassError,
+        match=r"is the weight 'a\.weight' that method 'a' reads \(the inputs are arg0_1, arg1_1\)",
+    ):
+        weights_among(renamed, payload, "a")

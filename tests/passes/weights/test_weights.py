@@ -24,12 +24,6 @@ def test_tied_and_overlapping_weights_are_one_storage():
     ]
 
 
-def test_tied_names_are_separate_weights():
-    _, exported = export(CASES["TiedEmbedding"])
-    found = weights_of(exported)
-    assert {w.fqn: w.parts[0].storage for w in found.held.values()} == {"embed.weight": 0, "head.weight": 0}
-
-
 def test_roles_dtypes_and_placeholders():
     _, exported = export(CASES["Dtypes"])
     found = weights_of(exported)

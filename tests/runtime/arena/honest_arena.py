@@ -13,10 +13,7 @@ class HonestArena:
         self.checks = 0
         self.changed = False
         self.held = set()
-        self.peak = 0
-        self.fills = []
         self.fail_at = set()
-        self.gate = None
         self._lock = threading.Lock()
 
     def check(self):
@@ -25,8 +22,6 @@ class HonestArena:
             raise SourceError("a file has changed")
 
     def fill(self, start, stop):
-        if self.gate is not None:
-            self.gate.wait(60)
         if start in self.fail_at:
             self.fail_at.discard(start)
             raise SourceError(f"disk error at {start}")
@@ -34,8 +29,6 @@ class HonestArena:
         with self._lock:
             assert not units & self.held, "filled what is there"
             self.held |= units
-            self.peak = max(self.peak, len(self.held))
-            self.fills.append((start, stop))
             assert len(self.held) <= self.capacity, "over budget"
         return stop - start
 

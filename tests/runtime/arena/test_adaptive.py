@@ -189,15 +189,6 @@ def test_a_private_granule_that_is_filled_again_stays_private(crowded, weights):
         crowded.drop(3 * HUGE_PAGE, 4 * HUGE_PAGE)
 
 
-def test_spare_memory_makes_room_for_mappings(crowded, weights):
-    crowded.fill(0, GRANULES * HUGE_PAGE)
-    crowded.drop(0, GRANULES * HUGE_PAGE)
-    assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE  # spare, and taken again by the next fill
-    warm(weights)
-    crowded.fill(0, 2 * HUGE_PAGE)
-    assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE
-
-
 def test_memory_of_what_was_dropped_is_filled_again_though_everything_is_held(crowded, weights):
     """Fresh memory would be cleared by the system, in a fault or in 512, and direct reads wait for it."""
     turns = list(itertools.islice(itertools.cycle((1, 2, 3, 4)), 60))

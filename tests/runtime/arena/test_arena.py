@@ -1,28 +1,24 @@
 """Arenas: the bytes they hold, and the memory they take by the kernel's page tables."""
 
+import ctypes
 import random
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.runtime.arena import kinds
 from penstock.runtime.arena.kinds import open_arena
 from penstock.runtime.arena.mapping import MappedArena
-from penstock.runtime.arena.reading import AnonymousArena, ContiguousArena
+from penstock.runtime.arena.reading import AnonymousArena, ContiguousArena, HeldRanges
+from penstock.runtime.files.source import FileRange, FileRanges
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Part
-from tests.runtime.arena.arena_weights import (
-    KINDS,
-    LARGE,
-    MIB,
-    SMALL,
-    content,
-    over_engines,
-    whole,
-)
+from tests.runtime.arena.arena_weights import KINDS, LARGE, MIB, SMALL, content, over_engines, whole
 from tests.runtime.arena.native_arena import address_of
 from tests.runtime.system.page_tables import mapped_pages
 
@@ -163,11 +159,7 @@ def test_nothing_stays_mapped_after_close(weights, kind, debug):
     ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     assert not any(low <= address < high for low, high in ranges)
     assert not any(str(path) in line for line in lines for path in weights.paths)
-    uses = [
-        lambda: arena.fill(0, PAGE),
-        lambda: arena.drop(0, PAGE),
-        lambda: arena.view(whole(0, 1)),
-    ]
+    uses = [lambda: arena.fill(0, PAGE), lambda: arena.drop(0, PAGE), lambda: arena.view(whole(0, 1))]
     for use in uses:
         with pytest.raises(StreamError, match="has been closed"):
             use()
@@ -233,3 +225,91 @@ def test_an_arena_of_nothing_opens_and_closes(weights, kind):
     arena.drop(0, PAGE)
     assert (arena.held_bytes, arena.fill(0, 0)) == (0, 0)
     arena.close()
+
+
+# Views into arenas, and the bookkeeping of ranges and pieces.
+
+
+DTYPES = sorted(
+    name
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}" and not name.startswith(("q", "bits"))
+)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_views_of_every_dtype(weights, name):
+    arena = weights.open("mapped")  # whose pages are read-only, which not all ways to a tensor bear
+    arena.fill(0, HUGE_PAGE)
+    dtype = getattr(torch, name)
+    view = arena.view(Part("", name, (3, 2), (1, 4), 0, 64))
+    reference = torch.frombuffer(bytearray(weights.bytes_of(0)[64:512]), dtype=dtype).as_strided(
+        (3, 2), (1, 4)
+    )
+    assert (view.dtype, view.shape, view.stride()) == (dtype, (3, 2), (1, 4))
+    assert not view.requires_grad
+    assert view.data_ptr() % 64 == 0
+    assert _raw(view) == _raw(reference)
+    empty = arena.view(Part("", name, (0, 7), (7, 1), 1, 0))
+    assert (empty.dtype, empty.shape, empty.stride()) == (dtype, (0, 7), (7, 1))
+    scalar = arena.view(Part("", name, (), (), 1, 0))
+    assert (scalar.shape, scalar.dtype) == ((), dtype)
+    del view, empty, scalar
+    arena.close()
+
+
+def _raw(tensor):
+    size = tensor.element_size()
+    memory = tensor.untyped_storage()
+    data = ctypes.string_at(memory.data_ptr(), memory.nbytes())
+    rows, columns = tensor.shape
+    row, column = tensor.stride()
+    start = tensor.storage_offset()
+    spots = [(start + r * row + c * column) * size for r in range(rows) for c in range(columns)]
+    return [data[spot : spot + size] for spot in spots]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_that_cannot_be(weights, kind):
+    arena = weights.open(kind)
+    with pytest.raises(PlanError, match="a view of 1001 bytes was asked of storage 1, which has 1000"):
+        arena.view(Part("", "uint8", (501,), (2,), 1, 0))
+    with pytest.raises(PlanError, match="'float7' is not a dtype"):
+        arena.view(Part("", "float7", (1,), (1,), 1, 0))
+    arena.close()
+
+
+EDGES = st.integers(0, 40)
+
+
+@given(st.lists(st.tuples(st.booleans(), EDGES, EDGES)))
+def test_held_ranges_are_a_set_of_bytes(changes):
+    held, model, peak = HeldRanges(), set[int](), 0
+    for add, start, stop in changes:
+        (held.add if add else held.remove)(start, stop)
+        touched = set(range(start, stop))
+        model = model | touched if add else model - touched
+        peak = max(peak, len(model))
+        assert (held.nbytes, held.peak_nbytes) == (len(model), peak)
+        assert {b for low, high in held.within(3, 33) for b in range(low, high)} == model & set(range(3, 33))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 5)), max_size=12),
+    st.tuples(EDGES, EDGES),
+    st.integers(0, 2),
+)
+def test_pieces_cover_the_storages_and_at_most_the_gaps(spots, wanted, gap):
+    pieces, position = [], 0
+    for file, skip, nbytes in spots:
+        position += skip
+        pieces.append(FileRange(position, position + nbytes, file, position, 1000 + position))
+        position += nbytes
+    found = list(FileRanges(pieces, gap=gap).within(*wanted))
+    needed = {(b, p.file) for p in pieces for b in range(p.start, p.stop) if wanted[0] <= b < wanted[1]}
+    read = {(b, p.file) for p in found for b in range(p.start, p.stop)}
+    assert needed <= read
+    assert all(p.file_offset == p.start and p.address == 1000 + p.start for p in found)
+    assert all(wanted[0] <= b < wanted[1] for b, _ in read)
+    if gap == 0:
+        assert needed == read

@@ -76,14 +76,6 @@ def test_the_pool_takes_memory_as_it_is_filled_and_never_grows(arena, plan):
         arena.drop(start, start + GRANULE)
 
 
-def test_filling_again_where_a_free_granule_still_lies(stack, arena):
-    for _ in range(3):
-        arena.fill(0, GRANULE)
-        for weight, part in weights_within(stack, 0, GRANULE):
-            assert arena.view(part).equal(stack.exported.state_dict[weight.fqn])
-        arena.drop(0, GRANULE)
-
-
 def test_dropped_granules_are_poisoned(stack, arena):
     arena.fill(0, GRANULE)
     _, part = weights_within(stack, 0, GRANULE)[0]

@@ -96,14 +96,6 @@ def test_a_fake_program_refers_to_a_checkpoint_in_place(model, checkpoint, tmp_p
             assert torch.equal(module(TOKENS), model(TOKENS))
 
 
-def test_names_may_differ_by_a_table_or_a_function(model, tmp_path):
-    state = {f"base.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
-    save_file(state, tmp_path / "model.safetensors")
-    bound = penstock.bind(fake(), tmp_path / "model.safetensors", rename=lambda fqn: f"base.{fqn}")
-    with torch.no_grad():
-        assert torch.equal(bound.module()(TOKENS), model(TOKENS))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -25,16 +25,6 @@ class Halves(nn.Module):
         return x @ self.first + x @ self.second
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-        self.two.weight = self.one.weight
-
-    def forward(self, x):
-        return self.two(self.one(x))
-
-
 X = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
 
 
@@ -44,20 +34,6 @@ def test_half_a_storage_in_the_files_is_not_enough(tmp_path, pack):
     save_file({"first": model.first.detach().clone()}, files)
     with pytest.raises(penstock.SourceError, match=r"1 of the program's weights are not in .*: second"):
         penstock.compile(export(model, (X,)), tmp_path / "a.penstock", weights=files, pack=pack)
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_tied_weights_must_have_one_value(tmp_path, same):
-    model, files, path = Tied(), tmp_path / "tied.safetensors", tmp_path / "a.penstock"
-    value = model.one.weight.detach().clone()
-    save_file({"one.weight": value, "two.weight": value.clone() if same else value + 1}, files)
-    if not same:
-        with pytest.raises(penstock.SourceError, match=r"two\.weight is tied to another"):
-            penstock.compile(export(model, (X,)), path, weights=files)
-        return
-    program = penstock.compile(export(model, (X,)), path, weights=files)
-    with program.load("100%") as module, torch.no_grad():
-        assert torch.equal(module(X), model(X))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import os
 import pickle
 import resource
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -50,9 +49,6 @@ def save(state, folder, **options):
         warnings.simplefilter("ignore")  # torch says that there is one process only
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options))
     return folder
-
-
-Cuts = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 
 
 def save_chunks(state, cuts, folder):
@@ -172,9 +168,6 @@ def first_info(metadata):
 
 def forget(metadata):
     del metadata.storage_data[first_info(metadata)[0]]
-
-
-Change = Callable[[Metadata], object]
 
 
 def info_change(**values):

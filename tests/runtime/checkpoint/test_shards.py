@@ -92,14 +92,6 @@ def test_a_broken_index_is_called_an_index(tmp_path, text):
         open_checkpoint(tmp_path)
 
 
-def test_a_folder_of_two_indices(tmp_path):
-    shards(tmp_path, "a", "b")
-    index(tmp_path, 24)
-    index(tmp_path, 24, "other")
-    with pytest.raises(SourceError, match=r"several checkpoints \(model\.\S+, other\.\S+\); name the index"):
-        open_checkpoint(tmp_path)
-
-
 def test_what_torch_saved_is_packed_and_not_used_in_place(tmp_path):
     torch.manual_seed(0)
     model, x = torch.nn.Linear(8, 8), torch.ones(1, 8)

@@ -1,5 +1,7 @@
 """A larger budget is never predicted slower, nor does a middle one move more than the smallest does."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import penstock
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.planner import RUNGS
 from penstock.schedule.sparse.pool import missed
+from tests.hunt import nightly_but
 from tests.runtime.sparse.sparse_models import Experts, Mixed, routes
 
 MACHINES = {
@@ -36,7 +39,10 @@ def programs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("machine", "arena"), [("warm", "mapped"), ("disk", "mapped"), ("slow", "mapped"), ("slow", "paged")]
+    ("machine", "arena"),
+    nightly_but(
+        {("disk", "mapped"), ("slow", "mapped")}, [*product(MACHINES, ("mapped",)), ("slow", "paged")]
+    ),
 )
 def test_no_rung_is_slower_than_the_one_below(programs, machine, arena):
     program = programs["mixed"]
@@ -54,8 +60,10 @@ def test_no_rung_is_slower_than_the_one_below(programs, machine, arena):
     assert plans[-1].predicted_ns == plans[-1].compute_ns
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("name", ["mixed", "experts"])
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    nightly_but({("mixed", "slow"), ("experts", "disk")}, product(("mixed", "experts"), MACHINES)),
+)
 def test_a_larger_budget_moves_no_more_than_the_floor(programs, name, machine):
     """Whatever granules of a mapped file come beside what a step reads."""
     program = programs[name]

@@ -36,10 +36,12 @@ def program(model, tmp_path_factory):
     return penstock.compile(exported, tmp_path_factory.mktemp("prefill") / "experts.penstock")
 
 
-@pytest.fixture(autouse=True)
-def as_many_prompts_as_tokens(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def as_many_prompts_as_tokens():
     """So few layers would read prompts by units, as tokens count more."""
-    monkeypatch.setattr(problem, "TOKENS_A_PROMPT", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "TOKENS_A_PROMPT", 1)
+        yield
 
 
 def times(plan):
@@ -47,9 +49,19 @@ def times(plan):
     return [plan.expected_ns(number) for number in range(len(plan.traces))]
 
 
+@pytest.fixture(scope="module")
+def barrier(as_many_prompts_as_tokens, program):
+    return program.plan("40%", hardware=SLOW_COMPUTE, arena="paged", wrap="barrier")
+
+
+@pytest.fixture(scope="module")
+def overlapped(as_many_prompts_as_tokens, program):
+    return program.plan("40%", hardware=SLOW_COMPUTE, arena="paged")
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_prefill_streams_whole_and_decode_reads_units(program, model, engine):
-    plan = program.plan("40%", hardware=SLOW_COMPUTE, arena="paged", wrap="barrier")
+def test_prefill_streams_whole_and_decode_reads_units(program, model, barrier, engine):
+    plan = barrier
     assert plan.pool is not None
     assert not plan.pool.dense
     prefill, decode = plan.schedules
@@ -74,22 +86,20 @@ def test_prefill_streams_whole_and_decode_reads_units(program, model, engine):
     assert took[1] < took[0] / 4
 
 
-def test_the_faster_way_is_taken(program):
+def test_the_faster_way_is_taken(program, overlapped):
     """Nothing hides behind compute that takes no time, and rounds read as much: the pool serves both."""
     plan = program.plan("40%", hardware=SLOW_DISK, arena="paged")
     assert plan.pool is not None
     assert plan.pool.dense
     assert plan.streamed_bytes == 0
     # Where copies hide behind compute, no other plan of the same budget takes as little.
-    whole = program.plan("40%", hardware=SLOW_COMPUTE, arena="paged")
     rounds = sum(plan.pool.worst_ns) * SLOW_DISK.link_bytes_per_s / SLOW_COMPUTE.link_bytes_per_s
-    assert times(whole)[0] < whole.traces[0].compute_ns + 0.9 * rounds
-    assert whole.predicted_ns <= sum(trace.compute_ns for trace in whole.traces) + rounds
+    assert times(overlapped)[0] < overlapped.traces[0].compute_ns + 0.9 * rounds
+    assert overlapped.predicted_ns <= sum(trace.compute_ns for trace in overlapped.traces) + rounds
 
 
-def test_the_verifier_holds_a_plan_to_what_its_pool_serves(program):
-    plan = program.plan("40%", hardware=SLOW_COMPUTE, arena="paged")
-    facts = program.payload
+def test_the_verifier_holds_a_plan_to_what_its_pool_serves(program, overlapped):
+    plan, facts = overlapped, program.payload
     verify_plan(facts.storages, facts.traces, plan)
     assert plan.pool is not None
     with pytest.raises(PlanError):

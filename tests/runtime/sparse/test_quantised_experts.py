@@ -14,13 +14,13 @@ import penstock
 from penstock import LoadOptions
 from penstock.passes.activations import activation_bytes
 from penstock.passes.sparse.calls import Rounds, run_in_rounds
-from penstock.passes.sparse.contracts import BY_EXPERT, CONTRACTS, Contract
+from penstock.passes.sparse.contracts import BY_EXPERT, CONTRACTS
 from penstock.runtime.program import Program
 from penstock.runtime.sparse import trust
 from penstock.runtime.sparse.units import LoadedUnits
 from tests.engines import ENGINES
 from tests.hunt import nightly_but
-from tests.passes.sparse.test_contracts import Calls
+from tests.passes.pass_models import Calls
 from tests.runtime.sparse.sparse_models import SLOW, Quantised, routes, seeded
 
 WIDTH, COUNT = 128, 32
@@ -262,15 +262,6 @@ def test_tiles_in_rounds_take_no_more_memory_than_the_figure_says(tmp_path):
     assert torch.equal(made, expected)
     assert torch.equal(made, torch.nn.functional.linear(x, weight))
     assert made.nbytes * 1.5 < taken.peak <= program.activation_bytes == 2 * made.nbytes
-
-
-# What has to be seen.
-
-
-_NARROWED, _UNITS = Contract.narrowed, Contract.units
-
-
-# Where single experts are not trusted.
 
 
 def test_a_product_that_is_not_trusted_is_compiled_as_it_is(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock
 from penstock import LoadOptions
-from penstock.runtime.sparse.units import Recorder, read_routes
+from penstock.runtime.sparse.units import read_routes
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.sparse.replay import replay
 from penstock.schedule.sparse.routes import Ask, Routes, profile_of
@@ -122,11 +122,6 @@ def test_files_that_hold_no_routes_are_refused(tmp_path):
         file.truncate((64 << 20) + 1)
     with pytest.raises(PayloadError, match="more than 64 MiB"):
         read_routes(tmp_path / "large")
-
-
-def test_a_recorder_can_be_named(program):
-    with program.load("30%") as module:
-        assert isinstance(module.record_routes(), Recorder)
 
 
 def test_a_plan_expects_what_was_recorded(program, tmp_path):

@@ -14,40 +14,23 @@ from penstock import LoadOptions
 from penstock.passes.sparse.contracts import linears
 from penstock.schedule.sparse.residency import Residency
 from tests.engines import ENGINES
-from tests.runtime.sparse.sparse_models import Head, seeded
+from tests.passes.pass_models import Calls
+from tests.runtime.sparse.sparse_models import seeded
 from tests.runtime.sparse.unit_reads import have_reads_pass, taken
 from tests.schedule.traces import machine
 
 SLOW = machine(1e8)
 
 
-class Straddling(nn.Module):
-    """A table whose rows of 1,200 bytes share pages, some of them both of theirs."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(1200, 300, generator=seeded()))
-
-    def forward(self, index):
-        return self.rows[index]
-
-
-class Ahead(nn.Module):
-    """The rows of two tables by one index, of which the second is also read by another in between."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(1200, 300, generator=seeded(1)))
-        self.second = nn.Parameter(torch.randn(1200, 300, generator=seeded(2)))
-
-    def forward(self, index, other):
-        return self.first[index], self.second[other], self.second[index]
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=seeded(seed))
 
 
 @pytest.fixture(scope="module")
 def straddling(tmp_path_factory):
-    model = Straddling()
-    example, shapes = (torch.arange(6),), {"index": {0: Dim("n", min=0, max=600)}}
+    """A table whose rows of 1,200 bytes share pages, some of them both of theirs."""
+    model = Calls(lambda m, index: m.rows[index], rows=drawn(1200, 300))
+    example, shapes = (torch.arange(6),), {"args": ({0: Dim("n", min=0, max=600)},)}
     path = tmp_path_factory.mktemp("straddling") / "table.penstock"
     return model, penstock.compile(export(model, example, dynamic_shapes=shapes), path)
 
@@ -81,8 +64,15 @@ def test_a_granule_that_is_there_is_not_read_again(straddling, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_read_waits_for_a_granule_that_is_on_its_way_for_another(tmp_path, engine, monkeypatch):
-    """Readers are late, and leave NaN where they have not read yet."""
-    model = Ahead()
+    """Readers are late, and leave NaN where they have not read yet.
+
+    The rows of two tables are read by one index, those of the second by another in between, too.
+    """
+    model = Calls(
+        lambda m, index, other: (m.first[index], m.second[other], m.second[index]),
+        first=drawn(1200, 300, seed=1),
+        second=drawn(1200, 300, seed=2),
+    )
     program = penstock.compile(export(model, (torch.arange(3), torch.arange(4))), tmp_path / "two.penstock")
 
     def late(address, nbytes):
@@ -158,29 +148,10 @@ def test_an_interrupt_between_readers_leaves_none_behind(straddling, monkeypatch
             assert taken(units) == units.held_bytes <= units.pool.nbytes
 
 
-def test_routes_of_a_plan_with_tiles_are_recorded_without_them(tmp_path):
-    model = Head(torch.bfloat16, tied=False).eval()
-    with torch.no_grad():
-        program = penstock.compile(export(model, (torch.arange(2),)), tmp_path / "head.penstock")
-        plan = program.plan("8MiB", hardware=SLOW)
-        assert plan.pool.tiles
-        with program.load(plan=plan) as module, module.record_routes() as recorder:
-            assert torch.equal(module(torch.tensor([3, 5])), model(torch.tensor([3, 5])))
-    assert [ask.units for ask in recorder.routes.calls[0]] == [(3, 5)]
-
-
 def test_what_is_not_positional_is_read_whole():
     """In rounds it would be lost; torch.export writes positions, other passes may not."""
 
-    class Biased(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.head(x)
-
-    graph = export(Biased(), (torch.zeros(1, 8),)).graph
+    graph = export(nn.Linear(8, 8), (torch.zeros(1, 8),)).graph
     assert len(list(linears(graph))) == 1
     (node,) = linears(graph)
     node.args, node.kwargs = node.args[:2], {"bias": node.args[2]}
@@ -191,15 +162,8 @@ def test_what_is_not_positional_is_read_whole():
 def test_tables_of_every_dtype_run_in_rounds_or_whole(dtype, tmp_path):
     rows = torch.randint(0, 2, (2048, 1024), generator=seeded()).to(dtype)
 
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("rows", rows)
-
-        def forward(self, index):
-            return self.rows[index]
-
-    program = penstock.compile(export(Table(), (torch.arange(40),)), tmp_path / "table.penstock")
+    model = Calls(lambda m, index: m.rows[index], rows=rows)
+    program = penstock.compile(export(model, (torch.arange(40),)), tmp_path / "table.penstock")
     index = torch.randint(2048, (40,), generator=seeded(1))
     with program.load(plan=program.plan(program.floor_bytes, hardware=SLOW)) as module:
         got, expected = module(index), rows[index]
@@ -213,21 +177,13 @@ def test_units_smaller_than_what_is_noted_of_them_are_read_whole(tmp_path):
     assert program.floor_bytes == program.weight_bytes
 
 
-class Gaps(nn.Module):
-    """The first 513 of each 1,024 rows: units of half a huge page and a row, each at the start of one."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Parameter(torch.randn(8, 1024, 512, generator=seeded()))
-
-    def forward(self, index):
-        return self.blocks[:, :513][index]
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_units_with_gaps_take_no_more_than_they_count(tmp_path, engine):
-    """Where each takes huge pages, twice as much is in memory, which page tables alone show."""
-    model = Gaps()
+    """Where each takes huge pages, twice as much is in memory, which page tables alone show.
+
+    Units are the first 513 of each 1,024 rows: half of a huge page and a row, at the start of one.
+    """
+    model = Calls(lambda m, index: m.blocks[:, :513][index], blocks=drawn(8, 1024, 512))
     program = penstock.compile(export(model, (torch.tensor([1, 5]),)), tmp_path / "gaps.penstock")
     plan = program.plan("45%", hardware=SLOW)
     with program.load(plan=plan, options=LoadOptions(engine=engine)) as module, torch.no_grad():

@@ -6,7 +6,6 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
 
 from penstock.native.library import WAITING
 from penstock.runtime import loading
@@ -15,9 +14,6 @@ from penstock.runtime.stream import native
 from penstock.runtime.stream.native import NativeStreamer
 from tests.runtime.stream.cases import READ
 from tests.runtime.system.page_tables import mapped_bytes
-
-Before = Callable[[int, int], None]
-"""Called before a reader fills memory: with its address and its bytes. What it raises fails the read."""
 
 
 def taken(units):

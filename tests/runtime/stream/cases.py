@@ -5,8 +5,6 @@ that are dropped are overwritten with 0xFF. So a byte that is read too early or 
 elsewhere, is wrong. A mapped plan has files, which are the engines' own to read.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import random
@@ -71,9 +69,6 @@ class PythonStreamer(ArenaStreamer):
 
     def free(self):
         self.arena.close()
-
-
-Streamers = PythonStreamer | NativeStreamer
 
 
 class LoggedArena:

@@ -1,14 +1,7 @@
 """Loaded weights: what a pass calls and in which order, what calms the threads, and how all is given back."""
 
-import os
-import threading
-from types import SimpleNamespace
-
-import pytest
-
 from penstock.runtime.stream.engine import Counters, MemoryUse
 from penstock.runtime.stream.loaded import LoadedWeights, Resources
-from penstock.schedule.facts.errors import StreamError
 from tests.runtime.stream.four_steps import make_plan
 
 
@@ -67,20 +60,6 @@ def test_steps_are_probed_where_something_streams():
     alone.close()
 
 
-@pytest.mark.parametrize("error", [StreamError, KeyboardInterrupt])
-def test_a_pass_that_fails_is_aborted(error):
-    streamer = Stub()
-    weights = loaded(streamer)
-
-    def fail():
-        raise error
-
-    with pytest.raises(error):
-        weights.run(0, None, fail)
-    assert streamer.calls == ["begin", "abort"]
-    weights.close()
-
-
 def test_the_team_sleeps_where_readers_bring_more_than_a_quarter_of_what_comes():
     streamer, team = Stub(), Stub()
     weights = loaded(streamer, team=team)
@@ -118,40 +97,3 @@ def test_closing_stops_the_streamer_before_its_memory_goes():
     weights.close()
     assert streamer.calls == ["close", "first", "memory"]
     assert weights.resources.closed
-
-
-def test_what_was_captured_keeps_its_memory_until_it_is_collected():
-    streamer, order = Stub(), Stub()
-    order.captured = True
-    weights = loaded(streamer, order=order)
-    weights.close()
-    assert weights.resources.closed
-    assert (streamer.calls, order.calls) == ([], ["close"])
-    del weights
-    assert streamer.calls == ["close", "memory"]
-
-
-@pytest.mark.parametrize("where", ["streamer", "others"])
-def test_what_is_collected_on_a_reader_is_closed_on_another_thread(where, monkeypatch):
-    streamer, main, closed = Stub(), threading.current_thread(), threading.Event()
-    on = []
-    streamer.close = lambda: on.append(threading.current_thread())
-    resources = Resources(streamer, (closed.set,))
-    there = lambda: threading.current_thread() is main  # noqa: E731
-    if where == "others":
-        resources.in_reader = there
-    else:
-        monkeypatch.setattr(Stub, "in_reader", property(lambda self: there()))
-    resources.close()
-    assert closed.wait(60)
-    assert len(on) == 1
-    assert on[0] is not main
-
-
-def test_a_forked_child_gives_back_memory_and_stops_no_readers():
-    streamer, closed = Stub(), SimpleNamespace(count=0)
-    resources = Resources(
-        streamer, (lambda: setattr(closed, "count", closed.count + 1),), owner=os.getpid() + 1
-    )
-    resources.close()
-    assert (streamer.calls, closed.count) == ([], 1)

@@ -50,16 +50,6 @@ def ended(before):
     return False
 
 
-def test_a_team_ends_with_its_threads():
-    torch.ones(1 << 20).add_(1)  # this thread has its own team first
-    before = threads()
-    team = ParkedTeam()
-    assert bool(threads() - before) == (torch.get_num_threads() > 1)
-    team.wake()
-    team.wake()
-    assert ended(before)
-
-
 def test_a_team_wakes_and_is_parked_again():
     torch.ones(1 << 20).add_(1)
     before = threads()

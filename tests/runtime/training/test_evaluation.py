@@ -10,7 +10,7 @@ from torch.export import export
 
 import penstock
 from penstock import LoadOptions
-from penstock.schedule.facts.errors import PassError, PayloadError, StreamError
+from penstock.schedule.facts.errors import PassError, StreamError
 from tests.engines import ENGINES
 from tests.hunt import nightly_but
 from tests.training_models import DECODER, NORMED
@@ -242,10 +242,3 @@ def test_without_the_methods(program_of):
             both(plain, module, lambda one: one(*DECODER.inputs()))
         with pytest.raises(StreamError, match=r"eval\(\) is not possible .* leave out evaluate=False"):
             module.eval()
-
-
-def test_an_artifact_without_the_method(programs):
-    with programs["dropout"].load("100%") as module:
-        leaves = {name: 1 for name in ("forward", "backward", "evaluate")}
-        with pytest.raises(PayloadError, match="which lacks predict: compile again"):
-            module._facts.check(module._rung, leaves)  # type: ignore[operator, union-attr]

@@ -69,9 +69,6 @@ def programs(tmp_path_factory):
     )
 
 
-Results = dict[str, torch.Tensor]
-
-
 def apart(results):
     results["first"].backward(retain_graph=True)
     results["second"].backward()
@@ -101,14 +98,7 @@ def the_second(results):
     results["second"].backward()
 
 
-WAYS = (
-    apart,
-    apart_in_another_order,
-    together,
-    all_ways,
-    the_first,
-    the_second,
-)
+WAYS = (apart, apart_in_another_order, together, all_ways, the_first, the_second)
 
 
 def train(module, dtype, ways):

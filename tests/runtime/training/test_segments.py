@@ -1,7 +1,5 @@
 """A backward by segments: gradients equal PyTorch's to the bit where autograd's backward has no trace."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

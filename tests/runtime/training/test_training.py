@@ -50,6 +50,18 @@ def assert_equal(one, other):
         assert torch.equal(value, other[name]), name
 
 
+def trained(module):
+    return {name: one for name, one in module.named_parameters() if one.requires_grad}
+
+
+def assert_same(plain, module, run):
+    """Both do the same, from one state of the generator: their gradients are equal."""
+    for one in (plain, module):
+        torch.manual_seed(0)
+        run(one, *DECODER.inputs())
+    assert_equal(gradients(module), gradients(plain))
+
+
 def train(module, case, steps=5):
     """The losses of some steps of AdamW, and the gradients of the last one left in place."""
     optimiser = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
@@ -83,9 +95,7 @@ def test_five_steps(decoders, dtype, engine, budget):
     ) as module:
         assert all(torch.equal(*pair) for pair in zip(train(module, DECODER), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))
-        assert_equal(
-            dict(module.state_dict()), {n: p for n, p in plain.named_parameters() if p.requires_grad}
-        )
+        assert_equal(dict(module.state_dict()), trained(plain))
         assert module.stats.misses == 0
         assert module.stats.passes == 10
         moved = sum(one.stop - one.start for s in module.plan.schedules for one in s.transfers)
@@ -103,54 +113,49 @@ def test_statistics_of_batch_norms(program_of):
             assert torch.equal(statistic, dict(module.named_buffers())[name]), name
 
 
-@pytest.mark.parametrize("length", [2, 40, 64])
-def test_other_lengths(plain, module, length):
-    tokens = torch.randint(0, 96, (2, length))
-    for one in (plain, module):
-        torch.manual_seed(0)
-        one(tokens, tokens)[0].backward()
-    assert_equal(gradients(module), gradients(plain))
+def one_backward_of_two_calls(one, tokens, labels):
+    (one(tokens, labels)[0] + one(labels, tokens)[0]).backward()
 
 
-def test_two_calls_before_their_backwards(plain, module):
-    tokens, labels = DECODER.inputs()
-    for one in (plain, module):
-        torch.manual_seed(0)
-        first, second = one(tokens, labels)[0], one(labels, tokens)[0]
-        (first * 2).backward()
-        second.backward()
-    assert_equal(gradients(module), gradients(plain))
-
-
-def test_one_backward_of_two_calls(plain, module):
-    tokens, labels = DECODER.inputs()
-    for one in (plain, module):
-        torch.manual_seed(0)
-        (one(tokens, labels)[0] + one(labels, tokens)[0]).backward()
-    assert_equal(gradients(module), gradients(plain))
-
-
-def test_a_backward_twice(plain, module):
-    for one in (plain, module):
-        torch.manual_seed(0)
-        loss = one(*DECODER.inputs())[0]
-        loss.backward(retain_graph=True)
+def a_backward_twice(one, tokens, labels):
+    loss = one(tokens, labels)[0]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            loss.backward()
-    assert_equal(gradients(module), gradients(plain))
 
 
-def test_dropped_forwards_and_evaluation_in_between(plain, module):
-    for one in (plain, module):
-        torch.manual_seed(0)
-        one(*DECODER.inputs())
-        with torch.no_grad():
-            loss, logits = one(*DECODER.inputs())
-            assert not loss.requires_grad
-            assert not logits.requires_grad
-        one(*DECODER.inputs())[0].backward()
-    assert_equal(gradients(module), gradients(plain))
+def scaled_and_clipped(one, tokens, labels):
+    trained = [p for p in one.parameters() if p.requires_grad]
+    optimiser, scaler = torch.optim.SGD(trained, lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(one(tokens, labels)[0]).backward()
+    scaler.unscale_(optimiser)
+    nn.utils.clip_grad_norm_(trained, 0.1)
+    scaler.step(optimiser)
+    scaler.update()
+
+
+def asked_for_by_name(one, tokens, labels):
+    trained = [p for p in one.parameters() if p.requires_grad]
+    found = torch.autograd.grad(one(tokens, labels)[0], trained)
+    assert all(parameter.grad is None for parameter in trained)
+    for parameter, gradient in zip(trained, found, strict=True):
+        parameter.grad = gradient
+
+
+def of_other_lengths(one, tokens, labels):
+    for length in (2, 64):
+        longer = torch.cat([tokens] * 4, 1)[:, :length]
+        one(longer, longer)[0].backward()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [one_backward_of_two_calls, a_backward_twice, scaled_and_clipped, asked_for_by_name, of_other_lengths],
+)
+def test_calls(plain, module, run):
+    assert_same(plain, module, run)
+    assert_equal(trained(module), trained(plain))
 
 
 def test_a_pass_that_raised(plain, module):
@@ -158,35 +163,7 @@ def test_a_pass_that_raised(plain, module):
     loss.register_hook(lambda _: (_ for _ in ()).throw(KeyError("a hook")))
     with pytest.raises(KeyError, match="a hook"):
         loss.backward()
-    for one in (plain, module):
-        torch.manual_seed(0)
-        one(*DECODER.inputs())[0].backward()
-    assert_equal(gradients(module), gradients(plain))
-
-
-def test_grad_scaler_and_clipping(plain, module):
-    for one in (plain, module):
-        torch.manual_seed(0)
-        trained = [p for p in one.parameters() if p.requires_grad]
-        optimiser, scaler = torch.optim.SGD(trained, lr=0.1), torch.amp.GradScaler("cpu")
-        scaler.scale(one(*DECODER.inputs())[0]).backward()
-        scaler.unscale_(optimiser)
-        nn.utils.clip_grad_norm_(trained, 0.1)
-        scaler.step(optimiser)
-        scaler.update()
-    assert_equal(gradients(module), gradients(plain))
-    trained_plain = {n: p for n, p in plain.named_parameters() if p.requires_grad}
-    assert_equal(dict(module.named_parameters()), trained_plain)
-
-
-def test_gradients_asked_for_by_name(plain, module):
-    found = []
-    for one in (plain, module):
-        torch.manual_seed(0)
-        trained = [p for p in one.parameters() if p.requires_grad]
-        found.append(torch.autograd.grad(one(*DECODER.inputs())[0], trained))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    assert all(gradient is None for gradient in gradients(module).values())
+    assert_same(plain, module, lambda one, *inputs: one(*inputs)[0].backward())
 
 
 def test_parameters_that_changed_before_the_backward(module):
@@ -230,13 +207,9 @@ def test_state_dicts(plain, module):
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(1.5) if parameter.requires_grad else None
-    trained = {name: one.detach() for name, one in plain.named_parameters() if one.requires_grad}
-    module.load_state_dict(trained)
-    assert_equal(dict(module.state_dict()), dict(trained))
-    for one in (plain, module):
-        torch.manual_seed(0)
-        one(*DECODER.inputs())[0].backward()
-    assert_equal(gradients(module), gradients(plain))
+    module.load_state_dict({name: one.detach() for name, one in trained(plain).items()})
+    assert_equal(dict(module.state_dict()), trained(plain))
+    assert_same(plain, module, lambda one, *inputs: one(*inputs)[0].backward())
     with pytest.raises(RuntimeError, match="Missing key"):
         module.load_state_dict({})
 
