@@ -1,9 +1,9 @@
 """What calls of a capped Llama take in a memory cgroup of the libraries, the cap and 64 MiB.
 
-A greedy call, a prompt of 900 tokens, a padded batch, beams, a chat that grows and prompts of 32 lengths: each
-in a process of its own, and all in one, with cold and with warm weight files. A process whose calls take more
-is killed. The tokens are compared with those of the model in memory. After each call the process says what it
-still has.
+A greedy call, a prompt of 900 tokens, a padded batch, beams, a chat that grows, prompts of 32 lengths, each
+in a process of its own, then all in one, with cold and with warm weight files. A process whose calls take
+more is killed. The tokens are compared with those of the model in memory. After each call the process says
+what it still has.
 """
 
 from __future__ import annotations

@@ -18,8 +18,12 @@ from penstock.runtime.artifact import relink
 from penstock.runtime.cache import Cache
 from penstock.runtime.dynamo.backend import offload
 from penstock.schedule.facts.errors import SourceError
+from tests.cli.command_line import penstock_fixture  # noqa: F401
 from tests.hunt import nightly_but
 from tests.integrations import models
+
+# peft asks transformers for what transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 IDS = torch.tensor([[5, 17, 99, 3]])
 ONE = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
@@ -145,6 +149,37 @@ def test_a_converted_model_of_the_hub_is_converted_once(hub, tmp_path):
         with opened(source, tmp_path, dtype=torch.bfloat16) as loaded:
             assert torch.equal(loaded(IDS).logits, expected)
     assert len({file.parent for file in written(tmp_path)}) == 1
+    assert hub.state() == before
+
+
+@pytest.mark.parametrize("shards", nightly_but(["shards"], ["one file", "shards"]))
+def test_a_snapshot_of_torch_files_is_refused_by_their_names_and_converted(hub, tmp_path, penstock, shards):
+    model = save(tmp_path)
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    values = {name: one.contiguous() for name, one in model.state_dict().items()}
+    names = dict.fromkeys(values, "pytorch_model.bin")
+    if shards == "shards":
+        names |= {"lm_head.weight": "pytorch_model-00002-of-00002.bin"}
+        names = {name: file.replace("model.bin", "model-00001-of-00002.bin") for name, file in names.items()}
+        (tmp_path / "saved" / "pytorch_model.bin.index.json").write_text(
+            f'{{"metadata": {{}}, "weight_map": {names}}}'.replace("'", '"')
+        )
+    for file in set(names.values()):
+        torch.save(
+            {name: one for name, one in values.items() if names[name] == file}, tmp_path / "saved" / file
+        )
+    torch.save({}, tmp_path / "saved" / "training_args.bin")
+    snapshot = hub.publish("some/model", tmp_path / "saved")
+    before = hub.state()
+    with pytest.raises(
+        SourceError, match=rf"^{snapshot} has its weights in {min(names.values())} and in no "
+    ):
+        opened("some/model", tmp_path)
+    done = penstock("convert", snapshot, "--output", tmp_path / "converted")
+    assert done.status == 0, done.err
+    shutil.copy(snapshot / "config.json", tmp_path / "converted")
+    with opened(tmp_path / "converted", tmp_path) as loaded:
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
     assert hub.state() == before
 
 

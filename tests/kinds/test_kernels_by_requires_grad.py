@@ -87,19 +87,28 @@ class Viewed(nn.Module):
         return torch.matmul(functional.linear(mixed.transpose(0, 1), value).transpose(0, 1), self.table)
 
 
-def attention():
+def attention(**options):
     torch.manual_seed(0)
-    return nn.MultiheadAttention(64, 4, batch_first=True)
+    return nn.MultiheadAttention(64, 4, batch_first=True, **options)
 
 
 WIDE, TURNED = (numbers(3, 5, 96),), (numbers(2, 64, 7),)
 MODELS = {
     "MultiheadAttention": (attention, (numbers(2, 5, 64), numbers(2, 7, 64), numbers(2, 7, 64))),
+    "MultiheadAttention of other widths": (
+        lambda: attention(kdim=32, vdim=48),
+        (numbers(2, 5, 64), numbers(2, 7, 32), numbers(2, 7, 48)),
+    ),
     "RNN": (lambda: Recurrent(nn.RNN), WIDE),
+    "GRU": (lambda: Recurrent(nn.GRU), WIDE),
+    "LSTM": (lambda: Recurrent(nn.LSTM), WIDE),
     "linear": (lambda: Calls(lambda x, w, b: functional.linear(x.mT, w, b), (96, 64), (96,)), TURNED),
+    "matmul": (lambda: Calls(lambda x, w: torch.matmul(x.mT, w), (64, 96)), TURNED),
     "matmul from the left": (lambda: Calls(lambda x, w: torch.matmul(w, x), (96, 64)), TURNED),
     "of a vector": (lambda: Calls(lambda x, w: torch.matmul(x.mT, w), (64,)), TURNED),
+    "bmm": (lambda: Calls(torch.bmm, (2, 7, 9)), TURNED),
     "einsum": (lambda: Calls(lambda x, w: torch.einsum("bij,ik->bjk", x, w), (64, 96)), TURNED),
+    "addmm": (lambda: Calls(lambda x, w, b: torch.addmm(b, x[0].t(), w), (64, 96), (96,)), TURNED),
     "partly frozen": (
         lambda: Calls(
             lambda x, w, v: functional.linear(functional.linear(x.mT, w).transpose(0, 1), v),
@@ -286,6 +295,15 @@ def test_evaluation_of_what_is_trained_keeps_the_flag(tmp_path):
             torch.backends.mha.set_fastpath_enabled(True)
         module(x).sum().backward()
         assert all(value.grad is not None for value in module.parameters())
+
+
+def test_an_input_that_requires_grad_is_refused_as_ever(tmp_path):
+    make, given = MODELS["linear"]
+    program = penstock.compile(export(make().eval(), given), tmp_path / "m.penstock")
+    with program.load("100%") as streamed:
+        with pytest.raises(StreamError, match=r"requires grad and grad mode is on"):
+            streamed(given[0].clone().requires_grad_())
+        assert not streamed(*given).requires_grad
 
 
 class Casts(TorchDispatchMode):

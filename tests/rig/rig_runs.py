@@ -121,9 +121,12 @@ class RigRun:
             *(torch.Stream(self.name) for _ in range(1, one.streams)),
         ]
         try:
-            self.weights = DeviceWeights(one.plan, one.storages, given, one.source)
+            self.weights = DeviceWeights(
+                parts.plan_of_weights(one.plan), one.storages, given, parts.source(one.source)
+            )
             self._compare_host()
-            inner = DeviceStreamer(one.plan, one.storages, given, self.weights, poison=True)
+            plan = parts.plan_of_streamer(one.plan)
+            inner = DeviceStreamer(plan, one.storages, given, self.weights, poison=True)
             streamer = parts.streamer(inner)
             for storage in one.plan.outside:
                 self._keep(storage)

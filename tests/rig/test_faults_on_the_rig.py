@@ -11,14 +11,14 @@ from tests.hunt import nightly_but, scaled
 from tests.rig import machine
 from tests.rig.rig_runs import LateDisk, RigRun, run_everywhere
 from tests.runtime.device.device_runs import CountError, Parts, WrongBytesError, cases, disk_cases
-from tests.runtime.device.simulated.faults import FAULTS, PROBES, RECORDS, WAITS
+from tests.runtime.device.simulated.faults import FAULTS, PLANS, PROBES, RECORDS, WAITS
 from tests.runtime.device.simulated.test_sim import case_of
 from tests.schedule.traces import problems
 
 LATE_ORDERS = machine.ORDERS[1:2] + machine.ORDERS[3:]
 """Those in which what runs when is decided, so that a fault is found each time."""
 
-ORDERINGS = [name for name, fault in {**WAITS, **RECORDS, **PROBES}.items() if fault.by != "error"]
+ORDERINGS = [name for name, fault in {**WAITS, **RECORDS, **PLANS, **PROBES}.items() if fault.by != "error"]
 """What goes wrong with order. Copies of other bytes are found in any (test_device.py), errors in none."""
 
 

@@ -1,12 +1,11 @@
-"""`make gpu` on the rig: all steps, what goes wrong, and what it continues and refuses."""
+"""The runs of `make gpu`: their time, what they write at once, what they continue, what they refuse."""
 
-import io
 import json
 import os
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,27 +13,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import (
-    bits,
-    copying,
-    disk,
-    hosting,
-    isolation,
-    llama,
-    overlap,
-    passes,
-    peers,
-    results,
-)
+from benchmarks.gpu import isolation, results
 from benchmarks.gpu.isolation import ROOT, environment
-from benchmarks.gpu.steps import NEED_STREAMS, STEPS
-from benchmarks.gpu.target import Target, WrongResultError
-from penstock.runtime.device.accelerator import AcceleratorDevice
-from tests.forked import run_forked
-from tests.hunt import nightly_but
-from tests.rig import machine
-from tests.rig.building import build
-from tests.runtime.device.device_suite import CHECKS, FAULTS
+from benchmarks.gpu.steps import STEPS
 
 ON_THE_RIG = ("--device", "rig", "--scale", "0.0005", "--patience", "20")
 
@@ -87,6 +68,25 @@ def test_a_step_that_fails_is_a_line_and_the_next_goes_on(tmp_path):
 
 
 @pytest.mark.nightly
+def test_a_step_that_crashes_is_a_line(tmp_path):
+    hidden = hide(tmp_path / "hidden", "import os\nos.abort()", "torch")
+    status, lines, said = run([*ON_THE_RIG, "--only", "machine"], hidden)
+    assert status == 1
+    assert lines[1]["reason"].startswith("it was killed by SIGABRT: ")
+    assert "Fatal Python error: Aborted" in said
+
+
+@pytest.mark.nightly
+def test_what_python_prints_before_a_step_is_not_taken_for_lines(tmp_path, monkeypatch, capsys):
+    said = "Welcome to this machine\n3\n{}\n"
+    monkeypatch.setenv("PYTHONPATH", hide(tmp_path / "hidden", f"print({said!r}, end='')", "sitecustomize"))
+    (line,) = isolation.run("machine", ["--device", "cuda:7"], 60)
+    assert (line["step"], line["outcome"]) == ("machine", "failed")
+    assert line["reason"].startswith("StreamError: there is no device 'cuda:7' here")
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.nightly
 def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path):
     hidden = hide(tmp_path / "hidden", "import threading\nthreading.Event().wait()", "torch")
     patience = str(5 / STEPS["machine"].seconds)
@@ -96,10 +96,83 @@ def test_a_step_that_hangs_is_killed_and_says_where_it_was(tmp_path):
     assert "torch.py" in said
 
 
+def test_without_time_the_last_steps_say_so(capsys):
+    assert script.main(["--device", "rig", "--minutes", "0", "--only", "llama,peers"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    left = "0 s are left, and it may take {} s: give --continue to a new run"
+    assert lines[1:] == [
+        {"step": step, "outcome": "failed", "reason": left.format(STEPS[step].seconds)}
+        for step in ("llama", "peers")
+    ]
+
+
 def test_limits_fit_two_runs():
     limits, first = [step.seconds for step in STEPS.values()], [*STEPS].index("llama") + 1
     assert sum(limits[:first]) <= 250
     assert sum(limits[first:]) <= 250
+
+
+def test_a_step_may_take_what_earlier_ones_have_left(monkeypatch):
+    now, limits = 0.0, dict[str, float]()
+
+    def run(name, arguments, seconds):
+        nonlocal now
+        limits[name] = seconds
+        now += 10
+        yield {"step": name, "outcome": "done"}
+
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(script, "seconds_since_start", lambda: 20.0)
+    monkeypatch.setattr(isolation, "run", run)
+    steps = {"machine": 45, "copies": 30, "llama": 100, "peers": 75}
+    monkeypatch.setattr(
+        script.steps, "STEPS", {name: replace(STEPS[name], seconds=limit) for name, limit in steps.items()}
+    )
+    assert script.main(["--device", "rig", "--minutes", "2.5"]) == 0
+    assert limits == {"machine": 45, "copies": 65, "llama": 110, "peers": 100}
+
+
+def test_only_results_of_the_same_device_are_continued(tmp_path, monkeypatch, capsys):
+    first, here = tmp_path / "first.jsonl", {"product": "NVIDIA H200, 150 bytes", "scale": 1.0}
+    monkeypatch.setattr(script, "seconds_since_start", lambda: 1.0)  # this process may be old
+    monkeypatch.setattr(
+        isolation,
+        "run",
+        lambda name, *_: iter([{"step": name, **here}, {"step": name, "outcome": "done"}]),
+    )
+    for product, scale, run in (
+        ("NVIDIA H200, 149 bytes", 1.0, ["machine", "suite"]),  # another driver holds more
+        ("NVIDIA H100, 80 bytes", 1.0, ["machine"]),
+        ("NVIDIA H200, 150 bytes", 0.5, ["machine"]),
+    ):
+        lines = [{"step": "machine", "product": product, "scale": scale}]
+        lines += [{"step": step, "outcome": "done"} for step in ("machine", "copies")]
+        first.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        status = script.main(["--only", "suite,copies", "--continue", str(first)])
+        printed, said = capsys.readouterr()
+        assert status == (0 if "suite" in run else 2)
+        assert list(dict.fromkeys(json.loads(line)["step"] for line in printed.splitlines())) == [
+            "check",
+            *run,
+        ]
+        if status:
+            card = f"{product.partition(',')[0]} at scale {scale:g}"
+            assert said == f"{first} is of {card}, and this is NVIDIA H200 at scale 1: begin anew\n"
+
+
+def test_the_time_of_a_script_before_exec_counts():
+    asked = "from benchmarks.gpu.__main__ import seconds_since_start as age; print(age())"
+    command = ["bash", "-c", 'sleep 1; exec "$@"', "run.sh", sys.executable, "-c", asked]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)
+    assert 1 <= float(done.stdout) < 60
+
+
+@pytest.mark.parametrize("ahead", [-1e6, 1e6])
+def test_a_clock_that_began_at_another_time_costs_no_run(monkeypatch, ahead):
+    there = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: there(clock) + ahead)
+    before = time.process_time()
+    assert before <= script.seconds_since_start() <= time.process_time()
 
 
 def wait_until(holds):
@@ -149,6 +222,13 @@ def test_what_is_missing_is_said_before_anything_runs(monkeypatch, capsys):
         assert f"carry the wheels of {what} and" in line["do"]
 
 
+def test_an_older_torch_is_said_before_anything_runs(monkeypatch, capsys):
+    monkeypatch.setattr(script, "version", lambda _: "2.9.1a0+nv25")
+    assert script.main([]) == 2
+    (line,) = (json.loads(text) for text in capsys.readouterr().out.splitlines())
+    assert (line["torch"], line["missing"]) == ("2.9.1a0+nv25", ["torch>=2.11"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -164,123 +244,9 @@ def test_wrong_arguments_are_refused(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-STEP = f"""
-import os, signal, sys
-assert not sys.modules.keys() & {{*{ABSENT}}}
-sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
-from benchmarks.gpu.__main__ import main, parse
-signal.alarm(int(parse(sys.argv[1:]).limit))
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-class ForkedStep:
-    """Stands for the process of a step. It is forked from one that has torch, and is over when it is made."""
-
-    def __init__(self, command, *, env, stderr, **_):
-        assert command[:3] == [sys.executable, "-m", "benchmarks.gpu"]
-        done = run_forked(STEP, *command[3:], folder=ROOT, warnings="default", **env)
-        stderr.write(done.err)
-        self.returncode, self.stdout = done.status, io.StringIO(done.out)
-
-    def wait(self):
-        return self.returncode
-
-
-@pytest.mark.nightly
-def test_both_runs_on_a_gpu_are_tried_on_the_rig(tmp_path, monkeypatch, capsys):
-    """All steps, but for the time that each would need to import torch; those below have real processes."""
-    build()  # outside of the steps' limits
-    first, second = tmp_path / "build" / "first.jsonl", tmp_path / "second.jsonl"
-    hidden = hide(tmp_path / "hidden", "raise ModuleNotFoundError(__name__)", *ABSENT)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([hidden, environment()["PYTHONPATH"]]))
-    monkeypatch.setattr(isolation, "subprocess", SimpleNamespace(Popen=ForkedStep, PIPE=subprocess.PIPE))
-    begun = [*STEPS][:7]
-    assert script.main([*ON_THE_RIG, "--only", ",".join(begun), "--results", str(first)]) == 0
-    assert script.main([*ON_THE_RIG, "--continue", str(first), "--results", str(second)]) == 0
-    printed, said = capsys.readouterr()
-    lines = [json.loads(line) for line in printed.splitlines()]
-    assert results.read_lines(first) + results.read_lines(second) == lines
-    outcomes = [(line["step"], line["outcome"]) for line in lines if "outcome" in line]
-    done = [(step, "done") for step in STEPS]
-    assert outcomes == [*done[:7], done[0], *done[7:]], said  # a second run says that it has the same device
-    table = said.rpartition("## machine: done, ")[2]  # the second run's is of all steps
-    assert [part.partition(":")[0] for part in table.split("\n## ")[1:]] == [*STEPS][1:]
-    found = defaultdict(list)
-    for line in lines:
-        if "outcome" not in line:
-            found[line.pop("step")].append(line)
-    assert list(found) == ["check", *STEPS]
-    assert [line["missing"] for line in found["check"]] == [[], []]
-    assert found["machine"][0]["product"] == f"rig, {machine.MEMORY} bytes"
-    assert found["machine"][0]["measures"] is False
-    assert found["suite"] == [{"checks": len(CHECKS), "faults": len(FAULTS), "failed": 0}]
-    assert len(found["copies"]) == 3 + len(copying.PIECES_MIB)
-    assert [line["share"] for line in found["overlap"]] == list(overlap.SHARES)
-    assert len(found["bits"]) == 4 * (len(bits.ALIGNMENTS) + 1)
-    assert [(line["tokens"], line["share"]) for line in found["llama"]] == [
-        (tokens, share) for tokens in llama.TOKENS for share in llama.SHARES
-    ]
-    assert len(found["peers"]) == len(llama.TOKENS) * (len(peers.PEERS) + 1)
-    assert [line["share"] for line in found["host"]] == list(hosting.SHARES)
-    assert len(found["disk"]) == 2 * len(disk.SHARES)
-    _check(line for step in found.values() for line in step)
-    backend, ahead = found["inductor"]
-    assert (backend["what"], backend["equal"], backend["misses"]) == ("torch.compile", True, 0)
-    assert backend["bytes_moved"] > 0
-    assert ahead == {
-        "what": "AOTInductor",
-        "refused": "method 'forward' is for rig:0, and code of AOTInductor runs on cpu, cuda, xpu, mps only",
-    }
-
-
-def test_both_runs_are_tried_on_a_simulated_device(tmp_path, monkeypatch, capsys):
-    """The steps that are quick there, and those that cannot run there."""
-    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
-    monkeypatch.setattr(isolation, "subprocess", SimpleNamespace(Popen=ForkedStep, PIPE=subprocess.PIPE))
-    here = ["--device", "sim:h200", *ON_THE_RIG[2:]]
-    both = "machine,suite,copies,overlap,host,disk,peers,inductor,streams,closing"
-    assert script.main([*here, "--only", "machine,suite,copies", "--results", str(first)]) == 0
-    assert script.main([*here, "--only", both, "--continue", str(first), "--results", str(second)]) == 0
-    lines = results.read_lines(first) + results.read_lines(second)
-    said = capsys.readouterr().err
-    done = both.split(",")
-    done.insert(3, "machine")
-    assert [line["step"] for line in lines if line.get("outcome") == "done"] == done, said
-    assert lines[1]["product"] == "sim:h200"
-    found = defaultdict(list)
-    for line in lines:
-        found[line["step"]].append(line)
-    assert {step for step in found if "skipped" in found[step][0]} == {*NEED_STREAMS}
-    assert [line["share"] for line in found["host"][:-1]] == list(hosting.SHARES)
-    assert len(found["disk"][:-1]) == 2 * len(disk.SHARES)
-    _check(lines)
-
-
-def _check(lines):
-    """Every figure of equality is right, nothing was a miss, and what is held is within its budget."""
-    for line in lines:
-        assert line.get("equal", True) is True, line
-        assert line.get("misses", 0) == 0, line
-        if "held_bytes" in line:
-            assert 0 < line["held_bytes"] <= line["budget"] <= line["weights"]
-        assert all(value > 0 for name, value in line.items() if name.endswith("_bytes_per_s")), line
-
-
-COMPARING = [overlap.measure, bits.measure, passes.run_streams, passes.run_closing, passes.run_graphs]
-
-
-@pytest.mark.parametrize("measure", nightly_but([passes.run_streams], COMPARING))
-def test_wrong_bits_fail_a_step(late, tmp_path, monkeypatch, measure):
-    """A mutant of the device gives other bytes, and the steps that compare outputs say so."""
-
-    def copy(self, stream, target, moves, label):
-        inner(self, stream, target, moves, label)
-        self.fill(stream, target, moves[-1].target, moves[-1].target + 2, 0)
-
-    inner = AcceleratorDevice.copy
-    monkeypatch.setattr(AcceleratorDevice, "copy", copy)
-    lines = []
-    with torch.no_grad(), pytest.raises(WrongResultError):
-        measure(Target("rig", 0.0005, tmp_path), lambda **figures: lines.append(figures))
-    assert lines[-1]["equal"] is False
+def test_its_help_names_every_step(capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"\n  {name} " in said for name in STEPS)
+    assert "examples:\n" in said

@@ -194,6 +194,16 @@ class Parts:
         """What weights and streamer are given as the device."""
         return device
 
+    def source(self, source):
+        """What the device is given to read from."""
+        return source
+
+    def plan_of_weights(self, plan):
+        return plan
+
+    def plan_of_streamer(self, plan):
+        return plan
+
     def streamer(self, streamer):
         """What the program's probes call."""
         return streamer
@@ -227,8 +237,11 @@ class Run:
     def __post_init__(self):
         one, parts = self.case, self.parts
         device = parts.device(self.device)
-        self.weights = DeviceWeights(one.plan, one.storages, device, one.source)
-        inner = parts.streamer(DeviceStreamer(one.plan, one.storages, device, self.weights, poison=True))
+        self.weights = DeviceWeights(
+            parts.plan_of_weights(one.plan), one.storages, device, parts.source(one.source)
+        )
+        plan = parts.plan_of_streamer(one.plan)
+        inner = parts.streamer(DeviceStreamer(plan, one.storages, device, self.weights, poison=True))
         self.streamer = SimStreamer(inner, self.device, self.weights, one.plan.traces)
         self.order = PassOrder(device)
         others = (self.device.open_kernels(str(number)) for number in range(1, one.streams))
@@ -304,7 +317,13 @@ class Run:
             raise WrongBytesError(f"{self.case.name}: storage {storage} is not what the file has")
 
 
-POLICIES = (("latest", 0), ("earliest", 0), ("lagging", 0), ("lagging", 1), ("random", 1))
+POLICIES = (
+    ("latest", 0),
+    ("earliest", 0),
+    ("lagging", 0),
+    ("lagging", 1),
+    ("random", 1),
+)
 
 
 @cache

@@ -5,12 +5,13 @@ no pytest is needed. Each raises AssertionError, or what the device raises.
 """
 
 import re
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from penstock.runtime.device.protocol import FileRead, Move
+from penstock.runtime.device.protocol import Device, FileRead, Move
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.device.weights import DeviceWeights
 from penstock.schedule.facts.errors import SourceError, StreamError
@@ -196,6 +197,8 @@ def compare(case, weights, storage):
     if place[0][place[1] : place[2]].clone().tolist() != list(expected):
         raise WrongBytesError(f"{case.name}: storage {storage} is not what the file has")
 
+
+Check = Callable[[Device], None]
 
 _PLAIN = (
     memory_is_flat_aligned_and_of_the_size_asked_for,

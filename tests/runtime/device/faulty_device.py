@@ -244,6 +244,13 @@ def wait_for_older(count):
     return change
 
 
+def wait_for(kind):
+    """What is enqueued on another stream, instead of the event."""
+    return lambda device, call: device.perform(
+        replace(call, args=(device.perform(Call("record", device.named[kind], ())),))
+    )
+
+
 def reverse(device, call):
     """The stream that should be waited for waits instead."""
     waiting = device.perform(Call("record", call.stream, ()))

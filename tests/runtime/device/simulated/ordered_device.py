@@ -2,9 +2,12 @@
 
 import random
 from contextlib import contextmanager
+from typing import Literal
 
 from penstock.runtime.device.simulated import SimDevice, SimDisk
 from penstock.schedule.facts.errors import StreamError
+
+Policy = Literal["earliest", "latest", "random", "lagging"]
 
 
 class OrderedDevice(SimDevice):
