@@ -221,10 +221,7 @@ def test_a_legacy_constructor_converts_numbers_of_numpy():
     [
         (lambda: torch.zeros(3), "expected a function that returns a module, got Tensor"),
         (nn.Linear(2, 2), "expected a function that builds the model, got a Linear that is built"),
-        (
-            lambda: nn.Linear(2, "x"),
-            r"without memory at .*test_deferred\.py:\d+, in <lambda>",
-        ),
+        (lambda: nn.Linear(2, "x"), r"without memory at .*test_deferred\.py:\d+, in <lambda>"),
         (
             lambda: nn.Parameter(torch.randn(3, generator=torch.Generator().manual_seed(1))),
             "a generator of its own",
