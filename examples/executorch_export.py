@@ -2,9 +2,8 @@
 
     python examples/executorch_export.py [BUDGET]
 
-A decoder with two methods, a cache that they share and a head that is tied to its embedding goes through
-ExecuTorch's own export. penstock's partitioner marks what reads weights. The `.pte` then has the code and
-the plans, and the `.ptd` has each weight once. Needs `pip install '.[executorch]'`.
+A decoder with two methods, a shared cache and a tied head goes through ExecuTorch's own export. penstock's
+partitioner marks what reads weights. The `.pte` then has code and plans, and the `.ptd` each weight once.
 """
 
 from __future__ import annotations
@@ -17,9 +16,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # ExecuTorch's own, as it is imported
-    from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ExecuTorch's own, as it is imported
+        from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+except ModuleNotFoundError as error:
+    sys.exit(f"this example needs {error.name}: pip install '.[executorch]'")
 
 from penstock.backends.executorch import PenstockPartitioner, read, save
 

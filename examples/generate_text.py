@@ -4,8 +4,7 @@
     python examples/generate_text.py FOLDER MEMORY PROMPT   # yours: Llama-3.1-8B-Instruct 10GB "Once upon"
 
 `load` never has the model in memory: it reads the folder's safetensors files in place. A model that you
-have built already goes through `penstock.integrations.apply(model, memory)`. docs/transformers.md says what
-is refused.
+have built goes through `penstock.integrations.apply(model, memory)`; docs/transformers.md has the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +14,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+try:
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+except ModuleNotFoundError as error:
+    sys.exit(f"this example needs {error.name}: pip install '.[transformers]'")
 
 from penstock.integrations import load
 

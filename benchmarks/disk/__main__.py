@@ -85,9 +85,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write samples and figures here.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the tables into this document.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG or PNG) here.")] = None,
-    rendered: Annotated[
-        Path | None, typer.Option("--render", help="Measure nothing: take this JSON.")
-    ] = None,
+    rendered: Annotated[Path | None, typer.Option("--render", help="Only print this JSON.")] = None,
 ) -> None:
     """Measure streaming from disk against the peers, memory and the disk itself.
 

@@ -323,9 +323,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="For the weights; a temporary one by default.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the tables into this document.")] = None,
-    rendered: Annotated[
-        Path | None, typer.Option("--render", help="Measure nothing: take this JSON.")
-    ] = None,
+    rendered: Annotated[Path | None, typer.Option("--render", help="Only print this JSON.")] = None,
     serve: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure tokens of a mixture of experts.

@@ -198,9 +198,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="For the table; a temporary one by default.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the table into this document.")] = None,
-    rendered: Annotated[
-        Path | None, typer.Option("--render", help="Measure nothing: take this JSON.")
-    ] = None,
+    rendered: Annotated[Path | None, typer.Option("--render", help="Only print this JSON.")] = None,
     serve: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure looking up rows.

