@@ -37,10 +37,7 @@ def decoder():
     """The model, and its two methods over one cache."""
     torch.manual_seed(0)
     model = Decoder().eval()
-    return model, {
-        "prefill": torch.export.export(model, PROMPT),
-        "decode": torch.export.export(model, TOKEN),
-    }
+    return model, {"prefill": torch.export.export(model, PROMPT), "decode": torch.export.export(model, TOKEN)}
 
 
 class Layers(nn.Module):

@@ -11,14 +11,7 @@ from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 from torch.utils import _pytree as pytree
 
 import penstock
-from penstock.backends.fx import (
-    FxBackend,
-    annotated_partitions,
-    lower,
-    reobserve,
-    torch_pass,
-    with_facts,
-)
+from penstock.backends.fx import FxBackend, annotated_partitions, lower, reobserve, torch_pass, with_facts
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.probes import streaming

@@ -15,7 +15,7 @@ from tests.integrations import models
 
 WORDS = re.compile(r"\b(export|exported|artifact|payload|program|compiled|compile|weights=|rename)\b")
 KNOWN = {
-    "is an artifact of penstock: penstock.open opens it, `penstock run` runs it",  # said to whoever gives one
+    "is an artifact of penstock: penstock.open opens it, `penstock run` runs it"  # said to whoever gives one
 }
 
 

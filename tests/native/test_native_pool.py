@@ -18,15 +18,7 @@ from penstock.native.library import Options
 from penstock.runtime.sparse.units import NativeUnits
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
-from penstock.schedule.facts.model import (
-    Arena,
-    Extent,
-    Hardware,
-    Pool,
-    Schedule,
-    Storage,
-    WeightFile,
-)
+from penstock.schedule.facts.model import Arena, Extent, Hardware, Pool, Schedule, Storage, WeightFile
 from penstock.schedule.plan import Plan
 from penstock.schedule.sparse.residency import Residency
 from tests.hunt import scaled

@@ -17,13 +17,7 @@ from penstock.passes.lowering.emitted import observe_cpp
 from penstock.runtime.program import Program
 from tests.forked import run_forked
 from tests.hunt import nightly_but
-from tests.runtime.compiled_models import (
-    as_mapping,
-    decoder,
-    decoder_arguments,
-    export,
-    odd_arguments,
-)
+from tests.runtime.compiled_models import as_mapping, decoder, decoder_arguments, export, odd_arguments
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 pytestmark = pytest.mark.timeout(300)

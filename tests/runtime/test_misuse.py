@@ -29,11 +29,7 @@ def exported():
         (lambda: {"close": exported()}, {}, "modules have a 'close' of their own"),
         (lambda: {"parameters": exported()}, {}, "modules have a 'parameters' of their own"),
         (exported, {"resident_below": "1MiB"}, "resident_below= is for compiled programs"),
-        (
-            exported,
-            {"lowering": "inductor", "options": {"bogus": 1}},
-            "Inductor has no option 'bogus'",
-        ),
+        (exported, {"lowering": "inductor", "options": {"bogus": 1}}, "Inductor has no option 'bogus'"),
         (
             exported,
             {"lowering": "inductor", "options": {"bogus.cpp": 1}},

@@ -184,11 +184,7 @@ def test_a_budget_or_a_plan_and_not_both(stack):
 REFUSED = [
     ({"keep": ["lm_head.*"]}, penstock.PlanError, r"'lm_head\.\*' matches no weight"),
     ({"budget": "90%", "keep": ["*"]}, penstock.BudgetError, "keep"),
-    (
-        {"hardware": Hardware("none", 0.0, 1e10, 1e9, 0)},
-        penstock.PlanError,
-        "'none': flops_per_s: expected",
-    ),
+    ({"hardware": Hardware("none", 0.0, 1e10, 1e9, 0)}, penstock.PlanError, "'none': flops_per_s: expected"),
     ({"device": "cuda:7"}, penstock.StreamError, "cuda:7"),
     ({"arena": "ring"}, penstock.PlanError, "'ring'"),
     *(

@@ -133,8 +133,7 @@ def test_beside_a_bare_process_a_load_takes_no_more_than_32_mib(big, way, share)
 
 @pytest.mark.random
 @pytest.mark.parametrize(
-    ("way", "slack"),
-    nightly_but({(WAYS[0], 8), (WAYS[3], -16)}, sampled([*product(WAYS, (8, -16))], 7)),
+    ("way", "slack"), nightly_but({(WAYS[0], 8), (WAYS[3], -16)}, sampled([*product(WAYS, (8, -16))], 7))
 )
 def test_in_less_a_load_is_refused_or_its_files_are_only_mapped(big, way, slack):
     device, arena, engine = way

@@ -7,13 +7,7 @@ from torch.nn import functional
 
 from penstock import LoadOptions
 from penstock.integrations.called.measuring import OwnMemory
-from tests.integrations.called.within import (
-    CHECKED,
-    POISONED,
-    agrees,
-    pair,
-    tokens,
-)
+from tests.integrations.called.within import CHECKED, POISONED, agrees, pair, tokens
 
 
 class Table(nn.Module):

@@ -14,15 +14,7 @@ from penstock.runtime.arena.reading import AnonymousArena, ContiguousArena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Part
-from tests.runtime.arena.arena_weights import (
-    KINDS,
-    LARGE,
-    MIB,
-    SMALL,
-    content,
-    over_engines,
-    whole,
-)
+from tests.runtime.arena.arena_weights import KINDS, LARGE, MIB, SMALL, content, over_engines, whole
 from tests.runtime.arena.native_arena import address_of
 from tests.runtime.system.page_tables import mapped_pages
 
@@ -163,11 +155,7 @@ def test_nothing_stays_mapped_after_close(weights, kind, debug):
     ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     assert not any(low <= address < high for low, high in ranges)
     assert not any(str(path) in line for line in lines for path in weights.paths)
-    uses = [
-        lambda: arena.fill(0, PAGE),
-        lambda: arena.drop(0, PAGE),
-        lambda: arena.view(whole(0, 1)),
-    ]
+    uses = [lambda: arena.fill(0, PAGE), lambda: arena.drop(0, PAGE), lambda: arena.view(whole(0, 1))]
     for use in uses:
         with pytest.raises(StreamError, match="has been closed"):
             use()

@@ -17,9 +17,7 @@ from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, content, over
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("weights", "checked"),
-    [("python", False), *((engine, True) for engine in ENGINES)],
-    indirect=["weights"],
+    ("weights", "checked"), [("python", False), *((engine, True) for engine in ENGINES)], indirect=["weights"]
 )
 def test_a_file_that_shrinks_raises_and_holds_nothing(weights, kind, checked, monkeypatch):
     arena = weights.open(kind)

@@ -12,12 +12,7 @@ from safetensors import safe_open
 from penstock.passes.weights.lifted import storage_bytes
 from penstock.runtime.files import pack as pack_module
 from penstock.runtime.files.artifact_files import file_chunks
-from penstock.runtime.files.pack import (
-    PAD_PREFIX,
-    PackEntry,
-    tensor_chunks,
-    write_packed,
-)
+from penstock.runtime.files.pack import PAD_PREFIX, PackEntry, tensor_chunks, write_packed
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, read_header
 from penstock.schedule.facts.errors import SourceError
 from tests.runtime.files.weight_files import pattern

@@ -82,11 +82,7 @@ def test_compiled_programs_read_by_units_with_their_bits(case, share):
     budget = max(program.floor_bytes, int(share * program.weight_bytes))
     plan = program.plan(budget, hardware=SLOW)
     assert plan.pool is not None
-    with (
-        torch.no_grad(),
-        program.load(2 * program.weight_bytes) as whole,
-        program.load(plan=plan) as module,
-    ):
+    with torch.no_grad(), program.load(2 * program.weight_bytes) as whole, program.load(plan=plan) as module:
         for seed in range(4):
             given = case.call(seed)
             for got, expected in zip(outputs(module(*given)), outputs(whole(*given)), strict=True):

@@ -101,14 +101,7 @@ def the_second(results):
     results["second"].backward()
 
 
-WAYS = (
-    apart,
-    apart_in_another_order,
-    together,
-    all_ways,
-    the_first,
-    the_second,
-)
+WAYS = (apart, apart_in_another_order, together, all_ways, the_first, the_second)
 
 
 def train(module, dtype, ways):

@@ -8,14 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.backends.executorch import read
-from tests.backends.executorch.delegate.pte_models import (
-    NEXT,
-    PROMPT,
-    WIDE,
-    Mlp,
-    rows,
-    write_files,
-)
+from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, WIDE, Mlp, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Call, Program
 from tests.forked import run_forked
 from tests.hunt import nightly_but

@@ -278,10 +278,7 @@ def test_a_cap_on_all_memory_leaves_room_for_activations(stack, said):
     split = program.split_memory("20MiB", reserve="1MiB", device="sim:t4")
     assert split.activations == program.activation_bytes > 0
     assert split.weights == (19 << 20) - program.activation_bytes
-    with (
-        torch.no_grad(),
-        program.load(device_memory="20MiB", reserve="1MiB", device="sim:t4") as module,
-    ):
+    with torch.no_grad(), program.load(device_memory="20MiB", reserve="1MiB", device="sim:t4") as module:
         assert torch.equal(module(stack.tokens), stack.expected)
         assert module.stats.held_bytes <= split.weights
     assert "of 20.00 MiB device memory: " in said()

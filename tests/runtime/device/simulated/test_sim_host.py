@@ -81,10 +81,7 @@ def test_two_methods_with_other_weights_share_a_host(tmp_path, budget, host_memo
         module.forward = getattr(module, name)
         exported[name] = torch.export.export(module, (x,))
     program = penstock.compile(exported, tmp_path / "halves.penstock")
-    with (
-        torch.no_grad(),
-        program.load(budget, device="sim:h100", host_memory=host_memory) as loaded,
-    ):
+    with torch.no_grad(), program.load(budget, device="sim:h100", host_memory=host_memory) as loaded:
         for name in ("encode", "encode", "decode", "encode", "decode", "decode"):
             assert torch.equal(loaded.call(name, x), getattr(module, name)(x)), name
 
