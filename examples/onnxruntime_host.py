@@ -1,6 +1,5 @@
 """Streams the weights of an ONNX model under onnxruntime, in memory that penstock fills.
 
-    pip install '.[onnx]'
     python examples/onnxruntime_host.py
 
 The bits are those of onnxruntime alone, run over the same files with the same options.
@@ -8,13 +7,18 @@ The bits are those of onnxruntime alone, run over the same files with the same o
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import torch
 from torch import nn
+
+try:
+    import onnxruntime
+except ModuleNotFoundError as error:
+    sys.exit(f"this example needs {error.name}: pip install '.[onnx]'")
 
 from penstock import LoadOptions
 from penstock.backends.onnx import StreamedModel, plain_options, write_onnx

@@ -57,10 +57,7 @@ class Activations:
 
     @classmethod
     def of(
-        cls,
-        exported: ExportedProgram,
-        propagated: fx.GraphModule | None = None,
-        held: Collection[int] = (),
+        cls, exported: ExportedProgram, propagated: fx.GraphModule | None = None, held: Collection[int] = ()
     ) -> Activations:
         """The activations of a program; `propagated` is its graph if it has been propagated before.
 

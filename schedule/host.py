@@ -43,8 +43,8 @@ def with_host(plan: _P, nbytes: int) -> _P:
     granule, hardware = plan.arena.granule, plan.hardware
     if hardware.disk_bytes_per_s is None:
         raise PlanError(
-            f"the rate of the disk behind the host of {hardware.name!r} is not known: give hardware with "
-            "disk_bytes_per_s, or no host memory"
+            f"host memory is for a GPU, and the rate of the disk behind {hardware.name!r} is not known: give "
+            "a GPU, or its disk_bytes_per_s, or no host memory"
         )
     copied = copied_ranges(plan)
     if sum(r.nbytes for r in copied) <= nbytes:

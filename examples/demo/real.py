@@ -66,7 +66,7 @@ class Embedded:
 
 
 def run_real(console: Console) -> Embedded:
-    """Compare weights in memory and streamed. Raises MissingExtraError without the packages of `demo`."""
+    """Compare weights in memory and streamed."""
     sentences = Path(__file__).with_name("sentences.txt").read_text("utf-8").splitlines()
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as cache:
         embedded = embed(console, sentences, Path(cache))

@@ -53,6 +53,13 @@ def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
+def copy_program(exported: ExportedProgram) -> ExportedProgram:
+    """A copy whose graphs may be changed; it shares the tensors and the signature."""
+    copied = copy.copy(exported)
+    copied._graph_module = copy_graph_module(exported.graph_module)
+    return copied
+
+
 def use_aten_operators(graph_module: fx.GraphModule) -> None:
     """Replace operators of other dialects by the operators of ATen that they wrap, in nested graphs too.
 
@@ -67,8 +74,7 @@ def with_aten_operators(exported: ExportedProgram) -> ExportedProgram:
     """The program on a copy of its graph with ATen's operators only, or itself; nodes keep their names."""
     if not _wrapping(exported.graph_module):
         return exported
-    result = copy.copy(exported)
-    result._graph_module = copy_graph_module(exported.graph_module)
+    result = copy_program(exported)
     use_aten_operators(result._graph_module)
     for module in result._graph_module.modules():
         if isinstance(module, fx.GraphModule):

@@ -28,7 +28,13 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from penstock.passes.building.refusals import sentence
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, tensors_of, with_graph
+from penstock.passes.graph.nodes import (
+    copy_graph_module,
+    copy_program,
+    placeholders_of,
+    tensors_of,
+    with_graph,
+)
 from penstock.passes.graph.propagation import fake_mode_of
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.pipeline import declare
@@ -49,8 +55,6 @@ def inline_transforms(graph_module: fx.GraphModule) -> fx.GraphModule:
     if not any(_is_transform(node) for graph in _graphs(graph_module) for node in graph.nodes):
         return graph_module
     copied = copy_graph_module(graph_module)
-    for before, node in zip(graph_module.graph.nodes, copied.graph.nodes, strict=True):
-        node.name = before.name  # copying renames what is a builtin of Python, such as `input`
     for graph in _graphs(copied):
         for region in _regions(graph):
             _replace(graph, region)
@@ -178,8 +182,7 @@ def without_tokens(exported: ExportedProgram) -> ExportedProgram:
     """Return a copy of the program without tokens, or the program if it has none."""
     if all(spec.kind is not OutputKind.TOKEN for spec in exported.graph_signature.output_specs):
         return exported
-    result = copy.copy(exported)
-    result._graph_module = copy_graph_module(exported.graph_module)
+    result = copy_program(exported)
     result._graph_signature = copy.deepcopy(exported.graph_signature)
     return _remove_effect_tokens(result)
 
@@ -192,8 +195,7 @@ def with_plain_fakes(exported: ExportedProgram) -> ExportedProgram:
     if mode is None or not mode.propagate_real_tensors:
         return exported
     plain = _plain_in(FakeTensorMode(shape_env=mode.shape_env))
-    result = copy.copy(exported)
-    result._graph_module = copy_graph_module(exported.graph_module)
+    result = copy_program(exported)
     for module in result._graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if "val" in node.meta:

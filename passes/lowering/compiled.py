@@ -22,10 +22,7 @@ from penstock.schedule.facts.errors import TRUST, PayloadError, StreamError
 from penstock.schedule.facts.model import IN_ARENA, Method
 from penstock.schedule.payload.codec import Payload
 
-_INSTRUCTIONS = {
-    "AVX512_VNNI": "_is_vnni_supported",
-    "AMX_TILE": "_is_amx_tile_supported",
-}
+_INSTRUCTIONS = {"AVX512_VNNI": "_is_vnni_supported", "AMX_TILE": "_is_amx_tile_supported"}
 _LEVELS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 
 

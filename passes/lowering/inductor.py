@@ -200,10 +200,7 @@ def example_arguments(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[
 
 aten = torch.ops.aten
 
-FIXED = {
-    "aot_inductor.package": True,
-    "aot_inductor.package_constants_in_so": False,
-}
+FIXED = {"aot_inductor.package": True, "aot_inductor.package_constants_in_so": False}
 _DEFEATS_STREAMING = {
     "aot_inductor.package_constants_in_so": "puts the weights into the shared object",
     "aot_inductor.use_runtime_constant_folding": "computes with weights once, before the program runs",

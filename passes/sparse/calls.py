@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, subgraphs_of
+from penstock.passes.graph.nodes import copy_program, placeholders_of, subgraphs_of
 from penstock.passes.probes import STREAMER, CompiledCalls
 from penstock.passes.sparse.contracts import BY_EXPERT, CONTRACTS, FIRST, Arguments, Contract, contract_of
 from penstock.schedule.facts.errors import PassError, StreamError
@@ -190,10 +189,7 @@ _OVERLOADS = {
     ),
     "aten.index_select.default": ("index_select", "Tensor weight, int dim, Tensor index"),
     "aten.index.Tensor": ("index", "Tensor weight, Tensor?[] indices"),
-    "aten._grouped_mm.default": (
-        "grouped_mm",
-        f"{_ROWS}, Tensor? offs, Tensor? bias, ScalarType? out_dtype",
-    ),
+    "aten._grouped_mm.default": ("grouped_mm", f"{_ROWS}, Tensor? offs, Tensor? bias, ScalarType? out_dtype"),
     "transformers.grouped_mm_fallback.default": ("grouped_mm_fallback", f"{_ROWS}, Tensor offs"),
     "aten.linear.default": ("linear", f"{_ROWS}, Tensor? bias"),
     str(BY_EXPERT): (
@@ -226,8 +222,7 @@ def with_operators(
     Other experts that are computed one at a time are computed all at once, as the model does. Raises
     PassError if the reads are not those of the program.
     """
-    copied = copy.copy(exported)
-    copied._graph_module = copy_graph_module(exported.graph_module)
+    copied = copy_program(exported)
     nodes = {node.name: node for node in copied.graph.nodes}
     for number, (name, read) in enumerate(reads):
         node = nodes.get(name)

@@ -7,7 +7,6 @@ beside it. It rounds correctly if it rounds at all, so that no result depends on
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from penstock.passes.graph.nodes import copy_graph_module, needed, placeholders_of, subgraphs_of
+from penstock.passes.graph.nodes import copy_program, needed, placeholders_of, subgraphs_of
 from penstock.passes.graph.propagation import propagate
 from penstock.passes.sparse.contracts import BY_EXPERT, CONTRACTS, computed_like
 from penstock.schedule.facts.model import Part, SparseRead
@@ -78,8 +77,8 @@ def by_expert(exported: ExportedProgram, trusts: Trusts) -> ExportedProgram:
     products = list(_products(exported, trusts))
     if not products:
         return exported
-    copied = copy.copy(exported)
-    module = copied._graph_module = copy_graph_module(exported.graph_module)
+    copied = copy_program(exported)
+    module = copied.graph_module
     nodes = {node.name: node for node in module.graph.nodes}
     for number, (product, chain, inner) in enumerate(products):
         name = f"penstock_experts_{number}"
@@ -228,46 +227,30 @@ def _rounds_late(node: fx.Node) -> bool:
     return not rounded and any(value.numel() == computed.shape[0] for value in values)
 
 
-def _same(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
-    return arguments
-
-
-def _inner(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
-    return arguments if all(dim % max(rank, len(shape)) for dim in arguments[1:]) else None
-
-
-def _along(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
-    dim = arguments[1] if len(arguments) > 1 else 0
-    return arguments if dim % max(rank, len(shape)) else None
-
-
-def _permuted(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
-    return arguments if arguments[1][0] % rank == 0 else None
-
-
-def _last_two(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
-    return arguments if rank > 2 else None
-
-
-def _shaped(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
-    return arguments[0], [-1, *shape[1:]]
-
-
-def _expanded(arguments: tuple[Any, ...], rank: int, shape: list[int]) -> tuple[Any, ...] | None:
-    return (arguments[0], [-1, *shape[1:]]) if len(shape) == rank else None
-
-
 _WITHIN_SLICES: Mapping[Any, Callable[[tuple[Any, ...], int, list[int]], tuple[Any, ...] | None]] = {
     **dict.fromkeys(
-        (aten.alias.default, aten.detach.default, aten.contiguous.default, aten.clone.default), _same
+        (aten.alias.default, aten.detach.default, aten.contiguous.default, aten.clone.default),
+        lambda arguments, rank, shape: arguments,
     ),
-    **dict.fromkeys((aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim), _inner),
-    **dict.fromkeys((aten.slice.Tensor, aten.select.int, aten.flatten.using_ints), _along),
-    **dict.fromkeys((aten.stack.default, aten.cat.default), _along),
-    aten.permute.default: _permuted,
-    aten.mT.default: _last_two,
-    **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), _shaped),
-    aten.expand.default: _expanded,
+    **dict.fromkeys(
+        (aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim),
+        lambda arguments, rank, shape: (
+            arguments if all(dim % max(rank, len(shape)) for dim in arguments[1:]) else None
+        ),
+    ),
+    **dict.fromkeys(
+        (aten.slice.Tensor, aten.select.int, aten.flatten.using_ints, aten.stack.default, aten.cat.default),
+        lambda arguments, rank, shape: arguments if (*arguments, 0)[1] % max(rank, len(shape)) else None,
+    ),
+    aten.permute.default: lambda arguments, rank, shape: arguments if arguments[1][0] % rank == 0 else None,
+    aten.mT.default: lambda arguments, rank, shape: arguments if rank > 2 else None,
+    **dict.fromkeys(
+        (aten.view.default, aten.reshape.default, aten._unsafe_view.default),
+        lambda arguments, rank, shape: (arguments[0], [-1, *shape[1:]]),
+    ),
+    aten.expand.default: lambda arguments, rank, shape: (
+        (arguments[0], [-1, *shape[1:]]) if len(shape) == rank else None
+    ),
 }
 """Operators that move elements within slices, each with what finds its arguments for any number of slices."""
 

@@ -341,11 +341,7 @@ def bytes_of_rounds(node: fx.Node) -> list[Any]:
 
 
 def _by_tiles(
-    graph: fx.Graph,
-    node_of: Mapping[Any, fx.Node],
-    weights: Weights,
-    storages: Sequence[Storage],
-    route: int,
+    graph: fx.Graph, node_of: Mapping[Any, fx.Node], weights: Weights, storages: Sequence[Storage], route: int
 ) -> dict[str, SparseRead]:
     """The linears of a graph whose weights are large, by the nodes' names; each is a route of its own."""
     reads: dict[str, SparseRead] = {}

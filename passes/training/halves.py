@@ -57,10 +57,7 @@ def alone(exported: ExportedProgram, parameters: Sequence[str]) -> ExportedProgr
     Raises PassError for a parameter that the program does not have.
     """
     graph_module = copy_graph_module(exported.graph_module)
-    nodes: dict[str, fx.Node] = {}
-    for before, node in zip(exported.graph.nodes, graph_module.graph.nodes, strict=True):
-        node.name = before.name  # copying renames what is a builtin of Python, such as `input`
-        nodes[node.name] = node
+    nodes = {node.name: node for node in graph_module.graph.nodes}
     specs = list(exported.graph_signature.input_specs)
     last = nodes[specs[-1].arg.name]
     for fqn in parameters:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 import warnings
@@ -36,7 +35,7 @@ from torch.export.graph_signature import ConstantArgument
 
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.dry_run import as_function, is_dense, layouts_kept
-from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
+from penstock.passes.graph.nodes import copy_program, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, groups_of_any_dtype, propagate, strides_of_kernels
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.weights.lifted import Weights
@@ -367,10 +366,7 @@ def is_value(value: object) -> bool:
 
 
 def trace_joint(
-    exported: ExportedProgram,
-    weights: Weights,
-    trainable: Collection[str],
-    losses: Sequence[Collection[int]],
+    exported: ExportedProgram, weights: Weights, trainable: Collection[str], losses: Sequence[Collection[int]]
 ) -> list[Joint]:
     """Returns the joints of a program, for the gradients of its inputs of the names `trainable`.
 
@@ -460,10 +456,7 @@ def _with_detached_regions(exported: ExportedProgram) -> ExportedProgram:
 
     The trace, which is of what autograd calls, has no other sign of such a region.
     """
-    copied = copy.copy(exported)
-    copied._graph_module = copy_graph_module(exported.graph_module)
-    for before, node in zip(exported.graph.nodes, copied.graph.nodes, strict=True):
-        node.name = before.name
+    copied = copy_program(exported)
     for node in list(copied.graph.nodes):
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
             for user in node.users:

@@ -131,10 +131,7 @@ def _is_access(node: fx.Node) -> bool:
 def _opened(exported: ExportedProgram, subclasses: Mapping[str, _Subclass]) -> ExportedProgram:
     """Returns the program whose graph has an input for each part, in place of nodes that ask for the part."""
     graph_module = copy_graph_module(exported.graph_module)
-    nodes = {}
-    for before, node in zip(exported.graph.nodes, graph_module.graph.nodes, strict=True):
-        node.name = before.name  # copying renames what is a builtin of Python, such as `input`
-        nodes[node.name] = node
+    nodes = {node.name: node for node in graph_module.graph.nodes}
     specs: list[InputSpec] = []
     for spec in exported.graph_signature.input_specs:
         subclass = subclasses.get(str(spec.target)) if spec.kind is not InputKind.USER_INPUT else None

@@ -22,23 +22,27 @@ _outer = threading.local()
 
 
 @contextmanager
-def announced(title: str) -> Iterator[None]:
+def announced(title: str | None) -> Iterator[None]:
     """Print `title` on stderr once it has taken five seconds, and how long it took when it ends.
 
-    Within announced work of the same thread nothing is printed. `PENSTOCK_ANNOUNCE_AFTER` sets the seconds.
+    Within announced work of the same thread nothing is printed, nor where `title` is None because a terminal
+    shows the work in another way. `PENSTOCK_ANNOUNCE_AFTER` sets the seconds.
 
     Example:
         >>> with announced("converting 12 GB of weights"):
         ...     pass
     """
-    after = _asked_seconds()
-    if getattr(_outer, "busy", False) or after == math.inf:
+    after = math.inf if title is None else _asked_seconds()
+    if getattr(_outer, "busy", False):
         yield
         return
     begun, line, stream = time.monotonic(), _Line(title), sys.stderr
     timer = threading.Timer(after, line.begin, (stream,))
     timer.daemon = _outer.busy = True
-    timer.start() if after > 0 else line.begin(stream)
+    if after <= 0:
+        line.begin(stream)
+    elif after < math.inf:
+        timer.start()
     try:
         yield
     finally:
@@ -50,7 +54,7 @@ def announced(title: str) -> Iterator[None]:
 class _Line:
     """The two lines about some work. The second one is printed only where the first one was."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str | None) -> None:
         self._title, self._lock, self._begun, self._ended = title, threading.Lock(), False, False
 
     def begin(self, stream: TextIO) -> None:

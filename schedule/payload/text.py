@@ -77,7 +77,7 @@ def parse(data: str | bytes, source: str) -> tuple[str, Any]:
         raise PayloadError(f"{source}: lists and objects are nested too deeply for any payload") from None
     except ValueError as error:
         raise PayloadError(
-            f"{source}: expected one whole JSON object, got {error}; is the file cut off?"
+            f"{source}: expected one whole JSON object ({error}); is the file cut off?"
         ) from None
     return text, tree
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 from typing import TextIO
 
 _VARIABLE, _LEVELS = "PENSTOCK_LOG", ("debug", "info", "warning")
@@ -34,33 +34,37 @@ def set_up() -> None:
         _ROOT.warning("%s=%s is no level: give %s", _VARIABLE, asked, ", ".join(_LEVELS))
 
 
-def show(asked: bool) -> None:
-    """If asked, print messages of level `info` and above on stderr from now on, as with PENSTOCK_LOG=info.
+def shown(asked: bool = True) -> AbstractContextManager[None]:
+    """If asked, print messages of level `info` and above on stderr while the body runs.
 
-    Does nothing where they are printed already, by PENSTOCK_LOG, an earlier call, or `shown`.
+    PENSTOCK_LOG prints from the level that it names, whatever is asked for here.
     """
-    if asked and not os.environ.get(_VARIABLE) and not _is_printing():
-        _print("penstock: %(message)s", logging.INFO)
+    return _SHOWN if asked and not os.environ.get(_VARIABLE) else nullcontext()
 
 
-def _is_printing() -> bool:
-    return any(isinstance(handler, _Printing) for handler in _ROOT.handlers)
+class _Shown(AbstractContextManager[None]):
+    """Bodies within each other, and in several threads: the last that ends leaves the log as it was."""
+
+    def __init__(self) -> None:
+        self._lock, self._bodies = Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._bodies += 1
+            if self._bodies == 1:
+                self._before = _ROOT.level, _ROOT.propagate
+                self._handler = _print("penstock: %(message)s", logging.INFO)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._bodies -= 1
+            if not self._bodies:
+                _ROOT.removeHandler(self._handler)
+                level, _ROOT.propagate = self._before
+                _ROOT.setLevel(level)
 
 
-@contextmanager
-def shown() -> Iterator[None]:
-    """Print messages of level `info` and above on stderr, as with PENSTOCK_LOG=info, while a command runs."""
-    if os.environ.get(_VARIABLE) or _is_printing():  # from the level that was asked for
-        yield
-        return
-    level, propagate = _ROOT.level, _ROOT.propagate
-    handler = _print("penstock: %(message)s", logging.INFO)
-    try:
-        yield
-    finally:
-        _ROOT.removeHandler(handler)
-        _ROOT.setLevel(level)
-        _ROOT.propagate = propagate
+_SHOWN = _Shown()
 
 
 class _Printing(logging.StreamHandler[TextIO]):

@@ -277,7 +277,7 @@ def test_what_cannot_be_compiled(penstock, files, tmp_path):
     [
         ["fly"],
         ["run"],
-        ["run", "a.penstock"],
+        ["preflight", "os:getcwd"],
         ["run", "a.penstock", "--budget", "1", "--passes", "0"],
         ["run", "a.penstock", "--budget", "1", "--seed", "9" * 30],
         ["run", "a.penstock", "--budget", "1", "--seed", "x"],

@@ -220,6 +220,13 @@ def test_a_conversation_is_the_templates(prompt, folder, penstock, monkeypatch):
     assert re.search(r"^penstock: a context of about [\d,]+ tokens fits .* in the cache$", done.err, re.M)
 
 
+def test_a_conversation_at_a_terminal_leaves_a_line_of_its_own_to_the_shell(folder, penstock, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert penstock("generate", folder, "--memory", "2MB", "--chat").out == "> \n"
+
+
 def test_a_conversation_that_the_template_refuses_is_one_sentence(tmp_path, penstock):
     save_model(tmp_path, layers=1, template="{{ raise_exception('no more than nothing') }}")
     done = penstock("generate", tmp_path, "--memory", "2MB", "--chat", "--prompt", "lado")
@@ -265,7 +272,7 @@ def test_memory_that_is_too_small_names_what_would_do(folder, penstock):
     arguments = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--memory")
     done = penstock(*arguments, "20KB")
     least = re.search(r"give at least ([\d.]+ KiB)", done.err)
-    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert (done.status, done.out, done.err.count("\n"), " 0 B " in done.err) == (2, "", 1, False)
     assert least, done.err
     again = penstock(*arguments, least[1])
     assert (again.status, again.out) == (0, words(expected(folder)) + "\n")
@@ -306,9 +313,12 @@ def test_options_that_do_not_go_together_are_refused(arguments, sentence, pensto
     [
         (
             lambda folder: [path.unlink() for path in folder.glob("*token*.json")],
-            "has no tokenizer .*: put tokenizer.json and ",
+            "has no tokenizer: give a language model, or put ",
         ),
-        (lambda folder: (folder / "config.json").write_text("{"), "has no tokenizer .*: get intact copies"),
+        (
+            lambda folder: (folder / "tokenizer.json").unlink(),
+            r"has no tokenizer .* one of: \(1\) a .*\): get intact copies",
+        ),
         (
             lambda folder: (folder / "config.json").unlink(),
             "holds a tokenizer and no model: give the folder that has config.json",

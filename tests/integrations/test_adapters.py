@@ -107,10 +107,7 @@ STEPS = {
     "weights changed as it begins": (models.llama, [added("late", init_lora_weights="pissa")]),
     "tokens": (lambda: adapted(trainable_token_indices=[1, 5]), [merge, unmerge]),
     "tokens, later": (models.llama, [added("late", trainable_token_indices=[1, 5])]),
-    "a head of its own": (
-        lambda: adapted(modules_to_save=["lm_head"]),
-        [switched(False), switched(True)],
-    ),
+    "a head of its own": (lambda: adapted(modules_to_save=["lm_head"]), [switched(False), switched(True)]),
     "a head of its own, later": (models.llama, [added("late", modules_to_save=["lm_head"])]),
     "one of two merged": (two, [lambda model: model.merge_adapter(["other"])]),
     "two merged": (two, [merge, unmerge]),

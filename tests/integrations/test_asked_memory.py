@@ -1,6 +1,5 @@
 """`memory=`: bytes, a percentage of the weights, or what is free; `verbose=` says what was chosen."""
 
-import logging
 import os
 
 import pytest
@@ -110,21 +109,11 @@ def test_a_percentage_has_to_hold_what_is_trained(saved, tmp_path):
 # verbose=
 
 
-@pytest.fixture
-def quiet_before(monkeypatch):
-    """A program that has set up no logging, as it is before and after."""
-    logger = logging.getLogger("penstock")
-    before = logger.handlers[:], logger.level, logger.propagate
+def test_verbose_prints_the_log_of_that_model_alone(saved, tmp_path, free, monkeypatch, capsys):
     monkeypatch.delenv("PENSTOCK_LOG", raising=False)
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before
-
-
-@pytest.mark.usefixtures("quiet_before")
-def test_verbose_prints_each_line_of_the_log_once(saved, tmp_path, free, capsys):
     free(GIB)
     model, folder = saved
-    load(folder)
+    quiet = load(folder)
     assert capsys.readouterr() == ("", "")
     for call in (lambda: load(folder, verbose=True), lambda: apply(model, verbose=True, cache=tmp_path)):
         call()
@@ -139,9 +128,10 @@ def test_verbose_prints_each_line_of_the_log_once(saved, tmp_path, free, capsys)
         "penstock: LlamaForCausalLM ran",
         "penstock: LlamaForCausalLM streams",
     ]
+    quiet(IDS)
+    assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.usefixtures("quiet_before")
 def test_verbose_does_not_print_what_the_variable_prints(saved, monkeypatch, capsys):
     monkeypatch.setitem(os.environ, "PENSTOCK_LOG", "info")  # whose handler would be there from the start
     load(saved[1], "1MB", verbose=True)

@@ -89,10 +89,7 @@ def test_an_edge_program_has_the_facts_of_its_operators(model, inputs):
     edge = to_edge(model(), inputs).exported_program()
     payload = penstock.annotate(edge)
     steps = reads(payload)
-    assert (kinds(payload), steps) == (
-        kinds(expected := penstock.annotate(of_aten(edge))),
-        reads(expected),
-    )
+    assert (kinds(payload), steps) == (kinds(expected := penstock.annotate(of_aten(edge))), reads(expected))
 
 
 def test_an_edge_program_has_the_steps_of_the_program_before():

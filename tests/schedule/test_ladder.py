@@ -27,12 +27,7 @@ def test_budgets_reach_from_the_floor_to_everything_and_stream_shares_of_the_one
 
 @pytest.mark.parametrize(
     ("lowest", "highest", "rungs", "expected"),
-    [
-        (10, 10, 8, (10,)),
-        (9, 10, 8, (9, 10)),
-        (10, 1000, 2, (10, 1000)),
-        (10, 1000, 3, (10, 20, 1000)),
-    ],
+    [(10, 10, 8, (10,)), (9, 10, 8, (9, 10)), (10, 1000, 2, (10, 1000)), (10, 1000, 3, (10, 20, 1000))],
 )
 def test_short_ladders(lowest, highest, rungs, expected):
     assert budgets(lowest, highest, rungs) == expected

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.options import check_folder, fail, load_exported, pairs, weight_files
+from penstock.cli.terminal.options import check_folder, fail, load_exported, pairs
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
@@ -30,7 +30,16 @@ Weights = Annotated[
     list[Path] | None,
     typer.Option(
         help="Safetensors file, index or folder to take values from; may be given again. Default: the "
-        "program's own, or those in the model's folder."
+        "program's own, or those in the model's folder.",
+        callback=options.check_there,
+    ),
+]
+
+Lowering = Annotated[
+    str,
+    typer.Option(
+        help="eager (the exported graph itself) or inductor (compiled with AOTInductor).",
+        callback=options.check_choice("lowering", ("eager", "inductor")),
     ),
 ]
 
@@ -51,9 +60,7 @@ def compile(
         int, typer.Option(min=1, help="Tokens of each call of a model that a folder describes.")
     ] = 1,
     pack: Annotated[bool, typer.Option(help="Copy the weights, or refer to the files in place.")] = True,
-    lowering: Annotated[
-        str, typer.Option(help="eager (the exported graph itself) or inductor (compiled with AOTInductor).")
-    ] = "eager",
+    lowering: Lowering = "eager",
     resident_below: Annotated[
         str | None,
         typer.Option(
@@ -70,15 +77,16 @@ def compile(
 ) -> None:
     """Compile an exported program into an artifact that streams its weights."""
     check_folder(output, force=force)
+    renamed = dict(pairs(rename or [], "--rename", "FQN=NAME"))
+    program, files, names = _program(model, tokens, weights or None, trust=trust)
     from penstock.runtime.artifact import compile as compile_program
 
-    program, files, names = _program(model, tokens, weight_files(weights), trust=trust)
     with console.byte_progress(f"compiling {model}") as progress:
         compiled = compile_program(
             program,
             output,
             weights=files,
-            rename=names | dict(pairs(rename or [], "--rename", "FQN=NAME")),
+            rename=names | renamed,
             lowering=lowering,
             cast=cast,
             pack=pack,

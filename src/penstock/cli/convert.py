@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock._extras import ADAPTER, local_folder, require
 from penstock.cli.terminal import console, options
 from penstock.schedule.facts.errors import SourceError
 
@@ -46,8 +47,7 @@ def convert(
     ] = None,
     dtype: options.DtypeName = None,
     only: Annotated[
-        list[str] | None,
-        typer.Option(help="Names to take, such as 'model.layers.0.*'. May be given again."),
+        list[str] | None, typer.Option(help="Names to take, such as 'model.layers.0.*'. May be given again.")
     ] = None,
     merge: Annotated[
         Path | None,
@@ -57,8 +57,6 @@ def convert(
     json: options.Json = False,
 ) -> None:
     """Write a checkpoint in another layout or dtype, in bounded memory."""
-    from penstock.runtime.checkpoint import convert as conversion
-
     if merge is not None:
         if len(source) > 1 or only or force or output is None or output.suffix == ".safetensors":
             raise SourceError(
@@ -68,6 +66,9 @@ def convert(
         done = _merge(source[0], merge, output, shard_size, dtype)
         _print(done, output, json=json)
         return
+    options.check_there(source)
+    from penstock.runtime.checkpoint import convert as conversion
+
     output = output or conversion.place_beside(source[0])
     with console.byte_progress(f"writing {output}") as progress:
         done = conversion.convert(
@@ -83,6 +84,8 @@ def convert(
 
 
 def _merge(source: Path, adapter: Path, output: Path, shard_size: str | None, dtype: str | None) -> Converted:
+    require("peft", purpose="--merge")
+    options.check_there([local_folder(source), adapter / ADAPTER])
     from penstock.integrations import merged
 
     size = shard_size or "5GB"

@@ -15,7 +15,8 @@ def doctor(
     model: Annotated[
         str,
         typer.Argument(
-            help="module:function that returns a module and example inputs, a config.json, or its folder."
+            help="module:function that returns a module and example inputs, a config.json, or its folder.",
+            callback=options.check_model,
         ),
     ],
     *,

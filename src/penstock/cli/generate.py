@@ -6,14 +6,15 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock._extras import require
+from penstock._extras import is_hub_name, is_pipeline, local_folder, require
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.console import left_to_body
 from penstock.cli.terminal.options import fail, first_line
@@ -35,6 +36,8 @@ EXAMPLES = (
 
 _DOWNLOADED = ("model.safetensors", "model-*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 """What loading a model of the hub and its tokenizer may read. Folders there have it in other formats."""
+
+_OF_TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model")
 
 _NO_FASTER = 1.02
 """A plan that is faster by at most this factor is called no faster."""
@@ -104,6 +107,9 @@ def generate(
     if assistant is not None and lookup is not None:
         fail("--assistant and --lookup both propose tokens: leave one of them out")
     require("transformers", purpose="penstock generate")
+    with console.spinner(f"finding {model}"):
+        folder = find_folder(model)
+        helper = None if assistant is None else find_folder(assistant)
     with console.spinner("importing"), console.quiet():
         import torch
         import transformers.modeling_utils  # which has libraries complain as they are imported
@@ -111,9 +117,7 @@ def generate(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with console.spinner(f"reading {model}"):
-        folder = find_folder(model)
         tokenizer = read_tokenizer(folder, chat=chat)
-        helper = None if assistant is None else find_folder(assistant)
     session = _Session(folder, tokenizer, memory, verbose=verbose, shows=not json)
     session.limits["max_new_tokens"] = max_new_tokens
     if lookup is not None:
@@ -137,10 +141,8 @@ def generate(
 
 
 def find_folder(source: str) -> Path:
-    """The folder of a model, downloaded if no local cache has it. Raises SourceError if that fails."""
+    """The folder of a model, downloaded if no local cache has it. Raises SourceError without a model."""
     from huggingface_hub import constants
-
-    from penstock.integrations.folders import is_hub_name, local_folder
 
     can_download = is_hub_name(source) and not Path(source).exists() and not constants.HF_HUB_OFFLINE
     try:
@@ -150,7 +152,13 @@ def find_folder(source: str) -> Path:
             return _download(source)
         raise
     # The cache may have the configuration alone, or the tokenizer.
-    return folder if any(folder.glob("*.safetensors")) or not can_download else _download(source)
+    if can_download and not any(folder.glob("*.safetensors")):
+        folder = _download(source)
+    if is_pipeline(folder):
+        raise SourceError(
+            f"{folder} holds a pipeline of diffusers, which makes no text: give a language model"
+        )
+    return folder
 
 
 def _download(name: str) -> Path:
@@ -182,20 +190,17 @@ def read_tokenizer(folder: Path, *, chat: bool) -> Any:
     """A folder's tokenizer, without its own code. Raises SourceError without one, or one that can `chat`."""
     from transformers import AutoTokenizer
 
-    from penstock.integrations.folders import is_pipeline
-
-    if is_pipeline(folder):
-        raise SourceError(
-            f"{folder} holds a pipeline of diffusers, which makes no text: give a language model"
-        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        is_damaged = any(folder.glob("tokenizer*"))
-        ways = "get intact copies" if is_damaged else "put tokenizer.json and tokenizer_config.json"
+        if not any(path for name in _OF_TOKENIZERS for path in folder.glob(name)):
+            raise SourceError(
+                f"{folder} has no tokenizer: give a language model, or put tokenizer.json and "
+                "tokenizer_config.json beside its weights"
+            ) from error
+        reason = shorten(str(error), 300, placeholder=" ...")
         raise SourceError(
-            f"{folder} has no tokenizer that transformers can read ({first_line(error).rstrip(': ')}): {ways}"
-            " beside the weights"
+            f"{folder} has no tokenizer that transformers can read ({reason}): get intact copies of its files"
         ) from error
     if chat and not tokenizer.chat_template:
         raise SourceError(
@@ -213,9 +218,9 @@ class Answer:
 
     Attributes:
         text: What it said, without special tokens.
-        tokens: The numbers of its tokens.
+        token_ids: The numbers of its tokens.
         prompt_tokens: How many tokens the prompt has.
-        first_seconds: Seconds until the first tokens.
+        seconds_to_first_token: Seconds until the first tokens.
         tokens_per_second: The rate after the first two calls, which measure and plan, or after the first one
             where there are no more; None for one call.
         bytes_read: Bytes of weights that came into memory, from the disk or the page cache.
@@ -223,41 +228,29 @@ class Answer:
         library_bytes: The same when no weight had been in memory yet.
         memory: The cap.
         limit: What limited the rate, in words.
-        with_twice: Tokens a second with twice the memory, as far as plans predict; None where nobody knows.
+        tokens_per_second_with_twice_the_memory: As far as plans predict; None where nobody knows.
     """
 
     text: str
-    tokens: tuple[int, ...]
+    token_ids: tuple[int, ...]
     prompt_tokens: int
-    first_seconds: float
+    seconds_to_first_token: float
     tokens_per_second: float | None
     bytes_read: int
     peak_bytes: int
     library_bytes: int
     memory: int
     limit: str
-    with_twice: float | None
+    tokens_per_second_with_twice_the_memory: float | None
 
     def facts(self) -> dict[str, Any]:
         """The answer as JSON."""
-        return {
-            "text": self.text,
-            "tokens": len(self.tokens),
-            "token_ids": list(self.tokens),
-            "prompt_tokens": self.prompt_tokens,
-            "seconds_to_first_token": self.first_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "bytes_read": self.bytes_read,
-            "peak_bytes": self.peak_bytes,
-            "library_bytes": self.library_bytes,
-            "memory": self.memory,
-            "limit": self.limit,
-            "tokens_per_second_with_twice_the_memory": self.with_twice,
-        }
+        return {"tokens": len(self.token_ids), **asdict(self)}
 
     def summary(self) -> str:
         """One line about what the answer took."""
-        count, rate = len(self.tokens), self.tokens_per_second
+        count, rate = len(self.token_ids), self.tokens_per_second
+        twice = self.tokens_per_second_with_twice_the_memory
         parts = [f"{count} token{'s' * (count != 1)}" + (f", {_number(rate)} a second" if rate else "")]
         parts.append(f"read {format_size(self.bytes_read)} of weights within {format_budget(self.memory)}")
         if self.peak_bytes:
@@ -266,9 +259,8 @@ class Answer:
                 f"peak memory {format_size(self.peak_bytes)}, {libraries} of it Python and libraries"
             )
         parts.append(self.limit)
-        if rate and self.with_twice:
-            more = self.with_twice > _NO_FASTER * rate
-            gives = f"about {_number(self.with_twice)} a second" if more else "no more"
+        if rate and twice:
+            gives = f"about {_number(twice)} a second" if twice > _NO_FASTER * rate else "no more"
             parts.append(f"twice the memory would give {gives}")
         return "; ".join(parts)
 
@@ -459,6 +451,8 @@ def _converse(session: _Session, first: str | None) -> None:
             try:
                 line = input("> " if sys.stdin.isatty() else "") if first is None else first
             except EOFError:
+                if sys.stdin.isatty():
+                    typer.echo()  # a shell's prompt has a line of its own
                 return
             except KeyboardInterrupt:
                 if stopped:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.options import fail
+from penstock.cli.terminal.options import check_artifact, fail
 from penstock.schedule.facts.sizes import format_size, format_time
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class _Inspected(Protocol):
 def _open(path: Path) -> _Inspected:
     """The artifact, or what a `.pte` of ExecuTorch holds of penstock."""
     if path.suffix != ".pte":
+        check_artifact(path)
         from penstock.runtime.program import read_program
 
         return read_program(path)
@@ -176,10 +177,8 @@ def _values(program: _Inspected, sizes: Sequence[int]) -> list[tuple[str, str]]:
     summary = (
         f"{format_size(sum(sizes))} in {len(sizes)} places, within the budget; what leaves goes to a file"
     )
-    from penstock.runtime.checkpoint.binding import listed
-
     dynamic = _dynamic(program)
-    named = f"{len(dynamic)} of dynamic size stay in memory, beside the budget: {listed(dynamic, 4)}"
+    named = f"{len(dynamic)} of dynamic size stay in memory, beside the budget: {', '.join(dynamic)}"
     return [("kept values", summary), *([("kept beside them", named)] if dynamic else [])]
 
 

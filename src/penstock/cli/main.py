@@ -86,14 +86,13 @@ def main() -> None:
         with answered():
             assemble()(prog_name="penstock")
     except PenstockError as error:
-        _fail(str(error))
+        sentence = str(error)
     except OSError as error:  # the system refuses a path
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        sentence = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except KeyboardInterrupt:
         sys.exit(STATUS)
-
-
-def _fail(sentence: str) -> None:
+    else:
+        return
     from penstock.cli.terminal.options import fail
 
     fail(sentence)

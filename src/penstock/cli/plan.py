@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.options import check_artifact, check_outputs
+from penstock.cli.terminal.options import check_outputs, check_there
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def plan(
     host_memory: options.HostMemory = None,
     activations: options.Activations = "auto",
     routes: Annotated[
-        Path | None, typer.Option(help="Recorded routes: which units calls ask for (see `replay`).")
+        Path | None,
+        typer.Option(help="Recorded routes: which units calls ask for (see `replay`).", callback=check_there),
     ] = None,
     optimal: Annotated[
         bool, typer.Option("--optimal", help="Search longer where addresses are planned: on GPUs.")
@@ -58,12 +59,11 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Show what would stay in memory and what would stream within a budget, and whether that pays."""
-    check_artifact(artifact)
+    check_outputs(output, report, timeline, force=force)
     from penstock.models.preflight import advise
     from penstock.runtime.capabilities import candidates
     from penstock.runtime.program import read_program
 
-    check_outputs(output, report, timeline, force=force)
     with console.spinner("planning") as say:
         program = candidates(read_program(artifact, trust=trust), activations)[0]
         decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory, routes=routes)

@@ -28,6 +28,7 @@ def preflight(
         typer.Argument(
             help="A transformers config.json or its folder, or module:function that returns a module and "
             "example inputs.",
+            callback=options.check_model,
             show_default=False,
         ),
     ],
@@ -86,10 +87,7 @@ def _write_report(model: Model, findings: Sequence[Finding], path: Path, *, forc
 def _print(model: Model, findings: Sequence[Finding]) -> None:
     dtypes = ", ".join(model.dtypes) or "none"
     facts = [
-        (
-            "weights",
-            f"{format_size(model.weight_bytes)} in {len(model.payload.weights)} tensors ({dtypes})",
-        ),
+        ("weights", f"{format_size(model.weight_bytes)} in {len(model.payload.weights)} tensors ({dtypes})"),
         ("floor", f"{format_size(model.floor_bytes)}, the least budget that works"),
         ("activations", format_size(model.activations)),
     ]

@@ -8,13 +8,9 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.options import check_artifact
 from penstock.schedule.facts.sizes import format_size
 
-EXAMPLES = (
-    "penstock relink model.penstock",
-    "penstock relink model.penstock /new/place/model.safetensors",
-)
+EXAMPLES = ("penstock relink model.penstock", "penstock relink model.penstock /new/place/model.safetensors")
 
 
 def relink(
@@ -29,7 +25,6 @@ def relink(
     json: options.Json = False,
 ) -> None:
     """Let an artifact refer to copies of its weight files, after every byte of the weights is checked."""
-    check_artifact(artifact)
     from penstock.runtime.artifact import relink as relink_artifact
 
     with console.byte_progress(f"relinking {artifact}") as progress:

@@ -30,10 +30,18 @@ Row = tuple[str | None, "Replay | None"]
 
 
 def replay(
-    routes: Annotated[Path, typer.Argument(help="What `recorder.save` wrote.", show_default=False)],
+    routes: Annotated[
+        Path,
+        typer.Argument(help="What `recorder.save` wrote.", callback=options.check_there, show_default=False),
+    ],
     *,
     artifact: Annotated[
-        Path, typer.Option(help="The artifact folder that it was recorded of.", show_default=False)
+        Path,
+        typer.Option(
+            help="The artifact folder that it was recorded of.",
+            callback=options.check_artifact,
+            show_default=False,
+        ),
     ],
     budget: Annotated[
         list[str] | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.options import check_artifact, check_outputs, integer, pairs
+from penstock.cli.terminal.options import check_outputs, check_there, integer, pairs
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ def run(
     *,
     budget: options.Budget,
     input: Annotated[
-        Path | None, typer.Option(help="Safetensors file with one tensor per input; else generated.")
+        Path | None,
+        typer.Option(
+            help="Safetensors file with one tensor per input; else generated.", callback=check_there
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the outputs to this safetensors file.")] = None,
     size: Annotated[
@@ -46,7 +49,6 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Run an artifact within a byte budget and show what moved."""
-    check_artifact(artifact)
     check_outputs(output, force=force)
     sizes = {name: integer(value, name) for name, value in pairs(size or [], "--size", "NAME=N")}
     with console.spinner(f"loading {artifact}") as say:

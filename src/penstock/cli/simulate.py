@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.options import check_artifact
 from penstock.schedule.facts.sizes import format_size, format_time
 
 EXAMPLES = (
@@ -31,13 +30,14 @@ def simulate(
     device: options.DeviceName = "cpu",
     routes: Annotated[
         Path | None,
-        typer.Option(help="Recorded routes: what each call moves, and how long it takes."),
+        typer.Option(
+            help="Recorded routes: what each call moves, and how long it takes.", callback=options.check_there
+        ),
     ] = None,
     trust: options.Trust = False,
     json: options.Json = False,
 ) -> None:
     """Run a plan on a virtual clock, with `--device sim:NAME` the program too, and show where it waits."""
-    check_artifact(artifact)
     from penstock.models.preflight import simulated, simulated_routes
     from penstock.models.trial import run_simulated
     from penstock.runtime.program import open as open_program

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.options import check_artifact
 from penstock.schedule.facts.sizes import format_size
 
 EXAMPLES = ("penstock verify model.penstock", "penstock verify model.penstock --strict")
@@ -24,7 +23,6 @@ def verify(
     json: options.Json = False,
 ) -> None:
     """Hash every weight byte and prove every plan of an artifact."""
-    check_artifact(artifact)
     from penstock.runtime.program import read_program
 
     program = read_program(artifact, trust=trust)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock._logging import show
 from penstock.integrations.adapters import by_adapter, state_of_adapters
 from penstock.integrations.called.component import CalledModule
 from penstock.integrations.called.facts import make_facts
@@ -25,7 +24,7 @@ from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import ANY_TOTAL, Cap, asked_memory
 from penstock.integrations.context import context_that_fits
 from penstock.integrations.emptied.hollow import ADAPTED, Hollow, uninterrupted
-from penstock.integrations.folders import Stored, asked_dtype, local_folder, open_folder
+from penstock.integrations.folders import Stored, asked_dtype, open_folder
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import (
     add_generation_config,
@@ -76,6 +75,7 @@ class Applied:
         *,
         restores: bool,
         train: bool,
+        verbose: bool,
     ) -> None:
         target_device(device)  # raises StreamError for one that is not here
         if train and device != "cpu":
@@ -83,6 +83,7 @@ class Applied:
         most = ANY_TOTAL if memory is None else parse_size(memory, total=ANY_TOTAL, name="memory")
         self.target = target
         self.cap = Cap(most, counts_own=device == "cpu")  # until the weights are known: `settle`
+        self.cap.verbose = verbose
         self.cache = Cache.at(cache)
         self.components: dict[str, CalledModule] = {}
         self._options, self._restores = LoadRequest.of(options, device=device), restores
@@ -109,7 +110,7 @@ class Applied:
 
     @memory.setter
     def memory(self, memory: int | str | None) -> None:
-        with self.cap.lock:
+        with self.cap.in_use():
             self.idle()
             self.settle(memory)
 
@@ -135,7 +136,7 @@ class Applied:
 
     def idle(self) -> None:
         """Give the memory of the weights back until the next call, which loads them again."""
-        with self.cap.lock:
+        with self.cap.in_use():
             for component in self.components.values():
                 component.unload()
             give_back_unused()
@@ -223,7 +224,7 @@ class Applied:
             StreamError: `load` made the model, which was never in memory.
             SourceError: The weights cannot be read again; everything is still applied.
         """
-        with self.cap.lock:
+        with self.cap.in_use():
             if not self._restores:
                 raise StreamError(
                     "the model was never in memory: load it with its library where it should be"
@@ -266,7 +267,7 @@ class Applied:
             else:
                 save_model(model, unfinished, most)
 
-        with self.cap.lock:
+        with self.cap.in_use():
             write_folder(folder, build)
 
     def __enter__(self) -> Applied:
@@ -314,7 +315,7 @@ def apply(
             the model in memory, bit for bit. These parameters stay in memory, and the model in its mode.
             `memory` counts them four times, with their gradients and two moments of AdamW, and what a forward
             saves for its backward. Gradients of gradients are refused.
-        verbose: Print the log to stderr from now on, as PENSTOCK_LOG=info does.
+        verbose: Print what the log says of this model to stderr; PENSTOCK_LOG=info prints all of the log.
         options: How weights are brought into memory; `activations` is for exported programs alone.
 
     Returns:
@@ -330,15 +331,18 @@ def apply(
         ...     model(x).shape, applied.freed_bytes
         (torch.Size([2, 64]), 66560)
     """
+    begun, parts = monotonic(), components_of(model)
     if train and not isinstance(model, nn.Module):
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
-    show(verbose)
-    begun, parts = monotonic(), components_of(model)
     for name, module in parts.items():
         refuse_scripted(module, name)
         _refuse_moved(module, name)
-    applied = Applied(model, memory, device, cache, options, restores=True, train=train)
-    with ExitStack() as on_error, announced(f"applying penstock to {type(model).__name__}"):
+    applied = Applied(model, memory, device, cache, options, restores=True, train=train, verbose=verbose)
+    with (
+        applied.cap.in_use(),
+        ExitStack() as on_error,
+        announced(f"applying penstock to {type(model).__name__}"),
+    ):
         on_error.push(applied)
         for name, module in parts.items():
             _empty(applied, name, module, train=train)
@@ -404,25 +408,24 @@ def load(
         PassError: `train` and `adapter` are not given together; or as for `apply`.
         BudgetError, StreamError: As for `apply`.
     """
-    show(verbose)
     adapting = Adapting.asked(adapter, train=train)
-    applied = Applied(None, memory, device, cache, options, restores=False, train=train)
-    opened = open_folder(folder := local_folder(source), variant, asked_dtype(dtype), train=train)
+    applied = Applied(None, memory, device, cache, options, restores=False, train=train, verbose=verbose)
+    opened = open_folder(source, variant, asked_dtype(dtype), train=train)
 
     def stream(stored: Stored) -> Any:
         module, names = stored.make()
         files = stored.kept(module, names, applied.cache)
         return applied.add(stored.name, module, files, adapting=adapting)
 
-    with announced(f"loading {source}"):
+    with applied.cap.in_use(), announced(f"loading {source}"):
         if isinstance(opened, tuple):
             parts, assemble = opened
             streamed = {name: stream(replace(part, name=name)) for name, part in parts.items()}
             applied.target = assemble(streamed)
         else:
             applied.target = stream(opened)
-            add_generation_config(next(iter(components_of(applied.target).values())), folder)
-    applied.settle(memory)
+            add_generation_config(next(iter(components_of(applied.target).values())), opened.folder)
+        applied.settle(memory)
     applied.target.penstock_applied = applied
     return closing(applied.target)
 

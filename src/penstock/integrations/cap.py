@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from penstock._logging import shown
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of, target_device
 from penstock.runtime.system.limits import memory_limit
 from penstock.runtime.system.memory import (
@@ -103,6 +104,7 @@ class Cap:
 
     def __init__(self, nbytes: int, *, counts_own: bool = True) -> None:
         self.nbytes = nbytes
+        self.verbose = False  # prints the log while somebody uses the memory
         self.lock = threading.RLock()
         self.reserved = 0  # bytes of trained parameters and what comes with them, and of buffers on a device
         self.bytes_read = 0  # of weights, by calls without a plan and by plans that were closed
@@ -192,6 +194,12 @@ class Cap:
     def count_read(self, nbytes: int) -> None:
         """Count bytes of weights that came into memory."""
         self.bytes_read += nbytes
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold the lock, and print the log if it is asked for."""
+        with self.lock, shown(self.verbose):
+            yield
 
     def turn(self, holder: Holder) -> None:
         """Give the memory to `holder`; the component that had it unloads."""

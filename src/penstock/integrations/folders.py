@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -11,14 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from math import prod
-from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from penstock._extras import require
+from penstock._extras import ADAPTER, CONFIG, PIPELINE, is_pipeline, local_folder, refuse_adapter, require
 from penstock.integrations.formats.packed import names_of_packed
 from penstock.integrations.formats.quantised import quantised_weights
 from penstock.integrations.kept import KeptWeights
@@ -40,22 +38,12 @@ from penstock.passes.weights.subclasses import has_parts
 from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
-from penstock.runtime.files.artifact_files import PAYLOAD
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, own_place, reading
 from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.bounded_file import open_bounded, read_bounded
 from penstock.schedule.facts.errors import PassError, SourceError
 
-_PIPELINE, _CONFIG = "model_index.json", "config.json"
-
 _NAMED = 3
-
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-
-_ADAPTER = "adapter_config.json"
-"""In a folder with this file, transformers loads another model and puts the adapter into it."""
-
-_ADAPTERS = (_ADAPTER, "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 _AGAIN = (
     "load it with its library, and save it again with save_pretrained, or give it to "
@@ -145,88 +133,14 @@ def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTen
     if stored.shape != tuple(value.shape):
         _refuse_shape(folder, fqn, stored.shape, value)
     if here != there and not is_converted(stored, value):
-        raise SourceError(f"{folder} has {fqn} as {there} in its files and {here} by its {_CONFIG}: {_AGAIN}")
+        raise SourceError(f"{folder} has {fqn} as {there} in its files and {here} by its {CONFIG}: {_AGAIN}")
 
 
 def _refuse_shape(folder: Path, fqn: str, shape: tuple[int, ...], value: torch.Tensor) -> NoReturn:
     raise SourceError(
-        f"{folder} has {fqn} as {list(shape)} in its files and {list(value.shape)} by its {_CONFIG}: they "
+        f"{folder} has {fqn} as {list(shape)} in its files and {list(value.shape)} by its {CONFIG}: they "
         "are of two models, so get both from one"
     )
-
-
-def local_folder(source: object, revision: str | None = None) -> Path:
-    """Return the folder, or the one that the local cache of the hub has for a model's name and revision.
-
-    Nothing is downloaded. Raises SourceError where there is none.
-    """
-    if not isinstance(source, str | PathLike) or not str(source):
-        got = repr(source) if source in (None, "") else f"a {type(source).__name__}"
-        raise SourceError(
-            f"expected a model's folder or its name, got {got}: what is in memory is for "
-            "penstock.integrations.apply"
-        )
-    with reading(Path(source)):
-        if Path(source).is_dir():
-            return Path(source)
-    with suppress(Exception):
-        return _snapshot(str(source), revision)
-    if Path(source).is_file():
-        folder = Path(source).parent
-        way = f"give the folder that it is in, {folder}"
-        if not any((folder / name).is_file() for name in (_CONFIG, _PIPELINE)):
-            way = f"give a model's folder, with its {_CONFIG} beside its weights"
-        raise SourceError(f"{source} is a file: {way}")
-    if not is_hub_name(str(source)):
-        raise SourceError(f"there is no folder {source}: give a model's folder, or its name on the hub")
-    raise SourceError(
-        f"{str(source)!r} is neither a folder nor a model in the local cache: download it first, with "
-        f"`hf download {source}`"
-    )
-
-
-def is_hub_name(source: str) -> bool:
-    """Tell whether a model on the hub may have this name, as `NAME` or `OWNER/NAME`."""
-    return _HUB_NAME.fullmatch(source) is not None
-
-
-def _snapshot(name: str, revision: str | None) -> Path:
-    """Return the folder of a model in the local cache of the hub. Raises an error of any kind without one."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception as error:
-        # Libraries download only the files that they read, and the hub's calls such a snapshot incomplete.
-        incomplete: Any = error
-        return Path(incomplete.snapshot_path)
-
-
-def is_pipeline(folder: Path) -> bool:
-    """Tell whether a folder holds a diffusers pipeline. Raises SourceError where it holds no model either."""
-    if (folder / _PIPELINE).is_file():
-        return True
-    if (folder / _CONFIG).is_file():
-        return False
-    _refuse_adapter(folder)
-    if (folder / PAYLOAD).is_file():
-        raise SourceError(
-            f"{folder} is an artifact of penstock: penstock.open opens it, `penstock run` runs it"
-        )
-    tokenizer = any(folder.glob("tokenizer*.json"))
-    raise SourceError(
-        f"{folder} holds {'a tokenizer and no model' if tokenizer else 'no model'}: give the folder that has "
-        f"{_CONFIG} or {_PIPELINE}"
-    )
-
-
-def _refuse_adapter(folder: Path) -> None:
-    adapter = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
-    if adapter:
-        raise SourceError(
-            f"{folder} holds an adapter ({adapter}): load its model with the library of that, the adapter "
-            "into it, and give it to penstock.integrations.apply"
-        )
 
 
 def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
@@ -240,13 +154,13 @@ def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
 
 
 def open_folder(
-    folder: Path, variant: str | None, dtype: str | None, *, train: bool
+    source: object, variant: str | None, dtype: str | None, *, train: bool
 ) -> Stored | tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
-    """Return what `open_model` finds in a folder, or `open_pipeline`, which cannot be trained.
+    """Return what `open_model` finds in a local folder, or `open_pipeline`, which cannot be trained.
 
     Raises SourceError for what is missing, damaged or not read by the system, and PassError with `train`.
     """
-    with reading(folder):
+    with reading(folder := local_folder(source)):
         refuse_variant(folder, variant)
         if not is_pipeline(folder):
             return open_model(folder, variant, dtype)
@@ -263,8 +177,8 @@ def open_model(
     Its dtype is `dtype`, or else that of the configuration. Where this states none, where weights have the
     variant (`fp16`), and with `as_stored`, it is that of the files.
     """
-    if (folder / _ADAPTER).is_file():
-        _refuse_adapter(folder)
+    if (folder / ADAPTER).is_file():
+        refuse_adapter(folder)
     pickled = sorted(path.name for path in folder.glob("*model*.bin"))
     if pickled and not any(folder.glob("*.safetensors")):
         raise SourceError(
@@ -274,7 +188,7 @@ def open_model(
     weights = _weights(folder, variant)
     files = tuple(own_place(path) for path in index_files(weights))
     checkpoint = open_checkpoint(files)  # parses every header before anything else
-    facts = _facts(folder / _CONFIG)
+    facts = _facts(folder / CONFIG)
     if dtype and facts.get("quantization_config"):
         raise SourceError(
             f"{folder} was saved quantised, in dtypes that fit together: load it without dtype="
@@ -323,18 +237,18 @@ def open_pipeline(
 ) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
     """The modules of a pipeline by name, in `dtype` or their files', and what assembles the pipeline."""
     require("diffusers", purpose="a pipeline")
-    index = _facts(folder / _PIPELINE)
+    index = _facts(folder / PIPELINE)
     kind = _class(folder, "diffusers", index.pop("_class_name", None))
     stored: dict[str, Stored] = {}
     arguments: dict[str, Any] = {}
     for name, value in index.items():
         if isinstance(value, list) and (len(value) != 2 or not name.isidentifier()):
-            raise SourceError(f"{folder / _PIPELINE} says that {name!r} is {value!r:.80}: get an intact copy")
+            raise SourceError(f"{folder / PIPELINE} says that {name!r} is {value!r:.80}: get an intact copy")
         if not isinstance(value, list):
             arguments |= {} if name.startswith("_") else {name: value}
         elif value[0] is None:
             arguments[name] = None
-        elif (folder / name / _CONFIG).is_file() and issubclass(_class(folder, *value), nn.Module):
+        elif (folder / name / CONFIG).is_file() and issubclass(_class(folder, *value), nn.Module):
             stored[name] = open_model(folder / name, variant, dtype, as_stored=True)
             _refuse_several(folder, name, value, stored[name])
         else:
@@ -373,7 +287,7 @@ def _refuse_several(folder: Path, name: str, value: list[str], stored: Stored) -
     library, kind = value
     if library == "diffusers" and kind != stored.name:
         raise SourceError(
-            f"{folder / name} holds a {stored.name}, and {_PIPELINE} says {kind}, which may be several: "
+            f"{folder / name} holds a {stored.name}, and {PIPELINE} says {kind}, which may be several: "
             "load the pipeline with its library, and give it to penstock.integrations.apply"
         )
 

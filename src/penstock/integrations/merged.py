@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock._extras import require
+from penstock._extras import local_folder, require
 from penstock.integrations.applied import load
 from penstock.integrations.emptied.absent import value_of
-from penstock.integrations.folders import local_folder
 from penstock.integrations.saved import refuse_folder, refuse_model, save_model, write_folder
 from penstock.runtime.checkpoint.convert import Converted
 from penstock.runtime.files.artifact_files import Progress

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penstock.integrations.folders import local_folder, weight_sets
+from penstock._extras import local_folder
+from penstock.integrations.folders import weight_sets
 from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.integrations.libraries import origin_of
 from penstock.integrations.weight_files import store

@@ -143,8 +143,7 @@ def _order(group: _Group) -> tuple[bool, bool]:
 
 
 def _groups(
-    shapes: Mapping[str, torch.Tensor],
-    revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    shapes: Mapping[str, torch.Tensor], revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> list[_Group]:
     """The smallest groups of a state dict that convert by themselves. Raises PassError if no layer does."""
     whole, groups, left = revert(dict(shapes)), list[_Group](), dict[str, list[str]]()

@@ -359,10 +359,7 @@ def _from_factory(source: str) -> tuple[Callable[[], nn.Module], Inputs]:
 def _function(source: str) -> Callable[[], Any]:
     module, _, name = source.partition(":")
     if not module or not name:
-        raise SourceError(
-            f"{source} is neither a file that exists nor module:function: give a transformers config.json, "
-            "its folder, or a function that returns a module and its example inputs"
-        )
+        raise SourceError(f"{source} is neither a file that exists nor module:function")
     try:
         with _here():
             value = getattr(importlib.import_module(module), name)

@@ -16,14 +16,7 @@ from penstock.integrations.applied import apply
 from penstock.schedule.facts.errors import BudgetError, StreamError
 from tests.hunt import nightly_but
 from tests.integrations.called import odd_modules
-from tests.integrations.called.odd_modules import (
-    Blocks,
-    Experts,
-    KeepsView,
-    OneOf,
-    ReadsAnother,
-    inputs,
-)
+from tests.integrations.called.odd_modules import Blocks, Experts, KeepsView, OneOf, ReadsAnother, inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 

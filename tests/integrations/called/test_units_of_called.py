@@ -8,13 +8,7 @@ from torch.nn import functional
 from penstock import LoadOptions
 from penstock.integrations.called.measuring import OwnMemory
 from tests.integrations.called.odd_modules import Block
-from tests.integrations.called.within import (
-    CHECKED,
-    POISONED,
-    agrees,
-    pair,
-    tokens,
-)
+from tests.integrations.called.within import CHECKED, POISONED, agrees, pair, tokens
 
 
 class Table(nn.Module):

@@ -13,11 +13,7 @@ from torch.nn import functional
 from penstock import LoadOptions
 from penstock.schedule.facts.errors import StreamError
 from tests.hunt import nightly_but
-from tests.integrations.called.within import (
-    CHECKED,
-    agrees,
-    pair,
-)
+from tests.integrations.called.within import CHECKED, agrees, pair
 
 
 class Runs(nn.Module):

@@ -54,10 +54,7 @@ def test_its_values_are_read_from_the_file_between_calls(applied, read):
 
 @pytest.mark.parametrize(
     "use",
-    [
-        *(copy.copy, pickle.dumps, lambda w: torch.save(w, io.BytesIO())),
-        lambda w: w.set_(torch.ones(8, 8)),
-    ],
+    [*(copy.copy, pickle.dumps, lambda w: torch.save(w, io.BytesIO())), lambda w: w.set_(torch.ones(8, 8))],
 )
 def test_what_would_take_the_object_apart_is_refused(applied, use):
     model, before = applied

@@ -229,6 +229,10 @@ def test_what_cannot_be_trained_is_refused_and_the_model_is_as_it_was(cache):
     plain = models.llama()
     with pytest.raises(PassError, match="no parameter that requires grad"):
         apply(plain, MEMORY, train=True, cache=cache)
+    with pytest.raises(PassError, match="no parameter that is frozen and would stream"):
+        apply(models.llama().requires_grad_(), MEMORY, train=True, cache=cache)
+    with pytest.raises(PassError, match="got a str: folders and names are for penstock"):
+        apply("llama", MEMORY, train=True)
     plain.lm_head.weight = torch.nn.Parameter(plain.model.embed_tokens.weight.detach())
     with pytest.raises(
         PassError, match=r"lm_head\.weight requires grad and shares its memory with model\.embed_tokens"

@@ -109,35 +109,37 @@ def case(name, units, reads, share, passes, *, wrap="overlap", host=None, in_tur
     return Case(name, storages, planned, tuple(passes), streams)
 
 
+UNEVEN = [4, 1, 6, 2, 2, 9, 3, 1, 5, 2, 3]
+IN_TURN = [[k] for k in range(10)]  # and an eleventh that is written
+AGAIN = [[0], [1, 2], [3], [0, 4], [5], [1, 6], [7], [8], [2, 9], [0]]
+TURNS = [(graph, "in order") for graph in (0, 1, 0, 1, 1, 0, 0, 1)]
+
+
 @cache
 def cases():
-    in_turn = [[k] for k in range(10)]  # and an eleventh that is written
     equal = [4] * 11
-    uneven = [4, 1, 6, 2, 2, 9, 3, 1, 5, 2, 3]
-    again = [[0], [1, 2], [3], [0, 4], [5], [1, 6], [7], [8], [2, 9], [0]]
     plain = [(0, "in order")] * 3
-    turns = [(graph, "in order") for graph in (0, 1, 0, 1, 1, 0, 0, 1)]
     return (
-        case("equal", equal, [in_turn], 0.3, plain),
-        case("floor", equal, [in_turn], 0.0, plain),
-        case("nearly all", equal, [in_turn], 0.9, plain),
-        case("uneven", uneven, [in_turn], 0.4, plain),
-        case("read again", uneven, [again], 0.3, plain),
-        case("barrier", uneven, [in_turn], 0.3, plain, wrap="barrier"),
+        case("equal", equal, [IN_TURN], 0.3, plain),
+        case("floor", equal, [IN_TURN], 0.0, plain),
+        case("nearly all", equal, [IN_TURN], 0.9, plain),
+        case("uneven", UNEVEN, [IN_TURN], 0.4, plain),
+        case("read again", UNEVEN, [AGAIN], 0.3, plain),
+        case("barrier", UNEVEN, [IN_TURN], 0.3, plain, wrap="barrier"),
         case(
             "two methods",
             equal,
-            [in_turn, in_turn[:6]],
+            [IN_TURN, IN_TURN[:6]],
             0.3,
             [(0, "in order"), (1, "in order"), (1, "in order"), (0, "in order"), (1, "in order")],
         ),
-        case("in turn", equal, [in_turn, in_turn[:1:-1]], 0.3, turns, in_turn=True),
-        case("misses", uneven, [again], 0.3, [(0, "in order"), (0, "backwards"), (0, "in order")]),
-        case("breaks", uneven, [again], 0.3, [(0, "in order"), (0, "raises"), (0, "in order")]),
+        case("in turn", equal, [IN_TURN, IN_TURN[:1:-1]], 0.3, TURNS, in_turn=True),
+        case("misses", UNEVEN, [AGAIN], 0.3, [(0, "in order"), (0, "backwards"), (0, "in order")]),
+        case("breaks", UNEVEN, [AGAIN], 0.3, [(0, "in order"), (0, "raises"), (0, "in order")]),
         case(
             "streams",
-            uneven,
-            [again],
+            UNEVEN,
+            [AGAIN],
             0.3,
             [plain[0], (0, "backwards"), plain[0], (0, "raises"), *plain[:2]],
             streams=2,
@@ -148,30 +150,26 @@ def cases():
 @cache
 def disk_cases():
     """Cases in which a host holds a part, or nothing, of what streams."""
-    in_turn = [[k] for k in range(10)]
-    uneven = [4, 1, 6, 2, 2, 9, 3, 1, 5, 2, 3]
-    again = [[0], [1, 2], [3], [0, 4], [5], [1, 6], [7], [8], [2, 9], [0]]
     plain = [(0, "in order")] * 4
     in_between = [(0, "in order"), (0, "in order")]
-    turns = [(graph, "in order") for graph in (0, 1, 0, 1, 1, 0, 0, 1)]
     return (
-        case("half", uneven, [in_turn], 0.2, plain, host=14 * UNIT),
-        case("a ring only", uneven, [in_turn], 0.2, plain, host=UNIT),
-        case("a granule", uneven, [in_turn], 0.5, plain, host=64),
-        case("read again", uneven, [again], 0.2, plain, host=9 * UNIT),
-        case("barrier", uneven, [in_turn], 0.4, plain, wrap="barrier", host=5 * UNIT),
+        case("half", UNEVEN, [IN_TURN], 0.2, plain, host=14 * UNIT),
+        case("a ring only", UNEVEN, [IN_TURN], 0.2, plain, host=UNIT),
+        case("a granule", UNEVEN, [IN_TURN], 0.5, plain, host=64),
+        case("read again", UNEVEN, [AGAIN], 0.2, plain, host=9 * UNIT),
+        case("barrier", UNEVEN, [IN_TURN], 0.4, plain, wrap="barrier", host=5 * UNIT),
         case(
             "two methods",
-            uneven,
-            [in_turn, in_turn[:6]],
+            UNEVEN,
+            [IN_TURN, IN_TURN[:6]],
             0.2,
             [(0, "in order"), (1, "in order"), (1, "in order"), (0, "in order")],
             host=9 * UNIT,
         ),
-        case("in turn", uneven, [in_turn, in_turn[:1:-1]], 0.2, turns, host=9 * UNIT, in_turn=True),
-        case("misses", uneven, [again], 0.3, [plain[0], (0, "backwards"), *in_between], host=6 * UNIT),
-        case("breaks", uneven, [again], 0.3, [plain[0], (0, "raises"), *in_between], host=6 * UNIT),
-        case("streams", uneven, [again], 0.5, plain, host=6 * UNIT, streams=2),
+        case("in turn", UNEVEN, [IN_TURN, IN_TURN[:1:-1]], 0.2, TURNS, host=9 * UNIT, in_turn=True),
+        case("misses", UNEVEN, [AGAIN], 0.3, [plain[0], (0, "backwards"), *in_between], host=6 * UNIT),
+        case("breaks", UNEVEN, [AGAIN], 0.3, [plain[0], (0, "raises"), *in_between], host=6 * UNIT),
+        case("streams", UNEVEN, [AGAIN], 0.5, plain, host=6 * UNIT, streams=2),
     )
 
 
@@ -179,9 +177,8 @@ def disk_cases():
 def small_cases():
     """Few storages, two of the plans behind a host, for all changes of their plans."""
     in_turn, again, plain = [[k] for k in range(5)], [[0], [1], [2], [0, 3], [4]], [(0, "in order")] * 3
-    turns = [(graph, "in order") for graph in (0, 1, 0, 1, 1, 0, 0, 1)]
     return (
-        case("in turn", [2, 1, 3, 2, 2, 1], [in_turn, in_turn[:0:-1]], 0.4, turns, in_turn=True),
+        case("in turn", [2, 1, 3, 2, 2, 1], [in_turn, in_turn[:0:-1]], 0.4, TURNS, in_turn=True),
         case("host", [2, 1, 3, 2, 1, 1], [in_turn], 0.2, plain, host=4 * UNIT),
         case("host, read again", [2, 1, 3, 1, 2, 1], [again], 0.3, plain, host=3 * UNIT),
     )
@@ -317,13 +314,7 @@ class Run:
             raise WrongBytesError(f"{self.case.name}: storage {storage} is not what the file has")
 
 
-POLICIES = (
-    ("latest", 0),
-    ("earliest", 0),
-    ("lagging", 0),
-    ("lagging", 1),
-    ("random", 1),
-)
+POLICIES = (("latest", 0), ("earliest", 0), ("lagging", 0), ("lagging", 1), ("random", 1))
 
 
 @cache

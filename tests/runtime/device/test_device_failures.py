@@ -101,17 +101,20 @@ class OneHelper(threading.Thread):
         super().start()
 
 
-def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch):
-    """A simulated device has no threads: whatever the caller's is called, nobody waits for himself."""
+def open_resources(device, monkeypatch):
+    """What a module on a device closes, and what is set then; no more than one thread may help."""
     one = disk_cases()[0]
-    device = SimDevice()
-    source = one.source
-    weights = DeviceWeights(one.plan, one.storages, device, source)
+    weights = DeviceWeights(one.plan, one.storages, device, one.source)
     streamer = DeviceStreamer(one.plan, one.storages, device, weights)
     closed = threading.Event()
     monkeypatch.setattr(OneHelper, "started", 0)
     monkeypatch.setattr(threading, "Thread", OneHelper)
-    resources = Resources(streamer, (device.close, closed.set))
+    return Resources(streamer, (device.close, closed.set)), closed
+
+
+def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch):
+    """A simulated device has no threads: whatever the caller's is called, nobody waits for himself."""
+    resources, closed = open_resources(SimDevice(), monkeypatch)
     reader = OneHelper(target=resources.close, name="penstock-reader-0")
     reader.start()
     reader.join(60)
@@ -119,15 +122,8 @@ def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch
 
 
 def test_a_module_collected_on_its_own_disk_thread_is_closed_by_one_helper(monkeypatch):
-    one = disk_cases()[0]
     device = CpuDevice()
-    source = one.source
-    weights = DeviceWeights(one.plan, one.storages, device, source)
-    streamer = DeviceStreamer(one.plan, one.storages, device, weights)
-    closed = threading.Event()
-    monkeypatch.setattr(OneHelper, "started", 0)
-    monkeypatch.setattr(threading, "Thread", OneHelper)
-    resources = Resources(streamer, (device.close, closed.set))
+    resources, closed = open_resources(device, monkeypatch)
     device._disks[0].wait(resources.close)
     assert closed.wait(60)
     assert OneHelper.started == 1

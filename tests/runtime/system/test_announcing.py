@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.cli.terminal.console import byte_progress, spinner
 from penstock.runtime.system.announcing import VARIABLE, announced
 
 
@@ -30,6 +31,16 @@ def test_long_work_has_a_line_when_it_begins_and_one_when_it_ends(at_once, capsy
             pass
     (line,) = lines(capsys)
     assert line.startswith("penstock: counting sheep took ")
+
+
+@pytest.mark.parametrize("shown", [spinner, byte_progress])
+def test_a_terminal_that_shows_work_has_no_line_of_it(shown, at_once, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal then
+    with shown("counting sheep"), announced("a part of that"):
+        pass
+    err = capsys.readouterr().err
+    assert "counting sheep" in err
+    assert "penstock: " not in err
 
 
 def test_the_line_comes_while_work_goes_on(monkeypatch, tmp_path):

@@ -266,17 +266,6 @@ class Writing(nn.Module):
         return (self.up(y * self.counted.clone() + x.clone()) * self.turned.clone()).square().mean()
 
 
-def test_what_is_written_meanwhile(tmp_path):
-    case = Trained(Writing, lambda: (torch.ones(5, 48) / 3,), ("down",), lambda result: result)
-    plain, program = case.model(), _compiled(case, tmp_path / "writing.penstock")
-    expected = train(plain, case)
-    with program.load(program.floor_bytes) as module:
-        assert all(torch.equal(*pair) for pair in zip(train(module, case), expected, strict=True))
-        assert_equal(gradients(module), gradients(plain))
-        buffers = dict(plain.named_buffers())
-        assert all(torch.equal(value, buffers[name]) for name, value in module.named_buffers())
-
-
 class Numbered(nn.Module):
     """Multiplies by a number that is taken out of a value."""
 
@@ -290,10 +279,13 @@ class Numbered(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Unable to find user code")
-def test_numbers_out_of_tensors(tmp_path):
-    case = Trained(Numbered, lambda: (torch.ones(5, 48) / 3,), ("down",), lambda result: result)
-    plain, program = case.model(), _compiled(case, tmp_path / "numbered.penstock")
+@pytest.mark.parametrize("kind", [Writing, Numbered])
+def test_what_is_written_meanwhile_and_numbers_out_of_tensors(kind, tmp_path):
+    case = Trained(kind, lambda: (torch.ones(5, 48) / 3,), ("down",), lambda result: result)
+    plain, program = case.model(), _compiled(case, tmp_path / "model.penstock")
     expected = train(plain, case)
     with program.load(program.floor_bytes) as module:
         assert all(torch.equal(*pair) for pair in zip(train(module, case), expected, strict=True))
         assert_equal(gradients(module), gradients(plain))
+        buffers = dict(plain.named_buffers())
+        assert all(torch.equal(value, buffers[name]) for name, value in module.named_buffers())

@@ -31,7 +31,7 @@ def spoiled(old, new):
     [
         (b"", "expected one whole JSON object"),
         (BYTES[:-3], "is the file cut off?"),
-        (BYTES + b"{}", "expected one whole JSON object, got Extra data"),
+        (BYTES + b"{}", "expected one whole JSON object (Extra data"),
         (b"[]", "$.format: expected 'penstock', got []"),
         (b"\xff" + BYTES, "expected UTF-8"),
         (b"[" * 100_000, "nested too deeply"),

@@ -19,13 +19,7 @@ from penstock.schedule.facts.model import Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.drawing import page_data, save_report, save_timeline
-from penstock.schedule.report.pictures import (
-    copies_of,
-    resident_of,
-    stays_of,
-    storage_ranges,
-    views_of,
-)
+from penstock.schedule.report.pictures import copies_of, resident_of, stays_of, storage_ranges, views_of
 from penstock.schedule.space.layout import packed_arena
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan
 from tests.schedule.traces import machine, problems

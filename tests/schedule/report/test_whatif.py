@@ -38,9 +38,7 @@ def test_a_sweep_goes_from_the_floor_to_everything_and_never_gets_slower():
     arena = packed_arena(STORAGES, [trace], kind="paged", granule=2 << 20, alignment=4096)
     lowest = floor(Demand(STORAGES, (trace,), arena)).upper_bytes
     points = comparison.sweep(
-        lambda budget: plan_for(budget, flops=1e11, hardware=PRESETS["l4"]),
-        lowest=lowest,
-        highest=4 * GB,
+        lambda budget: plan_for(budget, flops=1e11, hardware=PRESETS["l4"]), lowest=lowest, highest=4 * GB
     )
     assert (points[0].budget, points[-1].budget) == (lowest, 4 * GB)
     periods = [point.predicted_ns for point in points]

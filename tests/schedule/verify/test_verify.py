@@ -48,12 +48,7 @@ PAGED = Plan(
     boundary=(Range(8, 16), Range(0, 8)),
     wrap="overlap",
     schedules=(
-        Schedule(
-            0,
-            (Transfer(0, 8, 0, -1), Transfer(16, 22, 2, 0)),
-            (Drop(0, 8, 0), Drop(16, 22, 2)),
-            6,
-        ),
+        Schedule(0, (Transfer(0, 8, 0, -1), Transfer(16, 22, 2, 0)), (Drop(0, 8, 0), Drop(16, 22, 2)), 6),
     ),
     traces=TRACES,
     hardware=HARDWARE,

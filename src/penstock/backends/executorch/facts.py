@@ -19,7 +19,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from penstock.backends.executorch.options import MethodFacts, RegionFacts, Settings
 from penstock.passes.annotate import annotate_with_values
-from penstock.passes.graph.nodes import copy_graph_module, needed, placeholders_of, tensors_of
+from penstock.passes.graph.nodes import copy_program, needed, placeholders_of, tensors_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.trace import sum_of
@@ -174,8 +174,7 @@ def with_own_uses(exported: ExportedProgram, least: int) -> ExportedProgram:
     """
     if any(_writes(node) for node in exported.graph.nodes):
         exported = _without_writes(exported)
-    result = copy.copy(exported)
-    result._graph_module = copy_graph_module(exported.graph_module)
+    result = copy_program(exported)
     result._graph_signature = copy.copy(exported.graph_signature)
     _give_own_updates(result)
     _give_own_copies(result, least)

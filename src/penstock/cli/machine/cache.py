@@ -77,11 +77,7 @@ def list(*, cache: Folder = None, json: Json = False) -> None:
         console.print_text(f"nothing is kept in {folder}")
         return
     bound = f", {LIMIT} is {format_budget(limit)}" if limit else ""
-    console.print_table(
-        f"{folder}: {format_size(total)}{bound}",
-        _COLUMNS,
-        _rows(entries),
-    )
+    console.print_table(f"{folder}: {format_size(total)}{bound}", _COLUMNS, _rows(entries))
 
 
 @cache.command()

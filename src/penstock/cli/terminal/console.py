@@ -94,7 +94,7 @@ _SHORTEST = 12
 
 @contextmanager
 def byte_progress(title: str) -> Iterator[Progress]:
-    """Draw a bar on stderr for each task; without a terminal, announce long work as `title`."""
+    """Draw a bar on stderr for `title`, then one for each task; without a terminal, announce long work."""
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -107,11 +107,13 @@ def byte_progress(title: str) -> Iterator[Progress]:
     with (
         progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
         shown(),
-        announced(title),
+        announced(None if console.is_terminal else title),
     ):
+        beginning = bar.add_task(title, total=None)
 
         def report(what: str, done: int, total: int) -> None:
             if what not in tasks:
+                bar.update(beginning, visible=False)
                 tasks[what] = bar.add_task(what, total=total)
             bar.update(tasks[what], completed=done, total=total)
 
@@ -124,7 +126,8 @@ def spinner(title: str) -> Iterator[Callable[[str], None]]:
 
     Without a terminal there is none, and long work is announced.
     """
-    with Console(file=sys.stderr).status(title) as status, announced(title):
+    console = Console(file=sys.stderr)
+    with console.status(title) as status, announced(None if console.is_terminal else title):
         yield status.update
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from zipfile import BadZipFile
@@ -13,9 +13,11 @@ import typer
 
 from penstock.schedule.atomic_file import reporting
 from penstock.schedule.bounded_file import open_regular, open_zip
-from penstock.schedule.facts.errors import PlanError, StreamError
+from penstock.schedule.facts.errors import PenstockError, PlanError, SourceError
 from penstock.schedule.facts.hardware import PRESETS, find_hardware
 from penstock.schedule.facts.sizes import parse_size
+
+_Paths = Path | list[Path] | None
 
 _OF_SAVE = re.compile(r"[^/]+/data\.pkl")
 """A member of the zip that torch.save writes."""
@@ -44,11 +46,31 @@ def check_outputs(*paths: Path | None, force: bool) -> None:
                 )
 
 
-def check_artifact(folder: Path) -> None:
+def check_there(paths: _Paths) -> _Paths:
+    """Raise SourceError for a path that leads nowhere; called before torch is imported to open it."""
+    for path in [paths] if isinstance(paths, Path) else paths or []:
+        if not path.exists():
+            raise SourceError(f"{path} is not a file or folder that exists: correct the path")
+    return paths
+
+
+def check_model(source: str) -> str:
+    """Raise SourceError for what is neither there nor module:function."""
+    module, _, name = source.partition(":")
+    if not Path(source).exists() and not (module and name):
+        raise SourceError(
+            f"{source} is neither a file that exists nor module:function: give the folder of a transformers "
+            "model, its config.json, or a function that returns a module and its example inputs"
+        )
+    return source
+
+
+def check_artifact(folder: Path) -> Path:
     """Raise SourceError for what is no artifact; called before torch is imported to open it."""
     from penstock.runtime.files.artifact_files import read_payload_bytes
 
     read_payload_bytes(folder)
+    return folder
 
 
 def check_folder(artifact: Path, *, force: bool) -> None:
@@ -61,21 +83,24 @@ def check_folder(artifact: Path, *, force: bool) -> None:
 
 def load_exported(path: Path, *, trust: bool) -> Any:
     """Load the program that torch.export.save wrote to `path`; fail without trust, or if it is none."""
-    import torch
-
-    from penstock.passes.calls.stored_program import load_stored
     from penstock.runtime.files.safetensors_file import reading
 
     with reading(path):
-        there = path.is_file()
-    if not there:
-        fail(f"{path} is not a file: give a program saved by torch.export.save")
+        if not path.is_file():
+            fail(
+                f"{path} is not a file or folder that exists: give a program saved by torch.export.save "
+                "(.pt2), the folder of a model, or module:function"
+            )
     _check_program(path)
     if not trust:
         fail(
             f"{path} is read by torch.export.load, which may run code: give --trust if you trust whoever "
             "saved it, or compile the model itself"
         )
+    import torch
+
+    from penstock.passes.calls.stored_program import load_stored
+
     try:
         return load_stored(path)
     except Exception as error:
@@ -103,11 +128,6 @@ def _check_program(path: Path) -> None:
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or the error's type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def weight_files(weights: list[Path] | None) -> Path | list[Path] | None:
-    """The files in the form that `penstock.compile(weights=...)` takes."""
-    return weights[0] if weights and len(weights) == 1 else weights or None
 
 
 def pairs(items: list[str], option: str, form: str) -> list[tuple[str, str]]:
@@ -162,18 +182,15 @@ def check_size(name: str, *, share: bool = True) -> Callable[[_Given], _Given]:
     return check
 
 
-def check_arena(name: str | None) -> str | None:
-    """Raise PlanError for a name that no arena has; the weights decide later whether they can be in it."""
-    if name is not None and name not in _ARENAS:
-        raise PlanError(f"there is no arena {name!r}: choose {', '.join(_ARENAS[:-1])} or {_ARENAS[-1]}")
-    return name
+def check_choice(noun: str, names: Sequence[str]) -> Callable[[str | None], str | None]:
+    """A check that raises PenstockError, before torch is imported, for what is none of the names."""
 
+    def check(name: str | None) -> str | None:
+        if name is not None and name not in names:
+            raise PenstockError(f"there is no {noun} {name!r}: choose {', '.join(names[:-1])} or {names[-1]}")
+        return name
 
-def check_engine(name: str) -> str:
-    """Raise StreamError for a name that no engine has."""
-    if name not in _ENGINES:
-        raise StreamError(f"there is no engine {name!r}: choose {', '.join(_ENGINES[:-1])} or {_ENGINES[-1]}")
-    return name
+    return check
 
 
 def check_device(name: str) -> str:
@@ -191,7 +208,10 @@ def offer(*names: str) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
-Artifact = Annotated[Path, typer.Argument(help="An artifact folder, NAME.penstock.", show_default=False)]
+Artifact = Annotated[
+    Path,
+    typer.Argument(help="An artifact folder, NAME.penstock.", callback=check_artifact, show_default=False),
+]
 Budget = Annotated[
     str,
     typer.Option(
@@ -220,7 +240,7 @@ ArenaName = Annotated[
     str | None,
     typer.Option(
         help="mapped, pooled, contiguous or paged instead of the fastest.",
-        callback=check_arena,
+        callback=check_choice("arena", _ARENAS),
         autocompletion=offer(*_ARENAS),
     ),
 ]
@@ -228,6 +248,7 @@ Activations = Annotated[
     str,
     typer.Option(
         help="What a program that is trained keeps for its backward: keep or layers.",
+        callback=check_choice("way to keep activations", _ACTIVATIONS),
         autocompletion=offer(*_ACTIVATIONS),
     ),
 ]
@@ -235,7 +256,7 @@ EngineName = Annotated[
     str,
     typer.Option(
         help="What executes the plan on a CPU: auto, native or python.",
-        callback=check_engine,
+        callback=check_choice("engine", _ENGINES),
         autocompletion=offer(*_ENGINES),
     ),
 ]
@@ -276,6 +297,7 @@ DtypeName = Annotated[
     str | None,
     typer.Option(
         help="For floating-point tensors, instead of what they have: bfloat16, float16, float32.",
+        callback=check_choice("dtype", _DTYPES),
         autocompletion=offer(*_DTYPES),
     ),
 ]

@@ -284,7 +284,7 @@ class CalledModule:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         refuse_elsewhere((args, kwargs), self.name, self._process)
-        with self._cap.lock:
+        with self._cap.in_use():
             if not self._active:  # restored while this call waited for its turn
                 return wrapped.called(*args, **kwargs)
             refuse_grad((args, kwargs))

@@ -133,10 +133,7 @@ class ModuleFacts:
         return self.nbytes // _FEW_UNITS
 
     def renamed(
-        self,
-        twins: Mapping[int, torch.Tensor],
-        before: Mapping[int, str],
-        now: Iterable[tuple[str, int]],
+        self, twins: Mapping[int, torch.Tensor], before: Mapping[int, str], now: Iterable[tuple[str, int]]
     ) -> ModuleFacts:
         """Return the facts under other names: `before` has the present ones by twin, `now` all new ones."""
         known = {weight.fqn: weight for weight in self.weights}

@@ -214,14 +214,16 @@ class OwnSteps:
         least = floor + int(room) + self._cap.nbytes - self._cap.room
         who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
         ways = ["or call it with smaller inputs"]
-        takes = f"the call takes {format_size(beside)} beside weights"
+        takes = f"the call takes {format_size(beside)} beside weights, and " if beside else ""
         if beside and 2 * given_bytes > beside:
-            takes = f"the inputs of the call and the cache of its context take {format_size(given_bytes)}"
+            takes = (
+                f"the inputs of the call and the cache of its context take {format_size(given_bytes)}, and "
+            )
             ways = smaller_caches(on_cpu=self._own.on_cpu)
         if self._cap.own:
-            takes = f"plans and kernels of earlier calls keep {format_size(self._cap.own)}, {takes}"
+            takes = f"plans and kernels of earlier calls keep {format_size(self._cap.own)}, {takes or 'and '}"
         return BudgetError(
-            f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}, and {who} at once; "
+            f"{self._name} does not run in {format_budget(self._cap.nbytes)}: {takes}{who} at once; "
             f"give at least {format_size(least, up=True)}, {', '.join(ways)}",
             floor_bytes=least,
         )

@@ -64,11 +64,7 @@ class Hollow:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        sentence: str,
-        device: torch.device,
-        trained: Collection[nn.Parameter] = (),
+        self, module: nn.Module, sentence: str, device: torch.device, trained: Collection[nn.Parameter] = ()
     ) -> None:
         stays = {id(parameter) for parameter in trained}
         weights = [(joined(path, key), value) for path, _, key, value in registered_weights(module)]

@@ -114,15 +114,16 @@ class TrainedParameters:
         The model is the module, or holds it, beside prompts that are trained, for example. `name` is the
         module's in messages.
 
-        Raises PassError if there is none, and for one that cannot be trained beside weights that stream.
+        Raises PassError if these are none or all, and for one that cannot be trained beside what streams.
         """
         named = [*model.named_parameters(), *module.named_parameters()]
         names = {id(value): fqn for fqn, value in named if value.requires_grad}
         parameters = tuple(value for value in model.parameters() if value.requires_grad)
-        if not parameters:
+        if len({value.requires_grad for value in (*parameters, *module.parameters())}) < 2:
+            lacking = "is frozen and would stream" if parameters else "requires grad"
             raise PassError(
-                f"{name} has no parameter that requires grad, so that there is nothing to train: give it an "
-                "adapter (get_peft_model of peft), or leave train=True out"
+                f"{name} has no parameter that {lacking}: freeze its weights and give it an adapter "
+                "(get_peft_model of peft), or leave train=True out"
             )
         for value in parameters:
             if has_parts(value) or value.device.type != "cpu":
@@ -270,7 +271,7 @@ class TrainedModule(CalledModule):
     def _call(self, wrapped: Wrapped, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         run, method = functools.partial(wrapped.called, *args, **kwargs), wrapped.entry
         refuse_elsewhere((args, kwargs), self.name, self._process)
-        with self._cap.lock:
+        with self._cap.in_use():
             if self._active and torch._C._current_graph_task_id() != -1:
                 return self._run_again(run)
             present = self._present
@@ -412,7 +413,7 @@ class TrainedModule(CalledModule):
 
     def _finish(self) -> None:
         """End the present pass at the end of its backward."""
-        with self._cap.lock:
+        with self._cap.in_use():
             current, self._present = self._present, None
             self.activations.end_backward()
             if current is None:

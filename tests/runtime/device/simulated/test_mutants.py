@@ -39,12 +39,7 @@ from tests.runtime.device.simulated.ordered_device import OrderedDevice
 FOUND = (WrongBytesError, CountError, SlowPassError, PenstockError)
 """RaceError and what is out of bounds are PenstockErrors."""
 
-BY = {
-    RaceError: "race",
-    WrongBytesError: "bits",
-    CountError: "count",
-    SlowPassError: "time",
-}
+BY = {RaceError: "race", WrongBytesError: "bits", CountError: "count", SlowPassError: "time"}
 
 
 def test_a_run_without_a_fault_takes_what_it_should():
@@ -86,12 +81,7 @@ def test_what_the_streamer_does_not_rely_on_changes_nothing(name):
 
 
 def test_faults_are_counted_by_what_finds_them():
-    assert Counter(fault.by for fault in FAULTS.values()) == {
-        "race": 61,
-        "bits": 32,
-        "error": 12,
-        "count": 4,
-    }
+    assert Counter(fault.by for fault in FAULTS.values()) == {"race": 61, "bits": 32, "error": 12, "count": 4}
 
 
 @pytest.mark.parametrize(("name", "first"), [("barrier", 1), ("breaks", 2)])
