@@ -295,3 +295,31 @@ class FixedPlaces:
         """The fewest bytes that a copy of a block can have: copies are cut where granules begin."""
         granule, end = self.problem.arena.granule, block.shift + block.range.nbytes
         return min(block.range.nbytes, granule - block.shift, (end - 1) % granule + 1)
+
+
+def copies_ns(problem: Problem, number: int, groups: Sequence[Group], nbytes: int) -> int:
+    """Return a time that no pass of trace number `number` is shorter than, as few copies bring much.
+
+    See "Copies that follow each other" in docs/planning.md. Granules that segments cut count as whole ones.
+    """
+    steps, hardware = problem.traces[number].steps, problem.hardware
+    unit = problem.arena.granule if problem.arena.kind == "paged" else 1
+    free = [group for group in groups if not group.kept and group.reads[number]]
+    room = nbytes - sum(group.nbytes for group in groups if group.kept)
+    total = sum(-(-span.nbytes // unit) * unit for group in free for span in group.spans)
+    lost = total - sum(group.nbytes for group in free)
+    excess = total - (room + lost) // unit * unit
+    if excess <= 0:
+        return 0
+    shared = numpy.unique(numpy.geomspace(1, max(1, room // unit), _POINTS).astype(int)) * unit
+    copied, most_shared = excess + shared, numpy.append(shared[1:] - unit, shared[-1])
+    latency_ns, fill_ns, ns = hardware.link_latency_ns, hardware.link_fill_ns, 1e9 / hardware.link_bytes_per_s
+    reads = numpy.sort([min(steps[k].read_ns for k in group.reads[number]) for group in free]).cumsum()
+    pauses = numpy.sort([fill_ns + step.read_ns for step in steps if step.reads])
+    both = numpy.ceil(2 + 2 * excess / most_shared * (1 - _DUST)).astype(int)
+    idle = numpy.minimum(both // 2, numpy.searchsorted(pauses, latency_ns))
+    line_ns = (copied - lost) * ns + (both - idle) * latency_ns + numpy.append(0, pauses.cumsum())[idle]
+    takers = numpy.minimum(copied // most_shared, len(free))
+    turns_ns = copied / most_shared * (fill_ns + latency_ns) + numpy.append(0, reads)[takers]
+    turns_ns += (copied - lost) / most_shared * unit * ns
+    return math.floor(float(numpy.maximum(line_ns, turns_ns).min()) * (1 - _DUST))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from penstock.schedule.bound.gaps import FixedPlaces, Gap, gaps_of, needed_bytes
+from penstock.schedule.bound.gaps import FixedPlaces, Gap, copies_ns, gaps_of, needed_bytes
 from penstock.schedule.facts.model import Hardware, Range, Trace, Wrap
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.space.spans import Group, Pieces, merged
@@ -159,7 +159,7 @@ class LinearProgram:
         self.unit_ns = self.unit_bytes * max(tier.ns_per_byte for tier in tiers)
         self.needed = needed
         self.sizes, self.phases, self.tiers = sizes / self.unit_bytes, phases, tiers
-        self._room = [
+        self.room = [
             numpy.minimum(tier.nbytes - needed, phases.covered(sizes)) / self.unit_bytes for tier in tiers
         ]
         self._copy = [tier.ns_per_byte * self.unit_bytes / self.unit_ns for tier in tiers]
@@ -236,7 +236,7 @@ class LinearProgram:
         rows = upper.add(numpy.zeros(phases.count))
         upper.put(rows, its.read, 1.0)
         upper.put(rows, its.early, -1.0)
-        rows = upper.add(self._room[tier])
+        rows = upper.add(self.room[tier])
         upper.put(rows, its.over, 1.0)
         upper.put(rows, its.early, 1.0)
         lead, read, _ = self._outs
@@ -300,7 +300,7 @@ class LinearProgram:
         if self._outs[0].size:
             waits += total * self._out
             bounds[self._outs[1], 1] = self.phases.read_ns / self.unit_ns / self._out
-        bounds[self.wait, 1] = max(waits, self.longest_wait)
+        bounds[self.wait, 1] = waits + self.longest_wait
         return bounds
 
 
@@ -441,6 +441,35 @@ def _add_windows(program: LinearProgram, windows: Iterable[tuple[int, int, float
             ways[span] = numpy.maximum(ways[span], least)
 
 
+def _add_arrivals(program: LinearProgram, hardware: Hardware) -> None:
+    """Add that the bytes of a copy flow late: of those that come between two steps, many have room before.
+
+    See "Arrivals" in docs/planning.md. For each first step, the nearest last ones count.
+    """
+    its, phases, n = program.columns(0), program.phases, program.phases.count
+    copy_ns = program.tiers[0].ns_per_byte * program.unit_bytes
+    starts_ns = hardware.link_fill_ns + hardware.link_latency_ns
+    first, last = (numpy.concatenate((edge, edge - n)) for edge in (phases.first, phases.last))
+    for j, room in enumerate(program.room[0]):
+        steps = numpy.arange(j + 1, j + n + 1) % n
+        passed_ns = (phases.lead_ns[steps] + phases.read_ns[steps]).cumsum() - phases.read_ns[steps]
+        over = (first <= j) & (j < last)
+        due = numpy.bincount(last[over] - j - 1, numpy.tile(program.sizes, 2)[over], n).cumsum()
+        late = numpy.nonzero((passed_ns >= starts_ns) | (due > room * (1 + _DUST)))[0]
+        for k in late[:_NEAREST].tolist():
+            row = program.at_most.add(numpy.array([room + (passed_ns[k] - starts_ns) / copy_ns]))
+            between = steps[: k + 1]
+            program.at_most.put(row, its.over[[j]], 1.0)
+            program.at_most.put(row, its.early[[j]], 1.0)
+            for columns, value in (
+                (its.lead[between], 1.0),
+                (its.read[between[:-1]], 1.0),
+                (program.wait[between], -program.unit_ns / copy_ns),
+            ):
+                program.at_most.put(numpy.repeat(row, len(columns)), columns, value)
+    program.longest_wait += n * starts_ns / program.unit_ns
+
+
 class _PauseCurve:
     """The right-hand side of the second inequality above as a function of z, for given reads."""
 
@@ -512,6 +541,9 @@ _CUT = 8
 _FEW_GRANULES, _NEARLY_WHOLE = 12, 0.01
 """The most granules of refilled memory that are rounded to a whole number, and the largest rounding error."""
 
+_NEAREST = 3
+"""The number of last steps for each first one; more of them did not raise the bound of any drawn problem."""
+
 _GAIN, _WINDOWS = 1.003, 800
 """A window counts if it is so many times as long as compute and shorter windows make it; and the most windows
 that count, the shortest first. With all 17,000 of a decoder of 194 steps the solver took 2.2 s instead of
@@ -552,8 +584,13 @@ def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
     return max(total + (nbytes - total) // granule * granule for total in sums if total <= nbytes)
 
 
-def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], number: int = 0) -> Relaxation | None:
-    """Solve the relaxation of one trace; None if the solver fails. The device's tier comes first."""
+def relax(
+    problem: Problem, pieces: Pieces, tiers: Sequence[Tier], number: int = 0, *, strong: bool = False
+) -> Relaxation | None:
+    """Solve the relaxation of one trace; None if the solver fails. The device's tier comes first.
+
+    A `strong` one knows when copies may start and how they follow each other, and takes longer to solve.
+    """
     groups, trace = pieces.copied, problem.traces[number]
     gaps = gaps_of(groups, trace, number=number)
     if not gaps:
@@ -576,6 +613,10 @@ def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], number: int =
         if len(weights) == len(blocks):
             turns_ns = fixed.turns_ns()
             _add_windows(program, fixed.windows_ns(needed) if phases.complete else ())
+    if strong and not any(group.produced for group in groups):
+        turns_ns = max(turns_ns, copies_ns(problem, number, groups, tiers[0].nbytes))
+        if phases.complete:
+            _add_arrivals(program, problem.hardware)
     program.close()
     solved = _solve_in_granules(program, tiers[0].granule)
     if solved is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,9 @@ _RINGS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.8)
 
 _PARTS = (1, 1.5, 2, 3)
 """Values tried for the number of runs that fit into the refilled memory, which sets their length."""
+
+_TURNS = 8
+"""The most groups that take turns."""
 
 _AHEAD = (0.0, 0.5)
 """Values tried for the share of a run that is owed at the start of a pass, which shifts all runs."""
@@ -82,6 +86,26 @@ class Runs:
             other[list(changed)] ^= True
             if self._short(other) <= 0:
                 yield other
+
+    def turns(self) -> Iterator[numpy.ndarray]:
+        """Yield choices in which parts of a few groups, spread over the pass, take turns in the memory."""
+        gaps, groups = self._loads.gaps, self._residency.groups
+        for count in range(2, min(_TURNS, len(gaps)) + 1):
+            for absent in {count - 1, count - 2, count // 2} - {0}:
+                part = -(-self._excess // absent)
+                large = [g for g, gap in enumerate(gaps) if gap.inside and groups[gap.group].nbytes >= part]
+                large.sort(key=lambda g: gaps[g].closes % self._loads.steps)
+                for first in (0, 0.5) if len(large) >= count else ():
+                    stays = [groups[gap.group].nbytes for gap in gaps]
+                    for number in range(count):
+                        stays[large[int((number + first) * len(large) / count)]] -= part
+                    counts = [
+                        bisect_right(groups[gap.group].bytes_of_first, nbytes) - 1
+                        for gap, nbytes in zip(gaps, stays, strict=True)
+                    ]
+                    rows = self._loads.after_first(counts)
+                    if self._short(rows) <= 0:
+                        yield rows
 
     def _spread(self, copied: int, run: int, ahead: float) -> numpy.ndarray:
         """Choose rows of about `copied` bytes in all.
@@ -224,6 +248,8 @@ class OneTrace:
             for candidate in self.ranked[:_JOINED]:
                 self._time_joined(candidate.rows)
             self._improve(runs, relaxed.bound_ns)
+            for rows in runs.turns():
+                self._time(rows, partial(in_sizes, most=self.cap, breaks=self.breaks))
         if self.period_ns <= relaxed.bound_ns * _CLOSE:
             self._coarsen(runs)
         best = self.ranked[0]

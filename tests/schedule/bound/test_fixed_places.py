@@ -1,4 +1,4 @@
-"""The bound of contiguous arenas against the best of all plans of tiny problems."""
+"""The bound of each kind of arena against the best of all plans of tiny problems."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,6 +15,7 @@ from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import Pieces
 from tests.hunt import nightly_but
+from tests.schedule.bound.paged_plans import PagedPlans
 from tests.schedule.bound.placements import Placements
 
 GRANULE = 4096
@@ -33,10 +34,10 @@ def random_trace(dice, graph, storages):
     return Trace(f"f{graph}", graph, "", tuple(steps), *ns[-2:], "modelled")
 
 
-def random_problem(dice, *, methods=1):
+def random_problem(dice, kind, *, methods=1):
     """Storages of 1 to 3 granules, whole or cut, and a budget between the floor and all their bytes."""
     while True:
-        count = dice.choice([3, 3, 4, 4, 5])
+        count = dice.choice([3, 3, 4, 4, 5] if kind == "contiguous" or methods > 1 else [2, 2, 3])
         sizes = [
             dice.choice([1, 1, 2, 2, 3]) * GRANULE - dice.choice([0, 0, 0, 1024, 3584]) for _ in range(count)
         ]
@@ -52,7 +53,7 @@ def random_problem(dice, *, methods=1):
         )
         # With a quarter, storages begin within granules, and may share one without a common byte.
         alignment = dice.choice([1, 1, 1, 0.25]) * GRANULE
-        arena = packed_arena(storages, traces, kind="contiguous", granule=GRANULE, alignment=int(alignment))
+        arena = packed_arena(storages, traces, kind=kind, granule=GRANULE, alignment=int(alignment))
         keep = frozenset({0} if dice.random() < 0.1 else ())
         wrap = dice.choice(["overlap", "overlap", "barrier"])
         problem = Problem(storages, traces, arena, keep, hardware=hardware, wrap=wrap)
@@ -61,25 +62,29 @@ def random_problem(dice, *, methods=1):
             return problem, dice.randrange(lowest, total)
 
 
+EVERY = {"contiguous": Placements, "paged": PagedPlans}
+
+
 @cache
-def solved(seed):
+def solved(seed, kind):
     """A random problem, its budget, and the least period of any plan (None: too many plans)."""
-    problem, budget = random_problem(Random(seed))
-    return problem, budget, Placements(problem, budget).least_ns()
+    problem, budget = random_problem(Random(seed), kind)
+    return problem, budget, EVERY[kind](problem, budget).least_ns()
 
 
 def bound_ns(problem, budget):
     tiers = (tier_of(budget - problem.outside_bytes, problem.hardware),)
-    relaxed = relax(problem, Pieces(problem), tiers)
+    relaxed = relax(problem, Pieces(problem), tiers, strong=True)
     assert relaxed is not None
     return relaxed.bound_ns
 
 
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("first", nightly_but({0, 100, 200}, range(0, 4000, 100)))
-def test_no_plan_at_any_addresses_is_faster_than_the_bound(first):
+def test_no_plan_at_all_is_faster_than_the_bound(first, kind):
     ratios = []
     for seed in range(first, first + 100):
-        problem, budget, best = solved(seed)
+        problem, budget, best = solved(seed, kind)
         if best is not None:
             (schedule,) = make_plan(problem, budget).schedules
             assert schedule.lower_bound_ns is not None
@@ -87,38 +92,60 @@ def test_no_plan_at_any_addresses_is_faster_than_the_bound(first):
                 f"seed {seed}: {problem}, {budget}"
             )
             ratios.append(best / schedule.lower_bound_ns)
-    assert len(ratios) > 50
+    assert len(ratios) > 25
     assert sum(ratio < 1.01 for ratio in ratios) > len(ratios) / 4
     assert sum(ratio < 1.2 for ratio in ratios) > len(ratios) / 2
 
 
 def stronger(rule):
-    """`FixedPlaces` of which one rule says 1 % more than it proves."""
+    """One rule of the bound's, by the name that `relaxation` calls it, which says 1 % more than it proves."""
+    known = getattr(relaxation, rule.partition(".")[0])
 
     class Stronger(FixedPlaces):
         def turns_ns(self):
-            return int(super().turns_ns() * (1.01 if rule == "turns" else 1))
+            return int(super().turns_ns() * (1.01 if rule == "FixedPlaces.turns" else 1))
 
         def windows_ns(self, needed):
             for j, k, ns in super().windows_ns(needed):
-                yield j, k, ns * (1.01 if rule == "windows" else 1)
+                yield j, k, ns * (1.01 if rule == "FixedPlaces.windows" else 1)
 
-    return Stronger
+    def later(program, hardware):
+        in_flight, latency_ns = hardware.link_in_flight_bytes, hardware.link_latency_ns
+        known(
+            program,
+            replace(
+                hardware,
+                link_in_flight_bytes=int(1.01 * in_flight),
+                link_latency_ns=int(1.01 * latency_ns),
+            ),
+        )
+
+    functions = {"copies_ns": lambda *facts: int(1.01 * known(*facts)), "_add_arrivals": later}
+    return functions.get(rule, Stronger)
 
 
-@pytest.mark.parametrize("rule", ["turns", "windows"])
-def test_one_percent_more_would_be_seen(rule, monkeypatch):
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ("FixedPlaces.turns", "contiguous"),
+        ("FixedPlaces.windows", "contiguous"),
+        ("copies_ns", "paged"),
+        ("_add_arrivals", "paged"),
+    ],
+)
+def test_one_percent_more_would_be_seen(rule, kind, monkeypatch):
     """Of 150 problems, at least one has a plan that is faster than the stronger rule allows."""
-    monkeypatch.setattr(relaxation, "FixedPlaces", stronger(rule))
-    cases = (solved(seed) for seed in range(150))
+    monkeypatch.setattr(relaxation, rule.partition(".")[0], stronger(rule))
+    cases = (solved(seed, kind) for seed in range(150))
     assert any(bound_ns(problem, budget) > best for problem, budget, best in cases if best is not None)
 
 
-def test_the_bound_of_each_method_is_below_all_plans_of_that_method_alone():
+@pytest.mark.parametrize("kind", EVERY)
+def test_the_bound_of_each_method_is_below_all_plans_of_that_method_alone(kind):
     """With only the storages that it reads, and those that are kept."""
     tried = 0
     for seed in range(40):
-        problem, budget = random_problem(Random(seed), methods=2)
+        problem, budget = random_problem(Random(seed), kind, methods=2)
         plan = make_plan(problem, budget)
         for trace, schedule in zip(problem.traces, plan.schedules, strict=True):
             used = {s for step in trace.steps for s in step.reads} | problem.keep
@@ -126,7 +153,8 @@ def test_the_bound_of_each_method_is_below_all_plans_of_that_method_alone():
                 replace(storage, nbytes=storage.nbytes * (s in used))
                 for s, storage in enumerate(problem.storages)
             )
-            best = Placements(replace(problem, storages=storages, traces=(trace,)), budget).least_ns()
+            alone = replace(problem, storages=storages, traces=(trace,))
+            best = EVERY[kind](alone, budget).least_ns()
             if best is not None:
                 assert schedule.lower_bound_ns is not None
                 assert schedule.lower_bound_ns <= best <= schedule.predicted_ns
