@@ -171,7 +171,8 @@ def _row(stage: str, results: Sequence[Result], full: Sequence[float], seconds: 
     figures = spread([ratio for _, ratio, _ in known])
     moved = " | ".join(f"{now / before - 1:+.1%}" for now, before in zip(figures, full, strict=True))
     loss, _, case = max(known, key=lambda one: one[0])
-    most = f"{loss - 1:+.1%}" + f" ({case.program}, {case.hardware}, {case.share:g})" * (loss > 1.001)
+    place = ", ".join(part for part in (case.program, case.hardware, f"{case.share:g}") if part)
+    most = f"{loss - 1:+.1%}" + f" ({place})" * (loss > 1.001)
     failed = len(pairs) - len(known)
     most += f"; no plan in {failed}" * (failed > 0)
     return f"| {stage} | {moved} | {most} | {sum(one[2] for one in pairs) / seconds - 1:+.0%} |"
