@@ -48,6 +48,12 @@ _AT_BOUND, _NEAR, _AGAIN = 1.0001, 1.01, 0.25
 strong bound: ending there made some plans up to 1 % slower.
 """
 
+_FEW, _SAVED = 4, 128
+"""Storages below `_FEW` granules are tried outside of a contiguous arena, where they take no whole granules.
+
+They are if that saves a `_SAVED`th of the bytes that do not fit, and the plan takes `_NEAR` times its bound.
+"""
+
 SMALL = 32
 """The most reads of a problem that is planned on lower rungs.
 
@@ -132,6 +138,13 @@ def _plan(problem: Problem, budget: int, names: Sequence[str] | None, effort: fl
         pieces = Pieces(problem)
         _check_floor(pieces, budget, names)
         draft, schedules = _fastest(problem, pieces, cap, effort)
+        aside = replace(problem, beside=_small(problem, problem.streamed_bytes - cap))
+        bounds = [schedule.lower_bound_ns for schedule in schedules]
+        pieces, slow = Pieces(aside), _total_ns(schedules) > _NEAR * sum(bound or 0 for bound in bounds)
+        if slow and aside.beside and budget >= _floor(pieces).upper_bytes:
+            other, timed = _fastest(aside, pieces, budget - aside.outside_bytes, effort, bounds)
+            if _total_ns(timed) < _total_ns(schedules):
+                outside, draft, schedules = aside.outside, other, timed
     plan = Plan(
         budget=budget,
         arena=problem.arena,
@@ -151,6 +164,20 @@ def _plan(problem: Problem, budget: int, names: Sequence[str] | None, effort: fl
     return plan if problem.host is None else with_host(plan, problem.host)
 
 
+def _small(problem: Problem, missing: int) -> frozenset[int]:
+    """The storages that leave parts of their granules free; none if these are little of the `missing` bytes.
+
+    Outside of the arena each takes as many bytes as it has: allocators round up to multiples of 512.
+    """
+    granule, free = problem.arena.granule, {}
+    for s in problem.streamed if problem.arena.kind == "contiguous" and not problem.pool else ():
+        storage = problem.storages[s]
+        odd = storage.phase or storage.nbytes % 512 or storage.kind == "produced"
+        if storage.nbytes < _FEW * granule and not odd:
+            free[s] = -storage.nbytes % granule
+    return frozenset(s for s, n in free.items() if n and sum(free.values()) * _SAVED >= missing)
+
+
 def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     """The decisions of a plan, timed by the figures of the problem; None if they may no longer be good ones.
 
@@ -158,9 +185,23 @@ def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     hardware alone. The decisions are good if they take at most `nearness` times the new bound. This needs a
     bound and no search; the bound took a quarter of the planning of a Llama of 32 layers.
     """
-    traces = _planned_traces(problem)
-    timed = _timed_again(joined(plan), _joined(problem, traces), nearness)
-    return divided(timed, traces) if timed else None
+    planned, alone = _planned_traces(problem), joined(plan)
+    joint = _joined(problem, planned)
+    streams = any(schedule.transfers for schedule in alone.schedules)
+    if joint.host is not None or not streams or _place_of(alone.pool) != _place_of(joint.pool):
+        return None
+    aside = replace(joint, beside=frozenset(plan.outside))
+    bounds = _bounds_within(joint, plan.budget)
+    if aside.outside_bytes > joint.outside_bytes:
+        bounds = _lower(bounds, _bounds_within(aside, plan.budget))
+    timed = replace(
+        alone,
+        schedules=_timed(aside, _draft_of(alone), bounds),
+        traces=joint.traces,
+        hardware=joint.hardware,
+        pool=joint.pool,
+    )
+    return divided(timed, planned) if timed.ratio and timed.ratio <= nearness else None
 
 
 def improve_plan(plan: Plan, problem: Problem, go_on: Callable[[int], bool]) -> Plan:
@@ -169,26 +210,20 @@ def improve_plan(plan: Plan, problem: Problem, go_on: Callable[[int], bool]) -> 
     `problem` is the one that the plan was made for. `go_on` is asked before each change with the period so
     far, in nanoseconds, summed over the methods. Plans of paged arenas have no addresses, and stay.
     """
-    planned = _planned_traces(problem)
-    joint, alone = replace(_joined(problem, planned), host=None), joined(plan)
-    if plan.arena.kind != "contiguous" or not any(schedule.transfers for schedule in plan.schedules):
+    if plan.arena.kind != "contiguous":
         return plan
-    cap = plan.budget - problem.outside_bytes
+    planned, alone = _planned_traces(problem), joined(plan)
+    joint = replace(_joined(problem, planned), beside=frozenset(plan.outside))
+    cap = plan.budget - joint.outside_bytes
     draft = climb(joint, Pieces(joint).blocks, _draft_of(alone), cap, go_on)
-    timed = _timed(joint, draft)
-    if _total_ns(timed) >= _total_ns(alone.schedules):
-        return plan
-    schedules = tuple(
-        replace(schedule, lower_bound_ns=before.lower_bound_ns)
-        for schedule, before in zip(timed, alone.schedules, strict=True)
-    )
+    timed = _timed(joint, draft, [schedule.lower_bound_ns for schedule in alone.schedules])
     changed = replace(
         alone,
         arena_bytes=draft.arena_bytes,
         addresses=draft.addresses,
         resident=draft.resident,
         boundary=draft.boundary,
-        schedules=schedules,
+        schedules=timed,
         host=None,
     )
     better = divided(changed, planned)
@@ -207,27 +242,6 @@ def _draft_of(plan: Plan) -> Draft:
 def _place_of(pool: Pool | None) -> Pool | None:
     """What decisions depend on of a pool: all but its times."""
     return None if pool is None else replace(pool, expected_ns=(), worst_ns=())
-
-
-def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
-    """`with_figures` for methods that may be called in any order."""
-    if problem.host is not None or not any(schedule.transfers for schedule in plan.schedules):
-        return None
-    if _place_of(plan.pool) != _place_of(problem.pool):
-        return None
-    cap = plan.budget - problem.outside_bytes
-    bounds = tuple(
-        relaxation.bound_ns if relaxation else None for relaxation in _relaxed(problem, Pieces(problem), cap)
-    )
-    schedules = tuple(
-        replace(schedule, lower_bound_ns=bound)
-        for schedule, bound in zip(_timed(problem, _draft_of(plan)), bounds, strict=True)
-    )
-    timed = replace(
-        plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware, pool=problem.pool
-    )
-    now = timed.lower_bound_ns
-    return timed if now and timed.predicted_ns <= nearness * now else None
 
 
 def _in_turn(demand: Demand) -> Demand:
@@ -256,8 +270,18 @@ def _relaxed(
     return tuple(relax(problem, pieces, tiers, number, strong=strong) for number in numbers)
 
 
-def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple[Draft, tuple[Schedule, ...]]:
-    """The fastest draft for `cap` bytes of arena, or for a lower rung whose plan may still be faster."""
+def _bounds_within(problem: Problem, budget: int) -> list[int | None]:
+    relaxed = _relaxed(problem, Pieces(problem), budget - problem.outside_bytes)
+    return [relaxation.bound_ns if relaxation else None for relaxation in relaxed]
+
+
+def _fastest(
+    problem: Problem, pieces: Pieces, cap: int, effort: float, known: Sequence[int | None] = ()
+) -> tuple[Draft, tuple[Schedule, ...]]:
+    """The fastest draft for `cap` bytes of arena, or for a lower rung whose plan may still be faster.
+
+    `known` are bounds of another arrangement: the lower ones hold for both.
+    """
     search = contiguous.search if problem.arena.kind == "contiguous" else paged.search
     best: tuple[Draft, tuple[Schedule, ...]] | None = None
     bounds: Sequence[int | None] = ()
@@ -267,14 +291,21 @@ def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple
         relaxed = _relaxed(problem, pieces, rung)
         bounds = bounds or tuple(relaxation.bound_ns if relaxation else None for relaxation in relaxed)
         draft = _careful(search, Task(problem, pieces, rung, relaxed, effort))
-        schedules = _timed(problem, draft)
+        schedules = _timed(problem, draft, bounds)
         if best is None or _total_ns(schedules) < _total_ns(best[1]):
             best = draft, schedules
     assert best is not None
     best, bounds = _improved(search, Task(problem, pieces, cap, (), effort), best, bounds)
+    bounds = _lower(bounds, known) if known else bounds
     return best[0], tuple(
         replace(schedule, lower_bound_ns=bound) for schedule, bound in zip(best[1], bounds, strict=True)
     )
+
+
+def _lower(bounds: Sequence[int | None], others: Sequence[int | None]) -> list[int | None]:
+    """The bounds that hold for either of two arrangements."""
+    pairs = zip(bounds, others, strict=True)
+    return [None if one is None or other is None else min(one, other) for one, other in pairs]
 
 
 def _improved(
@@ -295,7 +326,7 @@ def _improved(
         return best, known
     draft, late = search(replace(task, relaxed=strong, effort=_AGAIN)), _late(problem)
     if sum(draft.periods_ns(late)) <= _CARE * sum(best[0].periods_ns(late)):
-        best = min(best, (draft, _timed(problem, draft)), key=lambda drafted: _total_ns(drafted[1]))
+        best = min(best, (draft, _timed(problem, draft, known)), key=lambda drafted: _total_ns(drafted[1]))
     return best, known
 
 
@@ -331,25 +362,30 @@ def _tiers(problem: Problem, pieces: Pieces, cap: int) -> tuple[Tier, ...]:
 def _rungs_below(pieces: Pieces, cap: int) -> list[int]:
     """The rungs below `cap`, in bytes of arena, the largest first; none for a large problem."""
     demand = pieces.demand
-    if sum(len(step.reads) for trace in demand.traces for step in trace.steps) > SMALL:
+    if not _is_small(demand.traces):
         return []
     lowest = _floor(pieces).upper_bytes - demand.outside_bytes
-    rungs = {lowest + (demand.streamed_bytes - lowest) * number // RUNGS for number in range(RUNGS)}
-    return sorted((rung for rung in rungs if rung < cap), reverse=True)
+    width = demand.streamed_bytes - lowest
+    return [rung for n in range(RUNGS, 0, -1) if (rung := lowest + width * (n - 1) // RUNGS) < cap]
+
+
+def _is_small(traces: Sequence[Trace]) -> bool:
+    return sum(len(step.reads) for trace in traces for step in trace.steps) <= SMALL
 
 
 def lower_budgets(traces: Sequence[Trace], highest: int, budget: int) -> list[int]:
     """The budgets below `budget` of a ladder up to `highest`, the largest first; none for a large problem."""
-    if sum(len(step.reads) for trace in traces for step in trace.steps) > SMALL:
+    if not _is_small(traces):
         return []
-    ladder = (highest * number // RUNGS for number in range(RUNGS, 0, -1))
-    return [nbytes for nbytes in ladder if nbytes < budget]
+    return [rung for n in range(RUNGS, 0, -1) if (rung := highest * n // RUNGS) < budget]
 
 
-def _timed(problem: Problem, draft: Draft) -> tuple[Schedule, ...]:
+def _timed(problem: Problem, draft: Draft, bounds: Sequence[int | None]) -> tuple[Schedule, ...]:
     boundaries = draft.boundaries or (None,) * len(problem.traces)
-    facts = zip(problem.traces, draft.streams, draft.periods_ns(problem), boundaries, strict=True)
-    return tuple(Schedule(trace.graph, *stream, ns, boundary=last) for trace, stream, ns, last in facts)
+    facts = zip(problem.traces, draft.streams, draft.periods_ns(problem), bounds, boundaries, strict=True)
+    return tuple(
+        Schedule(trace.graph, *stream, ns, bound, boundary=last) for trace, stream, ns, bound, last in facts
+    )
 
 
 def _total_ns(schedules: Sequence[Schedule]) -> int:
@@ -385,5 +421,4 @@ def _nothing_streamed(problem: Problem) -> tuple[Draft, tuple[Schedule, ...]]:
     """The draft and the schedules of a plan without copies, whose passes take as long as their compute."""
     addresses = (-1,) * len(problem.storages) if problem.arena.kind == "contiguous" else ()
     draft = Draft(0, addresses, (), (), tuple(((), ()) for _ in problem.traces))
-    timed = zip(_timed(problem, draft), problem.traces, strict=True)
-    return draft, tuple(replace(schedule, lower_bound_ns=trace.compute_ns) for schedule, trace in timed)
+    return draft, _timed(problem, draft, [trace.compute_ns for trace in problem.traces])

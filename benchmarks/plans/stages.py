@@ -19,19 +19,16 @@ _SCHEDULE = "penstock.schedule"
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage by name: what the planner does in its place, and how it is made to.
+    """A stage by name; `swaps` stand in for names below `penstock.schedule`, written `module:name`.
 
-    `swaps` has what stands in for names below `penstock.schedule`, written `module:name`. The stage takes
-    part in a plan that calls the function `reached` (the first of the swaps unless another is given). It
-    changes what the function `within` returns, if it is a part of one that the benchmark remembers.
+    The stage takes part in a plan that calls the function `reached` (the first of the swaps unless another is
+    given). Plans without it are made with the share `effort` of the search.
     """
 
     name: str
-    instead: str
     swaps: Mapping[str, Any]
     reached: str = ""
     effort: float = 1.0
-    within: str = ""
 
     @property
     def entry(self) -> str:
@@ -96,8 +93,12 @@ def _no_quanta(
         timed(self, kept, margin, quantum=quantum, most=most)
 
 
+def _evenly(self: _Search, _: Any) -> list[float]:
+    return [float(block.size) for block in self.blocks]
+
+
 def _as_relaxed(self: _Search, wanted: Any, families: Any = _Search._families) -> Iterator[Any]:
-    if wanted != [float(block.size) for block in self.blocks]:
+    if wanted != _evenly(self, None):
         yield from families(self, wanted)
 
 
@@ -109,124 +110,38 @@ def _by_size(sizes: Sequence[int], alive: Any) -> Iterator[list[int]]:
     yield sorted(range(len(sizes)), key=lambda block: -sizes[block])
 
 
-_ONE_TRACE, _CONTIGUOUS = "search.paged", "search.contiguous"
+_CONTIGUOUS = "search.contiguous"
+_REACHED = f"{_CONTIGUOUS}:search"
 
 STAGES = (
-    Stage("a quarter of the search", "`effort=0.25`", {}, "planner:_fastest", 0.25),
-    Stage(
-        "ladder of budgets",
-        "small problems are planned for the given budget alone",
-        {"planner:_rungs_below": lambda *_: []},
-        "planner:pass_ns",
-    ),
+    Stage("a quarter of the search", {}, "planner:_fastest", 0.25),
+    Stage("ladder of budgets", {"planner:_rungs_below": lambda *_: []}, "planner:pass_ns"),
     # Paged arenas.
-    Stage("relaxation", "an equal share of every gap is kept", {f"{_ONE_TRACE}:OneTrace.best": _unrelaxed}),
+    Stage("relaxation", {"search.paged:OneTrace.best": _unrelaxed}),  # an equal share of every gap is kept
+    Stage("memory left free", {"search.paged:OneTrace._time_rounded": _one_margin}),
+    Stage("rounding in copies", {"search.paged:OneTrace._time_rounded": _no_quanta}),
+    Stage("joining by size", {"search.paged:in_sizes": lambda pieces, **_: list(pieces)}),
+    Stage("joining", {"clock.transfers:Joiner.fastest": lambda self, pieces: list(pieces)}),
+    Stage("runs", {"search.paged:Runs.choices": lambda *_: iter(())}),
+    Stage("ends moved", {"search.paged:OneTrace._improve": lambda *_: None}),
     Stage(
-        "memory left free",
-        "none is left for rounding and for copies on their way",
-        {f"{_ONE_TRACE}:OneTrace._time_rounded": _one_margin},
+        "ends moved in pairs", {"search.paged:_shuffled_pairs": lambda _: []}, "search.paged:Runs.neighbours"
     ),
-    Stage(
-        "rounding in copies",
-        "rounded to single spans only",
-        {f"{_ONE_TRACE}:OneTrace._time_rounded": _no_quanta},
-    ),
-    Stage(
-        "joining by size",
-        "the roundings' copies stay apart",
-        {f"{_ONE_TRACE}:in_sizes": lambda pieces, **_: list(pieces)},
-    ),
-    Stage(
-        "joining",
-        "the copies of runs stay apart",
-        {"clock.transfers:Joiner.fastest": lambda self, pieces: list(pieces)},
-    ),
-    Stage(
-        "runs",
-        "no choice of runs is tried, only the roundings",
-        {"search.paged:Runs.choices": lambda *_: iter(())},
-    ),
-    Stage("ends moved", "runs stay as rounded", {f"{_ONE_TRACE}:OneTrace._improve": lambda *_: None}),
-    Stage(
-        "ends moved in pairs",
-        "one end at a time, where spans are few too",
-        {"search.paged:_shuffled_pairs": lambda _: []},
-        "search.paged:Runs.neighbours",
-    ),
-    Stage(
-        "plans by age",
-        "the search for a contiguous arena is not asked",
-        {"search.paged:_search_runs": lambda *_: None},
-    ),
+    Stage("plans by age", {"search.paged:_search_runs": lambda *_: None}),
     # Contiguous arenas.
-    Stage(
-        "largest sizes",
-        "blocks up to the smallest or the largest size stream",
-        {f"{_CONTIGUOUS}:_SIZES": 1},
-        f"{_CONTIGUOUS}:search",
-    ),
-    Stage(
-        "smallest sizes",
-        "blocks from any size on stream",
-        {f"{_CONTIGUOUS}:_SMALLEST": (0.0,)},
-        f"{_CONTIGUOUS}:search",
-    ),
-    Stage(
-        "spread as the relaxation copies",
-        "spread evenly only",
-        {f"{_CONTIGUOUS}:_Search._copied": lambda self, _: [float(block.size) for block in self.blocks]},
-        f"{_CONTIGUOUS}:search",
-    ),
-    Stage(
-        "spread evenly",
-        "spread as the relaxation copies only",
-        {f"{_CONTIGUOUS}:_Search._families": _as_relaxed},
-        f"{_CONTIGUOUS}:search",
-    ),
-    Stage(
-        "large blocks at the ends",
-        "they stay or stream as others do",
-        {f"{_CONTIGUOUS}:_Search._families": _no_ends},
-        f"{_CONTIGUOUS}:search",
-    ),
-    Stage("pairs", "no pairs are tried", {f"{_CONTIGUOUS}:_PAIRS": ()}, f"{_CONTIGUOUS}:search"),
-    Stage(
-        "sizes of parts",
-        "parts are joined up to one size",
-        {f"{_CONTIGUOUS}:_LEAST_PARTS": (16,)},
-        f"{_CONTIGUOUS}:search",
-    ),
-    Stage(
-        "joining parts of blocks",
-        "each is copied by itself",
-        {"search.draft:_joined": lambda pieces, *_: iter(pieces)},
-        f"{_CONTIGUOUS}:search",
-    ),
-    Stage(
-        "fewest young bytes",
-        "of equal places the lowest is taken",
-        {"space.addresses:_Room._bytes_of": lambda *_: 0},
-        f"{_CONTIGUOUS}:search",
-        within=f"{_CONTIGUOUS}:place_oldest",
-    ),
+    Stage("small storages outside", {"planner:_small": lambda *_: frozenset()}, _REACHED),
+    Stage("largest sizes", {f"{_CONTIGUOUS}:_SIZES": 1}, _REACHED),
+    Stage("smallest sizes", {f"{_CONTIGUOUS}:_SMALLEST": (0.0,)}, _REACHED),
+    Stage("spread as the relaxation copies", {f"{_CONTIGUOUS}:_Search._copied": _evenly}, _REACHED),
+    Stage("spread evenly", {f"{_CONTIGUOUS}:_Search._families": _as_relaxed}, _REACHED),
+    Stage("large blocks at the ends", {f"{_CONTIGUOUS}:_Search._families": _no_ends}, _REACHED),
+    Stage("pairs", {f"{_CONTIGUOUS}:_PAIRS": ()}, _REACHED),
+    Stage("sizes of parts", {f"{_CONTIGUOUS}:_LEAST_PARTS": (16,)}, _REACHED),
+    Stage("joining parts of blocks", {"search.draft:_joined": lambda pieces, *_: iter(pieces)}, _REACHED),
+    Stage("fewest young bytes", {"space.addresses:_Room._bytes_of": lambda *_: 0}, _REACHED),
     # Memory for blocks.
-    Stage(
-        "orders",
-        "first fit by size alone is improved",
-        {"space.addresses:_orders": _by_size},
-        "space.addresses:_squeaked",
-    ),
-    Stage(
-        "squeaky wheel",
-        "the best of the orders",
-        {"space.addresses:_tries": lambda *_: 0},
-        "space.addresses:_squeaked",
-    ),
-    Stage(
-        "branch and bound",
-        "few blocks as many",
-        {"space.addresses:_EXACT": -1},
-        "space.addresses:_BranchAndBound.run",
-    ),
+    Stage("orders", {"space.addresses:_orders": _by_size}, "space.addresses:_squeaked"),
+    Stage("squeaky wheel", {"space.addresses:_tries": lambda *_: 0}, "space.addresses:_squeaked"),
+    Stage("branch and bound", {"space.addresses:_EXACT": -1}, "space.addresses:_BranchAndBound.run"),
 )
-"""In the order of the tables. Those of the search for a contiguous arena are left out of its plans only."""
+"""In the order of the table. Those of the search for a contiguous arena are left out of its plans only."""

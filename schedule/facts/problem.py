@@ -20,7 +20,8 @@ class Demand:
     """What a program needs in memory at each step, on any machine; storages in `keep` never leave it.
 
     `splits` has, for each trace that joins several calls, the steps at which calls but the first begin.
-    `pool` serves what is read by units, and is no part of the traces' reads.
+    `pool` serves what is read by units, and is no part of the traces' reads. The storages `beside` are held
+    outside of the arena, though they could stream.
     """
 
     storages: tuple[Storage, ...]
@@ -29,6 +30,7 @@ class Demand:
     keep: frozenset[int] = frozenset()
     splits: tuple[tuple[int, ...], ...] = ()
     pool: Pool | None = None
+    beside: frozenset[int] = frozenset()
 
     def call_ends(self, number: int, step: int) -> int:
         """The last step of the call to which a step of trace number `number` belongs."""
@@ -38,8 +40,8 @@ class Demand:
     @cached_property
     def outside(self) -> tuple[int, ...]:
         """The storages that are never in the arena, whether a step reads them or not."""
-        some = enumerate(self.storages)
-        return tuple(s for s, storage in some if storage.kind not in IN_ARENA or s in self._crossing)
+        chosen = self._crossing | self.beside
+        return tuple(s for s, x in enumerate(self.storages) if x.kind not in IN_ARENA or s in chosen)
 
     @cached_property
     def _crossing(self) -> frozenset[int]:
@@ -54,7 +56,7 @@ class Demand:
     @cached_property
     def streamed(self) -> tuple[int, ...]:
         """The storages that are in the arena at some step, in the order of their first read."""
-        return tuple(s for s in first_uses(self.storages, self.traces) if s not in self._crossing)
+        return tuple(s for s in first_uses(self.storages, self.traces) if s not in self.outside)
 
     @cached_property
     def outside_bytes(self) -> int:

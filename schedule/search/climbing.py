@@ -48,7 +48,7 @@ class _Climber:
     def __init__(self, problem: Problem, blocks: Sequence[Block], draft: Draft, cap: int) -> None:
         self.problem, self.blocks, self.draw = problem, blocks, random.Random(0)
         self.granule = problem.arena.granule
-        self.cap = cap // self.granule * self.granule
+        self.cap = cap
         always = {b for b, block in enumerate(blocks) if block.kept}
         self.apart = [{*read, *always} - {b} for b, read in enumerate(read_together(blocks))]
         self.sizes: dict[int, list[int]] = {}
@@ -66,25 +66,19 @@ class _Climber:
         self.stale += 1
         if self.stale > _STALE * len(self.blocks):
             self._restart()
-        places = self._changed(self.draw.choice(_MOVES))
-        if places is not None:
+        if places := self._changed(self.draw.choice(_MOVES)):
             self._time(places)
 
     def _restart(self) -> None:
         self.stale = 0
-        self.now, self.now_ns = list(self.best_addresses), self.best_ns
-        self.hot = self._shared(self.now)
+        self.now = list(self.best_addresses)
         for _ in range(_KICKS):
-            places = self._changed(1)
-            if places is not None:
-                self.now = places
-        occupancy = Occupancy(self.problem, self.blocks, self._addressing(self.now))
-        self.now_ns = self._period(occupancy, _LEAST_PARTS[0])[1]
+            self.now = self._changed(1) or self.now
+        self.now_ns = self._period(self.now, _LEAST_PARTS[0])[1]
         self.hot = self._shared(self.now) or self.hot
 
     def _time(self, places: list[int]) -> None:
-        occupancy = Occupancy(self.problem, self.blocks, self._addressing(places))
-        draft, period = self._period(occupancy, _LEAST_PARTS[0])
+        draft, period = self._period(places, _LEAST_PARTS[0])
         if period > self.now_ns:
             return
         if period < self.now_ns:
@@ -92,15 +86,14 @@ class _Climber:
         self.now, self.now_ns = places, period
         if period >= self.best_ns:
             return
-        self.stale = 0
-        for part in _LEAST_PARTS[1:]:
-            other, other_ns = self._period(occupancy, part)
-            if other_ns < period:
-                draft, period = other, other_ns
-        self.best, self.best_ns, self.best_addresses = draft, period, list(places)
+        self.stale, self.best_addresses = 0, list(places)
+        timed = [(draft, period), *(self._period(places, part) for part in _LEAST_PARTS[1:])]
+        self.best, self.best_ns = min(timed, key=lambda pair: pair[1])
 
-    def _period(self, occupancy: Occupancy, part: int) -> tuple[Draft, int]:
-        """The faster of the drafts that a placement allows, and the sum of its periods in nanoseconds."""
+    def _period(self, places: Sequence[int], part: int) -> tuple[Draft, int]:
+        """The faster of the drafts that addresses allow, and the sum of its periods in nanoseconds."""
+        top = max(at + block.size for at, block in zip(places, self.blocks, strict=True))
+        occupancy = Occupancy(self.problem, self.blocks, Addressing(tuple(places), top))
         timed = ((draft, sum(draft.periods_ns(self.problem))) for draft in occupancy.drafts(part))
         return min(timed, key=lambda pair: pair[1])
 
@@ -144,7 +137,3 @@ class _Climber:
             if last < 0 or places[b] + self.blocks[b].size > places[last] + self.blocks[last].size:
                 last = b
         return sorted(b for b in shared if not self.blocks[b].kept)
-
-    def _addressing(self, places: Sequence[int]) -> Addressing:
-        top = max(at + block.size for at, block in zip(places, self.blocks, strict=True))
-        return Addressing(tuple(places), top)

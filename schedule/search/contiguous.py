@@ -41,12 +41,6 @@ _ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 The unit is the number of bytes of such blocks that a single step reads, taken at the step that reads most.
 """
 
-_IN_FLIGHT = (0.5, 1.0, 1.5, 2.0, 3.0)
-"""Values tried for the memory that streaming blocks share beside what a single step reads of them.
-
-The unit is the number of bytes that a link brings in the time in which it fills.
-"""
-
 _PAIRS = (1, 2, 4, 8, 16)
 """How many pairs of blocks are tried that share some of their bytes, while all other blocks stay."""
 
@@ -181,12 +175,9 @@ class _Search:
 
     def _rings(self, family: _Family) -> set[int]:
         """The sizes in bytes of the memory that the streaming blocks of a family may share."""
-        granule, in_flight = self.arena.granule, self.hardware.link_in_flight_bytes
-        blocks = [self.blocks[b] for b in family.able]
+        granule, blocks = self.arena.granule, [self.blocks[b] for b in family.able]
         read = load_of([block.size for block in blocks], [alive_at(block) for block in blocks])
-        rings = {room * read for room in _ROOMS}
-        rings |= {read + share * in_flight for share in _IN_FLIGHT}
-        return {math.ceil(ring / granule) * granule for ring in rings}
+        return {math.ceil(room * read / granule) * granule for room in _ROOMS}
 
     def _candidate(self, family: _Family, ring: int) -> _Candidate | None:
         """The candidate whose streaming blocks share `ring` bytes; None if the other blocks do not fit."""

@@ -379,9 +379,7 @@ def search(task: Task) -> Draft:
     else:
         draft = _draft(pieces, *_share_for_all(problem, pieces, task.cap))
     period_ns = sum(draft.periods_ns(problem))
-    bounds = [relaxation.bound_ns for relaxation in task.relaxed if relaxation]
-    near = len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR
-    if near:
+    if period_ns <= sum(relaxation.bound_ns for relaxation in task.relaxed if relaxation) * _NEAR:
         return draft
     other = _search_runs(task)
     return other if other and sum(other.periods_ns(problem)) < period_ns else draft

@@ -14,6 +14,7 @@ import penstock
 from penstock import LoadOptions
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.sizes import format_size
+from tests.engines import ENGINES
 from tests.hunt import nightly_but
 
 ARENAS = ("mapped", "pooled", "contiguous", "paged")
@@ -41,6 +42,21 @@ def test_outputs_are_bit_for_bit_those_of_the_eager_module(stack, arena, budget)
         assert module.stats.peak_bytes <= module.stats.budget
         assert module.stats.misses == 0
         assert module.stats.passes == 3
+
+
+@pytest.mark.parametrize(("device", "engine"), [*(("cpu", engine) for engine in ENGINES), ("sim", "auto")])
+def test_small_weights_outside_of_the_arena_are_within_the_budget(device, engine, tmp_path):
+    layers = (layer for _ in range(4) for layer in (nn.LayerNorm(256), nn.Linear(256, 256)))
+    model, x = nn.Sequential(*layers), torch.randn(2, 256)
+    program = penstock.compile(torch.export.export(model, (x,)), tmp_path / "model.penstock")
+    slow = Hardware("slow", 1e12, 2e10, 6e9, link_latency_ns=400_000)
+    plan = program.plan(program.weight_bytes - 3000, device=device, hardware=slow, arena="contiguous")
+    with (
+        torch.no_grad(),
+        program.load(plan=plan, device=device, options=LoadOptions(engine=engine)) as module,
+    ):
+        assert torch.equal(module(x), model(x))
+        assert module.stats.peak_bytes == plan.arena_bytes + 12 * 1024 <= plan.budget
 
 
 def test_the_floor_is_accepted_and_one_byte_less_is_not(stack):

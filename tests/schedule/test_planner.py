@@ -13,7 +13,7 @@ from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Arena, Hardware, Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand, Problem, first_uses
-from penstock.schedule.planner import RUNGS, floor, make_plan, with_figures
+from penstock.schedule.planner import RUNGS, floor, improve_plan, make_plan, with_figures
 from penstock.schedule.space import spans
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
@@ -50,6 +50,22 @@ def test_everything_that_fits_lies_outside_the_arena():
     plan = make_plan(problem, 4 * UNIT)
     assert (plan.arena_bytes, plan.outside, plan.schedules[0].transfers) == (0, (0, 1, 2, 3), ())
     assert plan.schedules[0].predicted_ns == 4000
+
+
+def test_small_storages_leave_a_contiguous_arena_where_their_granules_are_missing():
+    storages = tuple(Storage(1024 if k % 2 else 16 * UNIT, "streamable") for k in range(24))
+    steps = tuple(Step(f"step.{k}", (2 * k, 2 * k + 1), 100, 100) for k in range(12))
+    trace, slow = (
+        Trace("f", 0, "", steps, 0, 0, "modelled"),
+        replace(machine(UNIT * 1e6), link_latency_ns=5000),
+    )
+    arena = packed_arena(storages, (trace,), kind="contiguous", granule=UNIT, alignment=UNIT)
+    problem, counter = Problem(storages, (trace,), arena, hardware=slow), itertools.count(1)
+    plan = make_plan(problem, 195 * UNIT - 1)
+    assert with_figures(plan, problem, math.inf) == plan
+    for each in (plan, improve_plan(plan, problem, lambda _: next(counter) < 50)):
+        verify_plan(storages, (trace,), each)
+        assert each.outside == tuple(range(1, 24, 2))
 
 
 def test_a_program_without_weights_needs_no_budget():
