@@ -302,10 +302,9 @@ def _fastest(
     )
 
 
-def _lower(bounds: Sequence[int | None], others: Sequence[int | None]) -> list[int | None]:
-    """The bounds that hold for either of two arrangements."""
-    pairs = zip(bounds, others, strict=True)
-    return [None if one is None or other is None else min(one, other) for one, other in pairs]
+def _lower(bounds: Sequence[int | None], known: Sequence[int | None]) -> list[int | None]:
+    """The bounds that hold for either of two arrangements; None where one has none."""
+    return [min(pair, key=lambda ns: ns or 0) for pair in zip(bounds, known, strict=True)]
 
 
 def _improved(

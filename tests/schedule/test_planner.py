@@ -324,7 +324,7 @@ def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind):
         hasty, plan = make_plan(prompt, weights * UNIT), make_plan(on(share), weights * UNIT)
         verify_plan(p.storages, p.traces, plan)
         bounds = plan.lower_bound_ns or 0, hasty.lower_bound_ns or 0
-        assert bounds[0] == bounds[1] if kind == "paged" else bounds[0] >= bounds[1] > 0
+        assert bounds[0] >= bounds[1] > 0
         assert plan.predicted_ns == period(plan, share) <= 1.01 * period(hasty, share)
         assert period(plan, 4 * share) <= 1.01 * period(hasty, 4 * share)
         gains += period(plan, share) < 0.9 * period(hasty, share)
