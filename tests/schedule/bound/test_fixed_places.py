@@ -80,7 +80,7 @@ def bound_ns(problem, budget):
 
 
 @pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("first", nightly_but({0, 100, 200}, range(0, 4000, 100)))
+@pytest.mark.parametrize("first", nightly_but({0, 100}, range(0, 4000, 100)))
 def test_no_plan_at_all_is_faster_than_the_bound(first, kind):
     ratios = []
     for seed in range(first, first + 100):
@@ -159,4 +159,4 @@ def test_the_bound_of_each_method_is_below_all_plans_of_that_method_alone(kind):
                 assert schedule.lower_bound_ns is not None
                 assert schedule.lower_bound_ns <= best <= schedule.predicted_ns
                 tried += best > trace.compute_ns
-    assert tried > 20
+    assert tried > 10
