@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <cstring>
-#include <unordered_set>
 
 #include "failure.h"
 #include "limits.h"
@@ -81,75 +80,6 @@ class AnonymousArena final : public PagedArena {
         held_.sizes(&held, &peak);
         if (held > plan_.arena_bytes) refuse_without_room(range.nbytes());
     }
-};
-
-// A pool of granules, as many as the plan has room for, which move to where they are filled: from the first fill on
-// nothing is allocated, zeroed or copied.
-class PooledArena final : public Arena {
-  public:
-    PooledArena(const Plan &plan, const Source &source, const ps_options &options)
-        : Arena(plan, source, options, layout_nbytes(plan) + plan.arena_bytes),
-          pool_(memory_.at(layout_nbytes(plan))),
-          free_(plan.granule, plan.arena_bytes / plan.granule) {
-        if (plan.arena_bytes % plan.granule)
-            throw Failure(PS_PLAN, "an arena of " + std::to_string(plan.arena_bytes) + " bytes is no whole granules of " +
-                                       std::to_string(plan.granule) + ": plan it again");
-        memory_.map_anonymous(0, memory_.nbytes());
-        for (int64_t at = 0; at < plan.arena_bytes; at += plan.granule) free_.give(pool_ + at);
-    }
-
-    // The granules of a plan can be moved if they are huge pages, none of which a segment cuts.
-    static bool serves(const Plan &plan) {
-        if (plan.granule % HUGE_PAGE || plan.segments.empty()) return false;
-        for (const Range &segment : plan.segments)
-            if (segment.start % plan.granule || segment.stop % plan.granule) return false;
-        return true;
-    }
-
-  private:
-    int64_t bring(Range range) override {
-        put(range, true);
-        return read(range);
-    }
-
-    void make_room(Range range) override { put(range, false); }
-
-    // Puts a granule at each place of a range; what is filled may be taken `anew`, or stays.
-    void put(Range range, bool anew) {
-        each(range, [this, anew](char *address) {
-            char *found;
-            {
-                std::lock_guard<std::mutex> guard(lock_);
-                if (!anew && filled_.count(address)) return;
-                found = free_.take(address);
-                if (!found) throw Failure(PS_STREAM, "the plan fills more than its arena holds: plan it again");
-                filled_.insert(address);
-            }
-            if (found >= pool_) fresh_.take(address, plan_.granule);  // none returns to the pool
-        });
-    }
-
-    void discard(Range range) override {
-        each(range, [this](char *address) {
-            std::lock_guard<std::mutex> guard(lock_);
-            if (!filled_.erase(address)) return;
-            if (poison_) std::memset(address, 0xFF, plan_.granule);
-            free_.give(address);
-        });
-    }
-
-    template <typename Use>
-    void each(Range range, Use use) const {
-        if (range.start % plan_.granule || range.stop % plan_.granule)
-            throw Failure(PS_PLAN, "a range is not whole granules: plan it again");
-        for (int64_t at = range.start; at < range.stop; at += plan_.granule) use(memory_.at(at));
-    }
-
-    char *const pool_;
-    std::mutex lock_;
-    FreeGranules free_;  // in the pool at first, later wherever they were dropped
-    std::unordered_set<char *> filled_;
-    FreshMemory fresh_;
 };
 
 }  // namespace
@@ -249,8 +179,6 @@ std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const 
     }
     refuse_without_room(whole);
     if (plan.contiguous) return std::make_unique<ContiguousArena>(plan, source, options);
-    if (!plan.mapped && PooledArena::serves(plan) && supports_move())
-        return std::make_unique<PooledArena>(plan, source, options);
     return std::make_unique<AnonymousArena>(plan, source, options);
 }
 

@@ -226,7 +226,7 @@ class HostUse:
         arena, paged = plan.arena_bytes, plan.arena.kind == "paged" and plan.arena_bytes > 0
         layout = plan.arena.segments[-1].stop if paged else 0
         reserved = layout
-        if not paged or plan.arena.granule % HUGE_PAGE == 0:  # a pool of granules, or one buffer
+        if not paged or plan.arena.granule % HUGE_PAGE == 0:  # spare granules, or one buffer
             reserved += arena
         if maps_files(plan) and private:
             reserved += layout  # by which the page cache is asked

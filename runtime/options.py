@@ -31,8 +31,8 @@ class LoadOptions:
             compare both, or to debug.
         readers: The number of threads that read weights on a CPU. Fewer leave cores to the calls; more help
             where a disk answers slowly.
-        arena: The kind of memory that weights stream into, on a CPU `"mapped"`, `"pooled"`, `"paged"` or
-            `"contiguous"` (`program.arenas()`). None, the default, takes the fastest by what was measured.
+        arena: The kind of memory that weights stream into, on a CPU `"mapped"`, `"paged"` or `"contiguous"`
+            (`program.arenas()`). None, the default, takes the fastest by what was measured.
             Leave it out where a plan is given, which has decided it.
         page_lock: Weights stream to a device from memory that the system has locked. With False they stream
             from ordinary memory, for systems that refuse to lock it; a thread then waits for each copy.

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 
 from penstock.runtime.arena.mapping import AdaptiveArena, MappedArena
-from penstock.runtime.arena.reading import AnonymousArena, ContiguousArena, PooledArena, WeightArena
+from penstock.runtime.arena.reading import AnonymousArena, ContiguousArena, WeightArena
 from penstock.runtime.capabilities import Need
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
 from penstock.runtime.files.source import Source
 from penstock.runtime.machine.calibrate import measure_accelerator, measure_cpu
 from penstock.runtime.machine.rates import Arrival, WeightFiles
-from penstock.runtime.system.memory import HUGE_PAGE, PAGE, round_up, supports_move, supports_populate
+from penstock.runtime.system.memory import HUGE_PAGE, PAGE, supports_move, supports_populate
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import find_hardware
-from penstock.schedule.facts.model import Arena, Hardware, Range, Storage
+from penstock.schedule.facts.model import Arena, Hardware, Storage
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
@@ -36,8 +36,8 @@ def open_arena(
     """Open the arena that a plan asks for, empty. `source` must outlive it.
 
     With `debug`, reading a dropped range of a paged arena kills the process with SIGSEGV instead
-    of finding the bytes again. With `poison`, memory of a contiguous or pooled arena that holds no
-    weight any more is filled with 0xFF, which is NaN in every floating-point format. Where the system
+    of finding the bytes again. With `poison`, memory of a contiguous arena that holds no weight any
+    more is filled with 0xFF, which is NaN in every floating-point format. Where the system
     cannot fill a mapping, a mapped plan gets an anonymous arena, which keeps the same addresses, granules and
     budget.
 
@@ -50,20 +50,7 @@ def open_arena(
         adapts = source.mode == "direct" and plan.arena.granule % HUGE_PAGE == 0 and supports_move()
         kind = AdaptiveArena if adapts else MappedArena
         return kind(plan, storages, source, debug=debug)
-    if _has_whole_huge_granules(plan.arena) and supports_move():
-        return PooledArena(plan, storages, source, debug=debug, poison=poison)
     return AnonymousArena(plan, storages, source, debug=debug)
-
-
-def _has_whole_huge_granules(arena: Arena) -> bool:
-    """Tells whether granules can be moved: private ones, of huge pages, none of which a segment cuts."""
-    edges = [edge for segment in arena.segments for edge in (segment.start, segment.stop)]
-    return (
-        arena.backing == "anonymous"
-        and arena.granule % HUGE_PAGE == 0
-        and bool(edges)
-        and not any(edge % arena.granule for edge in edges)
-    )
 
 
 _MOST_GRANULES = 20_000
@@ -84,8 +71,6 @@ def cpu_arenas(payload: Payload) -> dict[str, Arena]:
         mapped = mapped_arena(storages, payload.files, granule=granule, traces=traces)
         if mapped is not None:
             arenas["mapped"] = mapped
-    if supports_move() and not writes:
-        arenas["pooled"] = _pooled_arena(payload, granule)
     arenas["contiguous"] = _contiguous_arena(payload, 64)
     arenas["paged"] = packed_arena(storages, traces, kind="paged", granule=PAGE, alignment=64)
     return arenas
@@ -107,16 +92,6 @@ def _contiguous_arena(payload: Payload, unit: int) -> Arena:
     return packed_arena(payload.storages, payload.traces, kind="contiguous", granule=unit, alignment=unit)
 
 
-def _pooled_arena(payload: Payload, granule: int) -> Arena:
-    """An arena of whole granules, in which weights keep aligned offsets of files, as direct reads need."""
-    storages, traces = payload.storages, payload.traces
-    arena = mapped_arena(storages, payload.files, granule=granule, page=granule, traces=traces)
-    if arena is None:
-        arena = packed_arena(storages, traces, kind="paged", granule=granule, alignment=64)
-    segments = tuple(Range(s.start, round_up(s.stop, granule)) for s in arena.segments)
-    return replace(arena, backing="anonymous", segments=segments)
-
-
 def _granule(weight_bytes: int) -> int:
     """The mapped granule, doubled until the number of mappings is far below Linux's limit (65,530)."""
     granule = HUGE_PAGE  # the largest folio of the page cache, which is mapped and dropped whole
@@ -132,7 +107,7 @@ def allowed_arenas(payload: Payload, device: str, arena: str | None) -> dict[str
         return arenas
     if arena not in arenas:
         choices = ", ".join(arenas)
-        if arena in ("mapped", "pooled") and any(storage.kind == "produced" for storage in payload.storages):
+        if arena == "mapped" and any(storage.kind == "produced" for storage in payload.storages):
             raise PlanError(
                 f"an arena {arena!r} has the weight files' own pages, of which none can hold what a forward "
                 f"keeps among the weights: choose from {choices}, or compile with spill=False"

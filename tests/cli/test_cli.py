@@ -129,7 +129,7 @@ def test_version_and_help(penstock):
         ("penstock plan model.penstock --hard", {"--hardware"}),
         ("penstock plan model.penstock --hardware h", {"h100", "h200"}),
         ("penstock run model.penstock --device sim:rtx5", {"sim:rtx5090"}),
-        ("penstock simulate model.penstock --arena p", {"pooled", "paged"}),
+        ("penstock simulate model.penstock --arena p", {"paged"}),
         ("penstock run model.penstock --engine n", {"native"}),
         ("penstock convert model.pt --dtype b", {"bfloat16"}),
     ],

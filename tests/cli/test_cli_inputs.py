@@ -59,7 +59,7 @@ def test_what_is_no_program_is_refused_without_the_log_of_torch(tmp_path, pensto
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("--arena mappd", "there is no arena 'mappd': choose mapped, pooled, contiguous or paged"),
+        ("--arena mappd", "there is no arena 'mappd': choose mapped, contiguous or paged"),
         ("--engine c", "there is no engine 'c': choose auto, native or python"),
         ("--device gpu", "there is no device 'gpu': choose 'cpu', 'cuda'"),
         ("--device sim:rtx", "there is no hardware 'rtx': give one of"),

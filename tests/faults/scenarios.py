@@ -42,10 +42,10 @@ _SCENARIOS = {
     "compiled code": lambda: Compiled("paged", "auto"),
     **{
         f"{kind.__name__.lower()} {arena}, {engine}": lambda kind=kind, arena=arena, engine=engine: kind(
-            arena, engine, **(_LARGE if arena in ("mapped", "pooled") else {})
+            arena, engine, **(_LARGE if arena == "mapped" else {})
         )
         for kind in (Loading, Running)
-        for arena in ("paged", "contiguous", "mapped", "pooled")
+        for arena in ("paged", "contiguous", "mapped")
         for engine in ("python", "native")
     },
 }  # fmt: skip

@@ -30,7 +30,7 @@ QUICK = frozenset(
         "apply again",
         "loading contiguous, python",
         "loading mapped, native",
-        "running pooled, native",
+        "running paged, native",
     }
 )
 """The scenarios of `make test`; `make nightly` has the others."""

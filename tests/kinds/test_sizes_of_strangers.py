@@ -389,7 +389,7 @@ def told(run):
     except StreamError as error:
         return str(error)
 
-for kind in ("contiguous", "paged", "pooled"):
+for kind in ("contiguous", "paged"):
     case = one_case(kind)
     streamer = NativeStreamer(Path("nowhere"), case.payload, case.plan, options)
     for thrown.value in (1, 2, 3, 0):
@@ -438,7 +438,7 @@ def test_exceptions_in_the_threads_that_read(reading):
         "an error of another library, which says nothing about it",
         "ran",
     )
-    kinds = ("contiguous", "paged", "pooled", "units")
+    kinds = ("contiguous", "paged", "units")
     assert done.out.splitlines() == [f"{kind} {text}" for kind in kinds for text in sentences]
 
 

@@ -84,8 +84,8 @@ def in_group(limit, case):
 
 
 def test_memory_that_a_group_does_not_leave_is_refused_before_it_is_taken():
-    case = one_case("pooled")
-    said = in_group(case.plan.arena_bytes + 4 * MIB, case)  # without the refusal the kernel kills it
+    case = one_case("contiguous")
+    said = in_group(case.plan.arena_bytes + 4 * MIB, case)
     assert said.startswith(f"weights take {case.plan.arena_bytes} bytes of memory")
     assert said.endswith("lower the budget, or raise the group's limit")
     assert in_group(case.plan.arena_bytes + 24 * MIB, case) == "ran"
@@ -100,7 +100,7 @@ def with_outside(case, nbytes):
 
 
 def test_what_stays_outside_of_the_arena_counts_in_what_a_group_has_to_leave():
-    case = with_outside(one_case("pooled"), 32 * MIB)
+    case = with_outside(one_case("contiguous"), 32 * MIB)
     weights = case.plan.arena_bytes + 32 * MIB
     said = in_group(case.plan.arena_bytes + 24 * MIB, case)
     assert said.startswith(f"weights take {weights} bytes of memory")

@@ -322,7 +322,7 @@ def test_streamed_bits_are_those_of_the_mapped_model(case, kind, engine, share):
             assert torch.equal(module(ROW), case[1])
 
 
-@pytest.mark.parametrize("arena", ["mapped", "pooled", "contiguous", "paged"])
+@pytest.mark.parametrize("arena", ["mapped", "contiguous", "paged"])
 def test_so_are_those_of_any_arena_that_a_load_chooses(case, arena):
     program = case[0]
     for budget in (program.floor(arena=arena), program.weight_bytes):

@@ -135,7 +135,7 @@ def test_weights_truncated_while_they_are_in_use(artifact, stack, arena):
         assert torch.equal(module(stack.tokens), stack.expected)
 
 
-@pytest.mark.parametrize("arena", ["mapped", "pooled", "contiguous", "paged"])
+@pytest.mark.parametrize("arena", ["mapped", "contiguous", "paged"])
 def test_weights_overwritten_in_place_while_they_are_in_use(artifact, stack, arena):
     path = artifact / "weights.safetensors"
     weight = max(penstock.open(artifact).payload.storages, key=lambda s: s.nbytes).extents[0]

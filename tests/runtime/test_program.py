@@ -17,7 +17,7 @@ from penstock.schedule.facts.sizes import format_size
 from tests.engines import ENGINES
 from tests.hunt import nightly_but
 
-ARENAS = ("mapped", "pooled", "contiguous", "paged")
+ARENAS = ("mapped", "contiguous", "paged")
 
 
 def mapped_lines():

@@ -112,7 +112,7 @@ def big(request, tmp_path_factory):
 
 
 WAYS = [
-    *product(("cpu",), (None, "mapped", "pooled", "paged", "contiguous"), ("auto", "python")),
+    *product(("cpu",), (None, "mapped", "paged", "contiguous"), ("auto", "python")),
     ("sim", None, "auto"),
 ]
 
@@ -174,7 +174,7 @@ def refused(program, plan, device="cpu", engine="auto"):
 
 
 @pytest.mark.parametrize("engine", ["auto", "python"])
-@pytest.mark.parametrize("arena", ["pooled", "paged", "contiguous"])
+@pytest.mark.parametrize("arena", ["paged", "contiguous"])
 def test_private_memory_beyond_the_limit_is_refused_to_the_byte(small, arena, engine):
     program, leave = small
     plan = program.plan("75%", arena=arena)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.backends.executorch.plans import floors
+from penstock.backends.executorch.plans import floor_of
 from penstock.schedule.payload.codec import VERSION
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
@@ -22,14 +22,14 @@ def test_facts_as_json(penstock, lowered_decoder):
     assert [plan["budget"] for plan in shown["plans"]] == [plan.budget for plan in exported.payload.plans]
     key = exported.payload.files[0].key
     assert shown["places"][key] == {"file": str(exported.places[key][0]), "offset": exported.places[key][1]}
-    assert set(shown["floors"]) == {"pooled", "contiguous"}
+    assert set(shown["floors"]) == {"contiguous"}
 
 
 def test_floors_are_those_with_what_the_export_keeps(lowered_decoder):
     exported = lowered_decoder.exported
     lowest = min(plan.budget for plan in exported.payload.plans)
-    assert min(exported.floor(arena=arena) for arena in exported.arenas()) == lowest
-    assert min(floor.upper_bytes for floor in floors(exported.payload).values()) < lowest
+    assert exported.floor(arena="contiguous") == lowest
+    assert floor_of(exported.payload).upper_bytes < lowest
 
 
 def test_tables(penstock, lowered_decoder):

@@ -48,12 +48,11 @@ def test_a_contiguous_arena_is_of_pages_where_all_large_weights_begin_at_pages(p
 def test_an_arena_that_is_not_there_is_refused_for_its_own_reason(monkeypatch):
     plain = payload_of((PAGE, LARGE))
     writing = replace(plain, storages=(*plain.storages, Storage(PAGE, "produced", ())))
-    assert list(allowed_arenas(plain, "cpu", "pooled")) == ["pooled"]
-    monkeypatch.setattr(kinds, "supports_move", lambda: False)
+    assert list(allowed_arenas(plain, "cpu", "mapped")) == ["mapped"]
+    monkeypatch.setattr(kinds, "supports_populate", lambda: False)
     for payload, arena, words in (
-        (plain, "pooled", "these weights cannot be in an arena 'pooled': choose from mapped, contiguous"),
-        (writing, "pooled", "an arena 'pooled' has the weight files' own pages, .* compile with spill=False"),
-        (writing, "mapped", "an arena 'mapped' has the weight files' own pages"),
+        (plain, "mapped", "these weights cannot be in an arena 'mapped': choose from contiguous, paged"),
+        (writing, "mapped", "an arena 'mapped' has the weight files' own pages, .* compile with spill=False"),
         (writing, "heap", "these weights cannot be in an arena 'heap': choose from contiguous, paged"),
     ):
         with pytest.raises(PlanError, match=words):

@@ -42,10 +42,10 @@ LOG = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ct
 
 EVENTS = ("fill", "filled", "drop")
 
-KINDS = {"contiguous": 64, "paged": PAGE, "pooled": HUGE_PAGE, "mapped": PAGE, "adaptive": HUGE_PAGE}
+KINDS = {"contiguous": 64, "paged": PAGE, "mapped": PAGE, "adaptive": HUGE_PAGE}
 """The granule of each kind of arena."""
 
-UNITS = {kind: 5 * PAGE for kind in KINDS} | {"pooled": HUGE_PAGE, "adaptive": HUGE_PAGE}
+UNITS = {kind: 5 * PAGE for kind in KINDS} | {"adaptive": HUGE_PAGE}
 """The bytes of each weight."""
 
 
@@ -263,8 +263,7 @@ def _planned(kind, wrap, traces, units):
     nbytes, count = UNITS[kind], len(traces[0].steps)
     storages, files = in_files(tuple(Storage(nbytes, "streamable") for _ in range(count)))
     shape = "contiguous" if kind == "contiguous" else "paged"
-    alignment = HUGE_PAGE if kind == "pooled" else 64
-    arena = packed_arena(storages, traces, kind=shape, granule=KINDS[kind], alignment=alignment)
+    arena = packed_arena(storages, traces, kind=shape, granule=KINDS[kind], alignment=64)
     if kind in ("mapped", "adaptive"):
         mapped = mapped_arena(storages, files, granule=KINDS[kind], traces=traces)
         assert mapped is not None

@@ -94,7 +94,7 @@ def test_an_order_that_was_not_planned_is_slower_and_never_wrong(streamer, case,
     assert streamer.counters.misses == misses
 
 
-@pytest.mark.parametrize("case", ["contiguous", "paged", "pooled"], indirect=True)
+@pytest.mark.parametrize("case", ["contiguous", "paged"], indirect=True)
 def test_a_failed_read_is_raised_once_and_the_next_call_is_right(streamer, case):
     run_pass(streamer, case, case.traces[0])
     transfer = case.plan.schedules[0].transfers[-1]
@@ -129,7 +129,7 @@ def test_a_release_without_its_acquire_is_refused(streamer):
         streamer.release(0, last)
 
 
-@pytest.mark.parametrize("case", ["contiguous", "paged", "pooled"], indirect=True)
+@pytest.mark.parametrize("case", ["contiguous", "paged"], indirect=True)
 def test_a_transfer_behind_one_that_waits_for_a_later_step_is_an_error(engine, case):
     schedule = case.plan.schedules[0]
     first, second = sorted((t for t in schedule.transfers if t.step >= 1), key=lambda t: t.step)[:2]

@@ -72,7 +72,7 @@ def test_a_round_moves_what_is_planned_and_prefetches_for_the_next(streamer, cas
     case.check_log(2)
 
 
-@pytest.mark.parametrize("case", ["contiguous", "paged", "pooled"], indirect=True)
+@pytest.mark.parametrize("case", ["contiguous", "paged"], indirect=True)
 def test_what_turns_around_stays(case, units):
     """Of n storages a round needs to copy each twice, less what is there when the calls turn around."""
     nbytes, count = case.storages[0].nbytes, len(case.storages)

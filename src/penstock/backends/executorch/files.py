@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, Literal
 
-from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
+from penstock.backends.executorch.plans import BLOCK, arena, floor_of, kept_by_all
 from penstock.runtime.system.atomic import replace_files
 from penstock.schedule.atomic_file import reporting, write_all
 from penstock.schedule.bounded_file import CEILINGS, open_regular
@@ -423,12 +423,12 @@ class Exported:
         return sum(storage.nbytes for storage in self.payload.storages)
 
     def arenas(self) -> tuple[str, ...]:
-        """Return the kinds of arena that plans are made for, the preferred first."""
-        return tuple(arenas(self.payload))
+        """Return the kinds of arena that plans are made for."""
+        return (arena(self.payload).kind,)
 
     def floor(self, *, arena: str) -> int:
         """Return the smallest budget in bytes for an `arena`, with what the export keeps in memory."""
-        return floors(self.payload, kept_by_all(self.payload))[arena].upper_bytes
+        return floor_of(self.payload, kept_by_all(self.payload)).upper_bytes
 
     def place_of(self, part: Part) -> tuple[Path, int] | None:
         """Return the file of `part` and its absolute offset there; None for one that no file has."""

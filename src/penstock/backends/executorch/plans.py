@@ -16,22 +16,15 @@ from penstock.schedule.verify.proof import verify_plan
 BLOCK = 4096
 """Bytes that named data in a `.ptd` is aligned to, and the unit of direct reads."""
 
-_POOL = 2 << 20
-"""The granule of an arena whose pages come and go: a large page of the system."""
+
+def arena(payload: Payload) -> Arena:
+    """The arena, in which a storage lies as its bytes in the `.ptd` do."""
+    return packed_arena(payload.storages, payload.traces, kind="contiguous", granule=BLOCK, alignment=BLOCK)
 
 
-def arenas(payload: Payload) -> dict[str, Arena]:
-    """The kinds of arena, the preferred first. In both a storage lies as its bytes in the `.ptd` do."""
-    facts = payload.storages, payload.traces
-    return {
-        "pooled": packed_arena(*facts, kind="paged", granule=_POOL, alignment=BLOCK),
-        "contiguous": packed_arena(*facts, kind="contiguous", granule=BLOCK, alignment=BLOCK),
-    }
-
-
-def floors(payload: Payload, keep: frozenset[int] = frozenset()) -> dict[str, Floor]:
-    """The floor of each kind of arena."""
-    return {name: floor(_demand(payload, arena, keep)) for name, arena in arenas(payload).items()}
+def floor_of(payload: Payload, keep: frozenset[int] = frozenset()) -> Floor:
+    """The least budget, and what needs it."""
+    return floor(_demand(payload, keep))
 
 
 def kept_by_all(payload: Payload) -> frozenset[int]:
@@ -56,31 +49,28 @@ def make_plans(
 ) -> tuple[tuple[Plan, ...], int | None]:
     """The ascending plans, and the bytes of the budget asked for. Raises BudgetError below the floor."""
     total = sum(storage.nbytes for storage in payload.storages)
-    least_of = floors(payload, keep)
-    lowest = min(least_of, key=lambda name: least_of[name].upper_bytes)
     made: dict[int, Plan] = {}
 
     def make(budget: int) -> Plan:
         if budget not in made:
-            name = next((n for n, least in least_of.items() if least.upper_bytes <= budget), lowest)
-            made[budget] = _make(payload, arenas(payload)[name], keep, budget, settings)
+            made[budget] = _make(payload, keep, budget, settings)
         return made[budget]
 
-    plans = ladder(make, max(1, least_of[lowest].upper_bytes), max(1, total))
+    plans = ladder(make, max(1, floor_of(payload, keep).upper_bytes), max(1, total))
     if not settings.budget:
         return plans, None
     budget = parse_size(settings.budget, total=max(total, 100))
-    check_floor(_demand(payload, arenas(payload)[lowest], keep), budget, payload.storage_names())
+    check_floor(_demand(payload, keep), budget, payload.storage_names())
     asked = make(min(budget, max(1, total)))
     return tuple(sorted({*plans, asked}, key=lambda plan: plan.budget)), budget
 
 
-def _demand(payload: Payload, arena: Arena, keep: frozenset[int]) -> Demand:
-    return Demand(payload.storages, payload.traces, arena, keep)
+def _demand(payload: Payload, keep: frozenset[int]) -> Demand:
+    return Demand(payload.storages, payload.traces, arena(payload), keep)
 
 
-def _make(payload: Payload, arena: Arena, keep: frozenset[int], budget: int, settings: Settings) -> Plan:
-    problem = Problem(payload.storages, payload.traces, arena, keep, hardware=settings.hardware)
+def _make(payload: Payload, keep: frozenset[int], budget: int, settings: Settings) -> Plan:
+    problem = Problem(payload.storages, payload.traces, arena(payload), keep, hardware=settings.hardware)
     plan = make_plan(problem, budget, names=payload.storage_names())
     verify_plan(payload.storages, payload.traces, plan)
     return plan

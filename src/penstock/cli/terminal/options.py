@@ -146,7 +146,7 @@ def integer(value: str, name: str) -> int:
 
 
 _Given = str | list[str] | None
-_ARENAS = ("mapped", "pooled", "contiguous", "paged")
+_ARENAS = ("mapped", "contiguous", "paged")
 _ACTIVATIONS = ("auto", "keep", "layers")
 _ENGINES = ("auto", "native", "python")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -239,7 +239,7 @@ Trust = Annotated[
 ArenaName = Annotated[
     str | None,
     typer.Option(
-        help="mapped, pooled, contiguous or paged instead of the fastest.",
+        help="mapped, contiguous or paged instead of the fastest.",
         callback=check_choice("arena", _ARENAS),
         autocompletion=offer(*_ARENAS),
     ),
