@@ -11,7 +11,14 @@ from penstock import LoadOptions
 from penstock.backends.fx import FxBackend
 from penstock.backends.running import payload_key
 from penstock.passes.graph.nodes import copy_graph_module
-from penstock.schedule.facts.errors import PassError, PayloadError, PlanError, SourceError, StreamError
+from penstock.schedule.facts.errors import (
+    BudgetError,
+    PassError,
+    PayloadError,
+    PlanError,
+    SourceError,
+    StreamError,
+)
 from tests.backends.backend_models import PROMPT, TOKEN, Layers, decoder, layers
 
 
@@ -47,6 +54,15 @@ def test_one_number_chooses_what_streams(packed, arena):
             assert weights.stats.misses == 0
             assert weights.stats.peak_bytes <= weights.plan.budget
     assert streamed["25%"] > streamed["50%"] > streamed["100%"] == 0
+
+
+def test_a_budget_below_the_floor_is_refused_with_the_floor(packed):
+    backend, _, payload, _, _ = packed
+    with pytest.raises(BudgetError, match="below the floor") as refused:
+        backend.load(payload, "1KiB")
+    floor = refused.value.floor_bytes
+    assert floor is not None
+    backend.load(payload, floor).close()
 
 
 def test_methods_share_weights_cache_and_budget(tmp_path):

@@ -115,7 +115,8 @@ def test_an_artifact_is_not_compiled_again(penstock, artifact, tmp_path):
 
 def test_a_missing_input_is_not_compiled_again(penstock, artifact):
     done = penstock("run", artifact, "--budget", "50%", "--input", "nofile")
-    assert (done.status, done.err) == (2, "penstock: nofile is missing: name a file that is there\n")
+    assert done.status == 2
+    assert done.err == "penstock: nofile is not a file or folder that exists: correct the path\n"
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "plan", "run", "simulate"])

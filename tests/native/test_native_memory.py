@@ -100,7 +100,7 @@ def with_outside(case, nbytes):
 
 
 def test_what_stays_outside_of_the_arena_counts_in_what_a_group_has_to_leave():
-    case = with_outside(one_case("contiguous"), 32 * MIB)
+    case = with_outside(one_case("paged"), 32 * MIB)
     weights = case.plan.arena_bytes + 32 * MIB
     said = in_group(case.plan.arena_bytes + 24 * MIB, case)
     assert said.startswith(f"weights take {weights} bytes of memory")
