@@ -203,17 +203,6 @@ def test_relinking_compares_and_remembers_the_ctime(artifact, file, said):
         relink(artifact)
 
 
-def test_hashes_of_an_earlier_program_are_not_those_of_an_overwritten_file(artifact, file, model, tmp_path):
-    earlier = penstock.open(artifact)
-    overwrite_between_samples(file)
-    exported = torch.export.export(model, (X,))
-    made = penstock.compile(exported, tmp_path / "b.penstock", weights=file, pack=False, earlier=earlier)
-    assert made.verify() == made.weight_bytes
-
-
-# What is read, and meanwhile changed.
-
-
 def read_and(monkeypatch, change):
     """Let a file change once, behind the first piece that is read of it."""
     read, changes = stored_tensor.read_exactly, [change]

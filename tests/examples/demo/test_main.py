@@ -28,7 +28,7 @@ def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path)
     words = 30522 * 384 * 4
     for run in found.runs:
         assert run.held <= run.memory
-        assert 0 < run.moved <= found.weight_bytes - words + words // 20
+        assert 0 < run.moved <= found.weight_bytes - words + words // 5
     assert less.moved >= found.weight_bytes - words - less.memory
     text = capture(lambda console: real.print_embedded(console, found, len(sentences)))
     assert text.count("same bits") == 2
