@@ -1,8 +1,10 @@
 """Calls of a Llama of 469 MiB: in memory, through `load` or `apply`, and through those of another tree.
 
 Each way runs in processes of its own, interleaved, and medians are shown. Processor seconds count from `load`
-on, in a process that has imported its libraries, with an empty cache. Of LoRA's steps, and of the tokens of a
-mixture of 64 experts in 4 layers, the bytes of weights that they move are counted.
+on, in a process that has imported its libraries, with an empty cache. Warm files have been read from the disk
+once: of a file that was only written, the page cache has single pages, which map slowly until penstock has
+read them again. Of LoRA's steps, and of the tokens of a mixture of 64 experts in 4 layers, the bytes of
+weights that they move are counted.
 
 Example: python -m benchmarks.calls.apply --before ../penstock-before/src --rounds 3
 """
@@ -177,7 +179,10 @@ def measure_apart(
     from benchmarks import ways  # and penstock with it, which is another one where `before` says so
     from penstock.schedule.facts.errors import StreamError
 
-    (drop_cache if cold else warm_cache)(folder.glob("*.safetensors"))
+    files = list(folder.glob("*.safetensors"))
+    drop_cache(files)
+    if not cold:
+        warm_cache(files)
     with tempfile.TemporaryDirectory() as cache:
         environment = {"XDG_CACHE_HOME": cache, "PYTHONWARNINGS": "ignore"}
         if way == "load before":

@@ -289,6 +289,7 @@ def apply(
     memory: int | str | None = None,
     *,
     device: str = "cpu",
+    example: Any = None,
     cache: str | PathLike[str] | None = None,
     train: bool = False,
     verbose: bool = False,
@@ -310,6 +311,7 @@ def apply(
         device: Where the model computes: `"cpu"`, `"cuda"`, `"cuda:1"`, another accelerator of torch's, or a
             simulated one (`"sim:rtx4090"`). Its parameters and buffers are on that device until it is
             restored.
+        example: Not needed, and ignored: the first call of a kind shows what later ones need.
         cache: The folder for weights that no file of the model holds. Default: `~/.cache/penstock`.
         train: Calls with grad mode on give the parameters of a model that require grad now the gradients of
             the model in memory, bit for bit. These parameters stay in memory, and the model in its mode.
@@ -375,6 +377,7 @@ def load(
     memory: int | str | None = None,
     *,
     device: str = "cpu",
+    example: Any = None,
     variant: str | None = None,
     dtype: torch.dtype | str | None = None,
     cache: str | PathLike[str] | None = None,
@@ -390,7 +393,7 @@ def load(
 
     Args:
         source: A folder, or the name of a model in the local cache of the hub; nothing is downloaded.
-        memory, device, cache, verbose, options: As for `apply`.
+        memory, device, example, cache, verbose, options: As for `apply`.
         variant: The variant of the weights (`"fp16"`), for components that have it.
         dtype: What `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
             have in another dtype are converted once, to the same bits, into `cache`.
