@@ -92,6 +92,34 @@ def test_methods_share_weights_cache_and_budget(tmp_path):
         )
 
 
+def test_pinned_names_never_leave_memory(packed):
+    backend, lowered, payload, model, x = packed
+    with backend.load(
+        payload, "75%", keep=("layers.0.*", "layers.5.weight"), options=LoadOptions(arena="paged")
+    ) as weights:
+        names = weights.payload.storage_names()
+        assert {names[s] for s in weights.plan.outside} | resident(weights) >= {
+            "layers.0.weight",
+            "layers.0.bias",
+            "layers.5.weight",
+        }
+        for _ in range(2):
+            assert torch.equal(weights.bind(lowered)(x)[0], model(x))
+    with pytest.raises(PlanError, match="matches no weight"):
+        backend.load(payload, "50%", keep=("embed.*",))
+
+
+def resident(weights):
+    """Names of the storages of which every byte is resident."""
+    names, layout = weights.payload.storage_names(), weights.plan.arena.layout
+    ranges = [(one.start, one.stop) for one in weights.plan.resident]
+    return {
+        names[s]
+        for s, storage in enumerate(weights.payload.storages)
+        if any(start <= layout[s] and layout[s] + storage.nbytes <= stop for start, stop in ranges)
+    }
+
+
 def test_a_read_out_of_order_is_a_miss_and_finds_the_right_bytes(packed):
     backend, _, payload, model, _ = packed
     with backend.load(payload, "25%", options=LoadOptions(arena="contiguous")) as weights:

@@ -116,7 +116,8 @@ def test_keeping_a_weight_keeps_its_parts(program):
     for part in weight.parts:
         start = plan.arena.layout[part.storage]
         stop = start + program.payload.storages[part.storage].nbytes
-        assert any(r.start <= start and stop <= r.stop for r in plan.resident), part.name
+        inside = any(r.start <= start and stop <= r.stop for r in plan.resident)
+        assert inside or part.storage in plan.outside, part.name
 
 
 @pytest.mark.parametrize("in_place", [False, True])
