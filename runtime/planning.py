@@ -210,9 +210,14 @@ def _best(
             problems.append((need.way, problem := _problem_of(folder, need, request)))
             check_floor(problem, request.budget, names)
         except BudgetError as error:
-            refused.append(error)
+            refused.append(error.with_traceback(None))
     if len(refused) == len(needs):
-        raise min(refused, key=lambda error: error.floor_bytes or 0)
+        lowest = min(refused, key=lambda error: error.floor_bytes or 0)
+        refused.clear()
+        try:
+            raise lowest
+        finally:
+            del lowest  # whose traceback has this frame, and with it those of callers and their caches
     best = fastest_plan(find_shares(problems, request.budget, request.routes, names), request.budget, plan_of)
     for budget in lower_budgets(payload.traces, total, request.budget):
         shares = find_shares(problems, budget, request.routes, names)

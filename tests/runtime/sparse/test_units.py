@@ -1,5 +1,7 @@
 """Programs that read by units: bits, bytes and counts at every budget, with freed memory that faults."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,24 @@ def test_one_byte_below_the_floor_is_refused(experts):
     with pytest.raises(penstock.BudgetError) as refused:
         program.plan(program.floor_bytes - 1, hardware=SLOW)
     assert refused.value.floor_bytes == program.floor_bytes
+
+
+def test_a_refusal_keeps_nothing_of_those_who_asked(rows):
+    """Such as the caches of a call that then runs without a plan, until garbage is collected."""
+
+    def refused():
+        asked_with = torch.empty(1)
+        try:
+            rows[1].plan("1KiB")
+        except penstock.BudgetError:
+            return weakref.ref(asked_with)
+        raise AssertionError
+
+    gc.disable()
+    try:
+        assert refused()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
