@@ -320,8 +320,7 @@ def _improved(
     strong = _relaxed(problem, task.pieces, task.cap, strong=True)
     known = [max(ns, relaxed.bound_ns if relaxed else 0) for ns, relaxed in zip(known, strong, strict=True)]
     # Another search would make the plan of a lower rung faster than this one.
-    laddered = sum(len(step.reads) for trace in problem.traces for step in trace.steps) <= SMALL
-    if laddered or problem.arena.kind == "contiguous" or total <= sum(known) * _NEAR:
+    if _is_small(problem.traces) or problem.arena.kind == "contiguous" or total <= sum(known) * _NEAR:
         return best, known
     draft, late = search(replace(task, relaxed=strong, effort=_AGAIN)), _late(problem)
     if sum(draft.periods_ns(late)) <= _CARE * sum(best[0].periods_ns(late)):
