@@ -324,11 +324,14 @@ class CalledModule:
         order = self._kinds.expected(kind, orders_of_method[0] if len(orders_of_method) == 1 else None)
         if order is None or not self._sizes or self._terms == self._impossible:
             return None
+        most = self._sizes.most(arguments)
+        if most > self._room:  # kernels have taken some of it since the plan was made
+            self.unload()
         if self._memory.weights is None:
             if kind not in self._kinds and self.orders[order].unit_bytes > self.facts.few_unit_bytes:
                 return None
             self._room = self._sizes.room(self._cap.nbytes)
-        return order if self._sizes.most(arguments) <= self._room else None
+        return order if most <= self._room else None
 
     @property
     def _terms(self) -> object:
