@@ -113,6 +113,18 @@ def test_calls_that_grow_little_by_little_are_planned_anew_and_not_observed(coun
         assert count() == 1  # the first
 
 
+def test_a_call_for_which_the_least_plan_leaves_too_little_runs_one_module_at_a_time(said, tmp_path):
+    model, reference = models.frozen(Attention()), models.frozen(Attention())
+    with torch.no_grad(), apply(model, "118KB", cache=tmp_path):
+        for rows in (8, 8, 9):
+            model(torch.ones(rows, 12, 64))
+        said()
+        x = torch.ones(10, 12, 64)
+        assert torch.equal(model(x), reference(x))
+        lines = said()
+        assert lines.index("planned in") < lines.index("one module at a time")
+
+
 def test_the_weights_of_a_step_are_gone_before_more_is_measured(tmp_path, monkeypatch):
     weights, left = [], []
 

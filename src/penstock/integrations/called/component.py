@@ -351,6 +351,9 @@ class CalledModule:
             _log.warning("one module is in memory at a time, which is slow: %s", str(error))
             current.order, self._impossible = None, self._terms
             return self._observed(current, run, arguments)
+        if self._sizes.most(arguments) > self._room:  # the least plan leaves less than calls were to have
+            current.order = None
+            return self._observed(current, run, arguments)
         self._memory.enter()
         weights.wait()
         with self._cap.counting_kernels(arguments.tensors):
