@@ -267,10 +267,13 @@ class CalledModule:
         if not self._active:
             return original(*args, **kwargs)
         current = self._pass
-        if current is None or (threading.get_ident() != current.thread and wrapped.entry == current.entry):
+        if current is None:  # all that Dynamo traces
+            return self._call(wrapped, args, kwargs)
+        thread = threading.get_ident()
+        if thread != current.thread and wrapped.entry == current.entry:
             return self._call(wrapped, args, kwargs)
         current.running.append(path)
-        current.threads.add(threading.get_ident())
+        current.threads.add(thread)
         try:
             step = self._steps.steps.get(path) if wrapped.is_forward else None
             return (
@@ -421,7 +424,8 @@ class CalledModule:
         kwargs: Mapping[str, Any],
     ) -> Any:
         begun = time.perf_counter_ns()
-        self._units.release(current)
+        if current.reads.held is not None:
+            self._units.release(current)
         with self._state:
             number = None if current.open is not None else self._memory.next_step(current, step)
             if number is not None:
@@ -433,7 +437,7 @@ class CalledModule:
                 return original(*args, **kwargs)
             with self._own_steps.running(current, step, begun, (args, kwargs)):
                 return original(*args, **kwargs)
-        return self._memory.run(current, step, number, begun, functools.partial(original, *args, **kwargs))
+        return self._memory.run(current, step, number, begun, (original, args, kwargs))
 
     # Plans.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -272,7 +272,7 @@ class Wrapped:
     own: Callable[..., Any]
     called: Callable[..., Any]
 
-    @property
+    @cached_property
     def is_forward(self) -> bool:
         """Tell whether this is what a call of the module runs."""
         return self.method in ("forward", COMPILED)

@@ -68,7 +68,8 @@ class Step:
             if value is not None and place.entries.get(place.key) is place.twin:
                 place.entries[place.key] = value
                 filled.append((place, value))
-        refresh(self.flat)
+        if self.flat:
+            refresh(self.flat)
         return filled
 
     def empty(self, filled: Sequence[tuple[Place, torch.Tensor]]) -> None:
@@ -76,7 +77,8 @@ class Step:
         for place, value in filled:
             if place.entries.get(place.key) is value:
                 place.entries[place.key] = place.twin
-        refresh(self.flat)
+        if self.flat:
+            refresh(self.flat)
 
 
 class Places:

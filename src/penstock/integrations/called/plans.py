@@ -6,7 +6,7 @@ import functools
 import gc
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -142,6 +142,9 @@ def plan_orders(
         merged |= unserved
 
 
+Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+
+
 class _Traced(NamedTuple):
     """An order as a plan has it, and as passes show it; by path, what steps read, and what operators do."""
 
@@ -229,33 +232,34 @@ class PlanMemory:
         self._standing = Step("", (), ())  # the places of `present`
         self._filled: list[tuple[Place, torch.Tensor]] = []
 
-    def run(self, current: Pass, step: Step, number: int, begun: int, call: Callable[[], Any]) -> Any:
+    def run(self, current: Pass, step: Step, number: int, begun: int, call: Call) -> Any:
         """Run the call of a module with its weights in their places: step `number` of the expected order.
 
         Most steps of most passes come through here: benchmarks/calls/steps.py measures what each costs.
         """
-        assert current.order is not None
-        assert self.weights is not None
-        streamer = self.weights.streamer if self.waits(current, number) else None
+        order, weights = current.order, self.weights
+        assert order is not None
+        assert weights is not None
+        streamer = weights.streamer if current.astray or number in self.probed[order] else None
         try:
             if streamer is not None:
-                streamer.acquire(current.order, number)
-            current.values, to_fill = self._step_values[current.order][step.path]
+                streamer.acquire(order, number)
+            current.values, to_fill = self._step_values[order][step.path]
             filled = step.fill(to_fill) if to_fill else ()
             current.steps.append(seen := Seen(step.path, step.path))
-            inner = current.inner_ns
+            inner, (function, args, kwargs) = current.inner_ns, call
             ready = time.perf_counter_ns()
             try:
-                return call()
+                return function(*args, **kwargs)
             finally:
                 ended = time.perf_counter_ns()
                 if filled:
                     step.empty(filled)
                 if streamer is not None:
-                    streamer.release(current.order, number)
-                lead = max(0, begun - current.mark)
+                    streamer.release(order, number)
+                lead = begun - current.mark  # reads of several threads overlap
                 took = ended - ready - (current.inner_ns - inner)
-                seen.time = StepTime(lead, max(0, took))  # reads of several threads overlap
+                seen.time = StepTime(lead if lead > 0 else 0, took if took > 0 else 0)
                 current.mark = time.perf_counter_ns()
         finally:
             current.open, current.values = None, NO_VALUES
