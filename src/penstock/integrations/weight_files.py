@@ -207,11 +207,7 @@ def keep_converted(
 
 
 def _write(changes: Sequence[_Change], files: Sequence[Path], cache: Cache, made_for: str) -> KeptWeights:
-    """Write converted tensors to a file of the cache, unless it is there, and keep it there.
-
-    Its folder is named by what the system says of the checkpoint's files, by their headers, and by the names
-    and dtypes of the tensors: the files themselves are read once, and again where their ctimes have changed.
-    """
+    """Write converted tensors to a file of the cache, unless it is there, and keep it there."""
     before, ctimes = _states(files)
     in_file = sorted(changes, key=lambda change: [(box.file, box.start) for box in change.tensor.boxes])
     entries = [change.entry(files) for change in in_file]
@@ -291,11 +287,7 @@ def _is_current(folder: Path, entries: Sequence[PackEntry], ctimes: Sequence[int
 
 
 def _is_whole(folder: Path) -> bool:
-    """Tell whether a file of the cache is the one that was written.
-
-    What the system says of the file is compared with what it said then. Where that differs, every byte is
-    hashed, which reads about 1.8 GB/s, and what the system says now is noted for the next time.
-    """
+    """Tell whether a file of the cache is what was written; all is hashed if its state has changed."""
     file, facts = folder / WEIGHTS, json.loads(read_bounded(folder / _SUMS, "an index"))
     if (now := list(state_of(file))) == facts[_STATE]:
         return True

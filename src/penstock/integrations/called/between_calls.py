@@ -31,12 +31,10 @@ Keep = Callable[[Mapping[str, torch.Tensor]], KeptWeights]
 
 @dataclass(eq=False)
 class _Opened:
-    """A weight that something has read between calls. `digests` are those of its parts when views of it were
-    handed out, None if none were; `is_written` says that it was written to.
-    """
+    """A weight that something has read between calls."""
 
     watched: Watched
-    digests: tuple[str, ...] | None = None
+    digests: tuple[str, ...] | None = None  # of its parts, when views of it were handed out
     is_written: bool = False
 
 

@@ -171,12 +171,7 @@ class OwnSteps:
             self._took[path] = max(took, self._took.get(path, took))
 
     def _check_room(self, current: Pass, meter: Meter, path: str, nbytes: int, input_bytes: int) -> None:
-        """Raise BudgetError before a step is read that does not fit the cap beside what the call takes.
-
-        A step whose inputs are no larger than before takes no more than it did then, and another as much as
-        any of this call. Free pages of the heap go back before they add up. What a step took stays in the
-        meter's peak: it may have used these very pages. The error's number is for the largest step.
-        """
+        """Raise BudgetError before a step is read that does not fit the cap beside what the call takes."""
 
         def beside_weights() -> int:
             taken = meter.look(current.own_bytes)

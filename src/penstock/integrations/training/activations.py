@@ -71,35 +71,20 @@ class _File:
 
 @dataclass(eq=False)
 class _Memory:
-    """The memory of saved tensors, which leaves and comes back as a whole.
-
-    Attributes:
-        activations: What keeps it.
-        key: The storage, while it is in memory for the first time.
-        nbytes: Its bytes.
-        turn: The forward that made it.
-        last: The number of the tensor that was saved last.
-        saved: The saved tensors that lie in it.
-        is_alone: Nothing else had the storage when this was looked at last.
-        file: The file in which it is, None before it left.
-        place: Where it is there.
-        reading: Its bytes, or what reads them.
-        is_ahead: It has been read, and no backward has asked for it yet.
-        unread: The numbers of tensors for which the present backward has not asked.
-    """
+    """The memory of saved tensors, which leaves and comes back as a whole."""
 
     activations: Activations
-    key: int
+    key: int  # of the storage, while it is in memory for the first time
     nbytes: int
-    turn: int
-    last: int = 0
+    turn: int  # the forward that made it
+    last: int = 0  # the number of the tensor that was saved last
     saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
-    is_alone: bool = False
+    is_alone: bool = False  # nothing else had the storage at the last look
     file: _File | None = None
     place: int = 0
     reading: Future[torch.Tensor] | None = None
-    is_ahead: bool = False
-    unread: set[int] = field(default_factory=set)
+    is_ahead: bool = False  # read before a backward asked for it
+    unread: set[int] = field(default_factory=set)  # for which the present backward has not asked
 
     def __del__(self) -> None:
         self.activations.forget(self)
@@ -503,11 +488,7 @@ class _Span:
 
 
 class _Packer:
-    """Packs weights, and hands what is no weight to the hooks that were there.
-
-    Only the innermost hooks of autograd are called, so that checkpointing would otherwise keep what it means
-    to drop.
-    """
+    """Packs weights, and hands the rest to the hooks that were there: autograd calls the innermost alone."""
 
     def __init__(
         self,

@@ -181,52 +181,30 @@ With those, a step of 64 tokens of a larger Llama took 566 ms, and 538 with bloc
 
 @dataclass(eq=False)
 class _Opened:
-    """The step of the node of a backward that asked for weights last.
-
-    Attributes:
-        node: The node.
-        seen: The step as the pass notes it.
-        storages: The storages that it has read.
-        ready: When these were in memory.
-        number: The step in the expected order, -1 if there is none.
-        streamer: What this step was acquired of, if it was.
-        memory: Storages in memory of their own.
-    """
+    """The step of the node of a backward that asked for weights last."""
 
     node: object
     seen: Seen
     storages: set[int] = field(default_factory=set)
-    ready: int = 0
-    number: int = -1
-    streamer: Streamer | None = None
+    ready: int = 0  # when these were in memory
+    number: int = -1  # in the expected order, -1 if there is none
+    streamer: Streamer | None = None  # of which this step was acquired
     memory: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _TrainingPass(Pass):
-    """A forward and its backward.
-
-    Attributes:
-        kind: The kind of the call.
-        arguments: The sizes of its arguments.
-        weights: The loaded plan, whose streamer runs this pass.
-        outside: The storages that this plan has in memory throughout.
-        before: The counters of this plan before the pass.
-        live: What measures the pass.
-        opened: The step of the backward that is open.
-        in_backward: The backward has begun.
-        is_whole: The pass began with a forward.
-    """
+    """A forward and its backward."""
 
     kind: object = None
     arguments: CallArguments = _NO_ARGUMENTS
     weights: LoadedWeights | None = None
-    outside: frozenset[int] = frozenset()
-    before: Counters = field(default_factory=Counters)
+    outside: frozenset[int] = frozenset()  # storages that the plan has in memory throughout
+    before: Counters = field(default_factory=Counters)  # of the plan, before the pass
     live: LiveActivations | None = None
     opened: _Opened | None = None
     in_backward: bool = False
-    is_whole: bool = True
+    is_whole: bool = True  # it began with a forward
 
 
 class TrainedModule(CalledModule):
