@@ -49,8 +49,8 @@ def refuse_scripted(model: object, name: str = "the model") -> None:
     for path, part in parts:
         if isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction):
             raise PassError(
-                f"{path or name} is a {type(part).__name__}, which torch.jit compiled and torch.export does "
-                "not take: give the nn.Module that it was made from"
+                f"{path or name} is a {type(part).__name__}, which torch.jit compiled, so that its Python "
+                "is gone: give the nn.Module that it was made from"
             )
 
 

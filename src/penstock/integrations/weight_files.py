@@ -63,6 +63,8 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
                 f"weight {name} is a {type(value).__name__}, which does not say what tensors it is made of: "
                 "give its folder to penstock.integrations.load, or quantise with torchao (docs/quantised.md)"
             )
+        if value.layout != torch.strided:
+            raise PassError(f"weight {name} is sparse ({value.layout}): call to_dense() first")
         if value.device.type == "meta" or value.untyped_storage().nbytes() < value.nbytes:
             raise PassError(
                 f"weight {name} has no values: load the model first, or give its folder to "

@@ -275,6 +275,26 @@ class Normed(nn.Module):
         return x
 
 
+class ByStorage(Blocks):
+    """It makes a tensor over the memory of a part's weight."""
+
+    def forward(self, x):
+        weight = torch.empty(0).set_(self.head.weight.untyped_storage(), 0, self.head.weight.shape)
+        return super().forward(x) @ weight
+
+
+class Autocast(nn.Module):
+    """torch's encoder, of which one kernel asks whether autocast is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = encoder()
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.encoder(x[None])
+
+
 def inputs(rows=6):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -296,6 +316,8 @@ EQUAL = {
         Attention,
         Recurrent,
         Normed,
+        ByStorage,
+        Autocast,
     )
 } | {"KeepsView": lambda: OneOf(KeepsView), "Writes": lambda: OneOf(Writes), "encoder": encoder}
 """Modules that must be equal to themselves in memory, call for call."""

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 X = (torch.ones(2, 4),)
-REFUSED = "compiled and torch.export does not take: give the nn.Module that it was made from"
+REFUSED = "compiled, so that its Python is gone: give the nn.Module that it was made from"
 
 
 class Inner(nn.Module):

@@ -274,6 +274,8 @@ class CalledModule:
             return self._call(wrapped, args, kwargs)
         current.running.append(path)
         current.threads.add(thread)
+        if current.live is not None:
+            current.live.note_autocast()
         try:
             step = self._steps.steps.get(path) if wrapped.is_forward else None
             return (
@@ -364,6 +366,8 @@ class CalledModule:
             if self._sizes.is_known(arguments, self._room):
                 return weights.run(current.order, None, run), None
             live, meter = meters_of(self._options.device, beside_arena=True)
+            current.live = live
+            live.note_autocast()
             with live:
                 output = weights.run(current.order, None, run)
         return output, arguments.allocated + max(live.peak, meter.look())
@@ -376,7 +380,8 @@ class CalledModule:
         self.unload()
         self._cap.begin(arguments.allocated)
         begun, (live, current.meter) = time.monotonic(), meters_of(self._options.device)
-        current.given_bytes = arguments.allocated
+        current.given_bytes, current.live = arguments.allocated, live
+        live.note_autocast()
         with live, announced(f"a call of a new kind of {self.name}, one module at a time,"):
             output = run()
         meter = current.meter
@@ -497,6 +502,14 @@ class CalledModule:
         """Return the weight that stands for a twin now, if one does."""
         values = (self._memory.staying, self._memory.present, current.values)
         return next((by_twin[twin] for by_twin in values if twin in by_twin), None)
+
+    def memory(self, twin: int, suffix: str) -> torch.UntypedStorage | None:
+        """Return the memory of what `answer` returns in a call; between calls None."""
+        value = None if self._pass is None else self.answer(twin, suffix)
+        if value is None:
+            return None
+        self.share(twin, suffix, value)
+        return value.untyped_storage()
 
     def address(self, twin: int, suffix: str) -> int | None:
         """Return where what `answer` returns is, until the next call or the end of the step."""

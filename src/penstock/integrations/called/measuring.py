@@ -376,12 +376,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self.now = self.recent = 0  # the highest, the present, and the highest since a look
         self._device = device
+        self._autocast: list[torch._C.DispatchKey] = []
         self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = self._run(func, args, kwargs or {})
         tensors = (result,) if isinstance(result, torch.Tensor) else _tensors_in(result, self._device)
         for tensor in tensors:
             if has_memory(tensor) and tensor.device == self._device:
@@ -392,6 +393,31 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     weakref.finalize(memory, self._free, id(memory), memory.nbytes())
         self.peak, self.recent = max(self.peak, self.now), max(self.recent, self.now)
         return result
+
+    def note_autocast(self) -> None:
+        """Remember for which devices autocast is on; operators in a mode cannot ask that."""
+        kinds = {"cpu", self._device.type}
+        keys = [getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}", None) for kind in kinds]
+        on = map(torch.is_autocast_enabled, kinds)
+        self._autocast = [key for key, enabled in zip(keys, on, strict=True) if enabled and key is not None]
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator with the kernels that it has without this mode.
+
+        A mode turns autocast off for what the kernel of an operator calls itself, as that of
+        `_transformer_encoder_layer_fwd` does. For operators that autocast converts for it is off anyway.
+        """
+        if not self._autocast or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        known = torch._C._dispatch_has_kernel_for_dispatch_key
+        keys = [key for key in self._autocast if not known(str(func.name()), key)]  # type: ignore[no-untyped-call]
+        for key in keys:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for key in keys:
+                torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
     def _free(self, memory: int, nbytes: int) -> None:
         self._known.discard(memory)

@@ -12,7 +12,7 @@ import torch
 
 from penstock.integrations.called.by_units.reads import PassReads, Seen
 from penstock.integrations.called.facts import Order
-from penstock.integrations.called.measuring import RUNNING, Meter
+from penstock.integrations.called.measuring import RUNNING, LiveBytes, Meter
 from penstock.integrations.called.places import Step, Values
 
 
@@ -37,6 +37,7 @@ class Pass:
     given_bytes: int = 0  # of caches and inputs that there were before
     copies: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
     meter: Meter | None = None
+    live: LiveBytes | None = None
     learned: bool = False
     astray: bool = False  # steps came in another order than the expected one
     has_compiled: bool = False

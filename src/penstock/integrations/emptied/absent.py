@@ -70,7 +70,7 @@ class AbsentTensor(torch.Tensor):
     ) -> Any:
         name = func.__name__
         if name == "untyped_storage":
-            return vars(args[0])[_STORAGE]
+            return _memory_of(args[0])
         if name == "data_ptr":
             return _address_of(args[0])
         if name in ("__get__", "__set__"):
@@ -185,6 +185,13 @@ def _answer_of(absent: AbsentTensor) -> tuple[Answer, torch.Tensor]:
     if answer is None or value is None:
         raise StreamError(_sentence_of(absent))
     return answer, value
+
+
+def _memory_of(absent: torch.Tensor) -> torch.UntypedStorage:
+    """Return the memory of a tensor's values while a call runs; otherwise what tells tied tensors, empty."""
+    answer: Answer | None = vars(absent).get(_ANSWER)
+    memory = answer.module.memory(answer.twin, answer.suffix) if answer else None
+    return vars(absent)[_STORAGE] if memory is None else memory
 
 
 def _address_of(absent: torch.Tensor) -> int:
