@@ -49,12 +49,9 @@ def refuse_folder_without(adapter: Path, *patterns: str) -> None:
 
 def refuse_other_model(adapter: object, model: object, loaded: Any) -> None:
     """Raise SourceError where an adapter and a model have not each other's weights, by what was loaded."""
-    for words, names in (
-        ("has no place for", loaded.unexpected_keys),
-        ("also needs", loaded.missing_keys),
-        ("has another size of", getattr(loaded, "mismatched_keys", ())),
-    ):
-        for name in sorted(map(str, names))[:1]:
+    for words, keys in (("has no place for", "unexpected_keys"), ("also needs", "missing_keys")):
+        names = getattr(loaded, keys, ())  # transformers 4 returns nothing
+        for name in sorted(names)[:1]:
             raise SourceError(
                 f"{adapter} is for another model than {model}, which {words} {name} ({len(names)} in all): "
                 "give the model that it was made on"
@@ -121,6 +118,6 @@ class Adapting:
             if not is_folder:
                 module.add_adapter(adapter)
                 return module
-            loaded = module.load_adapter(str(adapter), is_trainable=True, ignore_mismatched_sizes=True)
+            loaded = module.load_adapter(str(adapter), is_trainable=True)
         refuse_other_model(adapter, kind, loaded)
         return module
