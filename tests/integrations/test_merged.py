@@ -85,7 +85,7 @@ def test_the_bits_are_those_of_merge_and_unload(name, dtype, tmp_path):
     reference = type(model).from_pretrained(tmp_path / "model")
     merged = PeftModel.from_pretrained(reference, tmp_path / "adapter").merge_and_unload()
     merged.save_pretrained(tmp_path / "expected")
-    done = merge(str(tmp_path / "model"), tmp_path / "adapter", tmp_path / "merged")
+    done = merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged")
     check_equal(tmp_path / "merged", tmp_path / "expected")
     assert done.files == (tmp_path / "merged" / "model.safetensors",)
     before, after = tensors_of(tmp_path / "model"), tensors_of(tmp_path / "merged")
@@ -127,7 +127,7 @@ def pooling():
 def test_what_cannot_be_merged_is_refused_before_anything_is_written(tmp_path):
     def refused(message, model="one/model", adapter="one/adapter"):
         with pytest.raises((SourceError, PassError), match=message):
-            merge(str(tmp_path / model), tmp_path / adapter, tmp_path / "merged")
+            merge(tmp_path / model, tmp_path / adapter, tmp_path / "merged")
         assert not [path for path in tmp_path.iterdir() if "merged" in path.name]
 
     adapt(models.llama(), lora(), tmp_path / "one")
@@ -141,8 +141,10 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(tmp_path):
     refused(
         r"for another model than .*, which also needs .*layers\.1.* \(4 in all\)", adapter="short/adapter"
     )
-    refused(r"cannot be put on .*size mismatch.*: is it for another model\?", adapter="narrow/adapter")
-    refused(r"cannot be put on .*c_attn.*: is it for another model\?", adapter="other/adapter")
+    refused(
+        r"cannot be put on .*size mismatch.*: is it whole, and for this model\?", adapter="narrow/adapter"
+    )
+    refused(r"cannot be put on .*c_attn.*: is it whole, and for this model\?", adapter="other/adapter")
     refused("an adapter of kind LOHA, and only LoRA is merged here", adapter="loha/adapter")
     refused(r"\(MultiheadAttention\) cannot be merged by itself", "pooling/model", "pooling/adapter")
     file = tmp_path / "one" / "adapter" / "adapter_config.json"

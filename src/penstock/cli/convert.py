@@ -85,12 +85,12 @@ def convert(
 
 def _merge(source: Path, adapter: Path, output: Path, shard_size: str | None, dtype: str | None) -> Converted:
     require("peft", purpose="--merge")
-    options.check_there([local_folder(source), adapter / ADAPTER])
+    options.check_there([folder := local_folder(source), adapter / ADAPTER])
     from penstock.integrations import merged
 
     size = shard_size or "5GB"
     with console.byte_progress(f"writing {output}") as progress:
-        return merged.merge(str(source), adapter, output, shard_size=size, dtype=dtype, progress=progress)
+        return merged.merge(folder, adapter, output, shard_size=size, dtype=dtype, progress=progress)
 
 
 def _print(done: Converted, output: Path, *, json: bool) -> None:

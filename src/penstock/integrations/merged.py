@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,22 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock._extras import local_folder, require
 from penstock.integrations.applied import load
 from penstock.integrations.emptied.absent import value_of
 from penstock.integrations.saved import refuse_folder, refuse_model, save_model, write_folder
+from penstock.integrations.training.adapting import (
+    refuse_folder_without,
+    refuse_other_model,
+    refusing,
+)
 from penstock.runtime.checkpoint.convert import Converted
 from penstock.runtime.files.artifact_files import Progress
-from penstock.schedule.facts.errors import PenstockError, SourceError
+from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.sizes import parse_size
-
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _NAME = "default"
 """What peft calls an adapter that is the only one."""
-
-_LONGEST = 300
-"""Characters of an error of peft that are repeated: it may list every weight of a model."""
 
 _BESIDE = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -39,7 +37,7 @@ _BESIDE = (
 
 
 def merge(
-    source: str,
+    folder: Path,
     adapter: Path,
     target: Path,
     *,
@@ -53,7 +51,7 @@ def merge(
     those that it gives. Tokenizers are copied. Memory is that of the adapter and a few weights.
 
     Args:
-        source: The model's folder, or its name in the local cache of the hub.
+        folder: The model's folder.
         adapter: The folder that `save_pretrained` of peft wrote.
         target: A folder that does not exist, or is empty.
         shard_size: Bytes of a file of weights at most.
@@ -64,10 +62,9 @@ def merge(
         SourceError: The adapter is none of LoRA, is not for this model, or cannot be merged layer by layer;
             or there is something at `target`, or it cannot be written. Nothing is written then.
     """
-    require("peft", purpose="--merge")
     refuse_folder(target)
     _refuse_kind(adapter)
-    folder, most = local_folder(source), parse_size(shard_size, name="shard_size")
+    most = parse_size(shard_size, name="shard_size")
     written: list[Converted] = []
     with load(folder, dtype=dtype) as model, torch.no_grad():
         refuse_model(model)
@@ -92,12 +89,8 @@ def _refuse_kind(adapter: Path) -> None:
     """Raise SourceError for a folder that holds no LoRA adapter of peft in safetensors."""
     from peft import PeftConfig, PeftType
 
-    for name in (_CONFIG, _WEIGHTS):
-        if not (adapter / name).is_file():
-            raise SourceError(
-                f"{adapter} has no {name}: give the folder that save_pretrained of a model of peft wrote"
-            )
-    with _refusing(f"{adapter / _CONFIG} cannot be read"):
+    refuse_folder_without(adapter, "adapter_config.json", "adapter_model.safetensors")
+    with refusing(f"{adapter}/adapter_config.json cannot be read"):
         config = PeftConfig.from_pretrained(str(adapter))
     if config.peft_type != PeftType.LORA:
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -106,32 +99,15 @@ def _refuse_kind(adapter: Path) -> None:
         raise SourceError(f"{adapter} replicates layers, which peft cannot merge: train one that does not")
 
 
-@contextmanager
-def _refusing(action: str) -> Iterator[None]:
-    """Raise SourceError for whatever peft raises in the body."""
-    try:
-        yield
-    except PenstockError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-        raise SourceError(f"{action} ({reason}): is it for another model?") from error
-
-
 def _adapted(model: nn.Module, folder: Path, adapter: Path) -> Any:
     """Return the model with its adapter. Raises SourceError where one has weights that the other has not."""
     from peft import PeftModel
 
-    with _refusing(f"{adapter} cannot be put on {folder}"), warnings.catch_warnings():
+    with refusing(f"{adapter} cannot be put on {folder}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = PeftModel.from_pretrained(model, str(adapter), torch_device="cpu")
         names = adapted.load_adapter(str(adapter), _NAME, torch_device="cpu")
-    for wrong, words in ((names.unexpected_keys, "has no place for"), (names.missing_keys, "also needs")):
-        if wrong:
-            raise SourceError(
-                f"{adapter} is for another model than {folder}, which {words} {wrong[0]} "
-                f"({len(wrong)} in all)"
-            )
+    refuse_other_model(adapter, folder, names)
     return adapted
 
 
@@ -161,7 +137,7 @@ def _unloaded(adapted: Any) -> tuple[nn.Module, dict[str, list[_Merge]]]:
                     f"the layer {path} ({type(layer).__name__}) cannot be merged by itself: merge with peft"
                 )
             vars(layer)["merge"] = _deferred(layer, merges)
-    with _refusing("peft cannot merge this adapter"), warnings.catch_warnings():
+    with refusing("peft cannot merge this adapter"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = adapted.merge_and_unload()
     by_parameter: dict[int, list[_Merge]] = {}

@@ -8,7 +8,7 @@ from torchao.quantization import Int8WeightOnlyConfig
 from transformers import LlamaForCausalLM, TorchAoConfig
 
 from penstock.integrations import load
-from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.hunt import nightly_but, sampled
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, batch, equal, steps, trained
@@ -106,7 +106,7 @@ def test_weights_in_another_form(how, folders, cache):
         assert equal(steps(model, BATCHES), expected)
 
 
-def test_what_cannot_be_made_beside_files_is_refused(folders, cache):
+def test_what_cannot_be_made_beside_files_is_refused(folders, cache, tmp_path):
     def made_of(adapter, match, kind=PassError):
         with pytest.raises(kind, match=match):
             streamed(folders / "plain", adapter, cache)
@@ -118,3 +118,9 @@ def test_what_cannot_be_made_beside_files_is_refused(folders, cache):
     made_of(lambda model: model.requires_grad_(True), r"embed_tokens\.weight requires grad and is in files")
     with pytest.raises(PassError, match="adapter= is for train=True"):
         load(folders / "plain", MEMORY, adapter=lora(), cache=cache)
+    wrapped(models.llama()).save_pretrained(tmp_path / "deep")
+    wrapped(models.llama(**LAYERS, hidden_size=32)).save_pretrained(tmp_path / "narrow")
+    made_of(tmp_path, "has no adapter_config.json: give the folder", SourceError)
+    made_of(tmp_path / "deep", r"another model than .*, which has no place for .*layers\.1", SourceError)
+    made_of(tmp_path / "narrow", r"narrow cannot be put on .* \(.*\): is it whole", SourceError)
+    made_of(LoraConfig(target_modules=["nothere"]), "adapter= cannot be put on .*nothere", SourceError)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +15,47 @@ from torch import nn
 from penstock.integrations.called.facts import ModuleFacts
 from penstock.integrations.called.places import Places
 from penstock.integrations.libraries import components_of
-from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.errors import PassError, PenstockError, SourceError, StreamError
 
 _SENTENCE = (
     "load makes adapters beside weights that are in files; one that begins with their values (DoRA, PiSSA, "
     "modules_to_save) is made by loading the model with its library, for penstock.integrations.apply"
 )
+
+_LONGEST = 300
+"""Characters of an error of peft that are repeated: it may list every weight of a model."""
+
+
+@contextmanager
+def refusing(action: str) -> Iterator[None]:
+    """Raise SourceError for whatever peft raises in the body."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+        raise SourceError(f"{action} ({reason}): is it whole, and for this model?") from error
+
+
+def refuse_folder_without(adapter: Path, *patterns: str) -> None:
+    """Raise SourceError for a folder that holds no adapter of peft."""
+    for pattern in patterns:
+        if not any(adapter.glob(pattern)):
+            raise SourceError(
+                f"{adapter} has no {pattern}: give the folder that save_pretrained of a model of peft wrote"
+            )
+
+
+def refuse_other_model(adapter: object, model: object, loaded: Any) -> None:
+    """Raise SourceError where an adapter and a model have not each other's weights, by what was loaded."""
+    for words, keys in (("has no place for", "unexpected_keys"), ("also needs", "missing_keys")):
+        names = getattr(loaded, keys, ())  # transformers 4 returns nothing
+        for name in sorted(names)[:1]:
+            raise SourceError(
+                f"{adapter} is for another model than {model}, which {words} {name} ({len(names)} in all): "
+                "give the model that it was made on"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,14 +106,18 @@ class Adapting:
         return adapted, facts.renamed(places.twins, places.names, now)
 
     def _adapted(self, module: Any) -> Any:
-        if callable(self.adapter):
-            return self.adapter(module)
-        if not hasattr(module, "add_adapter"):
-            raise PassError(
-                f"a {type(module).__name__} makes no adapters of its own: give adapter= a function of it"
-            )
-        if isinstance(self.adapter, str | PathLike):
-            module.load_adapter(str(self.adapter), is_trainable=True)
-        else:
-            module.add_adapter(self.adapter)
+        adapter, kind = self.adapter, f"the {type(module).__name__}"
+        if callable(adapter):
+            return adapter(module)
+        is_folder = isinstance(adapter, str | PathLike)
+        if not hasattr(module, "load_adapter" if is_folder else "add_adapter"):
+            raise PassError(f"{kind} makes no such adapters of its own: give adapter= a function of it")
+        if is_folder:
+            refuse_folder_without(Path(adapter), "adapter_config.json", "adapter_model.*")
+        with refusing(f"{adapter if is_folder else 'adapter='} cannot be put on {kind}"):
+            if not is_folder:
+                module.add_adapter(adapter)
+                return module
+            loaded = module.load_adapter(str(adapter), is_trainable=True)
+        refuse_other_model(adapter, kind, loaded)
         return module
