@@ -32,11 +32,6 @@ Moment = tuple[int, tuple[int, ...]]
 """Bytes of a set of values: a number, and how often each dynamic size is added."""
 
 
-def activation_bytes(exported: ExportedProgram) -> int:
-    """The most bytes of intermediate values that are alive at once, at the exported sizes."""
-    return Activations.of(exported).peak()
-
-
 @dataclass(frozen=True)
 class Activations:
     """The most bytes of intermediate values that are alive at once, as a function of the sizes of a call.

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
-from types import FrameType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -20,8 +14,8 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from penstock.passes.building.deferred import Deferred, hold_attributes, join, record
-from penstock.passes.building.followed import export_as_called, export_errors, in_eval
+from penstock.passes.building.deferred import Deferred, join, record
+from penstock.passes.building.followed import export_as_called, in_eval
 from penstock.passes.building.placement import AskedDevices, Guardless, Placement, capable, home_of, place
 from penstock.passes.building.refusals import caller, check_inputs
 from penstock.passes.graph.nodes import is_accelerator
@@ -32,40 +26,8 @@ from penstock.passes.weights.lifted import with_values
 from penstock.passes.weights.subclasses import each_part, has_parts
 from penstock.schedule.facts.errors import PassError
 
-
-@contextmanager
-def quick() -> Iterator[None]:
-    """Let exports inside compile graphs only when they are called, and look up each line once."""
-    with _use_lazy_graph_module(True), patch.object(torch.fx.proxy, "CapturedTraceback", _Stack):
-        yield
-
-
-_Place = tuple[str, int, str]
-"""A file, a line in it, and the function that it is in."""
-
-
-class _Stack:
-    """The frames of a call, from the innermost out; stands in for torch's `CapturedTraceback`."""
-
-    def __init__(self, places: list[_Place]) -> None:
-        self._places = places
-
-    @classmethod
-    def extract(cls) -> _Stack:
-        places = []
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            places.append((code.co_filename, frame.f_lineno, code.co_name))
-            frame = frame.f_back
-        return cls(places)
-
-    def summary(self) -> traceback.StackSummary:
-        return traceback.StackSummary(_summary(*place) for place in reversed(self._places))
-
-
-_summary = cache(traceback.FrameSummary)
-
+_lazy = partial(_use_lazy_graph_module, True)
+"""Exports compile graphs inside only when they are called: a fifth of the time of a Llama's."""
 
 BUFFERS = "penstock.buffers"
 """The key in `graph_module.meta` under which fake_export keeps values of non-persistent buffers, by FQN."""
@@ -126,10 +88,10 @@ class Built:
         devices: Mapping[str, torch.device],
         *,
         home: torch.device,
-        deferred: Deferred | None = None,
+        deferred: Deferred,
     ) -> None:
         self.module, self.buffers, self.devices = module, buffers, devices
-        self.allocated = deferred.allocated if deferred else ()
+        self.allocated = deferred.allocated
         self._home, self._deferred = home, deferred
         self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self._fakes: dict[int, torch.Tensor] = {}
@@ -153,62 +115,24 @@ class Built:
         devices = place(module, asked, placement)
         return cls(module, buffers, devices, home=home_of(placement, devices), deferred=deferred)
 
-    @classmethod
-    def of(cls, module: nn.Module, home: torch.device) -> Built:
-        """A fake copy, on the device `home`, of a module in memory, which stays as it is."""
-        flats: dict[int, torch.Tensor] = {}
-
-        def shape_of(value: torch.Tensor) -> torch.Tensor:
-            storage = value.untyped_storage()
-            nbytes = storage.nbytes() // value.itemsize
-            flat = flats.setdefault(storage._cdata, torch.empty(nbytes, dtype=value.dtype, device="meta"))
-            view = flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
-            return nn.Parameter(view, value.requires_grad) if isinstance(value, nn.Parameter) else view
-
-        memo: dict[int, Any] = {id(value): each_part(value, shape_of) for value in module.parameters()}
-        copied = copy.deepcopy(module, memo)
-        hold_attributes(copied)
-        devices = {
-            join(name, key): home
-            for name, child in copied.named_modules(remove_duplicate=False)
-            for key in (*child._parameters, *child._buffers)
-        }
-        buffers = _computed(copied, lambda value: value.detach().clone())
-        return cls(copied, buffers, devices, home=home)
-
     def export(
-        self,
-        example_inputs: Sequence[Any] | Mapping[str, Any],
-        dynamic_shapes: Any = None,
-        *,
-        module: nn.Module | None = None,
+        self, example_inputs: Sequence[Any] | Mapping[str, Any], dynamic_shapes: Any = None
     ) -> ExportedProgram:
-        """Export this module, or `module`, which calls it. Raises PassError if the export fails.
-
-        The inputs of `module` are those of a call: a number that it is given on the CPU, beside tensors of an
-        accelerator, stays there.
-        """
+        """Export this module. Raises PassError if the export fails."""
+        check_inputs(self.module, example_inputs)
         by_name = isinstance(example_inputs, Mapping)
-        root = self.module if module is None else module
-        check_inputs(root, example_inputs)
         inputs: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda value: self._input(value, called=module is not None), inputs
-        )
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._input, inputs)
 
         def make() -> ExportedProgram:
-            with Guardless(self._stand_in), capable(), quick(), groups_of_any_dtype(), torch.no_grad():
-                return torch.export.export(root, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+            with Guardless(self._stand_in), capable(), _lazy(), groups_of_any_dtype(), torch.no_grad():
+                return torch.export.export(
+                    self.module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+                )
 
-        if module is None:
-            with in_eval(root):
-                exported = export_as_called(root, make)
-        else:  # its caller watches what a call changes
-            root.eval()
-            with kept_torch_state(), export_errors(root):
-                exported = make()
-        prefix = next(name for name, child in root.named_modules() if child is self.module)
-        exported.graph_module.meta[BUFFERS] = {join(prefix, n): v for n, v in self.buffers.items()}
+        with in_eval(self.module):
+            exported = export_as_called(self.module, make)
+        exported.graph_module.meta[BUFFERS] = dict(self.buffers)
         return exported
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -253,18 +177,11 @@ class Built:
                 f"the model uses a part or a view, {list(value.shape)}, of a parameter that its constructor "
                 f"made and keeps outside of its attributes{caller()}: make the view in forward"
             )
-        if self._deferred is None or not self._deferred.has(value):
-            return value
-        return self._deferred.values(value)
+        return self._deferred.values(value) if self._deferred.has(value) else value
 
-    def _input(self, value: torch.Tensor, *, called: bool) -> torch.Tensor:
-        """The fake tensor for an example input, on the first parameter's device or its own accelerator.
-
-        Of a call, what has no dimensions or no elements stays on its device: torch takes the former beside
-        tensors of any, and of the latter only sizes are read.
-        """
-        stays = is_accelerator(value.device) or (called and not (value.dim() and value.numel()))
-        device = value.device if stays else self._home
+    def _input(self, value: torch.Tensor) -> torch.Tensor:
+        """The fake tensor for an example input, on the first parameter's device or its own accelerator."""
+        device = value.device if is_accelerator(value.device) else self._home
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 

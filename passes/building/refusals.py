@@ -38,11 +38,7 @@ _REMEDIES: tuple[tuple[type[BaseException], str], ...] = (
 
 
 def refuse_scripted(model: object, name: str = "the model") -> None:
-    """Raises PassError for a module that `torch.jit` compiled, and for one that contains such a module.
-
-    torch.export accepts such a module only as a part of another, and only if it was traced. Dynamo accepts
-    none, and the parameters of such a module cannot be replaced.
-    """
+    """Raises PassError for a module that `torch.jit` compiled: its parameters cannot be replaced."""
     parts = [("", model)]
     if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
         parts += model.named_modules()

@@ -256,7 +256,6 @@ def _entry(path: Path, name: object, value: object, records: Mapping[int, int]) 
 
 
 METADATA = ".metadata"
-_ZIP = b"PK\x03\x04"
 _MOST_COMPARED = 4_000_000
 """The most pairs of a tensor's chunks that are compared, which takes seconds."""
 _HOME = "torch.distributed.checkpoint."
@@ -505,7 +504,7 @@ def _placed_entry(file: Path, name: str, place: _Place) -> TensorEntry:
     """Tells where the values of a chunk lie in a file of torch.save's, or of safetensors."""
     with reading(file), open(open_regular(file), "rb") as opened:
         opened.seek(place.start)
-        if opened.read(len(_ZIP)) == _ZIP:
+        if opened.read(len(_MAGIC)) == _MAGIC:
             window = _Range(opened, place.start, place.nbytes)
             tensor = read_tensor(window, file, name)
             return TensorEntry(

@@ -41,8 +41,7 @@ struct Logged {
 
 static struct Shared {
     char folder[LONGEST];
-    int which, action, value, late_us;
-    off_t moved;
+    int which, action, value;
     atomic_int left, seen, fired;
     struct Logged calls[LOGGED];
 } *shared;
@@ -74,16 +73,10 @@ EXPORT void fault_rest(void) { shared->folder[0] = 0; }
  * microseconds, or how many bytes are moved at most). A number below 0 only counts; an empty `where` ends that too. */
 EXPORT void fault_arm(const char *where, int kinds, int number, int what, int with) {
     fault_rest();
-    shared->which = kinds, shared->action = what, shared->value = with, shared->late_us = 0, shared->moved = 0;
+    shared->which = kinds, shared->action = what, shared->value = with;
     shared->seen = shared->fired = 0;
     shared->left = number < 0 ? -1 : number + 1;
     strncpy(shared->folder, where, LONGEST - 1);
-}
-
-/* All calls that read or write there are late, and go to another place of the file. */
-EXPORT void fault_spoil_all(const char *where, int kinds, int microseconds, long bytes) {
-    fault_arm(where, kinds, -1, PASS, 0);
-    shared->late_us = microseconds, shared->moved = bytes;
 }
 
 EXPORT int faults_seen(void) { return shared->seen; }
@@ -160,7 +153,6 @@ static int meets(const char *call, int kind, int writing, const char *path) {
         snprintf(one->path, sizeof one->path, "%s", path + strlen(shared->folder));
         one->kind = kind, one->writing = writing;
     }
-    if (shared->late_us) usleep(shared->late_us);
     if (atomic_load(&shared->left) < 0 || atomic_fetch_sub(&shared->left, 1) != 1) return PASS;
     atomic_fetch_add(&shared->fired, 1);
     const int what = shared->action;
@@ -238,7 +230,6 @@ static size_t to_move(int met, int fd, size_t nbytes) {
     }
 
 #define HERE (void)0
-#define THERE offset += shared->moved
 #define OF_BYTES nbytes = to_move(met, fd, nbytes)
 /* Of several parts only the first one is moved. */
 #define OF_PARTS                                                     \
@@ -250,13 +241,13 @@ static size_t to_move(int met, int fd, size_t nbytes) {
 
 #define MOVE(name, kind, memory) MOVING(name, kind, (int fd, memory, size_t nbytes), OF_BYTES, HERE, fd, bytes, nbytes)
 #define MOVE_AT(name, kind, memory) \
-    MOVING(name, kind, (int fd, memory, size_t nbytes, off_t offset), OF_BYTES, THERE, fd, bytes, nbytes, offset)
+    MOVING(name, kind, (int fd, memory, size_t nbytes, off_t offset), OF_BYTES, HERE, fd, bytes, nbytes, offset)
 #define MOVE_PARTS(name, kind) \
     MOVING(name, kind, (int fd, const struct iovec *parts, int count), OF_PARTS, HERE, fd, parts, count)
 #define MOVE_PARTS_AT(name, kind) \
-    MOVING(name, kind, (int fd, const struct iovec *parts, int count, off_t offset), OF_PARTS, THERE, fd, parts, count, offset)
+    MOVING(name, kind, (int fd, const struct iovec *parts, int count, off_t offset), OF_PARTS, HERE, fd, parts, count, offset)
 #define MOVE_PARTS_BY_FLAGS(name, kind) \
-    MOVING(name, kind, (int fd, const struct iovec *parts, int count, off_t offset, int flags), OF_PARTS, THERE, fd, parts, count, offset, flags)
+    MOVING(name, kind, (int fd, const struct iovec *parts, int count, off_t offset, int flags), OF_PARTS, HERE, fd, parts, count, offset, flags)
 
 OPEN(open)
 OPEN(open64)

@@ -101,10 +101,6 @@ class Double:
         """
         self._library.fault_arm(os.fsencode(folder), int(kinds), number, int(action), value)
 
-    def spoil_all(self, folder, kinds, *, microseconds, moved):
-        """Have all calls of these kinds come late, and to another place of the file."""
-        self._library.fault_spoil_all(os.fsencode(folder), int(kinds), microseconds, ctypes.c_long(moved))
-
     def disarm(self):
         """Count no further call. What was counted stays known until `arm`."""
         self._library.fault_rest()

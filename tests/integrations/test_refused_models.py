@@ -172,3 +172,12 @@ def test_no_error_speaks_of_what_the_user_did_not_do():
             found = WORDS.search(said)
             assert found is None or any(one in said for one in KNOWN), f"{file.name}:{node.lineno}: {said}"
     assert raised > 50
+
+
+def test_sparse_weights_are_refused_by_name(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    model.mask = torch.nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False)
+    with pytest.raises(
+        PassError, match=r"weight mask is sparse \(torch.sparse_csr\): call to_dense\(\) first"
+    ):
+        apply(model, "1MB", cache=tmp_path)

@@ -104,25 +104,15 @@ def test_a_call_that_may_take_more_runs_one_module_at_a_time(call, count, tmp_pa
         assert count() == 0
 
 
-def test_calls_that_grow_little_by_little_are_planned_anew_and_not_observed(count, tmp_path):
+@pytest.mark.parametrize(
+    ("memory", "rows", "observed"), [("800KB", range(8, 21, 2), 1), ("118KB", (8, 9, 10), 3)]
+)
+def test_calls_that_grow_are_planned_anew_where_a_plan_leaves_enough(memory, rows, observed, count, tmp_path):
     model, reference = models.frozen(Attention()), models.frozen(Attention())
-    with torch.no_grad(), apply(model, "800KB", cache=tmp_path):
-        for rows in (8, 8, 10, 12, 14, 16, 18, 20):
-            x = torch.ones(rows, 12, 64)
+    with torch.no_grad(), apply(model, memory, cache=tmp_path):
+        for x in map(torch.ones, [(8, 12, 64), *((number, 12, 64) for number in rows)]):
             assert torch.equal(model(x), reference(x))
-        assert count() == 1  # the first
-
-
-def test_a_call_for_which_the_least_plan_leaves_too_little_runs_one_module_at_a_time(said, tmp_path):
-    model, reference = models.frozen(Attention()), models.frozen(Attention())
-    with torch.no_grad(), apply(model, "118KB", cache=tmp_path):
-        for rows in (8, 8, 9):
-            model(torch.ones(rows, 12, 64))
-        said()
-        x = torch.ones(10, 12, 64)
-        assert torch.equal(model(x), reference(x))
-        lines = said()
-        assert lines.index("planned in") < lines.index("one module at a time")
+        assert count() == observed
 
 
 def test_the_weights_of_a_step_are_gone_before_more_is_measured(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import penstock
 from penstock import LoadOptions
-from penstock.passes.activations import activation_bytes
+from penstock.passes.activations import Activations
 from penstock.passes.sparse.calls import Rounds, run_in_rounds
 from penstock.passes.sparse.contracts import BY_EXPERT, CONTRACTS
 from penstock.runtime.program import Program
@@ -121,7 +121,7 @@ def test_a_pool_of_one_unit_moves_the_sum_of_the_units_that_calls_ask_for(case, 
 
 def test_a_call_takes_the_memory_of_one_expert_beside_it(case):
     """Of the whole stack it takes 32 times as much, twice in float32, before the stack is what it is."""
-    whole = activation_bytes(case.exported)
+    whole = Activations.of(case.exported).peak()
     assert whole >= 2 * 4 * COUNT * UP
     assert 2 * 4 * UP <= case.program.activation_bytes <= 2 * 4 * UP + (64 << 10)
 

@@ -362,6 +362,11 @@ def compiled_graphs() -> int:
     return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0
 
 
+def _converts(func: Any, key: torch._C.DispatchKey) -> bool:
+    """Tell whether autocast converts the arguments of an operator."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that operators make on a device in this mode, as long as something refers to them."""
 
@@ -376,7 +381,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self.now = self.recent = 0  # the highest, the present, and the highest since a look
         self._device = device
-        self._autocast: list[torch._C.DispatchKey] = []
+        self._autocast: torch._C.DispatchKey | None = None
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -395,11 +400,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def note_autocast(self) -> None:
-        """Remember for which devices autocast is on; operators in a mode cannot ask that."""
-        kinds = {"cpu", self._device.type}
-        keys = [getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}", None) for kind in kinds]
-        on = map(torch.is_autocast_enabled, kinds)
-        self._autocast = [key for key, enabled in zip(keys, on, strict=True) if enabled and key is not None]
+        """Remember whether autocast is on; operators in a mode cannot ask that."""
+        kind = self._device.type
+        name = f"Autocast{kind.upper()}" if torch.is_autocast_enabled(kind) else ""
+        self._autocast = getattr(torch._C.DispatchKey, name, None)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator with the kernels that it has without this mode.
@@ -407,17 +411,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         A mode turns autocast off for what the kernel of an operator calls itself, as that of
         `_transformer_encoder_layer_fwd` does. For operators that autocast converts for it is off anyway.
         """
-        if not self._autocast or not isinstance(func, torch._ops.OpOverload):
+        key = self._autocast
+        if key is None or not isinstance(func, torch._ops.OpOverload) or _converts(func, key):
             return func(*args, **kwargs)
-        known = torch._C._dispatch_has_kernel_for_dispatch_key
-        keys = [key for key in self._autocast if not known(str(func.name()), key)]  # type: ignore[no-untyped-call]
-        for key in keys:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
         try:
             return func(*args, **kwargs)
         finally:
-            for key in keys:
-                torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
     def _free(self, memory: int, nbytes: int) -> None:
         self._known.discard(memory)
