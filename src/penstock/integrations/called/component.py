@@ -330,7 +330,8 @@ class CalledModule:
         if order is None or not self._sizes or self._terms == self._impossible:
             return None
         most = self._sizes.most(arguments)
-        if most > self._room:  # kernels have taken some of it since the plan was made
+        if self._memory.weights is not None and most > self._room:  # kernels may have taken some of it since
+            self._check_files()
             self.unload()
         if self._memory.weights is None:
             if kind not in self._kinds and self.orders[order].unit_bytes > self.facts.few_unit_bytes:
