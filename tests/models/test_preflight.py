@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from penstock.models.configuration import cache_bytes_per_token, notes_of, read_config
 from penstock.models.preflight import read_model
+from penstock.passes.building import fake_export
 from penstock.passes.graph import propagation
 from penstock.schedule.facts.errors import SourceError
 
@@ -79,6 +81,7 @@ def test_a_configuration_is_planned_for_each_hardware_and_budget(folder, facts):
 def test_what_an_export_is_spared_changes_no_figure(folder, facts, monkeypatch):
     asked = (str(folder), "--hardware", "h200", "--budget", "25%", "--context", "100")
     found = facts(*asked)
+    monkeypatch.setattr(fake_export, "_lazy", nullcontext)
     monkeypatch.setattr(propagation, "facts_of", lambda value: object())  # nothing counts as seen
     assert facts(*asked) == found
 

@@ -18,7 +18,7 @@ from tests.integrations.training import test_loops
 from tests.integrations.training.adapted import adapted, batch, checkpointed, equal, gradients, steps, trained
 
 LONG = batch(130)
-BATCHES = [LONG, batch(100, padded=True, seed=1), batch(16), batch(130, seed=2)]
+BATCHES = [LONG, batch(100, padded=True, seed=1), batch(16), batch(130, seed=2)] * 2
 
 
 @pytest.fixture(autouse=True)

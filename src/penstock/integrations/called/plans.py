@@ -143,6 +143,7 @@ def plan_orders(
 
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+"""A function, its arguments, and those by name."""
 
 
 class _Traced(NamedTuple):
