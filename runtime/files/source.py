@@ -487,12 +487,13 @@ class HeldStorages:
                 raise self._error
 
     def close(self) -> None:
-        """Begin no further read, and wait for those that run. It may be called again."""
+        """Let go of the memory, begin no read, and wait for those that run. It may be called again."""
         if os.getpid() != self._owner:
             return  # a forked child has no readers, and may have their lock
         with self._changed:
             self._left.clear()
             self._changed.wait_for(lambda: not self._running)
+        self.buffers = {}
 
     def _read(self) -> None:
         while True:

@@ -280,12 +280,16 @@ class LoadedWeights:
         return self.streamer.probed(graph) if self.streamer else ()
 
     def run(self, graph: int, probes: Probes | None, run: Callable[[], Any]) -> Any:
-        """Run one pass of method `graph`, whose probes call `probes`, and return what `run` returns."""
+        """Run one pass of method `graph`, whose probes call `probes`, and return what `run` returns.
+
+        The pass may close the weights: it reads none from then on.
+        """
         with streaming(probes), self.order.turn() if self.order else nullcontext():
             try:
                 before = self.begin(graph)
                 output = run()
-                self.end(graph, before)
+                if not self.resources.closed:
+                    self.end(graph, before)
             except BaseException:
                 self.abort()
                 raise

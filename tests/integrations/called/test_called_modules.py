@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import mmap
 import os
 import pickle
 import random
@@ -379,3 +380,74 @@ def test_a_thread_that_reads_weights_harms_no_call(tmp_path):
         assert refused <= {"something keeps a view"}
         assert torch.equal(model(x), expected)
     assert torch.equal(model(x), expected)
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE
+
+
+class Noted(torch.nn.Linear):
+    """Notes what the process has of memory while it runs."""
+
+    seen = 0
+
+    def forward(self, x):
+        y = super().forward(x)
+        Noted.seen = max(Noted.seen, resident_bytes())
+        return y
+
+
+class Picks(torch.nn.Module):
+    """Calls the layers that it is told."""
+
+    picked = 0, 1, 2
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Noted(3000, 3000) for _ in range(6))
+
+    def forward(self, x):
+        for number in self.picked:
+            x = self.layers[number](x)
+        return x
+
+
+def test_layers_that_the_plan_does_not_have_stay_within_the_cap(tmp_path):
+    model, reference = made(Picks), made(Picks)
+    x, memory = torch.randn(2, 3000), 128_000_000
+    with torch.no_grad(), apply(model, memory, cache=tmp_path, options=LoadOptions(arena="contiguous")):
+        before = resident_bytes()
+        for picked in ((0, 1, 2), (0, 1, 2), (0, 4, 5), (3, 1, 4), (0, 1, 2)):
+            model.picked = reference.picked = picked
+            Noted.seen = 0
+            output = model(x)
+            assert Noted.seen - before < memory + (8 << 20)  # what oneDNN and the heap take
+            assert torch.equal(output, reference(x))
+
+
+class ReadsLarge(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.large = torch.nn.Linear(64, 64), torch.nn.Linear(4096, 64)
+
+    def forward(self, x):
+        return self.first(x).repeat(1, 64) @ self.large.weight.T
+
+
+class HasBilinear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Bilinear(64, 64, 64)
+
+    def forward(self, x):
+        return self.last(self.first(x), x)
+
+
+@pytest.mark.parametrize("kind", [ReadsLarge, HasBilinear])
+def test_a_weight_that_an_operator_reads_whole_is_refused_before_it_passes_the_cap(kind, tmp_path):
+    model = made(kind)
+    with torch.no_grad(), apply(model, 850_000, cache=tmp_path):
+        for _ in range(2):
+            with pytest.raises(BudgetError, match=r"1\.00 MiB .*at once; give at least"):
+                model(torch.randn(6, 64))

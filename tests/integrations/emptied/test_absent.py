@@ -63,6 +63,12 @@ def test_what_would_take_the_object_apart_is_refused(applied, use):
     assert torch.equal(model(torch.ones(1, 8)), before(torch.ones(1, 8)))
 
 
+def test_no_tensor_is_made_over_its_empty_storage(applied):
+    weight = applied[0][0].weight
+    with pytest.raises(RuntimeError, match="storage that is not resizable"):
+        torch.empty(0).set_(weight.untyped_storage(), 0, weight.shape)
+
+
 def test_one_that_the_arguments_do_not_show_is_refused_without_its_name(applied):
     with pytest.raises(StreamError, match="a parameter is not in memory: call the model itself"):
         handle_torch_function(torch.add, [applied[0][0].weight], SimpleNamespace(weight=0))

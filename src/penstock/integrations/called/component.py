@@ -107,6 +107,7 @@ class CalledModule:
         self._pass: Pass | None = None
         # Calls so far, and bytes that the present plan leaves for them and has for weights.
         self._passes = self._room = self._planned = 0
+        self._left_beside = 0  # what the present plan leaves for weights that it does not foresee
         self._impossible: object = None  # the terms on which no plan fitted
         self._active = True
         self._added = self._own_bytes = 0  # bytes of parts that came later, and of those without twins
@@ -132,8 +133,11 @@ class CalledModule:
         def stay(current: Pass, twin: int) -> torch.Tensor:
             return self._own_steps.stay(current, twin)
 
+        def have_room(current: Pass, *nbytes: int) -> None:
+            self._own_steps.have_room(current, *nbytes)
+
         by_units = self._watches and self._options.device == "cpu"
-        self._units = UnitReads(self.module, self._steps, self._cap, stay, by_units=by_units)
+        self._units = UnitReads(self.module, self._steps, self._cap, stay, have_room, by_units=by_units)
         self._own_steps = OwnSteps(self.name, self._steps, self._units, self._memory, self._cap)
         self._steps.find()
         self._units.rest()
@@ -319,7 +323,8 @@ class CalledModule:
             self._note(current, kind)
             if order is not None:
                 self._room = self._cap.room - self._planned
-                if max(ROOM * (beside or 0), self._sizes.beside) > self._room:
+                grown = self._own_steps.beside_plans > self._left_beside
+                if grown or max(ROOM * (beside or 0), self._sizes.beside) > self._room:
                     self.unload()
             return self._own_steps.with_weights(output)
 
@@ -342,7 +347,7 @@ class CalledModule:
     @property
     def _terms(self) -> object:
         """What decides whether a plan fits."""
-        return self._sizes.beside, self._cap.room, len(self.orders)
+        return self._sizes.beside, self._cap.room, len(self.orders), self._own_steps.beside_plans
 
     def _run(
         self, current: Pass, call: Callable[[], Any], arguments: CallArguments
@@ -441,9 +446,29 @@ class CalledModule:
                 if not self._units.is_member(step.path):
                     current.steps.append(Seen(step.path, step.path))
                 return original(*args, **kwargs)
+            self._make_way(current, step)
             with self._own_steps.running(current, step, begun, (args, kwargs)):
                 return original(*args, **kwargs)
         return self._memory.run(current, step, number, begun, (original, args, kwargs))
+
+    def _make_way(self, current: Pass, step: Step) -> None:
+        """Go on without the plan, if a step that it does not have would not fit the cap beside it.
+
+        Then each step has memory of its own. The next plan leaves room for such steps.
+        """
+        weights = self._memory.weights
+        if (
+            current.order is None
+            or current.open is not None
+            or weights is None
+            or self._options.device != "cpu"
+        ):
+            return
+        taken = weights.plan.budget + self._own_steps.bytes_of(step) + self._sizes.beside
+        if taken > self._cap.room and not self._memory.is_viewed:
+            self._check_uses(current)
+            current.order = None
+            self.unload()
 
     # Plans.
 
@@ -452,7 +477,7 @@ class CalledModule:
         begun = time.monotonic()
         with self._cap.working():
             planned, self._room = self._plan_for(self.orders, self._cap.nbytes, self._cap.room)
-            self._planned = self._cap.room - self._room
+            self._planned, self._left_beside = self._cap.room - self._room, self._own_steps.beside_plans
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, self._sizes.beside)
         self._units.open(weights, planned.traced)
@@ -464,6 +489,7 @@ class CalledModule:
     def _plan_for(self, orders: Sequence[Order], memory: int, room: int) -> tuple[plans.PlannedOrders, int]:
         """Plan orders in `room` bytes of `memory`; returned with the plan are the bytes that calls have."""
         known, error = (orders, self._options, self._steps, self._units), self._own_steps.too_little
+        room -= self._own_steps.beside_plans
         return plans.plan_calls(*known, sizes=self._sizes, memory=memory, room=room, too_little=error)
 
     def planned_within(self, memory: int) -> Plan | None:
@@ -542,6 +568,8 @@ class CalledModule:
             reads.add(reader)
             is_step = reader in self._forwards.modules and can_read(reader, self._steps.steps)
             current.learned |= is_step or self._units.watch(fqn, self._places.twins[twin])
+        nbytes = sum(self.facts.storages[s].nbytes for s in self._steps.storages_of(twin))
+        self._own_steps.have_room(current, nbytes)
         return plain_tensors("", self._own_steps.weight(twin, {}))[suffix]
 
     def _check_uses(self, current: Pass) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from penstock.integrations.called.by_units.units import UnitReads
 from penstock.integrations.called.facts import StepTime
 from penstock.integrations.called.measuring import (
     ROOM,
-    Meter,
     compiled_graphs,
     like,
     plain_tensors_only,
@@ -59,6 +59,8 @@ class OwnSteps:
         self._name, self._steps, self._own, self._units = name, steps, steps.own, units
         self._memory, self._cap = memory, cap
         self._took: dict[str, tuple[int, int]] = {}  # of steps: bytes of inputs, and what came then
+        self.beside_plans = 0
+        """The most bytes of weights that have come beside those of a plan, as those of a step in another."""
 
     def weight(self, twin: int, memory: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return a weight over `memory`, which this completes from the files."""
@@ -79,22 +81,19 @@ class OwnSteps:
     @contextmanager
     def running(self, current: Pass, step: Step, begun: int, inputs: object) -> Iterator[None]:
         """Have the weights of a step that no plan has in memory of their own, which is then given back."""
-        storages = self._steps.readers.storages[step.path]
-        left_out = self._units.left_out(step.path, storages)
-        storages = tuple(s for s in storages if s not in left_out)
-        nbytes = self.bytes_at_once(step.path)
+        twins, storages = self._read_by(step)
+        nbytes = sum(self._steps.facts.storages[s].nbytes for s in storages)
         began = self._measured(current, step.path, nbytes, inputs)
         nested = current.open is not None
+        if current.open is not None or current.order is not None:
+            outer = self.bytes_at_once(current.open.path) if current.open and current.order is None else 0
+            self.beside_plans = max(self.beside_plans, current.own_bytes - outer + nbytes)
         seen = Seen(step.path, step.path)
         if not nested and not self._units.is_member(step.path):
             current.steps.append(seen)
         with plain_tensors_only():
             memory = self._own.read(storages)
-            values = {
-                twin: self.weight(twin, memory)
-                for twin in step.twins
-                if twin not in self._memory.staying and not self._steps.storages_of(twin) & left_out
-            }
+            values = {twin: self.weight(twin, memory) for twin in twins}
         sums = current.order is None  # in other passes a step was seen before
         watched = [(twin, Watched(value, sums=sums)) for twin, value in values.items()]
         filled = step.fill(values)
@@ -123,6 +122,19 @@ class OwnSteps:
                     weights.clear()
                 current.meter.restart()
             current.mark = time.perf_counter_ns()
+
+    def _read_by(self, step: Step) -> tuple[list[int], list[int]]:
+        """Return the twins of a step that are to have memory of their own, and their storages."""
+        storages = self._steps.readers.storages[step.path]
+        left_out = self._units.left_out(step.path, storages)
+        there = self._memory.staying.keys() | self._memory.present.keys()
+        twins = [t for t in step.twins if t not in there and not self._steps.storages_of(t) & left_out]
+        needed = set().union(*map(self._steps.storages_of, twins))
+        return twins, [s for s in storages if s in needed]
+
+    def bytes_of(self, step: Step) -> int:
+        """Return the bytes of weights of a step that would have memory of their own now."""
+        return sum(self._steps.facts.storages[s].nbytes for s in self._read_by(step)[1])
 
     def _keep(self, current: Pass, step: Step, used: Sequence[tuple[int, Watched]]) -> None:
         """Keep weights in memory from now on that a step has written, or of which something keeps views."""
@@ -153,7 +165,7 @@ class OwnSteps:
         input_bytes = there = 0
         if current.meter is not None:
             input_bytes = sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
-            self._check_room(current, current.meter, path, nbytes, input_bytes)
+            self._check_room(current, path, nbytes, input_bytes)
             there = current.meter.now
         return _Began(current.own_steps, compiled_graphs(), input_bytes, there)
 
@@ -170,15 +182,22 @@ class OwnSteps:
             took = began.input_bytes, max(0, current.meter.recent - began.there)
             self._took[path] = max(took, self._took.get(path, took))
 
-    def _check_room(self, current: Pass, meter: Meter, path: str, nbytes: int, input_bytes: int) -> None:
-        """Raise BudgetError before a step is read that does not fit the cap beside what the call takes."""
+    def _check_room(
+        self, current: Pass, path: str, nbytes: int, input_bytes: float = inf, held_bytes: int = 0
+    ) -> None:
+        """Raise BudgetError before weights are read that do not fit the cap beside what the call takes.
+
+        `held_bytes` of weights are there beside those of steps.
+        """
+        meter = current.meter
+        assert meter is not None, "calls without a plan are measured"
 
         def beside_weights() -> int:
-            taken = meter.look(current.own_bytes)
+            taken = meter.look(current.own_bytes + held_bytes)
             before, took = self._took.get(path, (-1, 0))
             if input_bytes <= before:
                 taken = meter.now + took
-            return max(0, current.given_bytes + current.own_bytes + taken - self._cap.spare)
+            return max(0, current.given_bytes + current.own_bytes + held_bytes + taken - self._cap.spare)
 
         beside = beside_weights()
         if meter.now > meter.trimmed + _GROWN or nbytes + beside > self._cap.room:
@@ -186,8 +205,18 @@ class OwnSteps:
             beside = beside_weights()
             meter.trimmed = meter.now
         if nbytes + beside > self._cap.room:
-            floor = self.bytes_at_once(self.largest)
-            raise self.too_little(floor, beside, self.largest, current.given_bytes)
+            floor, most = max((self.bytes_at_once(self.largest), self.largest), (nbytes, path))
+            raise self.too_little(floor, beside, most, current.given_bytes)
+
+    def have_room(self, current: Pass, nbytes: int, held_bytes: int = 0) -> None:
+        """Raise BudgetError before an operator reads `nbytes` of weights that do not fit the cap.
+
+        `held_bytes` are there for it already. In a call with a plan, later plans leave room for both.
+        """
+        if current.meter is not None:
+            self._check_room(current, current.path, nbytes, held_bytes=held_bytes)
+        elif current.order is not None:
+            self.beside_plans = max(self.beside_plans, held_bytes + nbytes)
 
     @property
     def largest(self) -> str:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import numpy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -41,6 +42,13 @@ SAVE_INSTEAD = (
 
 CLASS = "penstock_class"
 """The attribute of an absent tensor that has its former class, if that is one of a library."""
+
+
+def empty_storage(device: torch.device) -> torch.UntypedStorage:
+    """Return a storage without memory; on a CPU one that no operator can grow, as that has no values."""
+    if device.type == "cpu":
+        return torch.from_numpy(numpy.empty(0, numpy.uint8)).untyped_storage()
+    return torch.empty(0, device=device).untyped_storage()
 
 
 def is_plain_subclass(value: torch.Tensor) -> bool:

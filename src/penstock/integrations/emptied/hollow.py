@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.integrations.adapters import state_of_adapters
 from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
 from penstock.integrations.called.measuring import OwnMemory
-from penstock.integrations.emptied.absent import SAVE_INSTEAD, AbsentTensor, make_absent
+from penstock.integrations.emptied.absent import SAVE_INSTEAD, AbsentTensor, empty_storage, make_absent
 from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.weights.lifted import storage_bytes, tensor_in
 from penstock.passes.weights.subclasses import each_part, plain_tensors
@@ -85,7 +85,7 @@ class Hollow:
                     continue
                 data = value.data
                 if (number := data.untyped_storage()._cdata) not in empty:
-                    empty[number] = torch.empty(0, device=device).untyped_storage()
+                    empty[number] = empty_storage(device)
                 facts = data.device, number, data.untyped_storage().nbytes(), value.is_inference()
                 give = make_absent(value, name, sentence, empty[number])
                 self._absent[name] = _Emptied(*facts, give)
@@ -198,7 +198,7 @@ def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torc
         lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device),
     )
     for part, value in plain_tensors(name, copied).items():
-        make_absent(value, part, sentence, torch.empty(0, device=device).untyped_storage())
+        make_absent(value, part, sentence, empty_storage(device))
     return copied
 
 

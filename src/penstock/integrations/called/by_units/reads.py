@@ -139,7 +139,7 @@ class OwnUnits:
     ) -> None:
         self._own, self._room, self._measure = own_memory, room, measure
         self._memory: dict[int, Reservation] = {}
-        self._held = 0
+        self.held_bytes = 0
         self.read_ns = 0
 
     def address(self, storage: int) -> int:
@@ -161,12 +161,12 @@ class OwnUnits:
             with _disable_current_modes():
                 for start, stop in _joined(spans):
                     self._own.read_span(storage, start, stop, base)
-            self._held += nbytes
+            self.held_bytes += nbytes
             self.read_ns += time.perf_counter_ns() - begun
             yield
         finally:
-            self._measure(self._held)
-            self._held = max(0, self._held - nbytes)
+            self._measure(self.held_bytes)
+            self.held_bytes = max(0, self.held_bytes - nbytes)
             for start, stop in spans:
                 first = round_down(base + start, PAGE)
                 drop_pages(first, round_up(base + stop, PAGE) - first)

@@ -215,6 +215,7 @@ class UnitReads:
         steps: StepWeights,
         cap: Cap,
         stay: Callable[[Any, int], torch.Tensor],
+        have_room: Callable[[Any, int, int], None],
         *,
         by_units: bool,
     ) -> None:
@@ -222,7 +223,7 @@ class UnitReads:
         self.whole: set[tuple[str, int]] = set()
         self.spoiled = False
         self.own = OwnUnits(steps.own, self._room, self._measure)
-        self._steps, self._cap, self._stay = steps, cap, stay
+        self._steps, self._cap, self._stay, self._have_room = steps, cap, stay, have_room
         self._current: Any = None  # the pass that runs
         self._homes: dict[int, str] = {}
         self._twins: dict[int, tuple[str, list[tuple[torch.Tensor, type]]]] = {}
@@ -439,7 +440,7 @@ class UnitReads:
         """Return the bytes that reads by units without a plan may take at once."""
         current = self._current
         if current is None or current.meter is None:
-            return self._cap.room
+            return self._cap.room - (self._planned.weights.plan.budget if self._planned else 0)
         taken: int = current.own_bytes + max(0, current.meter.peak - self._cap.spare)
         return max(0, self._cap.room - taken)
 
@@ -531,6 +532,7 @@ class UnitReads:
         if to.whole in (None, s) and plan is not None and plan.takes_step(current, path, s):
             to.whole = s
             return plan.arena[s]
+        self._have_room(current, sum(stop - start for start, stop in needed), self.own.held_bytes)
         to.held.enter_context(self.own.holding(s, needed, counts=counts))
         return self.own.address(s)
 

@@ -21,6 +21,7 @@ from penstock.integrations.emptied.absent import (
     _STORAGE,
     AbsentParameter,
     AbsentTensor,
+    empty_storage,
 )
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.sparse.contracts import CONTRACTS, LINEAR
@@ -125,7 +126,7 @@ class Root:
         return wrapper
 
 
-_EMPTY = torch.empty(0).untyped_storage()
+_EMPTY = empty_storage(torch.device("cpu"))
 
 
 class WatchedTensor(AbsentTensor):
