@@ -159,6 +159,16 @@ def test_a_pool_of_one_unit_moves_each_unit_asked_for_once(rows, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_what_fits_is_read_once(rows, engine):
+    model, program = rows
+    with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
+        ids = torch.randint(1024, (300,), generator=seeded(1))
+        for _ in range(3):
+            equal(module, model, ids)
+        assert module.stats.bytes_moved == 4096 * len(set(ids.tolist()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_call_that_names_nothing_reads_nothing(rows, engine):
     model, program = rows
     with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
