@@ -197,7 +197,8 @@ def compile(
 
     def write(checkpoint: Checkpoint) -> None:
         rules = Rules(rename, cast, slices)
-        values = None if weights is None else find_values(_stored_weights(annotated), checkpoint, rules)
+        stored = [weight for weight in annotated.payload.weights if weight.role != "value"]
+        values = None if weights is None else find_values(stored, checkpoint, rules)
         compiled = _compile(annotated, values, options, resident_below) if lowering == "inductor" else None
         lowered = replace(annotated, payload=compiled.payload) if compiled else annotated
         writer = _Writer(lowered, values, folder, progress, in_place=not pack, mapped=lowering == "eager")
@@ -241,10 +242,6 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
     values = None if weights is None else find_values(annotated.payload.weights, checkpoint, Rules(None))
     writer = _Writer(annotated, values, folder, None, in_place=weights is not None, mapped=False)
     return writer.write_weights(folder)
-
-
-def _stored_weights(annotated: Annotated) -> list[Weight]:
-    return [weight for weight in annotated.payload.weights if weight.role != "value"]
 
 
 def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, folder: Path) -> ProgramFile:

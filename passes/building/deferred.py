@@ -208,7 +208,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return rows.view(stop - start, *spec.shape[1:])
 
     def _run_on(self, elements: range, operations: Sequence[Operation]) -> dict[int, torch.Tensor]:
-        """Runs operations on some elements of the flat tensors that they make; returns these by storage."""
+        """Run operations on some elements of flat tensors, and return the results by storage."""
         memory: dict[int, torch.Tensor] = {}
         for operation in operations:
             args, kwargs = pytree.tree_map(

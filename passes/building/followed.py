@@ -43,10 +43,11 @@ _NAMED = 3
 
 
 def export_as_called(module: nn.Module, export: Callable[[], ExportedProgram]) -> ExportedProgram:
-    """Return what `export` makes of a module, which is then as it was, and so is what its code uses.
+    """Return the program that `export` makes of a module, and undo what the call of the module changed.
 
-    `export` calls the module once. Raises PassError, by name, where the call changes something that a later
-    call may read: an attribute, a name outside of functions, or a generator that is not torch's.
+    `export` calls the module once. Undone are changes of the module and of what its code uses. Raises
+    PassError, by name, where the call changes something that a later call may read: an attribute, a name
+    outside of functions, or a generator that is not torch's.
     """
     with kept_torch_state(), export_errors(module), empty_caches(module), _watched(module, export) as call:
         with noted_clocks(0) as clocks:

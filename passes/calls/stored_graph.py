@@ -489,7 +489,7 @@ def _named(kind: type) -> _Kind:
 
 
 def _record(kind: type) -> _Kind:
-    """The kind of a dataclass, which is stored as the values of its fields in order."""
+    """Return the kind of a dataclass: a file holds the values of its fields, in order."""
     names = [field.name for field in fields(kind)]
 
     def decode(content: Any, values: Values) -> Any:

@@ -256,7 +256,7 @@ def _parts(func: Any, args: Sequence[Any]) -> int:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Within the body, torch logs no traceback where a fake fails, which is raised as the graph's error."""
+    """Keep torch from logging the traceback of a fake operator that fails: its error is raised anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.addFilter(_nothing)
     try:

@@ -184,7 +184,8 @@ def exported_device(graph_module: fx.GraphModule) -> torch.device:
     for module in nested_modules(graph_module):
         for node in module.graph.nodes:
             devices |= {tensor.device for tensor in tensors_of(node.meta.get("val"))}
-            devices |= {leaf for leaf in _leaves(node) if isinstance(leaf, torch.device)}
+            leaves = pytree.tree_leaves((node.args, node.kwargs))
+            devices |= {leaf for leaf in leaves if isinstance(leaf, torch.device)}
     accelerators = sorted({indexed(device) for device in devices if device.type != "cpu"}, key=str)
     if len(accelerators) > 1:
         raise PassError(
@@ -284,10 +285,6 @@ def is_accelerator(device: torch.device) -> bool:
 def nested_modules(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
     """Returns the module itself, then the bodies of its control flow, however deep."""
     return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
-
-
-def _leaves(node: fx.Node) -> list[object]:
-    return pytree.tree_leaves((node.args, node.kwargs))
 
 
 def inline_grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:

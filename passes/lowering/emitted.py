@@ -92,10 +92,12 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
 
 
 def observe_python(source: str, storages: Mapping[str, int], number: int) -> Observation:
-    """Observes the wrapper of `torch.compile`; `storages` maps names of its inputs to storages.
+    """Return what the code that Inductor emitted for `torch.compile` reads, in its order.
 
-    `number` is the program's graph number, which its probes must carry. Raises PassError for a wrapper that
-    cannot be followed.
+    `storages` maps the names of the code's inputs to storages.
+
+    `number` is the program's graph number, which its probes must carry. Raises PassError for code that cannot
+    be followed.
     """
     walk = _Walk({name: {storage} for name, storage in storages.items()})
     margin = 8  # blanks before what runs in every call: the body, also within guards of the device

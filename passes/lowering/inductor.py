@@ -65,17 +65,18 @@ def values_of(graph_module: fx.GraphModule) -> Placed:
 
 
 def only_device(placed: Placed, title: str) -> torch.device:
-    """The device of all tensors of `title`, or the CPU. Raises PassError if they lie on two."""
-    devices: dict[torch.device, str] = {}
+    """Return the device of all tensors, or the CPU if there are none. Raises PassError if they lie on two."""
+    tensors: dict[torch.device, str] = {}
     for name, device in placed:
-        devices.setdefault(indexed(device), name)
-    if len(devices) > 1:
-        (here, first), (there, second) = list(devices.items())[:2]
+        tensors.setdefault(indexed(device), name)
+    if len(tensors) > 1:
+        (device, name), (other_device, other_name) = list(tensors.items())[:2]
+        accelerator = other_device if device.type == "cpu" else device
         raise PassError(
-            f"{title} has tensors on two devices, {first} on {here} and {second} on {there}, and Inductor "
-            f"compiles for one: make all of them on {there if here.type == 'cpu' else here}, or {_INSTEAD}"
+            f"{title} has tensors on two devices, {name} on {device} and {other_name} on {other_device}, and "
+            f"Inductor compiles for one: make all of them on {accelerator}, or {_INSTEAD}"
         )
-    return next(iter(devices), torch.device("cpu"))
+    return next(iter(tensors), torch.device("cpu"))
 
 
 def check_ahead(device: torch.device, title: str) -> None:

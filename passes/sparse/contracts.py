@@ -385,7 +385,8 @@ def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:
         if contract.listed and not (isinstance(index, list | tuple) and len(index) == 1):
             continue
         weight, index = contract.operands(node.args)
-        if not all(isinstance(operand, fx.Node) and _is_tensor(operand) for operand in (weight, index)):
+        values = [operand.meta.get("val") for operand in (weight, index) if isinstance(operand, fx.Node)]
+        if len(values) < 2 or not all(isinstance(value, torch.Tensor) for value in values):
             continue
         if node.target is torch.ops.aten.index_select.default and node.args[1] != 0:
             continue
@@ -396,10 +397,6 @@ def _reads_twice(node: fx.Node, memory: int) -> bool:
     """Tells whether more than one argument of a node is of a storage, so that it is read whole as well."""
     operands = (leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node))
     return sum(memory in storages_of(operand.meta.get("val")) for operand in operands) > 1
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_index(contract: Contract, index: torch.Tensor) -> bool:

@@ -103,7 +103,7 @@ def write_shards(
     *,
     always_index: bool = False,
 ) -> list[str]:
-    """Write tensors to a folder, in the order given, in shards of at most `most` bytes; return their names.
+    """Write tensors to a folder, in their order, in shards of at most `most` bytes; return the files' names.
 
     One tensor larger than that has a shard of its own. Several shards get an index, and with `always_index`
     one shard does too.
@@ -114,8 +114,8 @@ def write_shards(
     for name, shard in zip(names, shards, strict=True):
         write_packed(folder / name, shard, dense=True, progress=report)
     if always_index or len(names) > 1:
-        total = sum(packed.nbytes for packed in entries)
-        (folder / INDEX).write_text(_index(names, shards, total), encoding="utf-8")
+        nbytes = sum(tensor.nbytes for tensor in entries)
+        (folder / INDEX).write_text(_index(names, shards, nbytes), encoding="utf-8")
     return names
 
 

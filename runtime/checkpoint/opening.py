@@ -222,20 +222,23 @@ def _check_names(files: Iterable[Path]) -> None:
             )
 
 
-def _note_total(index: Path, nbytes: Mapping[Path, int]) -> None:
-    """Warn where an index's `total_size` is not that of its tensors: published indices are often wrong."""
+def _note_total(index: Path, bytes_by_file: Mapping[Path, int]) -> None:
+    """Warn of an index whose `total_size` is not that of its tensors, as in many published ones.
+
+    Raises SourceError if the index names files that `bytes_by_file` has not, because it was written to.
+    """
     fields = read_index(index)
     metadata = fields.get("metadata")
-    expected = metadata.get("total_size") if isinstance(metadata, dict) else None
+    claimed = metadata.get("total_size") if isinstance(metadata, dict) else None
     files = {(index.parent / name).resolve() for name in fields["weight_map"].values()}
-    if files - nbytes.keys():
+    if files - bytes_by_file.keys():
         raise SourceError(f"{index} was written to while it was read: leave it as it is, and try again")
-    nbytes_found = sum(nbytes[file] for file in files)
-    if isinstance(expected, int) and expected != nbytes_found:
+    nbytes = sum(bytes_by_file[file] for file in files)
+    if isinstance(claimed, int) and claimed != nbytes:
         _log.warning(
             "%s gives total_size as %s bytes and its files hold %s: the index is wrong, as many are, or they "
             "are not of one checkpoint",
             index,
-            f"{expected:,}",
-            f"{nbytes_found:,}",
+            f"{claimed:,}",
+            f"{nbytes:,}",
         )

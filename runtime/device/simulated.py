@@ -185,14 +185,14 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 def _whole(operation: Operation) -> Operation:
-    """Has a device of which an interrupt has left an operation half done refuse all that follow."""
+    """Have a device refuse every operation after an interrupt that left one half done."""
 
     @wraps(operation)
-    def run(self: SimDevice, *args: Any, **options: Any) -> Any:
+    def run(self: SimDevice, *args: Any, **kwargs: Any) -> Any:
         if self._interrupted:
             raise StreamError(f"an interrupt came while {self.name} worked: load the program again")
         try:
-            return operation(self, *args, **options)
+            return operation(self, *args, **kwargs)
         except Exception:
             raise
         except BaseException:

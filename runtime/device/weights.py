@@ -274,23 +274,23 @@ class DeviceWeights:
         if storage in self.outside:
             return self.outside[storage], 0, nbytes
         if self._plan.arena_bytes and self._plan.addresses[storage] >= 0:
-            place = self._plan.addresses[storage]
-            return self.arena, place, place + nbytes
+            address = self._plan.addresses[storage]
+            return self.arena, address, address + nbytes
         return None
 
     def tensor(self, part: Part) -> torch.Tensor:
-        """Returns the tensor that the program reads a part through."""
-        ranges = self.ranges_of(part.storage)
-        if ranges is None or 0 in part.shape:
+        """Returns the tensor through which the program reads a part of a storage."""
+        place = self.ranges_of(part.storage)
+        if place is None or 0 in part.shape:
             # No step reads this weight: a placeholder of its shape, whose memory is never touched, will do.
             dtype = getattr(torch, part.dtype)
-            where = "cpu" if part.storage in self._on_host else self.arena.device
+            device = "cpu" if part.storage in self._on_host else self.arena.device
             if self._own_storages and self.arena.numel() and 0 not in part.shape:
                 # A device would give the memory that is never touched: it is one value of the arena instead.
-                nowhere, strides = torch.empty(0, dtype=dtype, device=where), (0,) * len(part.shape)
-                return nowhere.set_(self.arena.untyped_storage(), 0, part.shape, strides)
-            return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=where)
-        memory, start, stop = ranges
+                placeholder, strides = torch.empty(0, dtype=dtype, device=device), (0,) * len(part.shape)
+                return placeholder.set_(self.arena.untyped_storage(), 0, part.shape, strides)
+            return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=device)
+        memory, start, stop = place
         if not self._own_storages:
             return tensor_in(memory[start:stop], part)
         storage = torch._C._construct_storage_from_data_pointer(

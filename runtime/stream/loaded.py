@@ -279,17 +279,17 @@ class LoadedWeights:
         """The steps of a method at which the plan acts."""
         return self.streamer.probed(graph) if self.streamer else ()
 
-    def run(self, graph: int, probes: Probes | None, run: Callable[[], Any]) -> Any:
-        """Run one pass of method `graph`, whose probes call `probes`, and return what `run` returns.
+    def run(self, graph: int, probes: Probes | None, call: Callable[[], Any]) -> Any:
+        """Run `call` as a pass of method `graph`, whose probes call `probes`; return what it returns.
 
-        The pass may close the weights: it reads none from then on.
+        The call may close the weights, of which it reads none from then on.
         """
         with streaming(probes), self.order.turn() if self.order else nullcontext():
             try:
-                before = self.begin(graph)
-                output = run()
+                counters = self.begin(graph)
+                output = call()
                 if not self.resources.closed:
-                    self.end(graph, before)
+                    self.end(graph, counters)
             except BaseException:
                 self.abort()
                 raise

@@ -70,7 +70,10 @@ def _in_order(sources: Sequence[tuple[str, Any, str | None]]) -> tuple[str, ...]
     by_pattern: dict[str | None, list[str]] = {pattern: [] for pattern in converter.source_patterns}
     for name, _, pattern in sources:
         by_pattern[pattern].append(name)
-    lists = [sorted(matching, key=_numbers) for matching in by_pattern.values()]
+    lists = [
+        sorted(matching, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+        for matching in by_pattern.values()
+    ]
     if operations == _STACKED:
         return tuple(lists[0]) if len(lists) == 1 else ()
     if operations == _ONE_AFTER_ANOTHER:
@@ -78,10 +81,6 @@ def _in_order(sources: Sequence[tuple[str, Any, str | None]]) -> tuple[str, ...]
     if operations == _STACKED_SIDE_BY_SIDE and len({len(matching) for matching in lists}) == 1:
         return tuple(name for together in zip(*lists, strict=True) for name in together)
     return ()
-
-
-def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
 DTYPES = ("bfloat16", "float16", "float32")

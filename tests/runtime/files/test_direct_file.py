@@ -10,22 +10,7 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.machine import rates
 from penstock.runtime.machine.rates import measure_read
 from penstock.schedule.facts.errors import SourceError
-from tests.runtime.files.weight_files import GUARD, Memory, pattern, write_tensor
-
-NBYTES = 40_000
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return folder, write_tensor(folder / "w.safetensors", pattern(NBYTES))
-
-
-@pytest.fixture(scope="module", params=["direct", "buffered"])
-def source(request, file):
-    with Source([file[1]], file[0], mode=request.param) as opened:
-        yield opened
-
+from tests.runtime.files.weight_files import GUARD, NBYTES, Memory
 
 edges = st.one_of(
     st.integers(0, NBYTES),

@@ -11,27 +11,13 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.system import memory as page_cache
 from penstock.runtime.system.memory import cached_fraction
 from penstock.schedule.facts.errors import SourceError
-from tests.runtime.files.weight_files import Memory, pattern, write_tensor
+from tests.runtime.files.weight_files import NBYTES, Memory, pattern, write_tensor
 from tests.soak.endurance import Interrupt
-
-NBYTES = 40_000
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return folder, write_tensor(folder / "w.safetensors", pattern(NBYTES))
 
 
 @pytest.fixture
 def own_file(tmp_path):
     return tmp_path, write_tensor(tmp_path / "w.safetensors", pattern(NBYTES))
-
-
-@pytest.fixture(scope="module", params=["direct", "buffered"])
-def source(request, file):
-    with Source([file[1]], file[0], mode=request.param) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("nbytes", [0, 4096, 10_000, 20_480])

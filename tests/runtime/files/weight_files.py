@@ -5,6 +5,8 @@ import json
 
 from penstock.runtime.files.artifact_files import stamp_file
 
+NBYTES = 40_000
+
 
 def header_bytes(fields):
     """Length prefix and JSON; a string is taken as it is."""
