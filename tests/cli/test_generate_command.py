@@ -20,6 +20,7 @@ from penstock.integrations.called.component import CalledModule
 from penstock.runtime.system.limits import Limit
 from tests import speaking_models
 from tests.cli.test_interrupts import interrupted
+from tests.integrations.models import llama
 from tests.speaking_models import PROMPT, save_model
 
 WEIGHTS = 854_272
@@ -323,12 +324,16 @@ def test_options_that_do_not_go_together_are_refused(arguments, sentence, pensto
             lambda folder: (folder / "config.json").unlink(),
             "holds a tokenizer and no model: give the folder that has config.json",
         ),
+        (
+            lambda folder: llama(vocab_size=9).save_pretrained(folder),
+            r"|penstock: the text needs more positions or tokens than the model has \(index out of",
+        ),
     ],
 )
 def test_a_folder_that_lacks_something_is_refused(change, sentence, tmp_path, penstock):
     save_model(tmp_path, layers=1)
     change(tmp_path)
-    done = penstock("generate", tmp_path, "--prompt", PROMPT)
+    done = penstock("generate", tmp_path, "--prompt", PROMPT, "--memory", "2MB")
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert re.match(f"penstock: {tmp_path} {sentence}", done.err)
 

@@ -104,12 +104,12 @@ def generate(
         fail("there is nothing to say: give --prompt TEXT, or --chat for a conversation")
     if chat and json:
         fail("--json prints one answer and --chat makes several: leave one of them out")
-    if assistant is not None and lookup is not None:
+    if assistant and lookup:
         fail("--assistant and --lookup both propose tokens: leave one of them out")
     require("transformers", purpose="penstock generate")
     with console.spinner(f"finding {model}"):
         folder = find_folder(model)
-        helper = None if assistant is None else find_folder(assistant)
+        helper = find_folder(assistant) if assistant else None
     with console.spinner("importing"), console.quiet():
         import torch
         import transformers.modeling_utils  # which has libraries complain as they are imported
@@ -120,7 +120,7 @@ def generate(
         tokenizer = read_tokenizer(folder, chat=chat)
     session = _Session(folder, tokenizer, memory, verbose=verbose, shows=not json)
     session.limits |= {"max_new_tokens": max_new_tokens, "prompt_lookup_num_tokens": lookup}
-    if helper is not None:
+    if helper:
         session.assist(helper)
     torch.manual_seed(seed)
     if chat:
@@ -364,6 +364,11 @@ class _Session:
             raise PassError(
                 f"transformers cannot generate with these options: {first_line(error)}"
             ) from error
+        except IndexError as error:
+            raise PassError(
+                f"the text needs more positions or tokens than the model has ({first_line(error)}): lower "
+                "--max-new-tokens, or correct the tokenizer"
+            ) from error
         if beams:  # known only now
             stream.put(ids)
             stream.put(tokens[0, 1 if self._model.config.is_encoder_decoder else ids.shape[1] :])
@@ -400,10 +405,8 @@ class _Session:
         """
         memory = self.applied.memory
         present, twice = self._plan(memory), self._plan(2 * memory)
-        if twice is None:
-            return "memory limits it: one module is in memory at a time", None
-        if present is None:
-            return "memory limits it: one module is in memory at a time", each * 1e9 / twice.expected_ns(0)
+        if present is None or twice is None:
+            return "memory limits it: one module fits at a time", twice and each * 1e9 / twice.expected_ns(0)
         if not present.streamed_bytes and present.pool is None:
             return "all weights fit, so computing limits it, and more memory would give nothing", None
         # Of two plans one may be an earlier process's, in which computing took another time.
