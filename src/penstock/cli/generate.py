@@ -414,7 +414,7 @@ class _Session:
         now = present.expected_ns(0)
         return _limit(present), 1 / (seconds - min(seconds, now / 1e9 / each) * max(0, waits - fewer) / now)
 
-    def _plan(self, memory: int) -> Plan | None:
+    def _plan(self, memory: int) -> Any:
         """Return the plan for calls like the last one; None where none fits."""
         try:
             return self._component.planned_within(memory)
