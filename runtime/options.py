@@ -71,7 +71,10 @@ class LoadRequest(LoadOptions):
 
     @classmethod
     def of(cls, options: LoadOptions | None, **where: Any) -> LoadRequest:
-        """Return a request with these options, or the default ones; `where` has `device` and `spill`."""
+        """Return a request of these options, or the default ones, in which `where` replaces attributes."""
+        if unknown := where.keys() - cls.__dataclass_fields__:
+            known = ", ".join(vars(LoadOptions()))
+            raise TypeError(f"load takes no {', '.join(sorted(unknown))}: LoadOptions has {known}")
         return cls(**(vars(options or LoadOptions()) | where))
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.passes.activations import Activations
 from penstock.passes.calls.tracers import outside_dynamo
@@ -324,6 +324,7 @@ class Program:
         spill: str | PathLike[str] | None = None,
         digest: str | None = None,
         options: LoadOptions | None = None,
+        **named: Any,
     ) -> StreamedModule:
         """Load the program so that it runs with at most `budget` bytes of weights.
 
@@ -348,6 +349,7 @@ class Program:
             digest: Read every byte first, and refuse an artifact that is not the one of this
                 `Program.digest`.
             options: How weights come into memory. Default: `LoadOptions()`.
+            named: Attributes of `LoadOptions`, in place of those of `options`.
 
         Returns:
             A module that is called like the exported one. Close it, or use it in a `with` statement.
@@ -365,7 +367,7 @@ class Program:
             ...     module(x).shape
             torch.Size([2, 64])
         """
-        (run := LoadRequest.of(options, device=device, spill=spill)).check(self.payload)
+        (run := LoadRequest.of(options, device=device, spill=spill, **named)).check(self.payload)
         if digest is not None:
             self.verify(strict=True, digest=digest)
         asked = PlanRequest(

@@ -103,6 +103,6 @@ def refuse_adapter(folder: Path) -> None:
     adapter = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
     if adapter:
         raise SourceError(
-            f"{folder} holds an adapter ({adapter}): load its model with the library of that, the adapter "
-            "into it, and give it to penstock.integrations.apply"
+            f"{folder} holds an adapter ({adapter}): `penstock convert MODEL --merge {folder} -o NEW` puts "
+            "one of peft into its model; or load both with their library, for penstock.integrations.apply"
         )

@@ -35,7 +35,7 @@ def test_an_adapter_without_its_model_is_refused_by_name(tmp_path):
     save_file({"unet.x": torch.ones(1)}, tmp_path / "diffusers" / "pytorch_lora_weights.safetensors")
     for name, file in {"peft": "adapter_config.json", "diffusers": "pytorch_lora_weights"}.items():
         with pytest.raises(
-            SourceError, match=rf"{name} holds an adapter \({file}.*: load its model with the"
+            SourceError, match=rf"{name} holds an adapter \({file}.*: `penstock convert MODEL --merge "
         ):
             load(tmp_path / name, "1MB")
 

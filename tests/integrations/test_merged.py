@@ -104,7 +104,7 @@ def test_the_command_converts_splits_and_copies_the_tokenizer(tmp_path, penstock
     options = ["--dtype", "bfloat16", "--shard-size", "40KB", "--json"]
     places = [tmp_path / "model", "-o", tmp_path / "merged", "--merge", tmp_path / "adapter"]
     done = penstock("convert", *places, *options)
-    assert done.status == 0, done.err
+    assert (done.status, "context" in done.err) == (0, False), done.err
     check_equal(tmp_path / "merged", tmp_path / "expected")
     assert len(json.loads(done.out)["files"]) == len([*(tmp_path / "merged").glob("*.safetensors")]) > 1
     assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}"

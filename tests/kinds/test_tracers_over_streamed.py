@@ -141,7 +141,7 @@ def test_dynamo_leaves_a_streamed_module_alone(model, streamed, name):
 def test_other_backends_leave_it_alone_too(model, program, backend):
     """The parent is one product, for which Inductor compiles no C++."""
     head = Parent(model).head
-    with program.load("40%", options=LoadOptions(arena="contiguous")) as streamed:
+    with program.load("40%", arena="contiguous") as streamed:
         parent = torch.compile(nn.Sequential(head, streamed, head), backend=backend)
         assert torch.equal(parent(X), head(model(head(X))))
         assert torch.equal(torch.compile(streamed, backend=backend)(X), model(X))
@@ -159,9 +159,8 @@ def test_a_graph_that_may_not_break_is_an_error_that_says_why(model, streamed):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_methods_of_a_program_are_left_alone(model, tmp_path, engine):
     methods = {"prefill": export(model, (LONGER,)), "decode": export(model, (X,))}
-    with penstock.compile(methods, tmp_path / "m.penstock").load(
-        "40%", options=LoadOptions(engine=engine, arena="contiguous")
-    ) as module:
+    program = penstock.compile(methods, tmp_path / "m.penstock")
+    with program.load("40%", engine=engine, arena="contiguous") as module:
 
         def both(x, longer):
             return module.decode(x), module.call("prefill", longer)
@@ -190,7 +189,7 @@ def test_compiled_code_is_left_alone_and_refused_alike(model, tmp_path):
     compiled = penstock.compile(
         export(model, (X,)), tmp_path / "c.penstock", lowering="inductor", resident_below="1KiB"
     )
-    with compiled.load("40%", options=LoadOptions(arena="contiguous")) as module:
+    with compiled.load("40%", arena="contiguous") as module:
         expected = module(X)
         parent = torch.compile(Parent(module), backend="eager")
         assert torch.equal(parent(X), Parent(nn.Identity()).head(expected) + 0)
@@ -221,7 +220,7 @@ def step(model, call):
 @pytest.mark.parametrize("way", ["itself", "a parent", "with its backward"])
 def test_a_module_that_is_trained_is_left_alone(trained, way):
     model = Written()
-    with torch.enable_grad(), trained.load("60%", options=LoadOptions(arena="contiguous")) as module:
+    with torch.enable_grad(), trained.load("60%", arena="contiguous") as module:
         expected = step(model, nn.Sequential(model, nn.ReLU()))
 
         def whole(x):
@@ -247,7 +246,7 @@ def test_the_backend_of_penstock_leaves_a_streamed_child_alone(model, program, t
     save_file(
         {k: v for k, v in parent.state_dict().items() if k.startswith("head")}, tmp_path / "p.safetensors"
     )
-    with program.load("40%", options=LoadOptions(arena="contiguous")) as streamed:
+    with program.load("40%", arena="contiguous") as streamed:
         plain_parent = Parent(streamed)
         expected = plain_parent.head(model(X)) + 0
         record = penstock.offload(plain_parent, tmp_path / "p.safetensors")
@@ -378,7 +377,7 @@ def test_tangents_go_through_eager_programs(model, streamed):
 
 def test_functional_call_of_what_is_trained(trained):
     model = Written().eval()
-    with trained.load("60%", options=LoadOptions(arena="contiguous")) as module:
+    with trained.load("60%", arena="contiguous") as module:
         module.eval()
         new = {name: value.detach() * 2 for name, value in module.named_parameters()}
         own = {name: value.detach() for name, value in module.named_buffers()}

@@ -11,7 +11,6 @@ from torch import nn
 from torch.export import export
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.arena.kinds import cpu_arenas
 from penstock.runtime.checkpoint.convert import convert
 from penstock.schedule.facts.problem import Problem
@@ -81,7 +80,7 @@ def test_values_come_from_files_under_other_names(exported, model, tokens, check
     )
     assert (tmp_path / "b.penstock" / "weights.safetensors").exists() == pack
     for budget in (program.floor_bytes, "60%", "100%"):
-        assert torch.equal(run(program, tokens, budget, options=LoadOptions(poison=True)), expected)
+        assert torch.equal(run(program, tokens, budget, poison=True), expected)
     assert program.verify() == program.weight_bytes
 
 
@@ -228,7 +227,7 @@ def test_weights_of_every_kind(tmp_path, budget, precision):
     with torch.no_grad():
         expected = aligned(zoo)(x)
     amount = program.floor_bytes if budget == "floor" else budget
-    with program.load(amount, options=LoadOptions(poison=True)) as module:
+    with program.load(amount, poison=True) as module:
         for _ in range(2):
             for got, wanted in zip(module(x), expected, strict=True):
                 assert torch.equal(got, wanted)
@@ -317,7 +316,7 @@ def test_weights_have_the_phases_of_their_files(case):
 def test_streamed_bits_are_those_of_the_mapped_model(case, kind, engine, share):
     plan = planned(case, kind, share)
     assert plan.streamed_bytes
-    with case[0].load(plan=plan, options=LoadOptions(engine=engine, poison=kind != "mapped")) as module:
+    with case[0].load(plan=plan, engine=engine, poison=kind != "mapped") as module:
         for _ in range(2):
             assert torch.equal(module(ROW), case[1])
 
@@ -326,10 +325,10 @@ def test_streamed_bits_are_those_of_the_mapped_model(case, kind, engine, share):
 def test_so_are_those_of_any_arena_that_a_load_chooses(case, arena):
     program = case[0]
     for budget in (program.floor(arena=arena), program.weight_bytes):
-        with program.load(
-            max(budget, program.floor(arena=arena)), options=LoadOptions(arena=arena)
-        ) as module:
+        with program.load(max(budget, program.floor(arena=arena)), arena=arena) as module:
             assert torch.equal(module(ROW), case[1])
+    with pytest.raises(TypeError, match=r"load takes no debug: LoadOptions has engine, readers, arena"):
+        program.load("50%", debug=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -340,7 +339,7 @@ def test_a_plan_that_aligns_them_is_refused(case, engine):
     plan = planned((penstock.runtime.program.Program(program.path, flat), *case[1:]), "contiguous")
     verify_plan(payload.storages, payload.traces, plan)  # it is safe, and gives other bits
     with pytest.raises(penstock.PenstockError, match=r"storage \d+ .*plan it again"):
-        program.load(plan=plan, options=LoadOptions(engine=engine))
+        program.load(plan=plan, engine=engine)
 
 
 def test_a_device_gets_aligned_copies(case):

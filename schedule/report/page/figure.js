@@ -21,7 +21,7 @@ function makeChart(name, height, { data, series = [{}], range, dir = -1, axis, p
   const time = axisOf(TIME, { side: 0, size: top, space: 110, ...(top ? {} : { values: () => [] }) });
   const chart = new uPlot({
     title, class: name, width: figure.root.clientWidth, height: height + top, legend: { show: false },
-    padding: name === "arena" ? [8, 14, 8, 0] : [0, 14, 0, 0],
+    padding: name === "arena" ? [8, 28, 8, 0] : [0, 28, 0, 0],
     cursor: { y: false, drag: { x: false }, points: { show: false }, sync: { key: "pass" } },
     scales: { x: { time: false, range: () => figure.x }, y: { range, dir } },
     axes: [time, { ...axis, size: 86, grid: { show: false } }],

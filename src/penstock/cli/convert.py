@@ -63,8 +63,7 @@ def convert(
                 "--merge writes the whole of one model's folder to a new folder: give one of each, with "
                 "--output and without --only and --force"
             )
-        done = _merge(source[0], merge, output, shard_size, dtype)
-        _print(done, output, json=json)
+        _print(_merge(source[0], merge, output, shard_size, dtype), output, json=json)
         return
     options.check_there(source)
     from penstock.runtime.checkpoint import convert as conversion

@@ -104,12 +104,12 @@ def generate(
         fail("there is nothing to say: give --prompt TEXT, or --chat for a conversation")
     if chat and json:
         fail("--json prints one answer and --chat makes several: leave one of them out")
-    if assistant is not None and lookup is not None:
+    if assistant and lookup:
         fail("--assistant and --lookup both propose tokens: leave one of them out")
     require("transformers", purpose="penstock generate")
     with console.spinner(f"finding {model}"):
         folder = find_folder(model)
-        helper = None if assistant is None else find_folder(assistant)
+        helper = find_folder(assistant) if assistant else None
     with console.spinner("importing"), console.quiet():
         import torch
         import transformers.modeling_utils  # which has libraries complain as they are imported
@@ -119,18 +119,16 @@ def generate(
     with console.spinner(f"reading {model}"):
         tokenizer = read_tokenizer(folder, chat=chat)
     session = _Session(folder, tokenizer, memory, verbose=verbose, shows=not json)
-    session.limits["max_new_tokens"] = max_new_tokens
-    if lookup is not None:
-        session.limits["prompt_lookup_num_tokens"] = lookup
-    if helper is not None:
+    session.limits |= {"max_new_tokens": max_new_tokens, "prompt_lookup_num_tokens": lookup}
+    if helper:
         session.assist(helper)
     torch.manual_seed(seed)
     if chat:
-        for words in session.contexts:
+        for words in () if verbose else session.applied.contexts:
             typer.echo(f"penstock: {words}", err=True)
         _converse(session, prompt)
         return
-    answer = session.answer(tokenizer(prompt, return_tensors="pt"))
+    answer = session.answer(tokenizer(prompt, return_tensors="pt"), session.stream())
     if json:
         console.print_json(answer.facts())
     else:
@@ -302,20 +300,18 @@ class _Session:
         from penstock.integrations.called.measuring import highest_resident
         from penstock.integrations.cap import default_memory
 
-        nbytes: int | str
+        nbytes: Any = memory
         if memory is None:
             nbytes, words = default_memory()
             typer.echo(f"penstock: {words}", err=True)
-        else:
-            nbytes = memory
         self.tokenizer, self.limits, self._shows = tokenizer, dict[str, Any](), shows
         with console.spinner(f"loading {folder}"):
             self._model = load(folder, nbytes, verbose=verbose)
         if not isinstance(self._model, PreTrainedModel) or not self._model.can_generate():
             raise PassError(f"{folder} holds a {type(self._model).__name__}, which generates no text")
         self._before = highest_resident()
-        self._applied = self._model.penstock_applied
-        (component,) = self._applied.components.values()
+        self.applied = self._model.penstock_applied
+        (component,) = self.applied.components.values()
         self._component: CalledModule = component
 
     def assist(self, folder: Path) -> None:
@@ -325,22 +321,17 @@ class _Session:
         with console.spinner(f"loading {folder}"):
             helper = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
         nbytes = sum(weight.nbytes for weight in helper.parameters())
-        if nbytes >= self._applied.memory:
+        if nbytes >= self.applied.memory:
             raise BudgetError(
-                f"the assistant takes {format_size(nbytes)} of {format_budget(self._applied.memory)}: choose "
+                f"the assistant takes {format_size(nbytes)} of {format_budget(self.applied.memory)}: choose "
                 "a smaller one, or give more with --memory"
             )
-        self._applied.cap.reserved += nbytes
+        self.applied.cap.reserved += nbytes
         self.limits["assistant_model"] = helper
         with suppress(Exception):  # without a tokenizer of its own it has that of the model
             other = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             if other.get_vocab() != self.tokenizer.get_vocab():
                 self.limits |= {"tokenizer": self.tokenizer, "assistant_tokenizer": other}
-
-    @property
-    def contexts(self) -> list[str]:
-        """How long the conversation may become, in words."""
-        return list(self._applied.contexts)
 
     def encode(self, messages: Sequence[dict[str, str]]) -> Any:
         """Return a conversation as the model's template has it. Raises SourceError if that refuses it."""
@@ -357,22 +348,26 @@ class _Session:
         return _Stream(shown if self._shows else None)
 
     def text(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def answer(self, inputs: Any, stream: _Stream | None = None) -> Answer:
+    def answer(self, inputs: Any, stream: _Stream) -> Answer:
         """Generate from the tokens of a prompt into `stream`. Raises PassError where transformers refuses."""
-        ids, stream = inputs["input_ids"], stream or self.stream()
+        ids = inputs["input_ids"]
         if not ids.shape[1]:
             fail("the prompt has no tokens: give --prompt some text")
         prompt = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
         beams = (self._model.generation_config.num_beams or 1) > 1
-        read, begun = self._applied.bytes_read, time.perf_counter()
+        read, begun = self.applied.bytes_read, time.perf_counter()
         try:
             tokens = self._model.generate(**prompt, **self.limits, streamer=None if beams else stream)
         except ValueError as error:
             raise PassError(
                 f"transformers cannot generate with these options: {first_line(error)}"
+            ) from error
+        except IndexError as error:
+            raise PassError(
+                f"the text needs more positions or tokens than the model has ({first_line(error)}): lower "
+                "--max-new-tokens, or correct the tokenizer"
             ) from error
         if beams:  # known only now
             stream.put(ids)
@@ -394,10 +389,10 @@ class _Session:
             prompt_tokens,
             stream.times[0][0] - begun,
             1 / seconds if calls else None,
-            self._applied.bytes_read - read,
+            self.applied.bytes_read - read,
             highest_resident(),
             self._before,
-            self._applied.memory,
+            self.applied.memory,
             limit,
             with_twice,
         )
@@ -408,12 +403,10 @@ class _Session:
         A token took `seconds`, and a call made `each` of them. What the plan does not predict, such as the
         time of an assistant, stays as it was measured.
         """
-        memory = self._applied.memory
+        memory = self.applied.memory
         present, twice = self._plan(memory), self._plan(2 * memory)
-        if twice is None:
-            return "memory limits it: one module is in memory at a time", None
-        if present is None:
-            return "memory limits it: one module is in memory at a time", each * 1e9 / twice.expected_ns(0)
+        if present is None or twice is None:
+            return "memory limits it: one module fits at a time", twice and each * 1e9 / twice.expected_ns(0)
         if not present.streamed_bytes and present.pool is None:
             return "all weights fit, so computing limits it, and more memory would give nothing", None
         # Of two plans one may be an earlier process's, in which computing took another time.
@@ -421,7 +414,7 @@ class _Session:
         now = present.expected_ns(0)
         return _limit(present), 1 / (seconds - min(seconds, now / 1e9 / each) * max(0, waits - fewer) / now)
 
-    def _plan(self, memory: int) -> Plan | None:
+    def _plan(self, memory: int) -> Any:
         """Return the plan for calls like the last one; None where none fits."""
         try:
             return self._component.planned_within(memory)
@@ -466,8 +459,7 @@ def _converse(session: _Session, first: str | None) -> None:
             messages.append({"role": "user", "content": line})
             stream = session.stream()
             try:
-                answer = session.answer(session.encode(messages), stream)
-                typer.echo(answer.summary(), err=True)
+                typer.echo(session.answer(session.encode(messages), stream).summary(), err=True)
                 stopped = False
             except KeyboardInterrupt:
                 stream.end()

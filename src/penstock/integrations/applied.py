@@ -120,7 +120,7 @@ class Applied:
         nbytes = asked_memory(memory, total, self._options.device)
         self._refuse_trained(nbytes)
         self.cap.nbytes = nbytes
-        for words in self.contexts:
+        for words in self.contexts if self.cap.verbose else ():  # `convert` shows the log, and makes no text
             _log.info("%s", words)
 
     @property

@@ -94,8 +94,8 @@ def refuse_model(model: Any) -> None:
     kind = type(model).__name__
     if not (isinstance(model, nn.Module) and hasattr(model, "_keys_to_ignore_on_save")):
         raise PassError(
-            f"the {kind} is no model of transformers, and only these are saved while they stream: load it "
-            "with its library, and save it with that"
+            f"the {kind} is no model of transformers, and only these are saved while they stream: save it "
+            "with its library after restore(), or copy the folder that load read"
         )
     quantised = getattr(model.config, "quantization_config", None) or any(map(has_parts, model.parameters()))
     if quantised:

@@ -196,10 +196,10 @@ def test_a_context_beyond_the_window_takes_that_of_the_layers_without_one():
     assert largest_context(token, ten) == 10
 
 
-def test_the_context_that_is_said_fits_and_one_beyond_the_memory_is_refused(tmp_path, caplog):
+def test_the_context_that_is_said_fits_and_one_beyond_the_memory_is_refused(tmp_path, capsys):
     model = make_llama()
-    with caplog.at_level("INFO"), apply(model, "2MB", cache=tmp_path):
-        (said,) = [line for line in caplog.messages if "a context of" in line]
+    with apply(model, "2MB", cache=tmp_path, verbose=True):
+        (said,) = [line for line in capsys.readouterr().err.splitlines() if "a context of" in line]
         tokens = int(re.search(r"about ([\d,]+) tokens fits 2 MB .*: each takes 512 B", said)[1])
         assert tokens > 100
         cache = DynamicCache(config=model.config)

@@ -9,7 +9,6 @@ import torch
 from torch.export import Dim, export
 
 import penstock
-from penstock import LoadOptions
 from penstock.runtime.sparse import units as units_module
 from penstock.schedule.sparse.pool import smallest_pool, without_units
 from tests.engines import ENGINES
@@ -89,8 +88,7 @@ def test_rows_by_every_operator(tables, engine, check_reads):
     assert reads == {"aten.embedding.default", "aten.index.Tensor", "aten.index_select.default"}
     for share in ("85%", "95%"):
         plan = pooled(program, share)
-        options = LoadOptions(engine=engine, check_reads=check_reads)
-        with program.load(plan=plan, options=options) as module:
+        with program.load(plan=plan, engine=engine, check_reads=check_reads) as module:
             for seed in range(4):
                 ids = torch.randint(4096, (2, 8), generator=seeded(seed))
                 index = torch.randint(-1200, 1200, (6,), generator=seeded(seed))
@@ -107,7 +105,7 @@ def test_experts_at_every_budget(experts, engine, check_reads):
     assert program.floor_bytes < whole / 2
     for budget in (program.floor_bytes, "25%", "60%"):
         plan = pooled(program, budget)
-        with program.load(plan=plan, options=LoadOptions(engine=engine, check_reads=check_reads)) as module:
+        with program.load(plan=plan, engine=engine, check_reads=check_reads) as module:
             for seed, tokens in enumerate((3, 2, 40, 5, 64, 4)):
                 equal(module, model, *batch(tokens, seed, dtype))
             assert module.stats.misses == 0
@@ -145,7 +143,7 @@ def test_a_pool_of_one_unit_moves_each_unit_asked_for_once(rows, engine):
     model, program = rows
     plan = pooled(program, program.floor_bytes)
     assert (program.floor_bytes, plan.pool.nbytes) == (4096, 4096)
-    with program.load(plan=plan, options=LoadOptions(engine=engine)) as module:
+    with program.load(plan=plan, engine=engine) as module:
         moved, last = 0, -1
         for seed in range(5):
             ids = torch.randint(1024, (300,), generator=seeded(seed))
@@ -161,7 +159,7 @@ def test_a_pool_of_one_unit_moves_each_unit_asked_for_once(rows, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_fits_is_read_once(rows, engine):
     model, program = rows
-    with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
+    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
         ids = torch.randint(1024, (300,), generator=seeded(1))
         for _ in range(3):
             equal(module, model, ids)
@@ -171,7 +169,7 @@ def test_what_fits_is_read_once(rows, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_call_that_names_nothing_reads_nothing(rows, engine):
     model, program = rows
-    with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
+    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
         equal(module, model, torch.zeros(0, dtype=torch.int64))
         assert module.stats.bytes_moved == 0
 
@@ -205,7 +203,7 @@ def mappings_in(start, stop):
 def run_stacks(stacks, engine):
     """Call the program, and return the number of mappings of its pool after each call."""
     model, program = stacks
-    with program.load(plan=pooled(program, "2500KiB"), options=LoadOptions(engine=engine)) as module:
+    with program.load(plan=pooled(program, "2500KiB"), engine=engine) as module:
         units, counts = module._weights.pooled, []
         for call in range(60):
             dice = seeded(call)
@@ -245,7 +243,7 @@ def test_a_file_that_shrinks_is_an_error(tmp_path, engine):
     model = Rows()
     program = compiled(model, (torch.arange(300),), tmp_path)
     (weights,) = program.path.glob("*.safetensors")
-    with program.load(plan=pooled(program, "50%"), options=LoadOptions(engine=engine)) as module:
+    with program.load(plan=pooled(program, "50%"), engine=engine) as module:
         with weights.open("r+b") as file:
             file.truncate(weights.stat().st_size - 64)
         with pytest.raises(penstock.SourceError, match="truncated"), torch.no_grad():
@@ -255,9 +253,7 @@ def test_a_file_that_shrinks_is_an_error(tmp_path, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_times_that_are_measured_have_no_waiting_for_units(rows, engine):
     _, program = rows
-    with program.load(
-        plan=pooled(program, program.floor_bytes), options=LoadOptions(engine=engine)
-    ) as module:
+    with program.load(plan=pooled(program, program.floor_bytes), engine=engine) as module:
         trace = module.measure(torch.arange(300))
         assert module.stats.stall_seconds > 0
         assert trace.compute_ns / 1e9 < module.stats.stall_seconds + 1

@@ -209,6 +209,12 @@ def test_odd_plans_open_at_any_width(browser, tmp_path, what, plan, width):
     assert page.complaints() == [], what
     wide = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
     assert browser.execute_script(wide) == 0
+    cut = """const [over, wrap] = [".u-over", ".u-wrap"].map((part) =>
+            document.querySelector(`#figure .lanes ${part}`).getBoundingClientRect());
+        const label = document.createElement("canvas").getContext("2d");
+        label.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+        return label.measureText("700 ms").width / 2 > wrap.right - over.right"""
+    assert not browser.execute_script(cut), what
     page.press("view", "first")
     if len(plan.traces) > 1:
         browser.find_element(By.ID, "method").send_keys("decode")

@@ -37,7 +37,8 @@ _SAYS, _STORAGE, _ANSWER = "penstock_says", "penstock_storage", "penstock_answer
 """Attributes of an absent tensor: the sentence of its errors, its empty storage, and its `Answer`."""
 
 SAVE_INSTEAD = (
-    "save it with save_pretrained(folder) of what apply returned, or of penstock_applied after load"
+    "save a model of transformers with save_pretrained(folder) of what apply returned, or of "
+    "penstock_applied after load, and any other after restore()"
 )
 
 CLASS = "penstock_class"
