@@ -5,7 +5,7 @@ import functools
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import numpy
 import pytest
@@ -17,7 +17,7 @@ from transformers import BertForSequenceClassification, LlamaForSequenceClassifi
 
 from penstock import LoadOptions
 from penstock.integrations import apply, load
-from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.errors import BudgetError, StreamError
 from tests.hunt import nightly_but
 from tests.integrations import models
 
@@ -158,6 +158,12 @@ def checkpointed(model, x):
     )
 
 
+def with_a_tangent(model, x):
+    with torch.autograd.forward_ad.dual_level():
+        weight = torch.autograd.forward_ad.make_dual(model.spare.weight.detach(), model.layers[0].weight)
+        return sum(torch.autograd.forward_ad.unpack_dual(functional.linear(x, weight)))
+
+
 def with_a_gradient(model, x):
     with torch.enable_grad():
         given = x.detach().requires_grad_()
@@ -178,6 +184,7 @@ ODD = {
     "a function of autograd": lambda model, x: Product.apply(x, model.spare.weight),
     "a checkpoint": checkpointed,
     "a gradient of its input": with_a_gradient,
+    "a tangent of a weight": with_a_tangent,
     "a copied part": lambda model, x: copy.deepcopy(model.spare)(x),
 }
 
@@ -363,6 +370,19 @@ OUTSIDE = {
 }
 
 
+def a_fused_step(weights):
+    rates = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_(weights, [torch.ones_like(weight) for weight in weights], [], **rates, **flags)
+
+
+def over_a_weight(register):
+    """A model that writes to a weight through a tensor which it made over the memory of that weight."""
+    model = Model(lambda model, x: model.spare(x + model.over.mul_(0.5).sum()))
+    register(model, "over", model.spare.weight.detach()[:3])
+    return model
+
+
 def writing(write, since):
     """A model that writes from a call on, and reads a large buffer."""
 
@@ -390,6 +410,11 @@ FORWARDS = (
     | {f"written {name}": functools.partial(Model, within=write) for name, write in IN_ITS_STEP.items()}
     | {f"written {name}": functools.partial(writing, write, 1) for name, write in OUTSIDE.items()}
     | {f"written {name}, late": functools.partial(writing, write, 3) for name, write in OUTSIDE.items()}
+    | {
+        "written by a fused optimiser": lambda: writing(lambda m: a_fused_step([m.layers[2].weight]), 1),
+        "written through a buffer": lambda: over_a_weight(nn.Module.register_buffer),
+        "written through an attribute": lambda: over_a_weight(setattr),
+    }
     | {"written in its step, late": functools.partial(Model, within=IN_ITS_STEP["in its step"], since=3)}
 )
 """What makes a model, by what its forward does."""
@@ -447,6 +472,37 @@ def test_a_parameter_that_is_assigned_between_calls_is_the_models(tmp_path):
     assert model.layers[2].weight is other
     with torch.no_grad():
         assert torch.equal(model(rows(6)), reference(rows(6)))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model: model.spare.weight.numpy().fill(0.5),
+        lambda model: a_fused_step(list(model.spare.parameters())),
+        lambda model: torch.utils.swap_tensors(model.spare.weight, model.layers[2].weight),
+    ],
+)
+def test_what_writes_behind_versions_between_calls_counts_or_is_refused(write, tmp_path):
+    model, reference = (models.frozen(Model(lambda model, x: model.spare(x))) for _ in range(2))
+    with torch.no_grad(), apply(model, "200KB", cache=tmp_path, options=POISONED):
+        for _ in range(2):
+            assert torch.equal(model(rows(6)), reference(rows(6)))
+        with suppress(RuntimeError):  # of torch, which exchanges no tensors then
+            write(model)
+            write(reference)
+        for count in (6, 2, 6):
+            assert torch.equal(model(rows(count)), reference(rows(count)))
+
+
+def test_an_array_of_a_weight_is_not_written_in_a_call(tmp_path):
+    def odd(model, x):
+        model.spare.weight.numpy()[0] = 0.5
+        return model.spare(x)
+
+    model = models.frozen(Model(odd))
+    refused = pytest.raises(StreamError, match=r"the call writes spare\.weight")
+    with torch.no_grad(), apply(model, "200KB", cache=tmp_path, options=POISONED), refused:
+        model(rows(6))
 
 
 TRAINED = [name for name in FORWARDS if "numbers" in name or "closure" in name]

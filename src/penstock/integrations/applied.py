@@ -23,7 +23,7 @@ from penstock.integrations.called.measuring import buffer_bytes
 from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import ANY_TOTAL, Cap, asked_memory
 from penstock.integrations.context import context_that_fits
-from penstock.integrations.emptied.hollow import ADAPTED, Hollow, uninterrupted
+from penstock.integrations.emptied.hollow import ADAPTED, Hollow, parameters_with_views, uninterrupted
 from penstock.integrations.folders import Stored, asked_dtype, open_folder
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import (
@@ -161,8 +161,10 @@ class Applied:
         Parameters that are `trained` stay in memory, and those of an adapter that `adapting` puts on the
         module. Returns the model that has it, or the module.
         """
-        parameters = trained.parameters if trained else ()
         device = self._options.device
+        parameters: Sequence[nn.Parameter] = list(trained.parameters) if trained else []
+        if device == "cpu":  # on others, buffers get memory of their own
+            parameters = [*parameters, *parameters_with_views(module)]
         facts = make_facts(module, weight_files, parameters, aligned=device != "cpu")
         sentence = _RESTORE if self._restores else _LOAD
         model: Any = module

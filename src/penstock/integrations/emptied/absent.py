@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -35,6 +36,8 @@ _SETTABLE = ("requires_grad", "grad")
 
 _SAYS, _STORAGE, _ANSWER = "penstock_says", "penstock_storage", "penstock_answer"
 """Attributes of an absent tensor: the sentence of its errors, its empty storage, and its `Answer`."""
+
+_KNOWN = "penstock_known"
 
 SAVE_INSTEAD = (
     "save a model of transformers with save_pretrained(folder) of what apply returned, or of "
@@ -139,6 +142,7 @@ def make_absent(
         requires_grad=value.requires_grad,
     )
     attributes: dict[str, object] = {
+        _KNOWN: weakref.ref(value),  # for which torch.utils.swap_tensors refuses to exchange it
         _SAYS: f"the parameter {name} is not in memory: {sentence}",
         _STORAGE: empty,
     }
@@ -228,21 +232,45 @@ def _call_answered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         _refuse_values(args, kwargs)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     result = func(*args, **kwargs)
-    _note_uses(func, result, answered.values())
+    written = pytree.tree_leaves(args[:1]) if is_in_place(func) else []
+    _note_uses(func, written, result, answered.values())
     return next((leaf for leaf, _, value, _ in answered.values() if result is value), result)
 
 
 def _note_uses(
-    func: Any, result: Any, answered: Iterable[tuple[AbsentTensor, Answer, torch.Tensor, tuple[int, int]]]
+    func: Any,
+    written: Sequence[Any],
+    result: Any,
+    answered: Iterable[tuple[AbsentTensor, Answer, torch.Tensor, tuple[int, int]]],
 ) -> None:
-    """Tell answers what a function has written, and of what it returns views."""
-    memories = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(result) if has_memory(leaf)}
+    """Tell answers what a function has written, and of what it returns views.
+
+    Fused optimisers change no version. Arrays and capsules do not show whose memory they have.
+    """
+    leaves = pytree.tree_leaves(result)
+    memories = {leaf.untyped_storage()._cdata for leaf in leaves if has_memory(leaf)}
+    is_hidden = any(type(leaf).__name__ in _MEMORY_OF_OTHERS for leaf in leaves)
     for leaf, answer, value, before in answered:
+        if _state(value) == before and any(value is tensor for tensor in written):
+            torch.autograd.graph.increment_version(value)
         if _state(value) != before or func.__name__ == "__set__":
             if not answer.module.write(answer.twin, value):
                 raise StreamError(f"{_sentence_of(leaf)}, and {func.__name__} would write to it")
-        elif value.untyped_storage()._cdata in memories:
+        elif is_hidden or value.untyped_storage()._cdata in memories:
             answer.module.share(answer.twin, answer.suffix, value)
+
+
+_MEMORY_OF_OTHERS = ("ndarray", "PyCapsule")
+"""Classes of results that may be views of a tensor's memory."""
+
+_NO_WRITES = ("__invert__", "__index__", "__int__", "__iter__")
+
+
+def is_in_place(func: Any) -> bool:
+    """Tell whether a function writes to its first argument, as far as its name tells."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    return in_place or (name.startswith("__i") and name not in _NO_WRITES)
 
 
 def _sets_itself(func: Any, args: Sequence[Any]) -> bool:

@@ -17,7 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.integrations.adapters import state_of_adapters
 from penstock.integrations.called.facts import ModuleFacts, joined, registered_weights
 from penstock.integrations.called.measuring import OwnMemory
-from penstock.integrations.emptied.absent import SAVE_INSTEAD, AbsentTensor, empty_storage, make_absent
+from penstock.integrations.emptied.absent import (
+    SAVE_INSTEAD,
+    AbsentTensor,
+    empty_storage,
+    has_memory,
+    make_absent,
+)
 from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.weights.lifted import storage_bytes, tensor_in
 from penstock.passes.weights.subclasses import each_part, plain_tensors
@@ -44,6 +50,26 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
         if pending and callable(before):
             before(*pending[0])
+
+
+def parameters_with_views(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of whose memory a buffer or an attribute of a module has a view.
+
+    Apart from the view, which keeps that memory, they would not see what a forward writes to it.
+    """
+    weights = {id(value): value for _, _, _, value in registered_weights(module)}
+    views = [
+        value.untyped_storage()._cdata
+        for child in module.modules()
+        for value in (*child._buffers.values(), *vars(child).values())
+        if id(value) not in weights and has_memory(value)
+    ]
+    return [
+        value
+        for value in weights.values()
+        if isinstance(value, nn.Parameter)
+        and any(part.untyped_storage()._cdata in views for part in plain_tensors("", value).values())
+    ]
 
 
 class _Emptied(NamedTuple):

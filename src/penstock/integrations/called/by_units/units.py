@@ -408,10 +408,10 @@ class UnitReads:
             begun, self.own.read_ns = time.perf_counter_ns(), 0
             self._measure(0)
             written = written_by(func, args, kwargs)
-            if written is not None:
-                self._have_stay(root_of(written).storage)
+            for watched in written:
+                self._have_stay(root_of(watched).storage)
             seen: list[Seen] = []
-            form = form_of(func, args, kwargs) if written is None else None
+            form = form_of(func, args, kwargs) if not written else None
             call = self._contracted(current, form, seen) if form is not None else None
             try:
                 if call is not None:

@@ -22,6 +22,7 @@ from penstock.integrations.emptied.absent import (
     AbsentParameter,
     AbsentTensor,
     empty_storage,
+    is_in_place,
 )
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.sparse.contracts import CONTRACTS, LINEAR
@@ -149,6 +150,8 @@ class WatchedTensor(AbsentTensor):
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name == "_make_dual":  # neither a watched tensor nor memory that is given back has tangents
+            return func(*pytree.tree_map_only(WatchedTensor, torch.clone, args), **kwargs)
         first = args[0] if args else None
         if isinstance(first, WatchedTensor):
             answer = _without_reading(func, name, args, kwargs)
@@ -332,14 +335,6 @@ if hasattr(functional, "grouped_mm"):
     )
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the watched tensor that a function writes to, as far as its name tells, or None."""
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    in_place = in_place or (name.startswith("__i") and name not in _NO_WRITES)
-    if args and in_place and isinstance(args[0], WatchedTensor):
-        return args[0]
-    return next(iter(watched_in(kwargs.get("out"))), None)
-
-
-_NO_WRITES = ("__invert__", "__index__", "__int__", "__iter__")
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the watched tensors that a function writes to, as far as its name tells."""
+    return list(watched_in(args[:1] if is_in_place(func) else (), kwargs.get("out")))
