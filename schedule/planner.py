@@ -288,14 +288,16 @@ def _fastest(
     for rung in (cap, *_rungs_below(pieces, cap)):
         if best and sum(pass_ns(problem, trace, rung) for trace in problem.traces) >= _total_ns(best[1]):
             break
-        relaxed = _relaxed(problem, pieces, rung)
-        bounds = bounds or tuple(relaxation.bound_ns if relaxation else None for relaxation in relaxed)
-        draft = _careful(search, Task(problem, pieces, rung, relaxed, effort))
-        schedules = _timed(problem, draft, bounds)
-        if best is None or _total_ns(schedules) < _total_ns(best[1]):
-            best = draft, schedules
+        task = Task(problem, pieces, rung, _relaxed(problem, pieces, rung), effort)
+        limits: Sequence[int | None] = [relaxed.bound_ns if relaxed else None for relaxed in task.relaxed]
+        draft = _careful(search, task)
+        tried = draft, _timed(problem, draft, limits)
+        if rung == cap or problem.arena.kind == "paged":
+            tried, limits = _improved(search, task, tried, limits)
+        bounds = bounds or limits
+        if best is None or _total_ns(tried[1]) < _total_ns(best[1]):
+            best = tried
     assert best is not None
-    best, bounds = _improved(search, Task(problem, pieces, cap, (), effort), best, bounds)
     bounds = _lower(bounds, known) if known else bounds
     return best[0], tuple(
         replace(schedule, lower_bound_ns=bound) for schedule, bound in zip(best[1], bounds, strict=True)
@@ -319,8 +321,7 @@ def _improved(
         return best, bounds
     strong = _relaxed(problem, task.pieces, task.cap, strong=True)
     known = [max(ns, relaxed.bound_ns if relaxed else 0) for ns, relaxed in zip(known, strong, strict=True)]
-    # Another search would make the plan of a lower rung faster than this one.
-    if _is_small(problem.traces) or problem.arena.kind == "contiguous" or total <= sum(known) * _NEAR:
+    if problem.arena.kind == "contiguous" or total <= sum(known) * _NEAR:
         return best, known
     draft, late = search(replace(task, relaxed=strong, effort=_AGAIN)), _late(problem)
     if sum(draft.periods_ns(late)) <= _CARE * sum(best[0].periods_ns(late)):

@@ -102,8 +102,8 @@ class Residency:
 
     def held(self, counts: Sequence[int]) -> numpy.ndarray:
         """Bytes on the device at each step if `counts` spans are kept and transfers arrive just in time."""
-        total: numpy.ndarray = self.needed + self._profile(range(len(self.gaps)), counts)
-        return total
+        counted = zip(self.gaps, counts, strict=True)
+        return self.held_bytes([self.groups[gap.group].bytes_of_first[count] for gap, count in counted])
 
     def held_bytes(self, kept_bytes: Sequence[float]) -> numpy.ndarray:
         """Bytes on the device at each step, as `held` counts them, if gap g keeps `kept[g]` bytes."""
@@ -141,18 +141,6 @@ class Residency:
     def _short(self, gap: int, counts: Sequence[int], kept_bytes: Sequence[float]) -> float:
         """Bytes that the spans kept over a gap lack of its `kept_bytes` bytes; negative if they have more."""
         return kept_bytes[gap] - self.groups[self.gaps[gap].group].bytes_of_first[counts[gap]]
-
-    def _profile(self, gaps: Sequence[int], counts: Sequence[int]) -> numpy.ndarray:
-        """Bytes held at each step only because each of these gaps keeps its count of spans."""
-        gap_numbers = numpy.fromiter(gaps, dtype=numpy.int64, count=len(gaps))
-        nbytes = numpy.array(
-            [
-                self.groups[self.gaps[gap].group].bytes_of_first[count]
-                for gap, count in zip(gaps, counts, strict=True)
-            ],
-            dtype=numpy.int64,
-        )
-        return self._over(gap_numbers, nbytes)
 
     def _over(self, gap_numbers: numpy.ndarray, nbytes: numpy.ndarray) -> numpy.ndarray:
         """Bytes held at each step only because these gaps keep `nbytes` each."""

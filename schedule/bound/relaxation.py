@@ -581,7 +581,7 @@ def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
     if len(cut) > _CUT:
         return nbytes
     sums = {sum(some) for count in range(len(cut) + 1) for some in itertools.combinations(cut, count)}
-    return max(total + (nbytes - total) // granule * granule for total in sums if total <= nbytes)
+    return max((t + (nbytes - t) // granule * granule for t in sums if t <= nbytes), default=nbytes)
 
 
 def relax(
@@ -592,6 +592,7 @@ def relax(
     A `strong` one knows when copies may start and how they follow each other, and takes longer to solve.
     """
     groups, trace = pieces.copied, problem.traces[number]
+    granule, nbytes = tiers[0].granule, tiers[0].nbytes
     gaps = gaps_of(groups, trace, number=number)
     if not gaps:
         return Relaxation(trace.compute_ns, (), (), groups, 0.0)
@@ -602,30 +603,35 @@ def relax(
     always = sum(group.nbytes for group in groups if group.kept)
     spilled = numpy.array([groups[gap.group].produced for gap in gaps])
     read = numpy.array(needed, dtype=float)[phases.checkpoints]
+    if len(tiers) == 1 and granule > 1:
+        # What a step does not read fills whole granules, as copies on their way do.
+        for place, k in enumerate(phases.checkpoints.tolist()):
+            unread = [group for group in groups if k not in group.reads[number]]
+            read[place] = nbytes - usable_bytes(unread, granule, nbytes - needed[k])
     program = LinearProgram(sizes, read, phases, tiers, groups=shares, spilled=spilled)
     add_latency(program, shares, always)
     turns_ns = 0
     if problem.arena.kind == "contiguous":
         blocks = [block for block in pieces.blocks if block.kept or block.reads[number]]
         weights = [block for block in blocks if not block.produced]
-        fixed = FixedPlaces(problem, number, weights, tiers[0].nbytes)
+        fixed = FixedPlaces(problem, number, weights, nbytes)
         _add_fixed(program, fixed)
         if len(weights) == len(blocks):
             turns_ns = fixed.turns_ns()
             _add_windows(program, fixed.windows_ns(needed) if phases.complete else ())
     if strong and not any(group.produced for group in groups):
-        turns_ns = max(turns_ns, copies_ns(problem, number, groups, tiers[0].nbytes))
+        turns_ns = max(turns_ns, copies_ns(problem, number, groups, nbytes))
         if phases.complete:
             _add_arrivals(program, problem.hardware)
     program.close()
-    solved = _solve_in_granules(program, tiers[0].granule)
+    solved = _solve_in_granules(program, granule)
     if solved is None:
         return None
     dual, solution = solved
     wait_ns = max(0.0, dual * program.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
     kept_bytes = solution[program.columns(0).kept] * program.unit_bytes
     shared = float(solution[program.columns(0).largest[0]]) * program.unit_bytes
-    launching = problem.hardware.host_step_ns * _fewest_streamed(groups, trace, tiers[0].nbytes, number)
+    launching = problem.hardware.host_step_ns * _fewest_streamed(groups, trace, nbytes, number)
     bound = max(trace.compute_ns + math.floor(wait_ns), launching, turns_ns)
     return Relaxation(bound, tuple(kept_bytes.tolist()), gaps, groups, shared)
 

@@ -8,10 +8,9 @@ import pytest
 
 from penstock.schedule.bound import relaxation
 from penstock.schedule.bound.gaps import FixedPlaces
-from penstock.schedule.bound.relaxation import relax, tier_of
 from penstock.schedule.facts.model import Hardware, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
-from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.planner import _relaxed, floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import Pieces
 from tests.hunt import nightly_but
@@ -73,10 +72,7 @@ def solved(seed, kind):
 
 
 def bound_ns(problem, budget):
-    tiers = (tier_of(budget - problem.outside_bytes, problem.hardware),)
-    relaxed = relax(problem, Pieces(problem), tiers, strong=True)
-    assert relaxed is not None
-    return relaxed.bound_ns
+    return _relaxed(problem, Pieces(problem), budget - problem.outside_bytes, strong=True)[0].bound_ns
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -120,7 +116,11 @@ def stronger(rule):
             ),
         )
 
-    functions = {"copies_ns": lambda *facts: int(1.01 * known(*facts)), "_add_arrivals": later}
+    functions = {
+        "copies_ns": lambda *facts: int(1.01 * known(*facts)),
+        "usable_bytes": lambda *facts: int(known(*facts) / 1.01),
+        "_add_arrivals": later,
+    }
     return functions.get(rule, Stronger)
 
 
@@ -130,6 +130,7 @@ def stronger(rule):
         ("FixedPlaces.turns", "contiguous"),
         ("FixedPlaces.windows", "contiguous"),
         ("copies_ns", "paged"),
+        ("usable_bytes", "paged"),
         ("_add_arrivals", "paged"),
     ],
 )
