@@ -8,6 +8,7 @@ storage may count for much. Small problems are therefore also planned for the lo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -46,6 +47,12 @@ _AT_BOUND, _NEAR, _AGAIN = 1.0001, 1.01, 0.25
 """A plan of more than `_AT_BOUND` times its bound gets the strong bound. In a paged arena, one of more than
 `_NEAR` times that is searched for again, with `_AGAIN` times the effort. The first search does not know the
 strong bound: ending there made some plans up to 1 % slower.
+"""
+
+_FAR, _CLIMB = 1.02, 10_000
+"""A plan of a contiguous arena that takes more than `_FAR` times its bound is improved by climbing.
+
+`_CLIMB` is the most attempts from each start, times the number of blocks.
 """
 
 _FEW, _SAVED = 4, 128
@@ -289,8 +296,13 @@ def _fastest(
         if best and sum(pass_ns(problem, trace, rung) for trace in problem.traces) >= _total_ns(best[1]):
             break
         relaxed = _relaxed(problem, pieces, rung)
+        least = sum(relaxation.bound_ns for relaxation in relaxed if relaxation)
+        if best and least >= _total_ns(best[1]):
+            break
         bounds = bounds or tuple(relaxation.bound_ns if relaxation else None for relaxation in relaxed)
         draft = _careful(search, Task(problem, pieces, rung, relaxed, effort))
+        if effort >= 1 and problem.arena.kind == "contiguous":
+            draft = _climbed(problem, pieces, draft, rung, _FAR * least)
         schedules = _timed(problem, draft, bounds)
         if best is None or _total_ns(schedules) < _total_ns(best[1]):
             best = draft, schedules
@@ -300,6 +312,20 @@ def _fastest(
     return best[0], tuple(
         replace(schedule, lower_bound_ns=bound) for schedule, bound in zip(best[1], bounds, strict=True)
     )
+
+
+def _climbed(problem: Problem, pieces: Pieces, draft: Draft, cap: int, enough: float) -> Draft:
+    """The fastest draft that climbs from several starts find, of which the best goes on."""
+
+    def going(share: int) -> Callable[[int], bool]:
+        left = itertools.count(_CLIMB * share // len(pieces.blocks), -1)
+        return lambda ns: ns > enough and next(left) > 0
+
+    if sum(draft.periods_ns(problem)) > enough:
+        for start in draft.starts:
+            other = climb(problem, pieces.blocks, start, cap, going(1))
+            draft = min(draft, other, key=lambda draft: sum(draft.periods_ns(problem)))
+    return climb(problem, pieces.blocks, draft, cap, going(2))
 
 
 def _lower(bounds: Sequence[int | None], known: Sequence[int | None]) -> list[int | None]:
