@@ -49,10 +49,10 @@ _AT_BOUND, _NEAR, _AGAIN = 1.0001, 1.01, 0.25
 strong bound: ending there made some plans up to 1 % slower.
 """
 
-_FAR, _CLIMB = 1.02, 10_000
+_FAR, _CLIMB, _SMALL_CLIMB = 1.02, 15_000, 20
 """A plan of a contiguous arena that takes more than `_FAR` times its bound is improved by climbing.
 
-`_CLIMB` is the most attempts from each start, times the number of blocks.
+`_CLIMB` is the most attempts from each start, times `_SMALL_CLIMB` and the number of blocks.
 """
 
 _FEW, _SAVED = 4, 128
@@ -318,7 +318,7 @@ def _climbed(problem: Problem, pieces: Pieces, draft: Draft, cap: int, enough: f
     """The fastest draft that climbs from several starts find, of which the best goes on."""
 
     def going(share: int) -> Callable[[int], bool]:
-        left = itertools.count(_CLIMB * share // len(pieces.blocks), -1)
+        left = itertools.count(_CLIMB * share // (_SMALL_CLIMB + len(pieces.blocks)), -1)
         return lambda ns: ns > enough and next(left) > 0
 
     if sum(draft.periods_ns(problem)) > enough:
