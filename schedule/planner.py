@@ -8,6 +8,7 @@ storage may count for much. Small problems are therefore also planned for the lo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -46,6 +47,12 @@ _AT_BOUND, _NEAR, _AGAIN = 1.0001, 1.01, 0.25
 """A plan of more than `_AT_BOUND` times its bound gets the strong bound. In a paged arena, one of more than
 `_NEAR` times that is searched for again, with `_AGAIN` times the effort. The first search does not know the
 strong bound: ending there made some plans up to 1 % slower.
+"""
+
+_FAR, _CLIMB, _SMALL_CLIMB = 1.02, 15_000, 20
+"""A plan of a contiguous arena that takes more than `_FAR` times its bound is improved by climbing.
+
+`_CLIMB` is the most attempts from each start, times `_SMALL_CLIMB` and the number of blocks.
 """
 
 _FEW, _SAVED = 4, 128
@@ -290,7 +297,12 @@ def _fastest(
             break
         task = Task(problem, pieces, rung, _relaxed(problem, pieces, rung), effort)
         limits: Sequence[int | None] = [relaxed.bound_ns if relaxed else None for relaxed in task.relaxed]
+        least = sum(ns for ns in limits if ns is not None)
+        if best and least >= _total_ns(best[1]):
+            break
         draft = _careful(search, task)
+        if effort >= 1 and problem.arena.kind == "contiguous":
+            draft = _climbed(problem, pieces, draft, rung, _FAR * least)
         tried = draft, _timed(problem, draft, limits)
         if rung == cap or problem.arena.kind == "paged":
             tried, limits = _improved(search, task, tried, limits)
@@ -302,6 +314,20 @@ def _fastest(
     return best[0], tuple(
         replace(schedule, lower_bound_ns=bound) for schedule, bound in zip(best[1], bounds, strict=True)
     )
+
+
+def _climbed(problem: Problem, pieces: Pieces, draft: Draft, cap: int, enough: float) -> Draft:
+    """The fastest draft that climbs from several starts find, of which the best goes on."""
+
+    def going(share: int) -> Callable[[int], bool]:
+        left = itertools.count(_CLIMB * share // (_SMALL_CLIMB + len(pieces.blocks)), -1)
+        return lambda ns: ns > enough and next(left) > 0
+
+    if sum(draft.periods_ns(problem)) > enough:
+        for start in draft.starts:
+            other = climb(problem, pieces.blocks, start, cap, going(1))
+            draft = min(draft, other, key=lambda draft: sum(draft.periods_ns(problem)))
+    return climb(problem, pieces.blocks, draft, cap, going(2))
 
 
 def _lower(bounds: Sequence[int | None], known: Sequence[int | None]) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -48,7 +49,7 @@ class _Climber:
     def __init__(self, problem: Problem, blocks: Sequence[Block], draft: Draft, cap: int) -> None:
         self.problem, self.blocks, self.draw = problem, blocks, random.Random(0)
         self.granule = problem.arena.granule
-        self.cap = cap
+        self.cap = cap // self.granule * self.granule
         always = {b for b, block in enumerate(blocks) if block.kept}
         self.apart = [{*read, *always} - {b} for b, read in enumerate(read_together(blocks))]
         self.sizes: dict[int, list[int]] = {}
@@ -74,11 +75,11 @@ class _Climber:
         self.now = list(self.best_addresses)
         for _ in range(_KICKS):
             self.now = self._changed(1) or self.now
-        self.now_ns = self._period(self.now, _LEAST_PARTS[0])[1]
+        self.now_ns = self._period(self.now, _LEAST_PARTS[0], math.inf)[1]
         self.hot = self._shared(self.now) or self.hot
 
     def _time(self, places: list[int]) -> None:
-        draft, period = self._period(places, _LEAST_PARTS[0])
+        draft, period = self._period(places, _LEAST_PARTS[0], self.now_ns)
         if period > self.now_ns:
             return
         if period < self.now_ns:
@@ -87,14 +88,14 @@ class _Climber:
         if period >= self.best_ns:
             return
         self.stale, self.best_addresses = 0, list(places)
-        timed = [(draft, period), *(self._period(places, part) for part in _LEAST_PARTS[1:])]
+        timed = [(draft, period), *(self._period(places, part, period) for part in _LEAST_PARTS[1:])]
         self.best, self.best_ns = min(timed, key=lambda pair: pair[1])
 
-    def _period(self, places: Sequence[int], part: int) -> tuple[Draft, int]:
-        """The faster of the drafts that addresses allow, and the sum of its periods in nanoseconds."""
+    def _period(self, places: Sequence[int], part: int, enough: float) -> tuple[Draft, int]:
+        """The faster of the drafts that addresses allow, and the sum of `periods_ns`."""
         top = max(at + block.size for at, block in zip(places, self.blocks, strict=True))
         occupancy = Occupancy(self.problem, self.blocks, Addressing(tuple(places), top))
-        timed = ((draft, sum(draft.periods_ns(self.problem))) for draft in occupancy.drafts(part))
+        timed = ((draft, sum(draft.periods_ns(self.problem, enough))) for draft in occupancy.drafts(part))
         return min(timed, key=lambda pair: pair[1])
 
     def _changed(self, moves: int) -> list[int] | None:
@@ -108,7 +109,11 @@ class _Climber:
                 places[b], places[other] = places[other], places[b]
                 moved |= {b, other}
                 continue
-            if kind < 0.8:
+            if kind < 0.75:
+                self._slide(places, b)
+                moved = set(range(len(places)))
+                continue
+            if kind < 0.85:
                 places[b] += self.draw.choice((-1, 1)) * self.granule << self.draw.randrange(12)
             else:
                 other = self.draw.randrange(len(self.blocks))
@@ -118,6 +123,19 @@ class _Climber:
                 )
             moved.add(b)
         return places if places != self.now and all(self._fits(places, b) for b in moved) else None
+
+    def _slide(self, places: list[int], hot: int) -> None:
+        """Lay any block over an edge of a hot one, and let the blocks above another hot one use its place."""
+        b = self.draw.randrange(len(places))
+        start, size = places[b], self.blocks[b].size
+        for o, at in enumerate(places):
+            places[o] = at - size if at >= start + size else at
+        edge = places[hot] if self.draw.random() < 0.5 else places[hot] + self.blocks[hot].size - size
+        places[b] = edge
+        top = max(at + block.size for at, block in zip(places, self.blocks, strict=True))
+        cut = places[self.draw.choice(self.hot)]
+        for o, at in enumerate(places):
+            places[o] = at + self.cap - top if at >= cut else at
 
     def _fits(self, places: Sequence[int], b: int) -> bool:
         start, stop = places[b], places[b] + self.blocks[b].size

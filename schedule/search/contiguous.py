@@ -1,7 +1,7 @@
 """The search for a plan of a contiguous arena: which storages stay, and how much memory the others share.
 
 The search chooses addresses. Which bytes are copied, and when a copy may start, follows from the addresses
-alone (`occupancy.py`).
+alone (`Occupancy`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 from penstock.schedule.bound.relaxation import Relaxation
 from penstock.schedule.search.draft import Draft, Occupancy, Task
@@ -50,6 +51,9 @@ _LEAST_PARTS = (16, 0, 4)
 The unit is the number of bytes that the link carries during one latency. Placements are compared with the
 first value; the other values are tried with the best placement only.
 """
+
+_WORTH, _STARTS = 1.6, 5
+"""Drafts of up to `_WORTH` times the shortest period are starts for a climb, and the most starts."""
 
 _EFFORT = 60_000
 """The most addresses that one search chooses, summed over the placements that it tries."""
@@ -104,6 +108,7 @@ class _Search:
         self.copied = 0
         self.found: Draft | None = None
         self.best: Addressing | None = None
+        self.starts: dict[int, tuple[int, Draft]] = {}
         self.tried: set[tuple[int, ...]] = set()
         self.effort = int(_EFFORT * task.effort)
         self.read_with = read_together(blocks)
@@ -130,7 +135,8 @@ class _Search:
         if self.best:
             for part in _LEAST_PARTS[1:]:
                 self._decide(self.best, part)
-        return self.found
+        starts = sorted(self.starts.values(), key=itemgetter(0))[:_STARTS]
+        return self.found and replace(self.found, starts=tuple(draft for _, draft in starts))
 
     def _copied(self, relaxed: Sequence[Relaxation]) -> list[float]:
         """Bytes of each block that the relaxation copies, at the gap and trace where it copies most."""
@@ -241,7 +247,10 @@ class _Search:
         Parts of a block that take less than `part` latencies to copy are copied with a neighbouring part.
         """
         for draft in Occupancy(self.problem, self.blocks, placement).drafts(part):
-            period = sum(draft.periods_ns(self.problem))
+            period = sum(draft.periods_ns(self.problem, _WORTH * self.period))
             copied = sum(t.stop - t.start for transfers, _ in draft.streams for t in transfers)
+            copies = sum(len(transfers) for transfers, _ in draft.streams)
+            if period < self.starts.get(copies, (math.inf,))[0]:
+                self.starts[copies] = period, draft
             if (period, copied) < (self.period, self.copied):
                 self.period, self.copied, self.found, self.best = period, copied, draft, placement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,8 @@ class Draft:
     """All decisions of a plan, without its times; the fields are as in `Decisions`.
 
     `streams` has the transfers and the drops of each trace. `boundaries` has the boundary of each trace, and
-    is empty where `boundary` holds for all.
+    is empty where `boundary` holds for all. `starts` are slower drafts with other numbers of copies, from
+    which a climb may get further.
     """
 
     arena_bytes: int
@@ -45,16 +47,19 @@ class Draft:
     boundary: tuple[Range, ...]
     streams: tuple[tuple[tuple[Transfer, ...], tuple[Drop, ...]], ...]
     boundaries: tuple[tuple[Range, ...], ...] = ()
+    starts: tuple[Draft, ...] = field(default=(), compare=False, repr=False)
 
-    def periods_ns(self, problem: Problem) -> list[int]:
-        """The steady period of each trace, in nanoseconds."""
+    def periods_ns(self, problem: Problem, enough: float = math.inf) -> list[int]:
+        """The steady period of each trace, in nanoseconds; of one above `enough`, some number above it."""
         schedules = [
             Schedule(trace.graph, *stream, 0)
             for trace, stream in zip(problem.traces, self.streams, strict=True)
         ]
         facts = zip(problem.traces, schedules, self._launched(problem, schedules), strict=True)
         return [
-            steady_period_ns(trace, schedule, problem.hardware, problem.wrap, launched=launched)
+            steady_period_ns(
+                trace, schedule, problem.hardware, problem.wrap, enough=enough, launched=launched
+            )
             for trace, schedule, launched in facts
         ]
 

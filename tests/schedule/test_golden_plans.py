@@ -62,7 +62,7 @@ PLANS = {
         lambda: corpus_plan("vit-h-14, prefill", "laptop", "paged", 0.0),
         "82f2d58e65d74ea004460563",
     ),
-    "ladder": (lambda: equal_plan(8, kind="contiguous"), "76d1acae5d3d8b1c3a246fcb"),
+    "ladder": (lambda: equal_plan(8, kind="contiguous"), "47144a2897db5e55a4034f49"),
     "in turn": (in_turn, "ce95b2748e57a8e179f42936"),
     "behind a disk": (plan_behind_a_disk, "477d61cf412482bc40a9a303"),
 }
