@@ -209,13 +209,13 @@ class Strided(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(8, WIDTH, 3, padding=1).to(memory_format=torch.channels_last)
-        wide, row = torch.randn(WIDTH, 2 * WIDTH) / 8, torch.randn(WIDTH) / 8
+        wide, row = torch.randn(WIDTH, 2 * WIDTH) / 8, torch.randn(WIDTH)
         self.list = nn.ParameterList([wide.t()[:WIDTH], *wide.chunk(2, 1), row.expand(WIDTH, WIDTH)])
 
     def forward(self, x):
         x = self.conv(x.reshape(-1, 8, 2, 4)).mean((2, 3)) * self.conv.weight.stride(1)
         for weight in self.list:
-            x = torch.tanh(x @ weight) * weight.stride(1)
+            x = torch.tanh(x @ weight)
         return x
 
 
