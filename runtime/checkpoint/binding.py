@@ -233,7 +233,7 @@ def _refuse_strides(weight: Weight, part: Part) -> None:
 def is_dense(part: Part) -> bool:
     """Tells whether the elements of a part lie one behind another, in the order of its indices."""
     pairs = zip(part.shape, part.stride, _dense_stride(part.shape), strict=True)
-    return not any(size > 1 and stride != dense for size, stride, dense in pairs)
+    return 0 in part.shape or not any(size > 1 and stride != dense for size, stride, dense in pairs)
 
 
 def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from penstock.integrations.emptied.absent import value_of
-from penstock.schedule.facts.errors import PassError
 
 
 def by_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -58,15 +57,3 @@ def unmerge_disabled(layers: Sequence[Any]) -> bool:
     for layer in unmerged:
         layer.unmerge()
     return bool(unmerged)
-
-
-def refuse_transposed(name: str, value: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise PassError for a weight that is not contiguous and shares memory with one of `tensors`."""
-    storage = value.untyped_storage()._cdata
-    for tied, tensor in tensors.items():
-        if tensor is not value and tensor.untyped_storage()._cdata == storage:
-            raise PassError(
-                f"weight {name} has strides {list(value.stride())} in the memory of {tied}, to which it is "
-                "tied, and a contiguous copy would untie it: where an adapter ties them "
-                "(ensure_weight_tying of peft), merge it first (merge_and_unload), or add it without that"
-            )

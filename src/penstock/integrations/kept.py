@@ -13,12 +13,12 @@ import torch
 
 from penstock.passes.weights.lifted import storage_bytes
 from penstock.runtime.cache import Hold
-from penstock.runtime.checkpoint.binding import Names
+from penstock.runtime.checkpoint.binding import Names, is_dense
 from penstock.runtime.files.artifact_files import hash_storage, stamp_file
 from penstock.runtime.files.pack import Chunk, tensor_chunks
 from penstock.runtime.files.safetensors_file import reading
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import WeightFile, part_nbytes
+from penstock.schedule.facts.model import ITEM_SIZES, Part, WeightFile, part_nbytes
 
 if TYPE_CHECKING:
     from penstock.integrations.called.facts import ModuleFacts
@@ -40,13 +40,8 @@ class KeptWeights:
     hold: Hold | None = None
 
 
-def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the sha256 of the bytes of contiguous tensors, by name."""
-    return {name: digest_of(value) for name, value in tensors.items()}
-
-
 def digest_of(value: torch.Tensor) -> str:
-    """Return the sha256 of the bytes of a contiguous tensor, on any device."""
+    """Return the sha256 of the bytes of a tensor on any device, in the order of their addresses."""
     return digest_of_chunks(tensor_chunks(bytes_of(value)))
 
 
@@ -59,9 +54,18 @@ def digest_of_chunks(chunks: Iterable[Chunk]) -> str:
 
 
 def bytes_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, as a one-dimensional tensor that shares them."""
+    """Return the bytes from the first to the last item of a tensor, as one dimension that shares them."""
     start = int(value.storage_offset()) * value.itemsize
-    return storage_bytes(value.detach())[start : start + value.nbytes]
+    steps = ((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    items = 1 + sum(steps) if value.numel() else 0
+    return storage_bytes(value.detach())[start : start + items * value.itemsize]
+
+
+def in_file(part: Part) -> Part:
+    """Return a part as files hold it: one dimension if its items are not in the order of its indices."""
+    if is_dense(part):
+        return part
+    return replace(part, shape=(part_nbytes(part) // ITEM_SIZES[part.dtype],), stride=(1,))
 
 
 def names_of(weight_files: Iterable[KeptWeights]) -> dict[str, Names]:

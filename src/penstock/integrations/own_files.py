@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock._extras import local_folder
 from penstock.integrations.folders import weight_sets
-from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
+from penstock.integrations.kept import KeptWeights, bytes_of, digest_of
 from penstock.integrations.libraries import origin_of
 from penstock.integrations.weight_files import store
 from penstock.models.configuration import names_in_checkpoint
@@ -64,7 +64,7 @@ def keep_weights(
     own_files = KeptWeights(
         checkpoint.files,
         {fqn: name for fqn, name in names.items() if name != (fqn,)},
-        digests_of(staying),
+        {fqn: digest_of(value) for fqn, value in staying.items()},
         {alias: phase for fqn, phase in phases.items() if phase is not None for alias in aliases[fqn]},
     )
     if not written:
@@ -148,7 +148,7 @@ def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def _fits(value: torch.Tensor, stored: Sequence[StoredTensor]) -> bool:
     dtypes = {TORCH_NAMES.get(tensor.dtype) for tensor in stored}
-    alike = len(stored) > 1 or stored[0].shape == tuple(value.shape)
+    alike = value.is_contiguous() and (len(stored) > 1 or stored[0].shape == tuple(value.shape))
     return alike and dtypes == {dtype_name(value.dtype)} and sum(s.nbytes for s in stored) == value.nbytes
 
 

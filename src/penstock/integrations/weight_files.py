@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.integrations.adapters import refuse_transposed
 from penstock.integrations.called.facts import joined
 from penstock.integrations.emptied.absent import AbsentTensor, is_plain_subclass
 from penstock.integrations.emptied.hollow import plain_parts
-from penstock.integrations.kept import KeptWeights, bytes_of, digest_of_chunks, digests_of, state_of
+from penstock.integrations.kept import KeptWeights, bytes_of, digest_of, digest_of_chunks, in_file, state_of
 from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.weights.lifted import part_of
 from penstock.passes.weights.subclasses import has_parts
 from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.checkpoint.binding import Names, tensor_names
@@ -65,14 +65,11 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
             )
         if value.layout != torch.strided:
             raise PassError(f"weight {name} is sparse ({value.layout}): call to_dense() first")
-        if value.device.type == "meta" or value.untyped_storage().nbytes() < value.nbytes:
+        if value.device.type == "meta" or (value.nbytes and not value.untyped_storage().nbytes()):
             raise PassError(
                 f"weight {name} has no values: load the model first, or give its folder to "
                 "penstock.integrations.load"
             )
-        if not value.is_contiguous():
-            refuse_transposed(name, value, tensors)
-            raise PassError(f"weight {name} has strides {list(value.stride())}: make it contiguous first")
     return tensors
 
 
@@ -83,10 +80,10 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> K
     before. What is there and is not what was written is written again. Raises SourceError where they cannot
     be written.
     """
-    digests = digests_of(tensors)
-    facts = [f"{n} {value.dtype} {tuple(value.shape)} {digests[n]}\n" for n, value in tensors.items()]
-    folder = cache.place_of(hashlib.sha256("".join(facts).encode()).hexdigest()[:32])
+    digests = {name: digest_of(value) for name, value in tensors.items()}
     entries = [_entry(name, value) for name, value in tensors.items()]
+    facts = [f"{e.name} torch.{e.dtype} {e.shape} {digests[e.name]}\n" for e in entries]
+    folder = cache.place_of(hashlib.sha256("".join(facts).encode()).hexdigest()[:32])
     hold = keep_packed(
         folder, entries, cache, made_for, whole=lambda: not tensors or _holds(folder / WEIGHTS, tensors)
     )
@@ -134,10 +131,8 @@ def _holds(file: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _entry(name: str, value: torch.Tensor) -> PackEntry:
-    flat = bytes_of(value)
-    return PackEntry(
-        name, dtype_name(value.dtype), tuple(value.shape), value.nbytes, lambda: tensor_chunks(flat)
-    )
+    flat, part = bytes_of(value), in_file(part_of(value, 0))
+    return PackEntry(name, part.dtype, part.shape, flat.nbytes, lambda: tensor_chunks(flat))
 
 
 _SUMS, _STATE, _SOURCES = "sums.json", "state", "sources"

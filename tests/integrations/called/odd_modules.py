@@ -203,6 +203,22 @@ class Convolving(nn.Module):
         return x
 
 
+class Strided(nn.Module):
+    """Its weights lie in memory in another order, with holes, within one another, or one row many times."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, WIDTH, 3, padding=1).to(memory_format=torch.channels_last)
+        wide, row = torch.randn(WIDTH, 2 * WIDTH) / 8, torch.randn(WIDTH)
+        self.list = nn.ParameterList([wide.t()[:WIDTH], *wide.chunk(2, 1), row.expand(WIDTH, WIDTH)])
+
+    def forward(self, x):
+        x = self.conv(x.reshape(-1, 8, 2, 4)).mean((2, 3)) * self.conv.weight.stride(1)
+        for weight in self.list:
+            x = torch.tanh(x @ weight)
+        return x
+
+
 class LargeBuffers(nn.Module):
     """Its weights are buffers."""
 
@@ -257,22 +273,11 @@ class Recurrent(nn.Module):
         return x
 
 
-class Normed(nn.Module):
+class Normed(OneOf):
     def __init__(self):
-        super().__init__()
-        new = torch.nn.utils.parametrizations.weight_norm
-        self.parts = nn.ModuleList(
-            [
-                new(nn.Linear(WIDTH, WIDTH)),
-                torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-                new(nn.Linear(WIDTH, WIDTH)),
-            ]
-        )
-
-    def forward(self, x):
-        for part in self.parts:
-            x = part(x)
-        return x
+        norms = torch.nn.utils.parametrizations
+        kinds = iter([norms.weight_norm, norms.spectral_norm, norms.weight_norm])
+        super().__init__(lambda: next(kinds)(nn.Linear(WIDTH, WIDTH)), 3)
 
 
 class ByStorage(Blocks):
@@ -311,6 +316,7 @@ EQUAL = {
         Results,
         Listed,
         Experts,
+        Strided,
         LargeBuffers,
         Masked,
         Attention,

@@ -66,6 +66,7 @@ def test_it_computes_what_it_computes_in_memory(name, share, arena, tmp_path):
     assert same(model(inputs()), reference(inputs()))  # restored, with all that it remembers
     for one, other in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
         assert torch.equal(one, other)
+        assert one.stride() == other.stride()
 
 
 @pytest.mark.parametrize("name", ["Blocks", "EndsEarly", "Experts", "Recurrent", "Masked"])
@@ -133,11 +134,17 @@ def gets_hooks_and_parts(model):
     return model(inputs())
 
 
+def writes_strided(model):
+    model.conv.weight.mul_(0.5)
+    return model(inputs())
+
+
 USES = {
     "a layer begins to read another weight": (ReadsAnother, reads_another),
     "weights are read between calls": (Blocks, reads_between_calls),
     "a step fails": (Blocks, fails_in_a_step),
-    "a part is called alone": (Blocks, lambda model: model.blocks[1](inputs())),
+    "a copy is called": (Blocks, lambda model: copy.copy(model)(inputs())),
+    "strided weights are written": (odd_modules.Strided, writes_strided),
     "hooks and parts come later": (Blocks, gets_hooks_and_parts),
     "a weight has an attribute": (Tagged, lambda model: model(inputs())),
 }
@@ -214,7 +221,7 @@ def test_uses_between_calls_are_refused_by_name(tmp_path):
             ),
             (
                 lambda: pickle.dumps(model),
-                "^the Blocks cannot be pickled.*, as its parameters are not in memory",
+                r"^the parameter blocks\.0\.norm\.weight is not in memory: call the model itself",
             ),
             (lambda: model.to(torch.float64), "^the Blocks cannot be moved or converted.*: call the model"),
             (lambda: torch.vmap(lambda row: row * 2)(before), "not in memory"),

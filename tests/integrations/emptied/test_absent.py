@@ -175,14 +175,6 @@ def test_an_apply_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
     assert model.forward == forward
 
 
-def test_a_forward_of_the_instance_is_back_after_it(tmp_path):
-    model = nn.Linear(8, 8).requires_grad_(False)
-    model.forward = lambda x: nn.functional.linear(x, model.weight) + 1
-    own = model.forward
-    apply(model, "1MB", cache=tmp_path).restore()
-    assert model.forward is own
-
-
 X = torch.linspace(-1, 1, 64).reshape(2, 32)
 
 

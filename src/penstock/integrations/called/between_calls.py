@@ -12,7 +12,7 @@ from penstock.integrations.called.kinds import IN_MEMORY
 from penstock.integrations.called.measuring import OwnMemory, like, plain_tensors_only
 from penstock.integrations.called.places import Places, Watched
 from penstock.integrations.emptied.absent import SAVE_INSTEAD
-from penstock.integrations.kept import KeptWeights, digest_of
+from penstock.integrations.kept import KeptWeights, digest_of, in_file
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
@@ -76,12 +76,13 @@ class BetweenCalls:
         """Return a weight with its values."""
         self._close_unused(but=twin)
         if twin not in self._opened:
-            if twin not in self._written:
-                self._make_room(self._pointed_bytes(twin))
             is_written = twin in self._written
+            if not is_written:
+                self._make_room(self._pointed_bytes(twin))
             # No variable may refer to the value: references to it are counted.
-            self._opened[twin] = _Opened(Watched(self._written.pop(twin) if is_written else self._read(twin)))
-            self._opened[twin].is_written = is_written
+            self._opened[twin] = _Opened(
+                Watched(self._written.pop(twin) if is_written else self._read(twin)), is_written=is_written
+            )
             self._opened[twin].watched.start()
         return self._opened[twin].watched.value
 
@@ -166,13 +167,12 @@ class BetweenCalls:
 
     def shares(self, twin: int) -> str | None:
         """Return the name of another weight that lies in the memory of a weight, or None."""
-        storages = {self.own.facts.parts[name].storage for name in self._parts(twin)}
-        for tied, name in self.names.items():
-            if tied != twin and any(
-                self.own.facts.parts[part].storage in storages for part in self._parts(tied)
-            ):
-                return name
-        return None
+        storages = self._storages(twin)
+        pairs = self.names.items()
+        return next((name for tied, name in pairs if tied != twin and storages & self._storages(tied)), None)
+
+    def _storages(self, twin: int) -> set[int]:
+        return {self.own.facts.parts[name].storage for name in self._parts(twin)}
 
     def _refuse_shared(self, twin: int) -> None:
         name = self.shares(twin)
@@ -192,7 +192,7 @@ class BetweenCalls:
         for twin, value in saved.items():
             for name, part in plain_tensors(self.names[twin], value.detach()).items():
                 names[name] = f"{name} (written {len(self._kept)})"
-                tensors[names[name]] = part.detach().contiguous()
+                tensors[names[name]] = part.detach()
         try:
             file = self._keep(tensors)
         except SourceError as error:
@@ -216,7 +216,11 @@ class BetweenCalls:
 
     def _place(self, names: Mapping[str, str], weights_kept: KeptWeights, phases: Mapping[str, int]) -> None:
         """Have the facts name the file in which weights are now."""
-        weights = [weight for weight in self.own.facts.weights if weight.fqn in names]
+        weights = [
+            replace(weight, parts=(in_file(weight.parts[0]),))
+            for weight in self.own.facts.weights
+            if weight.fqn in names
+        ]
         values = find_values(weights, open_checkpoint(weights_kept.files), Rules(names))
         storages, first = list(self.own.facts.storages), len(self.own.facts.files)
         placed = values.placed(storages)
@@ -233,4 +237,4 @@ class BetweenCalls:
 
 
 def _digests(value: torch.Tensor) -> tuple[str, ...]:
-    return tuple(digest_of(part.detach().contiguous()) for part in plain_tensors("", value).values())
+    return tuple(digest_of(part) for part in plain_tensors("", value).values())

@@ -510,7 +510,7 @@ class CalledModule:
             self._between.share(twin)
         elif not any(value is current_value for current_value in current.values.values()):
             name = self._between.names[twin] + suffix
-            current.copies.append((name, value, digest_of(value.detach().contiguous())))
+            current.copies.append((name, value, digest_of(value)))
 
     def write(self, twin: int, value: torch.Tensor) -> bool:
         """Note that something has written to what `answer` has returned; returns False if that is lost."""

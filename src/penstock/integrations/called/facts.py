@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from penstock.integrations.kept import KeptWeights, names_of
-from penstock.passes.graph.nodes import dtype_name
+from penstock.integrations.kept import KeptWeights, in_file, names_of
 from penstock.passes.sparse.contracts import with_common_units
+from penstock.passes.weights.lifted import part_of
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.checkpoint.binding import Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
@@ -265,6 +265,7 @@ def make_facts(
     weights: dict[str, Weight] = {}  # plain tensors
     wholes: dict[str, tuple[Part, ...]] = {}
     in_memory = {id(value) for value in trained}
+    was_in_memory = {name for weights in weight_files for name in weights.digests}
     for path, _, key, value in registered_weights(module):
         fqn = joined(path, key)
         for name, plain in plain_tensors(fqn, value).items() if id(value) not in in_memory else ():
@@ -272,16 +273,10 @@ def make_facts(
             if memory._cdata not in index:
                 index[memory._cdata] = len(storages)
                 storages.append(Storage(memory.nbytes() or plain.nbytes, "streamable"))
-            part = Part(
-                "",
-                dtype_name(plain.dtype),
-                tuple(plain.shape),
-                tuple(plain.stride()),
-                index[memory._cdata],
-                int(plain.storage_offset()) * plain.itemsize,
-            )
+            part = part_of(plain, index[memory._cdata])
             weights[name] = Weight(name, "parameter", "cpu", (part,))
-            named = replace(part, name=name[len(fqn) + 1 :])
+            # The library gives a weight that was never in memory the order of its file.
+            named = replace(in_file(part) if name in was_in_memory else part, name=name[len(fqn) + 1 :])
             wholes[fqn] = (*wholes.get(fqn, ()), named)
     names = names_of(weight_files)
     values = find_values(

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf
@@ -31,7 +31,7 @@ from penstock.integrations.called.passes import Pass
 from penstock.integrations.called.places import COMPILED, Step, StepWeights, Watched, is_compiled
 from penstock.integrations.called.plans import PlanMemory
 from penstock.integrations.cap import Cap
-from penstock.integrations.emptied.hollow import copy_part, replace_attribute
+from penstock.integrations.emptied.hollow import copy_part, reduce_part, replace_attribute
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_budget, format_size
@@ -70,13 +70,10 @@ class OwnSteps:
 
     def with_weights(self, output: Any) -> Any:
         """Return what a call has returned, with values for weights that it has returned as they are."""
-        leaves, spec = pytree.tree_flatten(output)
-        if not any(id(leaf) in self._steps.places.twins for leaf in leaves):
+        twins = self._steps.places.twins
+        if not any(id(leaf) in twins for leaf in pytree.tree_leaves(output)):
             return output
-        for index, leaf in enumerate(leaves):
-            if id(leaf) in self._steps.places.twins:
-                leaves[index] = self.weight(id(leaf), {})
-        return pytree.tree_unflatten(leaves, spec)
+        return pytree.tree_map(lambda leaf: self.weight(id(leaf), {}) if id(leaf) in twins else leaf, output)
 
     @contextmanager
     def running(self, current: Pass, step: Step, begun: int, inputs: object) -> Iterator[None]:
@@ -324,7 +321,6 @@ class Forwards:
     def __init__(self, module: nn.Module, entries: Sequence[str], run: Run) -> None:
         self._module, self._run = module, run
         self._wrapped: dict[int, list[tuple[Wrapped, Callable[[], None]]]] = {}
-        self._copied: dict[int, Callable[[], None]] = {}
         self._children: list[tuple[nn.Module, list[nn.Module | None], object]] = []
         self.find()
         for method_path in entries:
@@ -375,8 +371,6 @@ class Forwards:
     def _unwrap(self, known: int) -> None:
         for _, undo in reversed(self._wrapped.pop(known)):
             undo()
-        if known in self._copied:
-            self._copied.pop(known)()
 
     def _wrap(self, path: str, module: nn.Module, method: str) -> None:
         original, run = getattr(module, method), self._run
@@ -388,8 +382,10 @@ class Forwards:
             return run(wrapped, args, kwargs)
 
         wrapped = Wrapped(path, method, original, called)
-        undo = replace_attribute(module, method, called)
-        if "__deepcopy__" not in vars(module):
-            self._copied[id(module)] = replace_attribute(module, "__deepcopy__", partial(copy_part, module))
+        undo = ExitStack()
+        undo.callback(replace_attribute(module, method, called))
+        for name, copies in (("__deepcopy__", copy_part), ("__reduce_ex__", reduce_part)):
+            if name not in vars(module):
+                undo.callback(replace_attribute(module, name, partial(copies, module)))
         wraps = self._wrapped.setdefault(id(module), [])
-        wraps.insert(0 if wrapped.is_forward else len(wraps), (wrapped, undo))
+        wraps.insert(0 if wrapped.is_forward else len(wraps), (wrapped, undo.close))

@@ -209,7 +209,7 @@ class Hollow:
         self._replace(module, "_save_to_state_dict", partial(save_present, module))
         if not path:
             self._replace(module, "__deepcopy__", refuse("copied"))
-        self._replace(module, "__reduce_ex__", refuse("pickled"))
+        self._replace(module, "__reduce_ex__", partial(reduce_part, module))
         self._replace(module, "_apply", _unless_done(module, refuse("moved or converted")))
         for method, done in _SAVING.items():
             if hasattr(module, method):
@@ -251,14 +251,23 @@ def _unless_adapted(
     return saved
 
 
-def copy_part(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def copy_part(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Return a deep copy of a part of a model whose weights stream, with its weights in memory."""
-    copied = module.__class__.__new__(module.__class__)
-    memo[id(module)] = copied
-    state = {**vars(module), **vars(module)[_REPLACED]}
-    state = {name: value for name, value in state.items() if value is not _MISSING and name != _REPLACED}
-    copied.__dict__.update(copy.deepcopy(state, memo))
-    return copied
+    # In a cycle the part comes here again, and needs the same object.
+    return copy.deepcopy(memo.setdefault(-id(module), _unchanged(module)), memo)
+
+
+def reduce_part(module: nn.Module, protocol: Any) -> Any:
+    """Return what `copy.copy` makes a module of that shares its parameters; pickle refuses absent ones."""
+    return _unchanged(module).__reduce_ex__(protocol)
+
+
+def _unchanged(module: nn.Module) -> nn.Module:
+    """Return a module with the attributes that this one has without penstock."""
+    unchanged = module.__class__.__new__(module.__class__)
+    state = vars(module) | vars(module)[_REPLACED]
+    vars(unchanged).update({n: v for n, v in state.items() if v is not _MISSING and n != _REPLACED})
+    return unchanged
 
 
 _MISSING = object()
