@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from penstock.runtime.arena.mapping import AdaptiveArena, MappedArena
+from penstock.runtime.arena.mapping import MappedArena
 from penstock.runtime.arena.reading import AnonymousArena, ContiguousArena, WeightArena
 from penstock.runtime.capabilities import Need
 from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
 from penstock.runtime.files.source import Source
 from penstock.runtime.machine.calibrate import measure_accelerator, measure_cpu
 from penstock.runtime.machine.rates import Arrival, WeightFiles
-from penstock.runtime.system.memory import HUGE_PAGE, PAGE, supports_move, supports_populate
+from penstock.runtime.system.memory import HUGE_PAGE, PAGE, supports_populate
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Arena, Hardware, Storage
@@ -47,9 +47,7 @@ def open_arena(
     if plan.arena.kind == "contiguous":
         return ContiguousArena(plan, storages, source, poison=poison)
     if plan.arena.backing == "mapped" and supports_populate():
-        adapts = source.mode == "direct" and plan.arena.granule % HUGE_PAGE == 0 and supports_move()
-        kind = AdaptiveArena if adapts else MappedArena
-        return kind(plan, storages, source, debug=debug)
+        return MappedArena(plan, storages, source, debug=debug)
     return AnonymousArena(plan, storages, source, debug=debug)
 
 

@@ -185,10 +185,6 @@ class WeightArena(ABC):
         """Put memory behind a range that is not filled."""
         return 0
 
-    def fill_ready(self, start: int, stop: int) -> int | None:
-        """Fill a range as `fill` does if that needs no waiting; otherwise return None."""
-        return None
-
     def drop(self, start: int, stop: int) -> None:
         """Drop a range, of which nothing may be read until it is filled again."""
         self._require_open()

@@ -282,17 +282,6 @@ class Position:
             end += 1
         return self.queue.pieces[self.index : end]
 
-    def adjacent_pieces(self) -> Sequence[Piece]:
-        """The next piece and those that may start too, each from where the last stops, in one direction."""
-        pieces, end = self.queue.pieces, self.index + 1
-        while (
-            self.may_start(end)
-            and pieces[end].start == pieces[end - 1].stop
-            and pieces[end].out == pieces[self.index].out
-        ):
-            end += 1
-        return pieces[self.index : end]
-
     def advance(self, count: int) -> None:
         """Go past the next `count` pieces, which are issued, and behind the last one into the next pass."""
         self.index += count

@@ -1,7 +1,6 @@
 """Streams on a CPU: readers fill the arena ahead of the reads, and the two probes wait for them.
 
-Readers take pieces of transfers strictly in issue order. Pieces that need no waiting are filled on the thread
-of the caller.
+Readers take pieces of transfers strictly in issue order.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class ArenaStreamer(StreamEngine):
     def _start(self, method: MethodTable) -> None:
         with self._work:
             self._enter(method)
-            self._fill_ready()
+            self._wake_reader()
         self._wait(method.steps)
         self._resident_loaded = True
 
@@ -104,7 +103,7 @@ class ArenaStreamer(StreamEngine):
             self._position.ended = step + 1
             if self._drop_at_once or self._startable():
                 self._drop()
-            self._fill_ready()
+            self._wake_reader()
 
     def _take(self, ranges: Sequence[Range]) -> None:
         with self._work:
@@ -122,7 +121,7 @@ class ArenaStreamer(StreamEngine):
             self._position.ended = method.steps
             self._running = False
             self._drop()
-            self._fill_ready()
+            self._wake_reader()
         if self._plan.wrap == "barrier":
             self._wait_for(lambda: not self._startable() and not self._in_flight)
 
@@ -214,20 +213,6 @@ class ArenaStreamer(StreamEngine):
         for piece in merged(self._dropping):
             self._arena.drop(piece.start, piece.stop)
         self._dropping.clear()
-
-    def _fill_ready(self) -> None:
-        """Fill the pieces that need no waiting, which is faster than waking a reader; leave the others."""
-        while self._startable():
-            pieces = self._position.adjacent_pieces()
-            ready = not pieces[0].out
-            moved = self._arena.fill_ready(pieces[0].start, pieces[-1].stop) if ready else None
-            if moved is None:
-                self._wake_reader()
-                return
-            for piece in pieces:
-                self._position.counts[piece.mark] -= 1
-            self.counters.bytes_moved += moved
-            self._position.advance(len(pieces))
 
     def _check(self) -> None:
         """Raise SourceError if bytes in the arena cannot be read any more; a system call for each file."""

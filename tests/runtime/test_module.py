@@ -261,8 +261,7 @@ def test_an_interrupt_in_any_phase_leaves_a_module_that_works(request, monkeypat
     assert not left_behind()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack, engine):
+def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack):
     def parked(module):
         team = module._weights.team
         assert team is not None
@@ -271,13 +270,13 @@ def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack, engin
     weights = stack.path / "weights.safetensors"
     weights.read_bytes()
     program, several = stack.open(), torch.get_num_threads() > 1
-    with program.load("50%", options=LoadOptions(arena="mapped", engine=engine)) as module:
+    with program.load("50%", options=LoadOptions(arena="mapped")) as module:
         for _ in range(50):  # until nothing is read again that the cache holds page by page
             assert torch.equal(module(stack.tokens), stack.expected)
             if not parked(module):
                 break
         assert not parked(module)
-    with program.load("50%", options=LoadOptions(arena="contiguous", engine=engine)) as module:
+    with program.load("50%", options=LoadOptions(arena="contiguous")) as module:
         for _ in range(3):
             assert torch.equal(module(stack.tokens), stack.expected)
         assert parked(module) == several

@@ -32,9 +32,6 @@ class HonestArena:
             assert len(self.held) <= self.capacity, "over budget"
         return stop - start
 
-    def fill_ready(self, start, stop):
-        return None
-
     def drop(self, start, stop):
         with self._lock:
             self.held -= set(range(start, stop))

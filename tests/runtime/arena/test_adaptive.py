@@ -6,67 +6,56 @@ import mmap
 import os
 import random
 import resource
-import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from penstock.runtime.arena import mapping as arena_adaptive
-from penstock.runtime.arena import reading as base
-from penstock.runtime.arena.kinds import open_arena
-from penstock.runtime.arena.mapping import PATIENCE, MappedArena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE, is_cached
-from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Range
-from tests.engines import ENGINES
 from tests.runtime.arena.arena_weights import LARGE, SMALL, Weights, content
 from tests.runtime.arena.native_arena import address_of
 
 GRANULES = 3
 SMALL_BASE = 6 * HUGE_PAGE
 
-python_only = pytest.mark.parametrize("weights", ["python"], indirect=True)
-"""A test that replaces functions of Python."""
+PATIENCE, TRIES = 32, 8
+"""Reads past the cache before a granule is cached again, and how often one is taken out that stays there."""
 
 
 def plan_for(weights):
     return replace(weights.plan("mapped"), arena_bytes=GRANULES * HUGE_PAGE)
 
 
-@pytest.fixture(params=ENGINES)
-def weights(tmp_path, request):
-    made = Weights(tmp_path, request.param)
+@pytest.fixture
+def weights(tmp_path):
+    made = Weights(tmp_path, "native")
     yield made
     made.source.close()
 
 
 @pytest.fixture
-def arena(weights, monkeypatch):
-    yield from opened(weights, monkeypatch)
+def arena(weights):
+    yield from opened(weights)
 
 
 @pytest.fixture
-def crowded(weights, monkeypatch):
+def crowded(weights):
     """An arena on a machine whose memory cannot cache the files."""
-    yield from opened(weights, monkeypatch, LARGE)
+    yield from opened(weights, LARGE)
 
 
 @pytest.fixture(params=[1 << 40])
-def paged_cache(weights, monkeypatch, request):
+def paged_cache(weights, request):
     """An arena on a machine with so much memory, whose page cache seems to hold everything page by page."""
-    yield from opened(weights, monkeypatch, request.param, small=10**18)
+    yield from opened(weights, request.param, small=10**18)
 
 
-def opened(weights, monkeypatch, room=1 << 40, small=0):
+def opened(weights, room=1 << 40, small=0):
     """An arena on a machine with so much memory, and maps below `small` bytes a second taken for slow."""
-    monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: room)
-    monkeypatch.setattr(arena_adaptive, "_SMALL", small or arena_adaptive._SMALL)
     cool(weights)
-    options = {"room": room, "small": small} if weights.engine == "native" else {}
-    arena = weights.open_plan(plan_for(weights), **options)
+    arena = weights.open_plan(plan_for(weights), room=room, small=small)
     yield arena
     arena.close()
 
@@ -204,18 +193,6 @@ def test_memory_of_what_was_dropped_is_filled_again_though_everything_is_held(cr
     assert all(is_right(crowded, weights, granule) for granule in turns[-GRANULES:])
 
 
-@python_only
-def test_what_is_cached_is_mapped_where_weights_begin_within_a_granule(weights, monkeypatch):
-    place = weights.layout[1]
-    start = place - place % PAGE
-    weights.layout = (-1, *weights.layout[1:])
-    weights.segments = (Range(start, LARGE), weights.segments[1])
-    for arena in opened(weights, monkeypatch):
-        warm(weights)
-        assert arena.fill_ready(start, start + PAGE) is not None
-        assert bytes_at(arena, place, 1000) == weights.bytes_of(1)
-
-
 def test_granules_that_a_segment_cuts_are_mapped(crowded, weights):
     cool(weights)
     crowded.fill(5 * HUGE_PAGE, LARGE)
@@ -225,62 +202,14 @@ def test_granules_that_a_segment_cuts_are_mapped(crowded, weights):
     assert not is_private(crowded, 6)
 
 
-def test_whole_granules_of_every_file_go_past_a_cache_without_room(weights, monkeypatch):
+def test_whole_granules_of_every_file_go_past_a_cache_without_room(weights):
     weights.segments = (Range(0, SMALL), Range(HUGE_PAGE, HUGE_PAGE + LARGE))
     weights.layout = (*(HUGE_PAGE + place for place in weights.layout[:3]), weights.layout[3] - SMALL_BASE)
-    for arena in opened(weights, monkeypatch, LARGE):
+    for arena in opened(weights, LARGE):
         arena.fill(3 * HUGE_PAGE, 4 * HUGE_PAGE)
         assert is_private(arena, 3)
         expected = weights.content[0][2 * HUGE_PAGE : 3 * HUGE_PAGE]
         assert bytes_at(arena, 3 * HUGE_PAGE, HUGE_PAGE) == expected
-
-
-@python_only
-def test_a_failed_read_gives_its_memory_back(crowded, weights, monkeypatch):
-    def fail(*args):
-        raise SourceError("disk error")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(weights.source, "read_into", fail)
-        for _ in range(2 * GRANULES):
-            with pytest.raises(SourceError):
-                crowded.fill(0, HUGE_PAGE)
-    assert crowded.held_bytes == 0
-    crowded.fill(0, GRANULES * HUGE_PAGE)
-    assert is_right(crowded, weights, 2)
-    assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE
-
-
-@python_only
-def test_a_move_that_the_system_refuses_is_an_error_and_loses_nothing(crowded, weights, monkeypatch):
-    def refuse(*args):
-        raise OSError(12, "Cannot allocate memory")
-
-    crowded.fill(2 * HUGE_PAGE, 3 * HUGE_PAGE)
-    with monkeypatch.context() as limited:
-        limited.setattr(base, "move", refuse)
-        crowded.drop(2 * HUGE_PAGE, 3 * HUGE_PAGE)
-        for _ in range(2 * GRANULES):
-            with pytest.raises(StreamError, match="max_map_count"):
-                crowded.fill(3 * HUGE_PAGE, 4 * HUGE_PAGE)
-        crowded.fill(2 * HUGE_PAGE, 3 * HUGE_PAGE)  # where it still lies
-    assert is_right(crowded, weights, 2)
-    crowded.fill(3 * HUGE_PAGE, 5 * HUGE_PAGE)
-    assert is_right(crowded, weights, 3)
-    assert crowded.held_bytes == crowded.mapped_bytes() == GRANULES * HUGE_PAGE
-
-
-@python_only
-@pytest.mark.parametrize("room", [LARGE, 1 << 40])
-def test_where_nobody_tells_what_is_cached_only_room_counts(weights, monkeypatch, room):
-    monkeypatch.setattr(arena_adaptive, "may_ask_mincore", lambda fd: False)
-    for arena in opened(weights, monkeypatch, room):
-        assert arena.fill_ready(0, HUGE_PAGE) is None
-        for _ in range(3):
-            arena.fill(0, HUGE_PAGE)
-            assert is_right(arena, weights, 0)
-            assert is_private(arena, 0) == (room == LARGE)
-            arena.drop(0, HUGE_PAGE)
 
 
 def test_threads_while_the_cache_comes_and_goes(arena, weights):
@@ -305,35 +234,6 @@ def test_threads_while_the_cache_comes_and_goes(arena, weights):
     assert arena.held_bytes == 0
 
 
-@python_only
-def test_reading_a_dropped_private_granule_faults_when_debugging(weights, monkeypatch):
-    monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: LARGE)
-    cool(weights)
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        import faulthandler
-
-        faulthandler.disable()
-        arena = open_arena(plan_for(weights), weights.storages, weights.source, debug=True)
-        arena.fill(0, HUGE_PAGE)
-        bytes_at(arena, HUGE_PAGE // 2, 1)
-        arena.drop(0, HUGE_PAGE)
-        bytes_at(arena, HUGE_PAGE // 2, 1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
-
-
-@python_only
-def test_a_system_that_cannot_move_pages_maps_everything(weights, monkeypatch):
-    from penstock.runtime.arena import kinds as module
-
-    monkeypatch.setattr(module, "supports_move", lambda: False)
-    arena = open_arena(plan_for(weights), weights.storages, weights.source)
-    assert type(arena) is MappedArena
-    arena.close()
-
-
 def read_by_pages(weights):
     """Have the page cache hold the large file page by page, as many small reads leave it."""
     cool(weights)
@@ -348,18 +248,6 @@ def disk_bytes():
     """What the disk has delivered to this process."""
     facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(facts["read_bytes"])
-
-
-def take(monkeypatch, *, mapping, reading):
-    """Have mapping a range, and reading one again, take so many seconds."""
-
-    def clock(step):
-        times = itertools.count()
-        return lambda: next(times) * step
-
-    monkeypatch.setattr(
-        arena_adaptive, "time", SimpleNamespace(thread_time=clock(mapping), perf_counter=clock(reading))
-    )
 
 
 def passes_over(arena, weights, granules, count):
@@ -394,15 +282,6 @@ def test_what_is_cached_page_by_page_is_read_again_once(paged_cache, weights):
     assert disk_bytes() - before >= 3 * HUGE_PAGE
 
 
-@python_only
-def test_a_granule_that_a_segment_cuts_is_never_read_again(paged_cache, weights, monkeypatch):
-    take(monkeypatch, mapping=1, reading=0)
-    read_by_pages(weights)
-    for _ in range(5):
-        assert paged_cache.fill_ready(5 * HUGE_PAGE, LARGE) == LARGE - 5 * HUGE_PAGE
-        paged_cache.drop(5 * HUGE_PAGE, LARGE)
-
-
 def test_what_is_mapped_fast_is_not_read_again(arena, weights):
     cool(weights)
     for granule in range(2, 5):  # the cache gets whole folios
@@ -418,7 +297,7 @@ def test_what_others_map_stays_and_is_given_up(paged_cache, weights):
     with weights.paths[0].open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as other:
         pages = [other[at] for at in range(3 * HUGE_PAGE, 4 * HUGE_PAGE, PAGE)]
         left = []
-        while len(left) < arena_adaptive._TRIES:
+        while len(left) < TRIES:
             left += passes_over(paged_cache, weights, range(3, 4), 40)
         assert passes_over(paged_cache, weights, range(3, 4), 40) == []
         assert bytes(pages) == weights.content[0][3 * HUGE_PAGE : 4 * HUGE_PAGE : PAGE]
@@ -429,23 +308,3 @@ def test_what_others_map_stays_and_is_given_up(paged_cache, weights):
 def test_nothing_is_read_again_where_the_cache_has_no_room(paged_cache, weights):
     read_by_pages(weights)
     assert passes_over(paged_cache, weights, range(2, 5), 20) == []
-
-
-@python_only
-def test_reading_again_takes_no_longer_than_slow_mapping_has(paged_cache, weights, monkeypatch):
-    take(monkeypatch, mapping=1, reading=5)
-    read_by_pages(weights)
-    # After three mappings granule 2 is read, and after three more, which pay for the rest of that, granule 3.
-    assert passes_over(paged_cache, weights, range(2, 5), 2) == [2]
-    assert passes_over(paged_cache, weights, range(2, 5), 1) == [3]
-
-
-@python_only
-def test_reading_again_waits_until_it_has_helped(paged_cache, weights, monkeypatch):
-    monkeypatch.setattr(arena_adaptive, "_UNPROVEN", 2)
-    take(monkeypatch, mapping=1, reading=0)
-    read_by_pages(weights)
-    assert passes_over(paged_cache, weights, range(2, 5), 1) == []
-    assert passes_over(paged_cache, weights, range(2, 5), 20) == [2, 3]
-    monkeypatch.setattr(arena_adaptive, "_SMALL", 0)  # now everything is mapped faster
-    assert passes_over(paged_cache, weights, range(2, 5), 20) == [4]

@@ -90,13 +90,6 @@ class LoggedArena:
         self._log("filled", start, stop)
         return brought
 
-    def fill_ready(self, start, stop):
-        brought = self._arena.fill_ready(start, stop)
-        if brought is not None:
-            self._log("fill", start, stop)
-            self._log("filled", start, stop)
-        return brought
-
     def drop(self, start, stop):
         self._log("drop", start, stop)
         self._arena.drop(start, stop)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.runtime.stream import streamer as arena_streamer
-from penstock.runtime.stream.engine import PIECE, MethodTable, Piece, Position, Queue
+from penstock.runtime.stream.engine import PIECE
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from tests.runtime.arena.honest_arena import HonestArena
@@ -31,8 +31,8 @@ def test_a_step_out_of_turn_is_refused_where_any_method_keeps_values(arena):
     steps = list(both.traces[0].steps)
     steps[2] = replace(steps[2], reads=(), writes=(2,))
     plan = replace(both, traces=(replace(both.traces[0], steps=tuple(steps)), both.traces[1]))
-    arena.capacity, arena.fill_ready = 16, arena.fill
-    streamer = ArenaStreamer(plan, STORAGES, arena, readers=0)
+    arena.capacity = 16
+    streamer = ArenaStreamer(plan, STORAGES, arena)
     streamer.begin(1)
     with pytest.raises(StreamError, match="step 1 of graph 1 came out of turn"):
         streamer.acquire(1, 1)
@@ -41,11 +41,11 @@ def test_a_step_out_of_turn_is_refused_where_any_method_keeps_values(arena):
 
 def test_a_miss_counts_the_time_that_its_reads_took(arena, clock):
     def fill(start, stop):
-        clock.now += 5
+        clock.now += 5 * (threading.current_thread() is threading.main_thread())
         return HonestArena.fill(arena, start, stop)
 
-    arena.fill = arena.fill_ready = fill
-    streamer = ArenaStreamer(make_plan(), STORAGES, arena, readers=0)
+    arena.fill = fill
+    streamer = ArenaStreamer(make_plan(), STORAGES, arena)
     streamer.begin(0)
     before = streamer.counters.stall_ns
     streamer.acquire(0, 2)
@@ -144,78 +144,3 @@ def test_readers_that_cannot_start_leave_none_behind(arena, monkeypatch):
     with pytest.raises(StreamError, match="fewer readers"):
         ArenaStreamer(make_plan(), STORAGES, arena)
     assert not started[0].is_alive()
-
-
-# Fills that need no waiting happen on the caller's thread.
-
-
-def test_what_needs_no_waiting_is_filled_on_the_callers_thread(monkeypatch):
-    arena = HonestArena(12)
-    fillers = []
-
-    def fill_ready(start, stop):
-        fillers.append(threading.current_thread())
-        return arena.fill(start, stop)
-
-    streamer = ArenaStreamer(make_plan(), STORAGES, arena)  # type: ignore[arg-type]
-    for _ in range(2):
-        run_pass(streamer, arena)  # the boundary is loaded by readers
-    monkeypatch.setattr(arena, "fill_ready", fill_ready)
-    moved = streamer.counters.bytes_moved
-    for _ in range(3):
-        run_pass(streamer, arena)
-    assert set(fillers) == {threading.current_thread()}
-    assert streamer.counters.bytes_moved - moved <= 3 * 12 + 12
-    assert streamer.counters.misses == 0
-    streamer.close()
-
-
-def test_a_fill_on_the_callers_thread_that_fails_is_raised_and_forgotten():
-    arena = HonestArena(12)
-    streamer = ArenaStreamer(make_plan(), STORAGES, arena)  # type: ignore[arg-type]
-    run_pass(streamer, arena)
-    arena.fill_ready = arena.fill  # type: ignore[method-assign]
-    arena.fail_at.add(8)
-    with pytest.raises(SourceError, match="disk error at 8"):
-        run_pass(streamer, arena)
-    streamer.abort()
-    run_pass(streamer, arena)
-    streamer.close()
-
-
-# Which pieces are issued together: neighbours that may start, of one direction.
-
-
-IN = (
-    Piece(0, 64, 1, 0),
-    Piece(64, 128, 1, 0),
-    Piece(128, 192, 2, 0),
-    Piece(192, 256, 3, 1),
-    Piece(300, 364, 3, 1),
-)
-OUT = (Piece(0, 64, 2, 0, out=True), Piece(64, 128, 2, 0, out=True), Piece(128, 192, 3, 0))
-
-
-def position_of(pieces, *, index=0, ended=4):
-    """In a pass of four steps, of which some have ended."""
-    queue = Queue.of(0, pieces, 4)
-    table = MethodTable(0, 0, ((),) * 4, ((),) * 4, False, (), {}, queue, queue, (), False)
-    return Position(queue, table, index=index, ahead=False, ended=ended)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "index", "ended", "places"),
-    [
-        (IN, 0, 1, [0, 64, 128]),  # the others wait for step 1
-        (IN, 0, 2, [0, 64, 128, 192]),  # the last one does not begin where they stop
-        (IN, 2, 2, [128, 192]),
-        (IN, 4, 2, [300]),
-        (OUT, 0, 1, [0, 64]),
-        (OUT, 1, 1, [64]),
-        (OUT, 2, 1, [128]),
-        ((IN[0], OUT[1]), 0, 1, [0]),
-    ],
-)
-def test_neighbours_of_one_direction_are_issued_together(pieces, index, ended, places):
-    found = position_of(pieces, index=index, ended=ended).adjacent_pieces()
-    assert [piece.start for piece in found] == places
