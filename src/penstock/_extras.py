@@ -64,6 +64,23 @@ def local_folder(source: object, revision: str | None = None) -> Path:
     )
 
 
+def find_model(source: str) -> str:
+    """Return a file, a folder or `module:function` as it is, and for a name the folder in the local cache.
+
+    Raises SourceError for anything else.
+    """
+    module, _, function = source.partition(":")
+    if Path(source).exists() or (module and function):
+        return source
+    with suppress(SourceError):
+        return str(local_folder(source))
+    raise SourceError(
+        f"{source} is neither a file that exists nor module:function nor a model in the local cache: "
+        "give the folder of a transformers model, its config.json, or a function that returns a module and "
+        "its example inputs"
+    )
+
+
 def is_hub_name(source: str) -> bool:
     """Tell whether a model on the hub may have this name, as `NAME` or `OWNER/NAME`."""
     return _HUB_NAME.fullmatch(source) is not None

@@ -194,8 +194,14 @@ def test_the_package_is_the_command_line(tmp_path):
         ("generate empty --prompt a", "empty holds no model: give the folder that has config.json or "),
         ("inspect empty", "empty is not an artifact: it has no payload.json; "),
         ("replay other --artifact empty", "empty is not an artifact: it has no payload.json; "),
-        ("doctor other", "other is neither a file that exists nor module:function: "),
-        ("preflight other --hardware h200", "other is neither a file that exists nor module:function: "),
+        (
+            "doctor other",
+            "other is neither a file that exists nor module:function nor a model in the ",
+        ),
+        (
+            "preflight other --hardware h200",
+            "other is neither a file that exists nor module:function nor a model in the ",
+        ),
         ("compile other artifact", "other is not a file or folder that exists: give a program "),
         ("compile other artifact --lowering jit", "there is no lowering 'jit': choose eager or inductor"),
         ("convert full -o out --dtype int8", "there is no dtype 'int8': choose bfloat16, float16 or float32"),

@@ -114,6 +114,16 @@ def test_more_than_the_memory_of_the_device_is_said(folder, penstock):
     assert "The link limits it" in done.out
 
 
+def test_a_model_is_found_by_its_name_in_the_local_cache(folder, facts, monkeypatch):
+    cached = folder / "hub" / "models--me--tiny"
+    (cached / "snapshots" / "1").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
+    (folder / "config.json").rename(cached / "snapshots" / "1" / "config.json")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+    assert facts("me/tiny", "--hardware", "h200")["findings"]
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from penstock._extras import find_model
 from penstock.cli.terminal import console, options
 
 EXAMPLES = ("penstock doctor my_models:build",)
@@ -16,7 +17,7 @@ def doctor(
         str,
         typer.Argument(
             help="module:function that returns a module and example inputs, a config.json, or its folder.",
-            callback=options.check_model,
+            callback=find_model,
         ),
     ],
     *,

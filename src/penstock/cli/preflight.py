@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock._extras import find_model
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.options import check_outputs
 from penstock.schedule.facts.errors import PlanError
@@ -28,7 +29,7 @@ def preflight(
         typer.Argument(
             help="A transformers config.json or its folder, or module:function that returns a module and "
             "example inputs.",
-            callback=options.check_model,
+            callback=find_model,
             show_default=False,
         ),
     ],

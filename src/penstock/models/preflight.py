@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from penstock._extras import find_model
 from penstock.models.configuration import builder, cache_bytes_per_token, inputs_of, notes_of, read_config
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import annotate_with_values
@@ -254,8 +255,8 @@ def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | N
     """Export a model without building it.
 
     Args:
-        source: A transformers `config.json`, its folder, or `module:function`. The function takes nothing,
-            and returns a module and its example inputs.
+        source: A transformers `config.json`, its folder or name in the local cache, or `module:function`. The
+            function takes nothing, and returns a module and its example inputs.
         tokens: The length of a call.
         context: The tokens of a key-value cache.
         dtype: Replaces the dtype of the configuration.
@@ -283,6 +284,7 @@ def open_source(
     source: str, *, tokens: int = 1, dtype: str | None = None
 ) -> tuple[Callable[[], nn.Module], Inputs]:
     """A function that builds the model of `source`, and one that gives inputs then. Raises SourceError."""
+    source = find_model(source)
     path = Path(source)
     if not path.exists():
         return _from_factory(source)
@@ -358,8 +360,6 @@ def _from_factory(source: str) -> tuple[Callable[[], nn.Module], Inputs]:
 
 def _function(source: str) -> Callable[[], Any]:
     module, _, name = source.partition(":")
-    if not module or not name:
-        raise SourceError(f"{source} is neither a file that exists nor module:function")
     try:
         with _here():
             value = getattr(importlib.import_module(module), name)

@@ -54,17 +54,6 @@ def check_there(paths: _Paths) -> _Paths:
     return paths
 
 
-def check_model(source: str) -> str:
-    """Raise SourceError for what is neither there nor module:function."""
-    module, _, name = source.partition(":")
-    if not Path(source).exists() and not (module and name):
-        raise SourceError(
-            f"{source} is neither a file that exists nor module:function: give the folder of a transformers "
-            "model, its config.json, or a function that returns a module and its example inputs"
-        )
-    return source
-
-
 def check_artifact(folder: Path) -> Path:
     """Raise SourceError for what is no artifact; called before torch is imported to open it."""
     from penstock.runtime.files.artifact_files import read_payload_bytes
