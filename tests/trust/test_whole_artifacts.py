@@ -48,6 +48,10 @@ def test_memory_that_nobody_has_filled_would_be_found(monkeypatch):
     with pytest.raises(penstock.PayloadError, match="read by linear_1, and no step"):
         wholes().use(changed(late))
     monkeypatch.setattr("penstock.passes.lowering.archive.check_uses", lambda *_: None)
-    with pytest.raises(WrongBitsError):
+
+    def use():
         for again in range(4):  # one in twenty documents is planned anew, which is right
             wholes().use(changed(partial(late, again=again)))
+
+    with pytest.raises(WrongBitsError):
+        use()
