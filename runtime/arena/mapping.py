@@ -8,7 +8,7 @@ from bisect import bisect_right
 from penstock.native.library import library
 from penstock.runtime.arena.reading import PagedArena, Pages
 from penstock.runtime.files.direct_file import AGAIN
-from penstock.runtime.system.memory import MADV_POPULATE_READ, PAGE, Reservation, advise
+from penstock.runtime.system.memory import MADV_POPULATE_READ, PAGE, advise
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 
 
@@ -80,11 +80,6 @@ class MappedArena(PagedArena):
                     )
         return files
 
-    def _map_file(self, memory: Reservation, segment: int, start: int, nbytes: int) -> None:
-        """Map layout bytes of a segment, whole pages, at the same offset of `memory`."""
-        file, base = self._files[segment]
-        memory.map_file(start, nbytes, self._source.fd(file), start - base)
-
     def _map_segment(self, segment: int) -> None:
         file, base = self._files[segment]
         start, nbytes = self._segment_pages(segment)
@@ -93,7 +88,7 @@ class MappedArena(PagedArena):
                 f"segment {segment} cannot be mapped: it begins at layout offset {start}, before its file "
                 f"{file}, whose first byte is at {base}; plan it again"
             )
-        self._map_file(self._memory, segment, start, nbytes)
+        self._memory.map_file(start, nbytes, self._source.fd(file), start - base)
 
     def _bring_pages(self, pages: Pages) -> int:
         if pages.segment not in self._files:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.native.library import library
 from penstock.runtime.files.direct_file import memory_view, open_scratch
 from penstock.runtime.files.safetensors_file import reading
 from penstock.runtime.files.source import Mode, Source
@@ -373,9 +374,9 @@ class WeightFiles:
     def arrival(self, *, mapped: bool, fits: Callable[[int], bool]) -> Arrival:
         """How weights arrive in an arena now.
 
-        A `mapped` arena is populated from the page cache if that holds the files; otherwise the files are
-        read past the page cache if that is possible (runtime/arena/mapping.py). `fits(block)` tells whether
-        most weights have the same offset within a block of that many bytes in the arena as in their files.
+        A `mapped` arena is populated from the page cache if that holds the files; otherwise the native engine
+        reads past it where that is possible (native/mapped.h). `fits(block)` tells whether most weights have
+        the same offset within a block of that many bytes in the arena as in their files.
         """
         with self._open() as source:
             warm = source.is_warm()
@@ -385,7 +386,7 @@ class WeightFiles:
         if not mapped:
             rate = self._reads(cache, whole_blocks=fits(block))
             return Arrival(rate, self._answer(cache), "" if warm else note)
-        if past and supports_move():
+        if past and supports_move() and library() is not None:
             return Arrival(self._reads(cache, whole_blocks=fits(block)), self._answer(cache))
         cache = "warm" if warm else "cold"
         rate = measured(self._subject("mapping", cache), partial(self._populate, cold=not warm))

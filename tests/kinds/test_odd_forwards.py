@@ -340,6 +340,12 @@ def attends(way):
     return Model(odd)
 
 
+@pytest.mark.parametrize("name", ["sdpa_kernel", "autocast"])
+def test_the_choice_matters(name):
+    with torch.no_grad():
+        assert not torch.equal(attends(WAYS[name])(rows(40)), attends(nullcontext)(rows(40)))
+
+
 # What it writes.
 
 

@@ -69,6 +69,14 @@ def test_no_tensor_is_made_over_its_empty_storage(applied):
         torch.empty(0).set_(weight.untyped_storage(), 0, weight.shape)
 
 
+def test_a_forward_of_the_instance_is_back_after_it(tmp_path):
+    model = nn.Linear(8, 8).requires_grad_(False)
+    model.forward = lambda x: nn.functional.linear(x, model.weight) + 1
+    own = model.forward
+    apply(model, "1MB", cache=tmp_path).restore()
+    assert model.forward is own
+
+
 def test_one_that_the_arguments_do_not_show_is_refused_without_its_name(applied):
     with pytest.raises(StreamError, match="a parameter is not in memory: call the model itself"):
         handle_torch_function(torch.add, [applied[0][0].weight], SimpleNamespace(weight=0))
