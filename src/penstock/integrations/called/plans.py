@@ -75,6 +75,7 @@ def plan_calls(
     sizes: CallSizes,
     memory: int,
     room: int,
+    effort: float,
     too_little: Callable[[int, int], BudgetError],
 ) -> tuple[PlannedOrders, int]:
     """Plan all orders within `room` bytes of `memory`; returned with the plan are the bytes that calls have.
@@ -84,7 +85,7 @@ def plan_calls(
     """
     storages, beside, calls = steps.facts.storages, sizes.beside, sizes.room(memory)
     staying = sum(storages[s].nbytes for s in steps.learned.resident)
-    plan = functools.partial(plan_orders, orders, options, steps, units, beside=beside)
+    plan = functools.partial(plan_orders, orders, options, steps, units, beside=beside, effort=effort)
     try:
         return plan(budget=max(1, min(steps.facts.nbytes, room - calls) - staying)), calls
     except BudgetError as error:
@@ -102,6 +103,7 @@ def plan_orders(
     *,
     budget: int,
     beside: int,
+    effort: float,
 ) -> PlannedOrders:
     """Plan all orders within a budget; calls take `beside` bytes beside it.
 
@@ -125,6 +127,7 @@ def plan_orders(
             ways=() if any(order.by_units() for order in traced) else ("whole",),
             # Kernels of other devices run long after the host has called them: their times are modelled.
             traces=payload.traces if options.device == "cpu" else (),
+            effort=effort,
         )
         plan = decide_to_load(NO_FOLDER, payload, request, beside)
         unserved = {
