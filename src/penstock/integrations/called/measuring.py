@@ -307,6 +307,7 @@ class CallSizes:
         self.beside = beside
         """The most bytes that a call has taken beside weights."""
         self._measured: deque[MeasuredCall] = deque(maxlen=_REMEMBERED)
+        self._latest: tuple[CallArguments, list[tuple[float, int]]] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._measured)
@@ -318,6 +319,7 @@ class CallSizes:
         for call in equal:
             self._measured.remove(call)
         most = max([beside, *(call.beside for call in equal)])
+        self._latest = None
         self._measured.append(MeasuredCall(arguments, after, most))
 
     def room(self, cap: int) -> int:
@@ -331,15 +333,23 @@ class CallSizes:
         Nor need one that is far from filling its room and at most twice as large: a context that grows by a
         token a call is measured when it has doubled, and not in every third call.
         """
-        factors = [(measured.growth_to(call), measured.beside) for measured in self._measured]
-        return any(f <= _ALIKE or (f <= _FAR and beside * f**2 * _FAR <= room) for f, beside in factors)
+        return any(
+            f <= _ALIKE or (f <= _FAR and beside * f**2 * _FAR <= room) for f, beside in self._factors(call)
+        )
 
     def most(self, call: CallArguments) -> float:
         """The most bytes that a call takes beside weights; attention may take the square of the tokens."""
-        factors = [(measured.growth_to(call), measured.beside) for measured in self._measured]
         return min(
-            (beside * (factor**2 if factor > _ALIKE else 1) for factor, beside in factors), default=inf
+            (beside * (factor**2 if factor > _ALIKE else 1) for factor, beside in self._factors(call)),
+            default=inf,
         )
+
+    def _factors(self, call: CallArguments) -> list[tuple[float, int]]:
+        """The growth of each measured call to `call`, which is asked for several times, and what it took."""
+        if self._latest is None or self._latest[0] is not call:
+            factors = [(measured.growth_to(call), measured.beside) for measured in self._measured]
+            self._latest = call, factors
+        return self._latest[1]
 
 
 def buffer_bytes(module: nn.Module) -> int:
