@@ -122,7 +122,7 @@ class ModuleFacts:
         """The places of plain tensors: by FQN, or by `FQN.PART` for the parts of a quantised weight."""
         return {weight.fqn: weight.parts[0] for weight in self.weights}
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all storages."""
         return sum(storage.nbytes for storage in self.storages)

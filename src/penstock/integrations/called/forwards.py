@@ -331,7 +331,8 @@ class Forwards:
     def have_changed(self) -> bool:
         """Tell whether modules have come, gone or moved since `find`, or were compiled."""
         return any(
-            list(module._modules.values()) != children or module._compiled_call_impl is not call
+            module._compiled_call_impl is not call
+            or ((children or module._modules) and [*module._modules.values()] != children)
             for module, children, call in self._children
         )
 

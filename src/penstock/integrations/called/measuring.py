@@ -217,15 +217,16 @@ class CallArguments(NamedTuple):
             for name, value in named.items()
             if isinstance(value, torch.Tensor) and value.device == device
         }
-        objects = {
-            name: sum(tensor.nbytes for tensor in _tensors_in(value, device))
-            for name, value in named.items()
-            if name not in tensors
-        }
+        within = {name: list(_tensors_in(value, device)) for name, value in named.items()}
         granule = 1 if device.type == "cpu" else _ALLOCATED
-        allocated = sum(round_up(tensor.nbytes, granule) for tensor in _tensors_in(named, device))
+        each = {id(tensor): tensor for inside in within.values() for tensor in inside}
+        allocated = sum(round_up(tensor.nbytes, granule) for tensor in each.values())
         flags = {name: flag for name, value in named.items() if (flag := _flag(value)) is not None}
-        objects = {name: nbytes for name, nbytes in objects.items() if nbytes}
+        objects = {
+            name: nbytes
+            for name, inside in within.items()
+            if name not in tensors and (nbytes := sum(tensor.nbytes for tensor in inside))
+        }
         return cls((method, flags), allocated, tensors, objects)
 
 

@@ -49,7 +49,7 @@ class Pass:
 
     def number_among(self, orders: Sequence[Order], least: int) -> int | None:
         """Return the number of the order in which this ran, or None; units of `least` bytes make another."""
-        paths = tuple(step.path for step in self.steps)
+        paths = tuple([step.path for step in self.steps])
         for number, order in enumerate(orders):
             if (order.entry, order.paths) == (self.entry, paths) and self.reads.is_like(
                 order, self.steps, least

@@ -75,8 +75,7 @@ class PassReads:
         """
         differing = 0
         for read, seen in zip(order.operators, steps, strict=False):
-            asked = seen.as_read()
-            if isinstance(read, SparseRead) and isinstance(asked, SparseRead):
+            if isinstance(read, SparseRead) and isinstance(asked := seen.as_read(), SparseRead):
                 low, high = sorted((read.asked, asked.asked))
                 differing += (high - low) * read.unit_nbytes if high > 2 * low else 0
         return differing <= least
