@@ -355,14 +355,14 @@ class PlanMemory:
         if current.order is None:
             return None
         assert self.orders is not None
-        order = self.orders.traced[current.order].paths
-        if current.position < len(order) and order[current.position] == step.path:
-            number = current.position
-        else:
-            numbers = self._positions[current.order].get(step.path)
-            if numbers is None:
-                return None
-            number = next((k for k in numbers if k >= current.position), numbers[0])
+        order, position = self.orders.traced[current.order].paths, current.position
+        if position < len(order) and order[position] == step.path:
+            current.position = position + 1
+            return position
+        numbers = self._positions[current.order].get(step.path)
+        if numbers is None:
+            return None
+        number = next((k for k in numbers if k >= position), numbers[0])
         self.move(current, number)
         return number
 
