@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch._export.verifier import SpecViolationError
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -33,7 +33,7 @@ from penstock.passes.building.module_state import (
     noted_clocks,
 )
 from penstock.passes.building.refusals import own_sentence, refuse_scripted, remedy, where
-from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of
+from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of, writes
 from penstock.passes.graph.torch_state import generator_states, kept_torch_state
 from penstock.passes.weights.lifted import has_values, storage_identity
 from penstock.schedule.facts.errors import PassError
@@ -231,7 +231,7 @@ def _source(exported: ExportedProgram, fake: torch.Tensor) -> fx.Node | None:
     if source is None:
         return None
     constant = _constants(exported)
-    operands = {operand for node in nodes if _writes(node) for operand in node.all_input_nodes}
+    operands = {operand for node in nodes if writes(node) for operand in node.all_input_nodes}
     written = {storage for operand in operands for storage in _storages(operand)}
     for node in needed([source]):
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -256,10 +256,6 @@ def _layout(value: Any) -> object:
 
 def _storages(node: fx.Node) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors_of(node.meta.get("val"))}
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _constants(exported: ExportedProgram) -> set[str]:
@@ -292,7 +288,7 @@ def _text(exported: ExportedProgram, known: Mapping[fx.Node, int]) -> list[str]:
     graph = exported.graph
     signature = exported.graph_signature
     targets = {spec.arg.name: _input(exported, spec) for spec in signature.input_specs}
-    roots = [graph.output_node(), *filter(_writes, graph.nodes)]
+    roots = [graph.output_node(), *filter(writes, graph.nodes)]
     used = needed(roots, lambda node: node not in known)
     names: dict[fx.Node, str] = {node: f"<known {number}>" for node, number in known.items()}
     lines: list[str] = []

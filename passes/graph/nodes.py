@@ -33,6 +33,11 @@ def is_opaque(node: fx.Node) -> bool:
     return str(home).partition(".")[0] not in _OBSERVED
 
 
+def writes(node: fx.Node) -> bool:
+    """Tell whether a node calls an operator whose schema says that it writes."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
 def called(node: fx.Node) -> str:
     """Return what a node calls, in the words of a message."""
     name = getattr(node.target, "__name__", None) or str(node.target)

@@ -242,17 +242,15 @@ def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _check_tie(weight: Weight, name: str, both: tuple[Readings, Readings], files: Sequence[Path]) -> None:
     """Refuse tied weights whose tensors in the files, under two names, have different bytes."""
-    if (
-        len({_digest(chunk for reading in readings for chunk in reading.chunks(files)) for readings in both})
-        > 1
-    ):
+    first, second = ((chunk for reading in side for chunk in reading.chunks(files)) for side in both)
+    if digest_of_chunks(first) != digest_of_chunks(second):
         raise SourceError(
             f"weight {weight.fqn} is tied to another in the program, but tensor {name!r} holds other values "
             "than that one's: export it with the checkpoint loaded, or rename one of them"
         )
 
 
-def _digest(chunks: Iterable[Chunk]) -> str:
+def digest_of_chunks(chunks: Iterable[Chunk]) -> str:
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)

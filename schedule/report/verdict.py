@@ -12,7 +12,7 @@ from typing import Literal
 from penstock.schedule.clock.event_graph import launched_steps, launches_ns, stalls_of
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.hardware import host_beside
-from penstock.schedule.facts.model import Decisions, Method, SparseRead
+from penstock.schedule.facts.model import Decisions, Method
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.report.comparison import REST, best_ns, other_policies, replayed_ns
 from penstock.schedule.report.pictures import Picture, overlap, resident_bytes, storage_ranges
@@ -96,17 +96,12 @@ def _with_units(picture: Picture, s: int, use: Use) -> Use:
         return use
     first, sparse_read = read[0]
     most = max(wanted.asked for _, wanted in read)
+    each = format_size(sparse_read.unit_nbytes)
     asked = f"a call asks for {most} of {sparse_read.count} units at most"
-    by_units = (
-        f"by units in {picture.trace.steps[first].name}, from the pool: {asked}, {_of_each(sparse_read)}"
-    )
+    by_units = f"by units in {picture.trace.steps[first].name}, from the pool: {asked}, {each} each"
     if use.lives == "not read":
         return Use("by units", "by units", first, 0, f"read {by_units}")
     return replace(use, first=min(first, use.first), why=f"{use.why}; and {by_units}")
-
-
-def _of_each(read: SparseRead) -> str:
-    return f"{format_size(read.unit_nbytes)} each"
 
 
 def _of_value(picture: Picture, s: int, written: int, stream: _Stream, waits: Sequence[int]) -> Use:
@@ -310,17 +305,13 @@ def _rate(method: str, ns: int, tokens: int | None) -> str:
     if tokens is None:
         calls, make, take, a_pass, many = method, "makes", "takes", "pass", "passes"
     else:
-        calls, make, take = f"calls of {method} with {_count(tokens, 'token')}", "make", "take"
+        calls, make, take = f"calls of {method} with {tokens:,} token{'s' * (tokens != 1)}", "make", "take"
         a_pass, many = "token", "tokens"
     each = max(1, ns) / (tokens or 1)
     if each > 1e9:
         return f"{calls} {take} {format_time(each)} a {a_pass}"
     rate = f"{1e9 / each:,.0f}" if each <= 1e7 else f"{1e9 / each:.3g}"
     return f"{calls} {make} {rate} {many} a second"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, str]:

@@ -99,7 +99,7 @@ def test_a_variant_that_is_asked_for_is_read_in_its_dtype(folder, shards, tmp_pa
 
 
 def test_what_is_loaded_says_that_it_streams_and_what_to_do_with_a_change(folder, tmp_path):
-    model = load(folder, "1MiB", cache=tmp_path / "cache")
+    model = load(folder, "1MiB", device=torch.device("cpu"), cache=tmp_path / "cache")
     nbytes = sum(value.nbytes for value in model.parameters())
     assert f"\n  {format_size(nbytes)} of parameters streamed by penstock\n" in str(model)
     with pytest.raises(StreamError, match="call the model itself, or load it with its library instead"):
@@ -183,6 +183,15 @@ def test_a_component_of_several_folders_is_refused_and_not_taken_for_the_first(t
 def test_what_is_no_name_of_a_folder_is_refused(source, words):
     with pytest.raises(SourceError, match=re.escape(words)):
         load(source, "16MB")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("torch_dtype", "give dtype="), ("device_map", "leave it out"), ("revision", "what from_pretrained(")],
+)
+def test_options_of_from_pretrained_are_refused_with_what_stands_for_them(option, words, folder):
+    with pytest.raises(TypeError, match=re.escape(f"load has no {option}=: {words}")):
+        load(folder, **{option: "auto"})
 
 
 def test_an_artifact_is_not_a_model(tmp_path):

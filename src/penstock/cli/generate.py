@@ -24,8 +24,6 @@ from penstock.schedule.facts.sizes import format_budget, format_size
 if TYPE_CHECKING:
     import torch
 
-    from penstock.integrations.called.component import CalledModule
-    from penstock.schedule.plan import Plan
 
 EXAMPLES = (
     "penstock generate Qwen/Qwen3-8B --memory 8GB --prompt 'Once upon a time'",
@@ -37,10 +35,15 @@ EXAMPLES = (
 _DOWNLOADED = ("model.safetensors", "model-*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 """What loading a model of the hub and its tokenizer may read. Folders there have it in other formats."""
 
-_OF_TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model")
-
 _NO_FASTER = 1.02
 """A plan that is faster by at most this factor is called no faster."""
+
+_LIMITS = {
+    "compute": "computing limits it",
+    "memory": "memory limits it: there is too little to read ahead",
+    "units": "reading the rows or experts that tokens ask for limits it",
+}
+"""What limits the rate, in words."""
 
 
 _Model = Annotated[
@@ -188,17 +191,16 @@ def read_tokenizer(folder: Path, *, chat: bool) -> Any:
     """A folder's tokenizer, without its own code. Raises SourceError without one, or one that can `chat`."""
     from transformers import AutoTokenizer
 
+    from penstock.models.configuration import read_config
+
+    read_config(folder)  # which the tokenizer depends on
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        if not any(path for name in _OF_TOKENIZERS for path in folder.glob(name)):
-            raise SourceError(
-                f"{folder} has no tokenizer: give a language model, or put tokenizer.json and "
-                "tokenizer_config.json beside its weights"
-            ) from error
         reason = shorten(str(error), 300, placeholder=" ...")
         raise SourceError(
-            f"{folder} has no tokenizer that transformers can read ({reason}): get intact copies of its files"
+            f"{folder} has no tokenizer that transformers can read ({reason}): put intact copies of "
+            "tokenizer.json and tokenizer_config.json beside its weights"
         ) from error
     if chat and not tokenizer.chat_template:
         raise SourceError(
@@ -311,8 +313,7 @@ class _Session:
             raise PassError(f"{folder} holds a {type(self._model).__name__}, which generates no text")
         self._before = highest_resident()
         self.applied = self._model.penstock_applied
-        (component,) = self.applied.components.values()
-        self._component: CalledModule = component
+        (self._component,) = self.applied.components.values()
 
     def assist(self, folder: Path) -> None:
         """Let the model in a folder propose tokens; it counts in the memory. Raises BudgetError."""
@@ -403,6 +404,8 @@ class _Session:
         A token took `seconds`, and a call made `each` of them. What the plan does not predict, such as the
         time of an assistant, stays as it was measured.
         """
+        from penstock.schedule.report.verdict import limit_of
+
         memory = self.applied.memory
         present, twice = self._plan(memory), self._plan(2 * memory)
         if present is None or twice is None:
@@ -412,7 +415,11 @@ class _Session:
         # Of two plans one may be an earlier process's, in which computing took another time.
         waits, fewer = (plan.expected_ns(0) - plan.traces[0].compute_ns for plan in (present, twice))
         now = present.expected_ns(0)
-        return _limit(present), 1 / (seconds - min(seconds, now / 1e9 / each) * max(0, waits - fewer) / now)
+        streamed = min(seconds, now / 1e9 / each)  # of the seconds, those that the plan foresees
+        felt = streamed * waits / now > seconds * (_NO_FASTER - 1)
+        reading = f"reading weights limits it, at {present.hardware.link_bytes_per_s / 1e9:.3g} GB/s"
+        limit = _LIMITS.get(limit_of(present) if felt else "compute", reading)
+        return limit, 1 / (seconds - streamed * max(0, waits - fewer) / now)
 
     def _plan(self, memory: int) -> Any:
         """Return the plan for calls like the last one; None where none fits."""
@@ -420,19 +427,6 @@ class _Session:
             return self._component.planned_within(memory)
         except BudgetError:
             return None
-
-
-def _limit(plan: Plan) -> str:
-    from penstock.schedule.report.verdict import limit_of
-
-    match limit_of(plan):
-        case "compute":
-            return "computing limits it"
-        case "memory":
-            return "memory limits it: there is too little to read ahead"
-        case "units":
-            return "reading the rows or experts that tokens ask for limits it"
-    return f"reading weights limits it, at {plan.hardware.link_bytes_per_s / 1e9:.3g} GB/s"
 
 
 def _converse(session: _Session, first: str | None) -> None:

@@ -24,7 +24,7 @@ from penstock.integrations.called.plans import Residency
 from penstock.integrations.cap import ANY_TOTAL, Cap, asked_memory
 from penstock.integrations.context import context_that_fits
 from penstock.integrations.emptied.hollow import ADAPTED, Hollow, parameters_with_views, uninterrupted
-from penstock.integrations.folders import Stored, asked_dtype, open_folder
+from penstock.integrations.folders import Stored, asked_dtype, open_folder, refuse_unknown
 from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import (
     add_generation_config,
@@ -69,7 +69,7 @@ class Applied:
         self,
         target: Any,
         memory: int | str | None,
-        device: str,
+        device: str | torch.device,
         cache: str | PathLike[str] | None,
         options: LoadOptions | None,
         *,
@@ -77,6 +77,7 @@ class Applied:
         train: bool,
         verbose: bool,
     ) -> None:
+        device = str(device)
         target_device(device)  # raises StreamError for one that is not here
         if train and device != "cpu":
             raise PassError(f"train=True computes on a CPU: leave device={device!r} out")
@@ -290,7 +291,7 @@ def apply(
     model: Any,
     memory: int | str | None = None,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     example: Any = None,
     cache: str | PathLike[str] | None = None,
     train: bool = False,
@@ -378,7 +379,7 @@ def load(
     source: str | PathLike[str],
     memory: int | str | None = None,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     example: Any = None,
     variant: str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -387,6 +388,7 @@ def load(
     adapter: Any = None,
     verbose: bool = False,
     options: LoadOptions | None = None,
+    **unknown: Any,
 ) -> Any:
     """Return a transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
 
@@ -403,6 +405,7 @@ def load(
         adapter: What is trained: a configuration of peft, the folder of a saved adapter, or a function of the
             model that returns it adapted (`lambda model: get_peft_model(model, config)`). Its first values
             are drawn from torch's generator as it is.
+        unknown: Refused, with what stands for them; `from_pretrained` takes them.
 
     Returns:
         The library's own object, in eval mode. Its `penstock_applied` is what `apply` would return. At the
@@ -412,7 +415,9 @@ def load(
         SourceError: The folder holds no model, or a file of it cannot be read.
         PassError: `train` and `adapter` are not given together; or as for `apply`.
         BudgetError, StreamError: As for `apply`.
+        TypeError: There is no such option.
     """
+    refuse_unknown(unknown)
     adapting = Adapting.asked(adapter, train=train)
     applied = Applied(None, memory, device, cache, options, restores=False, train=train, verbose=verbose)
     opened = open_folder(source, variant, asked_dtype(dtype), train=train)

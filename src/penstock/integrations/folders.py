@@ -36,6 +36,7 @@ from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.lifted import storage_identity
 from penstock.passes.weights.subclasses import has_parts
 from penstock.runtime.cache import Cache
+from penstock.runtime.checkpoint.binding import listed
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files, own_place, reading
@@ -43,7 +44,15 @@ from penstock.runtime.files.tensor_file import open_tensors
 from penstock.schedule.bounded_file import open_bounded, read_bounded
 from penstock.schedule.facts.errors import PassError, SourceError
 
-_NAMED = 3
+_INSTEAD = {
+    "torch_dtype": "give dtype=",
+    "device_map": "leave it out, as memory= says what weights may take, and device= where the model computes",
+    **dict.fromkeys(
+        ("load_in_8bit", "load_in_4bit", "quantization_config"),
+        "leave it out, and give the folder of a model that is quantised already (docs/quantised.md)",
+    ),
+}
+"""What stands for options of `from_pretrained`."""
 
 _AGAIN = (
     "load it with its library, and save it again with save_pretrained, or give it to "
@@ -88,10 +97,9 @@ class Stored:
         }
         missing = [fqn for fqn, value, _ in plain if storage_identity(value) not in there]
         if missing:
-            named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
             raise SourceError(
-                f"{self.folder} does not hold {named} ({len(missing)} in all) of the {self.name}: get its "
-                f"other files, or if its library finds everything, {_AGAIN}"
+                f"{self.folder} does not hold {listed(missing, 3)} ({len(missing)} in all) of the "
+                f"{self.name}: get its other files, or if its library finds everything, {_AGAIN}"
             )
         for fqn, value, (name, *rows) in plain:
             if name in stored and not rows:
@@ -151,6 +159,13 @@ def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
     if name not in DTYPES:
         raise SourceError(f"there is no dtype {dtype!r} for weights: give auto, {', '.join(DTYPES)}")
     return name
+
+
+def refuse_unknown(unknown: Mapping[str, object]) -> None:
+    """Raise TypeError for options that only `from_pretrained` has, or nothing."""
+    for name in unknown:
+        apply = f"what from_pretrained(..., {name}=...) returns is for penstock.integrations.apply"
+        raise TypeError(f"penstock.integrations.load has no {name}=: {_INSTEAD.get(name, apply)}")
 
 
 def open_folder(

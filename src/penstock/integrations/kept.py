@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,9 @@ import torch
 
 from penstock.passes.weights.lifted import storage_bytes
 from penstock.runtime.cache import Hold
-from penstock.runtime.checkpoint.binding import Names, is_dense
+from penstock.runtime.checkpoint.binding import Names, digest_of_chunks, is_dense
 from penstock.runtime.files.artifact_files import hash_storage, stamp_file
-from penstock.runtime.files.pack import Chunk, tensor_chunks
+from penstock.runtime.files.pack import tensor_chunks
 from penstock.runtime.files.safetensors_file import reading
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import ITEM_SIZES, Part, WeightFile, part_nbytes
@@ -43,14 +42,6 @@ class KeptWeights:
 def digest_of(value: torch.Tensor) -> str:
     """Return the sha256 of the bytes of a tensor on any device, in the order of their addresses."""
     return digest_of_chunks(tensor_chunks(bytes_of(value)))
-
-
-def digest_of_chunks(chunks: Iterable[Chunk]) -> str:
-    """Return the sha256 of bytes that come in chunks."""
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def bytes_of(value: torch.Tensor) -> torch.Tensor:

@@ -18,12 +18,12 @@ from torch import nn
 from penstock.integrations.called.facts import joined
 from penstock.integrations.emptied.absent import AbsentTensor, is_plain_subclass
 from penstock.integrations.emptied.hollow import plain_parts
-from penstock.integrations.kept import KeptWeights, bytes_of, digest_of, digest_of_chunks, in_file, state_of
+from penstock.integrations.kept import KeptWeights, bytes_of, digest_of, in_file, state_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.lifted import part_of
 from penstock.passes.weights.subclasses import has_parts
 from penstock.runtime.cache import Cache, Hold
-from penstock.runtime.checkpoint.binding import Names, tensor_names
+from penstock.runtime.checkpoint.binding import Names, digest_of_chunks, tensor_names
 from penstock.runtime.checkpoint.opening import Checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
 from penstock.runtime.files.artifact_files import file_chunks

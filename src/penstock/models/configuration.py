@@ -106,9 +106,9 @@ def read_config(path: Path) -> Any:
         reason = " ".join(str(error).split()) or type(error).__name__
         hint = ""
         if "custom code" in reason:
-            reason, hint = (
-                "it needs code of its own",
-                ": give a function that builds the model (module:function)",
+            reason = "it needs code of its own"
+            hint = (
+                ": load it with that and give it to penstock.integrations.apply, or a command module:function"
             )
         raise SourceError(f"{path} is no configuration that transformers knows: {reason}{hint}") from error
 

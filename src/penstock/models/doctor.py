@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
-from penstock.models.preflight import open_source
+from penstock.models.preflight import open_files, open_source
 from penstock.passes.annotate import annotate
 from penstock.passes.building.deferred import LARGE
 from penstock.passes.building.fake_export import Built
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import tensors_of
-from penstock.schedule.facts.errors import PassError
+from penstock.runtime.checkpoint.binding import Rules, find_values, listed
+from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.codec import Payload
 
 Outcome = Literal["ok", "note", "problem"]
-
-_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,22 @@ def examine(source: str) -> list[Check]:
         checks.append(Check("export", "ok", f"exports to {len(exported.graph.nodes)} nodes"))
     except PassError as error:
         small = [_allocated(nbytes, line) for nbytes, line in built.allocated if nbytes < LARGE]
-        return [*checks, *small, Check("export", "problem", str(error))]
+        return [*checks, *small, Check("export", "problem", str(error)), *_of_files(source, built)]
     checks += _of_devices(exported)
     checks += _of_operators(exported)
     try:
         payload = annotate(exported)
     except Exception as error:  # a pass may fail in any way
         reason = str(error) if isinstance(error, PassError) else f"{type(error).__name__}: {sentence(error)}"
-        return [*checks, Check("streaming", "problem", reason)]
-    return [*checks, *_of_weights(payload)]
+        return [*checks, Check("streaming", "problem", reason), *_of_files(source, built)]
+    return [*checks, *_of_weights(payload), *_of_files(source, built, payload)]
 
 
 def _of_construction(built: Built) -> Iterator[Check]:
     yield from (_allocated(nbytes, line) for nbytes, line in built.allocated if nbytes >= LARGE)
     yield Check("construction", "ok", "is built without memory")
     if built.buffers:
-        names = _some(list(built.buffers))
+        names = listed(list(built.buffers))
         yield Check(
             "buffers", "note", f"no checkpoint has {names}: computed again by the module that owns them"
         )
@@ -80,15 +80,12 @@ def _allocated(nbytes: int, line: str) -> Check:
 def _of_devices(exported: ExportedProgram) -> Iterator[Check]:
     values = [tensor for node in exported.graph.nodes for tensor in tensors_of(node.meta.get("val"))]
     devices = sorted({str(tensor.device) for tensor in values})
-    accelerators = [device for device in devices if device != "cpu"]
-    if len(accelerators) > 1:
-        yield Check(
-            "devices",
-            "problem",
-            f"uses {', '.join(devices)}: a program is loaded on one device besides the CPU; build it for one",
-        )
+    uses = f"uses {', '.join(devices)}"
+    if len(set(devices) - {"cpu"}) > 1:
+        build = "a program is loaded on one device besides the CPU; build it for one"
+        yield Check("devices", "problem", f"{uses}: {build}")
     else:
-        yield Check("devices", "ok", f"uses {', '.join(devices)}")
+        yield Check("devices", "ok", uses)
 
 
 def _of_operators(exported: ExportedProgram) -> Iterator[Check]:
@@ -98,21 +95,16 @@ def _of_operators(exported: ExportedProgram) -> Iterator[Check]:
         for node in exported.graph.nodes
         if isinstance(node.target, OpOverload) and not _runs_on_cuda(node.target)
     }
-    if targets:
-        yield Check(
-            "operators", "note", f"{_some(sorted(targets))} have no CUDA kernel: they run on a CPU only"
-        )
-    else:
-        yield Check("operators", "ok", "all can run on a GPU")
+    lacking = f"{listed(sorted(targets))} have no CUDA kernel: they run on a CPU only"
+    yield Check("operators", *(("note", lacking) if targets else ("ok", "all can run on a GPU")))
 
 
 def _runs_on_cuda(operator: OpOverload) -> bool:
     if operator.namespace in ("aten", "prims"):
         return not any(part in str(operator) for part in ("_for_cpu", "mkldnn", "onednn"))
-    keys = ("CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
-    has: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-    name: str = operator.name()  # type: ignore[no-untyped-call]
-    return any(has(name, key) for key in keys)
+    keys = "CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd"
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has(operator.name(), key) for key in keys)  # type: ignore[no-untyped-call]
 
 
 def _of_weights(payload: Payload) -> Iterator[Check]:
@@ -129,17 +121,29 @@ def _of_weights(payload: Payload) -> Iterator[Check]:
     )
     staying = [w.fqn for w in payload.weights if payload.storages[w.parts[0].storage].kind != "streamable"]
     if staying:
-        yield Check("streaming", "note", f"{_some(staying)} always stay: they are written, or given back")
+        yield Check("streaming", "note", f"{listed(staying)} always stay: they are written, or given back")
     names: dict[int, list[str]] = {}
     for weight in payload.weights:
         names.setdefault(weight.parts[0].storage, []).append(weight.fqn)
-    for tied in [tied_names for tied_names in names.values() if len(tied_names) > 1][:_NAMED]:
-        yield Check("ties", "note", f"{_some(tied)} share one memory, which is copied once")
+    for tied in [tied_names for tied_names in names.values() if len(tied_names) > 1][:3]:
+        yield Check("ties", "note", f"{listed(tied)} share one memory, which is copied once")
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def _of_files(source: str, built: Built, payload: Payload | None = None) -> Iterator[Check]:
+    """Yield a check of the weight files of a folder: headers, sizes, and whether they have the weights."""
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    if not path.exists() or not any(folder.glob("*.safetensors")):
+        return
+    usual = (folder / name for name in ("model.safetensors.index.json", "model.safetensors"))
+    try:
+        checkpoint, names = open_files(next(filter(Path.is_file, usual), folder), built.module)
+        if payload and not hasattr(getattr(built.module, "config", None), "quantization_config"):
+            weights = [weight for weight in payload.weights if weight.fqn not in built.buffers]
+            find_values(weights, checkpoint, Rules(names, cast=True))
+        yield Check("files", "ok", "their headers and sizes are right; no value of a weight was read")
+    except SourceError as error:
+        yield Check("files", "problem", str(error))
 
 
 def facts(checks: list[Check]) -> list[dict[str, Any]]:

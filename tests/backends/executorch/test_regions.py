@@ -118,11 +118,7 @@ def test_small_weights_stay_with_executorch():
     found.edge.to_executorch()
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.other = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
-
+class Branches(Twice):
     def forward(self, x):
         x = x @ self.other
         return torch.cond(x.sum() > 0, lambda v, w: v @ w, lambda v, w: v - w[0], (x, self.weight))

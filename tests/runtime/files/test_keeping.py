@@ -3,19 +3,9 @@
 import errno
 import os
 
-import pytest
-
 from penstock.runtime.files import source as sources
 from penstock.runtime.files.source import Source
-from tests.runtime.files.weight_files import Memory, pattern, write_tensor
-
-NBYTES = 64 << 10
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return folder, write_tensor(folder / "w.safetensors", pattern(NBYTES))
+from tests.runtime.files.weight_files import NBYTES, Memory
 
 
 class Watched:

@@ -19,7 +19,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from penstock.backends.executorch.options import MethodFacts, RegionFacts, Settings
 from penstock.passes.annotate import annotate_with_values
-from penstock.passes.graph.nodes import copy_program, needed, placeholders_of, tensors_of
+from penstock.passes.graph.nodes import copy_program, needed, placeholders_of, tensors_of, writes
 from penstock.passes.graph.propagation import fake_inputs, propagate
 from penstock.passes.graph.torch_state import kept_torch_state
 from penstock.passes.trace import sum_of
@@ -172,7 +172,7 @@ def with_own_uses(exported: ExportedProgram, least: int) -> ExportedProgram:
 
     Copies of fewer than `least` bytes are computed once, and passed on.
     """
-    if any(_writes(node) for node in exported.graph.nodes):
+    if any(writes(node) for node in exported.graph.nodes):
         exported = _without_writes(exported)
     result = copy_program(exported)
     result._graph_signature = copy.copy(exported.graph_signature)
@@ -199,10 +199,6 @@ def _is_tensors(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(element is None or isinstance(element, torch.Tensor) for element in value)
     return isinstance(value, torch.Tensor)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 @kept_torch_state()

@@ -20,7 +20,7 @@ from penstock.backends.executorch import read
 from penstock.backends.executorch.facts import SMALL
 from tests.backends.executorch.delegate.conftest import METHODS
 from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, WIDE, WIDTH, Files, rows, write_files
-from tests.backends.executorch.delegate.pte_runs import Call, Program
+from tests.backends.executorch.delegate.pte_runs import Call, Program, outputs_of
 from tests.backends.executorch.forging import fields, forge
 from tests.hunt import nightly_but, sampled
 
@@ -44,11 +44,6 @@ def expected(tmp_path_factory):
             return [getattr(module, call.method)(*call.inputs).clone() for call in CALLS[name]]
 
     return outputs
-
-
-def outputs_of(answers):
-    assert [one.error for one in answers] == ["Error::Ok"] * len(answers)
-    return [tensor for one in answers for tensor in one.outputs]
 
 
 def assert_equal(answers, expected):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.backends.executorch import read
 from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, WIDE, Mlp, rows, write_files
-from tests.backends.executorch.delegate.pte_runs import Call, Program
+from tests.backends.executorch.delegate.pte_runs import Call, Program, outputs_of
 from tests.forked import run_forked
 from tests.hunt import nightly_but
 
@@ -17,13 +17,8 @@ THREE_CALLS = [Call([rows()])] * 3
 SPOKEN = [Call(PROMPT, "prefill"), *(Call(one, "decode") for one in NEXT)]
 
 
-def _outputs(answers):
-    assert [one.error for one in answers] == ["Error::Ok"] * len(answers)
-    return [tensor for one in answers for tensor in one.outputs]
-
-
 def _assert_equal(answers, expected):
-    pairs = zip(_outputs(answers), _outputs(expected), strict=True)
+    pairs = zip(outputs_of(answers), outputs_of(expected), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
