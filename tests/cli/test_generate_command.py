@@ -21,6 +21,7 @@ from penstock.integrations.called.component import CalledModule
 from penstock.runtime.system.limits import Limit
 from tests import speaking_models
 from tests.cli.test_interrupts import interrupted
+from tests.integrations.conftest import uncounted  # noqa: F401
 from tests.integrations.models import llama
 from tests.speaking_models import PROMPT, save_model
 
@@ -31,14 +32,6 @@ SUMMARY = re.compile(
     r"(\d+) tokens, [\d.,]+ a second; read [\d.]+ .?i?B of weights within .*; peak memory .* of it Python "
     r"and libraries; (.*)\n"
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def uncounted():
-    """What other tests leave in this process counts against no cap."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cap, "anonymous_bytes", lambda: 0)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +279,7 @@ def test_memory_that_is_too_small_names_what_would_do(folder, penstock):
     assert least, done.err
     again = penstock(*arguments, least[1])
     assert (again.status, again.out) == (0, words(expected(folder)) + "\n")
+    assert again.err.endswith("; memory limits it: one module fits at a time\n")
 
 
 @pytest.mark.parametrize("memory", ["0%", "8XB"])

@@ -1,6 +1,8 @@
 """Folders that `load` cannot use, and what it says of them."""
 
+import copy
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -59,10 +61,19 @@ def test_a_file_in_place_of_its_folder_is_told_so(folder, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path, words in {
         folder / "config.json": "is a file: give the folder that it is in",
-        tmp_path / "model.gguf": "is a file: give a model's folder, with its config.json",
+        tmp_path / "model.gguf": "is a file: load GGUF with transformers",
+        tmp_path: "has its weights in model.gguf: load GGUF with transformers",
+        Path(__file__): "is a file: give a model's folder, with its config.json",
     }.items():
         with pytest.raises(SourceError, match=f"{path.name} {words}"):
             load(path, memory="1MB")
+
+
+def test_a_copy_has_the_class_of_the_library_and_a_pickle_is_refused(folder, tmp_path):
+    with load(folder, "1MB", cache=tmp_path) as model:
+        assert type(copy.copy(model)) is type(models.llama())
+        with pytest.raises(StreamError, match="not in memory: call the model itself"):
+            pickle.dumps(model)
 
 
 def test_the_log_says_where_weights_are_and_how_they_stream(folder, tmp_path, caplog):

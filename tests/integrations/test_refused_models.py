@@ -66,6 +66,10 @@ def sharing():
 
 REFUSED = {
     "a name": (lambda: "some/model", "got a str: folders and names are for penstock.integrations.load"),
+    "a pipeline of transformers": (
+        lambda: SimpleNamespace(model=layers()),
+        "SimpleNamespace: give its model",
+    ),
     "a dict": (dict, r"expected a module.* got a dict"),
     "accelerate": (offloaded, "wrapped by accelerate: remove its hooks"),
     "casting": (cast, r"Sequential has a hook of diffusers .*\(layerwise_casting\): load"),

@@ -21,6 +21,7 @@ from penstock.schedule.facts.errors import SourceError
 from tests.cli.command_line import penstock_fixture  # noqa: F401
 from tests.hunt import nightly_but
 from tests.integrations import models
+from tests.runtime.test_relink import runs
 
 # peft asks transformers for what transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -202,7 +203,7 @@ def test_files_of_a_snapshot_are_called_by_their_own_names(hub, tmp_path, pensto
         done = penstock("compile", tmp_path / "model.pt2", artifact, *weights)
         assert done.status == 0, done.err
         program = library.open(artifact)
-        assert runs(program, model)
+        assert runs(program, model, X)
         assert torch.equal(library.bind(exported, snapshot / given).module()(X), model(X))
     link = snapshot / given
     assert [file.path for file in program.payload.files] == [str(link)]
@@ -219,12 +220,7 @@ def test_files_of_a_snapshot_are_called_by_their_own_names(hub, tmp_path, pensto
     (tmp_path / link.name).symlink_to(blob)
     assert penstock("relink", artifact, tmp_path / link.name).status == 0
     assert [file.path for file in library.open(artifact).payload.files] == [str(tmp_path / link.name)]
-    assert runs(library.open(artifact), model)
-
-
-def runs(program, model):
-    with program.load("100%") as module, torch.no_grad():
-        return torch.equal(module(X), model(X))
+    assert runs(library.open(artifact), model, X)
 
 
 def test_a_path_with_dots_is_a_place_like_any_other(tmp_path, monkeypatch):
@@ -237,13 +233,13 @@ def test_a_path_with_dots_is_a_place_like_any_other(tmp_path, monkeypatch):
     exported = torch.export.export(model, (X,))
     file = Path("..", "files", "model.safetensors")
     artifact = library.compile(exported, "a.penstock", weights=file, pack=False).path
-    assert runs(library.open(artifact), model)
+    assert runs(library.open(artifact), model, X)
     moved = Path("..", "moved")
     for place, given in ((moved, moved), (file.parent, file)):
         found = next(Path("..").glob("*/model.safetensors"))
         shutil.move(found, place)
         relink(artifact, [given])
-        assert runs(library.open(artifact), model)
+        assert runs(library.open(artifact), model, X)
 
 
 def test_offload_reads_a_snapshot_in_place(hub, tmp_path):

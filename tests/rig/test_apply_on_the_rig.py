@@ -17,6 +17,7 @@ from tests.integrations.called.odd_modules import (
     Writes,
     inputs,
 )
+from tests.integrations.called.test_devices_of_called import nbytes, same
 from tests.rig import machine
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
@@ -125,14 +126,6 @@ def _made(kind):
     return models.frozen(kind())
 
 
-def _nbytes(model):
-    return sum(one.nbytes for one in model.parameters())
-
-
-def _equal(values, others):
-    return all(torch.equal(*both) for both in zip(values, others, strict=True))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_late_kernels_find_the_weights_that_they_read(name, order, tmp_path):
     kind, calls = CASES[name]
@@ -141,11 +134,11 @@ def test_late_kernels_find_the_weights_that_they_read(name, order, tmp_path):
     with torch.no_grad():
         expected = [reference(one) for one in calls]
         before = dict(model.named_parameters())
-        with apply(model, _nbytes(model) // 2 + (96 << 10), device="rig", cache=tmp_path, options=POISONED):
-            assert _equal([model(one) for one in calls], expected)
+        with apply(model, nbytes(model) // 2 + (96 << 10), device="rig", cache=tmp_path, options=POISONED):
+            assert same([model(one) for one in calls], expected)
     assert all(one is before[fqn] for fqn, one in model.named_parameters())
     state = [one.cpu() for one in reference.state_dict().values()]
-    assert _equal(model.state_dict().values(), state)
+    assert same(model.state_dict().values(), state)
 
 
 @pytest.mark.parametrize("name", ["blocks", "tied"])
@@ -158,7 +151,7 @@ def test_no_byte_of_the_device_is_taken_above_the_cap(name, late, tmp_path):
         while memory > least:
             least = memory
             memory = _call_each(kind, calls, memory, tmp_path)
-    assert least == memory < _nbytes(kind())
+    assert least == memory < nbytes(kind())
 
 
 def _call_each(kind, calls, memory, tmp_path):
@@ -178,7 +171,7 @@ def _call_each(kind, calls, memory, tmp_path):
 
 def test_the_host_waits_in_first_calls_alone(late, tmp_path):
     model, x = _made(Blocks), inputs().to("rig")
-    with torch.no_grad(), apply(model, _nbytes(model) // 2, device="rig", cache=tmp_path) as applied:
+    with torch.no_grad(), apply(model, nbytes(model) // 2, device="rig", cache=tmp_path) as applied:
         for _ in range(3):
             model(x)
         before = machine.blocked()
@@ -187,7 +180,7 @@ def test_the_host_waits_in_first_calls_alone(late, tmp_path):
         (component,) = applied.components.values()
         assert component.stats.bytes_moved > 0
         assert component.stats.misses == 0
-    assert _equal(outputs, [outputs[0]] * 3)
+    assert same(outputs, [outputs[0]] * 3)
 
 
 def test_a_model_that_lies_on_the_device_lies_there_again(late, tmp_path):
@@ -196,7 +189,7 @@ def test_a_model_that_lies_on_the_device_lies_there_again(late, tmp_path):
     ids = torch.arange(7).reshape(1, -1).to("rig:1")
     before = dict(model.named_parameters())
     with torch.no_grad():
-        with apply(model, _nbytes(model) * 2 // 3, device="rig:1", cache=tmp_path):
+        with apply(model, nbytes(model) * 2 // 3, device="rig:1", cache=tmp_path):
             for _ in range(3):
                 assert torch.equal(model(ids), reference(ids))
         assert torch.equal(model(ids), reference(ids))
@@ -213,7 +206,7 @@ def test_calls_on_two_streams_in_turn_find_their_weights(order, tmp_path):
     with torch.no_grad():
         expected = [reference(one) for one in calls]
         torch.accelerator.synchronize()
-        with apply(model, _nbytes(model) // 2, device="rig", cache=tmp_path, options=POISONED) as applied:
+        with apply(model, nbytes(model) // 2, device="rig", cache=tmp_path, options=POISONED) as applied:
             outputs = []
             for number, one in enumerate(calls):
                 with streams[number % 2]:
@@ -232,7 +225,7 @@ def test_an_error_in_a_step_spoils_no_later_call(order, tmp_path):
 
     with torch.no_grad():
         expected = reference(x)
-        with apply(model, _nbytes(model) // 2, device="rig", cache=tmp_path, options=POISONED):
+        with apply(model, nbytes(model) // 2, device="rig", cache=tmp_path, options=POISONED):
             for part in (model.blocks[0].up, model.blocks[2].down, model.head):
                 hook = part.register_forward_hook(fail)
                 with pytest.raises(ValueError, match="in a step"):

@@ -4,10 +4,8 @@ import io
 import json
 import os
 import pickle
-import shutil
 import warnings
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,11 +24,6 @@ from tests.trust.hostile import change_code, change_payload, make_artifact, use
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
     return make_artifact(tmp_path_factory.mktemp("files") / "model.penstock")
-
-
-@pytest.fixture
-def copy(artifact, tmp_path):
-    return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
 
 
 # Files that are none.

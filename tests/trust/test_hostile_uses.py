@@ -1,8 +1,5 @@
 """Stored graphs that use weights in other ways than their payload says: refused before a byte is read."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -17,11 +14,6 @@ WEIGHT = {"node": "p_second_weight"}
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
     return make_artifact(tmp_path_factory.mktemp("uses") / "model.penstock")
-
-
-@pytest.fixture
-def copy(artifact, tmp_path, monkeypatch):
-    return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
 
 
 def call(name, target, *args, **kwargs):

@@ -27,11 +27,6 @@ def artifact(tmp_path_factory):
     return make_artifact(tmp_path_factory.mktemp("trust") / "model.penstock")
 
 
-@pytest.fixture
-def copy(artifact, tmp_path):
-    return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
-
-
 class Turned(nn.Module):
     """Multiplies by a complex number, which has no form as data."""
 

@@ -57,29 +57,28 @@ def convert(
     json: options.Json = False,
 ) -> None:
     """Write a checkpoint in another layout or dtype, in bounded memory."""
-    if merge is not None:
-        if len(source) > 1 or only or force or output is None or output.suffix == ".safetensors":
-            raise SourceError(
-                "--merge writes the whole of one model's folder to a new folder: give one of each, with "
-                "--output and without --only and --force"
-            )
-        _print(_merge(source[0], merge, output, shard_size, dtype), output, json=json)
-        return
-    options.check_there(source)
+    if merge is None:
+        options.check_there(source)
+    elif len(source) > 1 or only or force or output is None or output.suffix == ".safetensors":
+        raise SourceError(
+            "--merge writes the whole of one model's folder to a new folder: give one of each, with "
+            "--output and without --only and --force"
+        )
     from penstock.runtime.checkpoint import convert as conversion
 
-    output = output or conversion.place_beside(source[0])
-    with console.byte_progress(f"writing {output}") as progress:
-        done = conversion.convert(
-            source,
-            output,
-            shard_size=shard_size,
-            dtype=dtype,
-            only=only or (),
-            force=force,
-            progress=progress,
-        )
-    _print(done, output, json=json)
+    target = output or conversion.place_beside(source[0])
+    if merge is not None:
+        done = _merge(source[0], merge, target, shard_size, dtype)
+    else:
+        names = only or ()
+        with console.byte_progress(f"writing {target}") as progress:
+            done = conversion.convert(
+                source, target, shard_size=shard_size, dtype=dtype, only=names, force=force, progress=progress
+            )
+    if json:
+        console.print_json(conversion.describe(done))
+    else:
+        console.print_facts(str(target), conversion.summary(done))
 
 
 def _merge(source: Path, adapter: Path, output: Path, shard_size: str | None, dtype: str | None) -> Converted:
@@ -87,15 +86,7 @@ def _merge(source: Path, adapter: Path, output: Path, shard_size: str | None, dt
     options.check_there([folder := local_folder(source), adapter / ADAPTER])
     from penstock.integrations import merged
 
-    size = shard_size or "5GB"
     with console.byte_progress(f"writing {output}") as progress:
-        return merged.merge(folder, adapter, output, shard_size=size, dtype=dtype, progress=progress)
-
-
-def _print(done: Converted, output: Path, *, json: bool) -> None:
-    from penstock.runtime.checkpoint import convert as conversion
-
-    if json:
-        console.print_json(conversion.describe(done))
-    else:
-        console.print_facts(str(output), conversion.summary(done))
+        return merged.merge(
+            folder, adapter, output, shard_size=shard_size or "5GB", dtype=dtype, progress=progress
+        )

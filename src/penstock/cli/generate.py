@@ -409,7 +409,7 @@ class _Session:
         memory = self.applied.memory
         present, twice = self._plan(memory), self._plan(2 * memory)
         if present is None or twice is None:
-            return "memory limits it: one module fits at a time", twice and each * 1e9 / twice.expected_ns(0)
+            return "memory limits it: one module fits at a time", None
         if not present.streamed_bytes and present.pool is None:
             return "all weights fit, so computing limits it, and more memory would give nothing", None
         # Of two plans one may be an earlier process's, in which computing took another time.

@@ -96,7 +96,3 @@ def main() -> None:
     from penstock.cli.terminal.options import fail
 
     fail(sentence)
-
-
-if __name__ == "__main__":
-    main()

@@ -25,7 +25,7 @@ class TokenBytes(NamedTuple):
     computing: int
 
 
-def token_bytes(module: nn.Module) -> TokenBytes | None:
+def token_bytes(module: Any) -> TokenBytes | None:
     """Return what a token takes in a decoder of transformers; None for other modules."""
     config = getattr(module, "config", None)
     can_generate = getattr(module, "can_generate", None)
@@ -38,14 +38,14 @@ def token_bytes(module: nn.Module) -> TokenBytes | None:
     if not (layers and hidden and heads):
         return None
     head = _most(config, "head_dim") or hidden // heads
-    nbytes = _dtype_bytes(module)
+    nbytes = module.dtype.itemsize
     each = 2 * (_most(config, "num_key_value_heads") or heads) * head * nbytes
     if _most(config, "kv_lora_rank"):  # keys and values of all heads are kept
         sizes = sum(_most(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         each = heads * sizes * nbytes
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    full = sum(kind == "full_attention" for kind in kinds)
-    near = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    full = kinds.count("full_attention")
+    near = kinds.count("sliding_attention") + kinds.count("chunked_attention")
     window = _most(config, "sliding_window") or _most(config, "attention_chunk_size")
     wide = _most(config, "intermediate_size") or 4 * hidden
     if experts := _most(config, "num_experts_per_tok"):
@@ -71,15 +71,11 @@ def largest_context(token: TokenBytes, left: int) -> int | None:
 
 def context_that_fits(module: nn.Module, room: int, largest: int, memory: int) -> str | None:
     """A sentence about the largest context that fits `room`, with `largest` bytes of weights, or None."""
-    token = token_bytes(module)
-    tokens = None if token is None else largest_context(token, max(0, room - largest))
-    if token is None or not tokens:
+    if not (token := token_bytes(module)):
+        return None
+    if not (tokens := largest_context(token, max(0, room - largest))):
         return None
     return (
         f"a context of about {tokens:,} tokens fits {format_budget(memory)}: each takes "
         f"{format_size(token.lasting + token.passing)} in the cache"
     )
-
-
-def _dtype_bytes(module: Any) -> int:
-    return int(module.dtype.itemsize)

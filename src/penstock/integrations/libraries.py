@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -29,11 +28,11 @@ def components_of(model: Any) -> dict[str, nn.Module]:
         return {type(module).__name__: module}
     components = getattr(model, "components", None)
     if not isinstance(components, dict):
-        folder = ": folders and names are for penstock.integrations.load" * isinstance(model, str | PathLike)
-        raise PassError(
-            f"expected a module, a transformers model or a diffusers pipeline, got a {type(model).__name__}"
-            f"{folder}"
-        )
+        hint = ": give its model" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        if isinstance(model, str | PathLike):
+            hint = ": folders and names are for penstock.integrations.load"
+        expected = "expected a module, a transformers model or a diffusers pipeline"
+        raise PassError(f"{expected}, got a {type(model).__name__}{hint}")
     _refuse_stand_ins(model, components)
     streamed = [_streamed(name, part) for name, part in components.items() if isinstance(part, nn.Module)]
     modules: dict[str, nn.Module] = {}
@@ -127,10 +126,17 @@ def closing(target: Any) -> Any:
     `with` asks the class and not the object, so the object gets a class that says nothing else. Its name is
     that of its own class, by which libraries look it up.
     """
-    kind = type(target)
+    kind: Any = type(target)
+
+    def reduce(target: Any, _: object) -> Any:  # a pickle or a copy has the library's class
+        function, (_, *arguments), *state = kind.__reduce_ex__(target, 1)
+        return function, (kind, *arguments), *state
+
     facts = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    closing_class: Any = types.new_class(kind.__name__, (kind,), exec_body=lambda names: names.update(facts))
-    closing_class.__enter__ = lambda target: target
-    closing_class.__exit__ = lambda target, *_: target.penstock_applied.close()
-    target.__class__ = closing_class
+    methods = {
+        "__enter__": lambda target: target,
+        "__exit__": lambda target, *_: target.penstock_applied.close(),
+        "__reduce_ex__": reduce,
+    }
+    target.__class__ = type(kind)(kind.__name__, (kind,), facts | methods)
     return target

@@ -1,5 +1,6 @@
 """Exports that several tests look at, each made once."""
 
+import shutil
 import warnings
 from dataclasses import dataclass
 from importlib import import_module
@@ -50,6 +51,13 @@ def lower_to(folder, programs, partitioner=None, **options):
 def lower(tmp_path):
     """Lowers programs to files of the test's own."""
     return lambda *given, **options: lower_to(tmp_path, *given, **options)
+
+
+@pytest.fixture
+def files(lowered_mlp, tmp_path):
+    """A copy of an export that a test may spoil."""
+    shutil.copytree(lowered_mlp.path.parent, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "model.pte"
 
 
 @pytest.fixture(scope="session")

@@ -152,13 +152,6 @@ def test_an_operator_without_a_kernel_is_named(lower):
 # Files.
 
 
-@pytest.fixture
-def files(lowered_mlp, tmp_path):
-    """A copy of an export that a test may spoil."""
-    shutil.copytree(lowered_mlp.path.parent, tmp_path, dirs_exist_ok=True)
-    return tmp_path / "model.pte"
-
-
 def test_an_alignment_that_no_reader_can_use_is_refused(tmp_path):
     edge = to_edge_transform_and_lower(
         torch.export.export(Mlp().eval(), (torch.randn(2, 128),)), partitioner=[PenstockPartitioner()]

@@ -1,7 +1,6 @@
 """Files with right hashes that contradict themselves, as only an author writes them: a sentence for each."""
 
 import os
-import shutil
 import struct
 from hashlib import sha256
 
@@ -12,13 +11,6 @@ from penstock.backends.executorch import read
 from penstock.backends.executorch.files import PAYLOAD, PROGRAM
 from tests.backends.executorch.forging import FORGERIES, deep, fields, forge
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
-
-
-@pytest.fixture
-def files(lowered_mlp, tmp_path):
-    """A copy of an export that a test may forge."""
-    shutil.copytree(lowered_mlp.path.parent, tmp_path, dirs_exist_ok=True)
-    return tmp_path / "model.pte"
 
 
 def test_nothing_is_changed_without_a_forgery(files, lowered_mlp):

@@ -5,6 +5,7 @@ import torch
 
 from penstock import LoadOptions
 from penstock.integrations import apply
+from penstock.schedule.facts.errors import BudgetError
 from tests.hunt import nightly_but
 from tests.integrations import models
 
@@ -80,3 +81,6 @@ def test_a_model_that_is_compiled_while_it_streams(tmp_path):
     with apply(model, "160KB", cache=tmp_path):
         compiled = torch.compile(model, backend="eager")
         check_equal(compiled, reference)
+        model.compile(backend="eager")
+        with pytest.raises(BudgetError, match="or compile its layers instead of the whole"):
+            model(IDS)

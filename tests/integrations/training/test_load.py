@@ -114,9 +114,13 @@ def test_what_cannot_be_made_beside_files_is_refused(folders, cache, tmp_path):
     made_of(None, "train=True needs an adapter")
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}):
         made_of(lora(**options), "not in memory: load makes adapters beside weights", StreamError)
-    made_of(lambda _: wrapped(models.llama(**LAYERS)), "made a model of something else")
+    made_of(lambda _: wrapped(models.llama(**LAYERS)), "returned a PeftModel")
+    made_of(
+        lambda model: model.add_adapter(lora()),
+        "returned a NoneType and not the LlamaForCausalLM with an adapter: have it",
+    )
     made_of(lambda model: model.requires_grad_(True), r"embed_tokens\.weight requires grad and is in files")
-    with pytest.raises(PassError, match="adapter= is for train=True"):
+    with pytest.raises(PassError, match="train=True: give both, or add the adapter to"):
         load(folders / "plain", MEMORY, adapter=lora(), cache=cache)
     wrapped(models.llama()).save_pretrained(tmp_path / "deep")
     wrapped(models.llama(**LAYERS, hidden_size=32)).save_pretrained(tmp_path / "narrow")

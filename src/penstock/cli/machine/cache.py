@@ -149,13 +149,12 @@ def _seconds(age: str) -> float:
 
 
 def _facts(cached: Entry) -> dict[str, Any]:
-    used = datetime.fromtimestamp(cached.used, UTC).isoformat(timespec="seconds")
     return {
         "kind": cached.kind,
         "path": str(cached.path),
         "made_for": cached.made_for,
         "bytes": cached.nbytes,
-        "last_used": used,
+        "last_used": datetime.fromtimestamp(cached.used, UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -196,11 +195,10 @@ def _report(done: Pruned, dry_run: bool, json: bool) -> None:
             }
         )
         return
+    would = "would be " * dry_run
     if done.removed:
-        would = "would be removed" if dry_run else "removed"
-        console.print_table(would, _COLUMNS, _rows(done.removed))
+        console.print_table(f"{would}removed", _COLUMNS, _rows(done.removed))
     in_use = f", of which {len(done.in_use)} in use should have gone" if done.in_use else ""
-    freed = "would be freed" if dry_run else "freed"
     console.print_text(
-        f"{format_size(done.freed_bytes)} {freed}, {format_size(done.left_bytes)} left{in_use}"
+        f"{format_size(done.freed_bytes)} {would}freed, {format_size(done.left_bytes)} left{in_use}"
     )

@@ -235,6 +235,8 @@ class OwnSteps:
         least = floor + int(room) + self._cap.nbytes - self._cap.room
         who = f"{path} reads {format_size(floor)}" if path else f"{format_size(floor)} of weights are needed"
         ways = ["or call it with smaller inputs"]
+        if is_compiled(self._steps.module):
+            ways.append("or compile its layers instead of the whole")
         takes = f"the call takes {format_size(beside)} beside weights, and " if beside else ""
         if beside and 2 * given_bytes > beside:
             takes = (

@@ -298,6 +298,7 @@ class StepWeights:
     """Which weights the steps of a module read; `find` is called before anything else.
 
     Attributes:
+        module: The module.
         own: What reads weights from their files, with the facts of the module.
         places: The places of its weights.
         learned: What calls have shown of it.
@@ -310,11 +311,11 @@ class StepWeights:
 
     def __init__(self, module: nn.Module, own_memory: OwnMemory, places: Places) -> None:
         self.own, self.places, self.learned = own_memory, places, Learned()
-        self._module = module
+        self.module = module
 
     def find(self) -> None:
         """Find the readers and the steps, with what calls have shown so far."""
-        self.readers = find_readers(self._module, self.facts, self.learned)
+        self.readers = find_readers(self.module, self.facts, self.learned)
         reads = self.learned.reads
         self.steps = {
             path: self.places.step(path, fqns, [fqn for fqn in fqns if path in reads.get(fqn, ())])

@@ -78,7 +78,7 @@ class Adapting:
                 "a saved one, or a function such as lambda model: get_peft_model(model, config)"
             )
         if adapter is not None and not train:
-            raise PassError("adapter= is for train=True: give both or none")
+            raise PassError("adapter= is for train=True: give both, or add the adapter to what load returns")
         return cls(adapter, torch.get_rng_state()) if train else None
 
     def put_on(self, module: nn.Module, name: str, facts: ModuleFacts) -> tuple[Any, ModuleFacts]:
@@ -94,8 +94,11 @@ class Adapting:
         except StreamError as error:
             sentence, _, _ = str(error).partition(": ")
             raise StreamError(f"{sentence}: {_SENTENCE}") from error
-        if [*components_of(adapted).values()] != [module]:
-            raise PassError(f"adapter= made a model of something else than the {name} that it was given")
+        if not isinstance(adapted, nn.Module) or [*components_of(adapted).values()] != [module]:
+            raise PassError(
+                f"adapter= returned a {type(adapted).__name__} and not the {name} with an adapter: "
+                "have it adapt and return the model that it is given"
+            )
         for fqn, value in module.named_parameters():
             if value.requires_grad and id(value) in own_ids:
                 raise PassError(
