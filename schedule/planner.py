@@ -222,7 +222,7 @@ def improve_plan(plan: Plan, problem: Problem, go_on: Callable[[int], bool]) -> 
     planned, alone = _planned_traces(problem), joined(plan)
     joint = replace(_joined(problem, planned), beside=frozenset(plan.outside))
     cap = plan.budget - joint.outside_bytes
-    draft = climb(joint, Pieces(joint).blocks, _draft_of(alone), cap, go_on)
+    draft = climb(joint, Pieces(joint).blocks, _draft_of(alone), cap, go_on, seed=2)
     timed = _timed(joint, draft, [schedule.lower_bound_ns for schedule in alone.schedules])
     changed = replace(
         alone,
@@ -327,7 +327,7 @@ def _climbed(problem: Problem, pieces: Pieces, draft: Draft, cap: int, enough: f
         for start in draft.starts:
             other = climb(problem, pieces.blocks, start, cap, going(1))
             draft = min(draft, other, key=lambda draft: sum(draft.periods_ns(problem)))
-    return climb(problem, pieces.blocks, draft, cap, going(2))
+    return climb(problem, pieces.blocks, draft, cap, going(2), seed=1)
 
 
 def _lower(bounds: Sequence[int | None], known: Sequence[int | None]) -> list[int | None]:

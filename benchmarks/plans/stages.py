@@ -135,7 +135,7 @@ STAGES = (
     Stage("spread as the relaxation copies", {f"{_CONTIGUOUS}:_Search._copied": _evenly}, _REACHED),
     Stage("spread evenly", {f"{_CONTIGUOUS}:_Search._families": _as_relaxed}, _REACHED),
     Stage("large blocks at the ends", {f"{_CONTIGUOUS}:_Search._families": _no_ends}, _REACHED),
-    Stage("pairs", {f"{_CONTIGUOUS}:_PAIRS": ()}, _REACHED),
+    Stage("columns", {f"{_CONTIGUOUS}:_Search._columns": lambda _: iter(())}, _REACHED),
     Stage("sizes of parts", {f"{_CONTIGUOUS}:_LEAST_PARTS": (16,)}, _REACHED),
     Stage("joining parts of blocks", {"search.draft:_joined": lambda pieces, *_: iter(pieces)}, _REACHED),
     Stage("fewest young bytes", {"space.addresses:_Room._bytes_of": lambda *_: 0}, _REACHED),

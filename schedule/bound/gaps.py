@@ -231,12 +231,23 @@ class FixedPlaces:
             numpy.concatenate(([0.0], (nbytes * reads)[order].cumsum())),
         )
 
+        first, second, *smaller = numpy.argsort(-nbytes, kind="stable")
+        third = nbytes[smaller[0]] if smaller else _DUST
+        apart = not {*free[first].reads[self.number]} & {*free[second].reads[self.number]}
+        most = numpy.minimum(nbytes[first], most_shared), numpy.minimum(nbytes[second], most_shared)
+
         def fits(period_ns: float) -> bool:
             takers = numpy.searchsorted(turns, period_ns, side="right")
             copies = (period_ns - copied * ns) // max(latency_ns, _DUST)
-            possible = (copied <= takers * most_shared) & (copies >= numpy.maximum(2, copied / nbytes.max()))
-            mean_bytes = numpy.maximum(parts.min(), copied / numpy.maximum(copies, 1))
-            taken_ns = copied * (starts_ns + mean_bytes * ns) + read_ns
+            between = max(0.0, (period_ns - reads[first] - reads[second]) / 2 - starts_ns) / ns * apart
+            of_two = numpy.minimum(most_shared + between, most[0] + most[1])
+            small, alone = (numpy.maximum(0, copied * (1 - _DUST) - large) for large in (of_two, most[0]))
+            fewest = numpy.minimum(2 + small / third, 1 + alone / third)
+            possible = (copied <= takers * most_shared) & (copies >= numpy.maximum(2, fewest))
+            mean_bytes = copied / numpy.maximum(copies, 1)
+            large = (copied - small) ** 2 / numpy.maximum(copies - small / third, 1)
+            squares = numpy.where(mean_bytes > third, small * third + large, copied * mean_bytes)
+            taken_ns = copied * starts_ns + numpy.maximum(squares, copied * parts.min()) * ns + read_ns
             return bool((possible & (taken_ns <= period_ns * most_shared)).any())
 
         low, high = 0.0, float(turns[-1] + nbytes.sum() * ns + 1)

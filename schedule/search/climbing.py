@@ -25,16 +25,23 @@ _LEAST_PARTS = (16, 0, 64)
 
 
 def climb(
-    problem: Problem, blocks: Sequence[Block], draft: Draft, cap: int, go_on: Callable[[int], bool]
+    problem: Problem,
+    blocks: Sequence[Block],
+    draft: Draft,
+    cap: int,
+    go_on: Callable[[int], bool],
+    *,
+    seed: int = 0,
 ) -> Draft:
     """The fastest draft found from `draft` on, in `cap` bytes of a contiguous arena.
 
     `go_on` is asked before each attempt, with the best period so far in nanoseconds, whether to go on. Two
     blocks of the same size change places, or a block moves by a power of two granules or to an edge of
     another one; what is not slower is kept. Where nothing has been faster for long, the search begins again
-    at the best addresses, some of which are changed at random.
+    at the best addresses, some of which are changed at random. From where another climb has ended, the same
+    `seed` would try the same changes again.
     """
-    climber = _Climber(problem, blocks, draft, cap)
+    climber = _Climber(problem, blocks, draft, cap, random.Random(seed))
     while climber.hot and go_on(climber.best_ns):
         climber.attempt()
     return climber.best
@@ -46,8 +53,10 @@ class _Climber:
     `hot` are the blocks that share memory: others change places with them, or nothing would become faster.
     """
 
-    def __init__(self, problem: Problem, blocks: Sequence[Block], draft: Draft, cap: int) -> None:
-        self.problem, self.blocks, self.draw = problem, blocks, random.Random(0)
+    def __init__(
+        self, problem: Problem, blocks: Sequence[Block], draft: Draft, cap: int, draw: random.Random
+    ) -> None:
+        self.problem, self.blocks, self.draw = problem, blocks, draw
         self.granule = problem.arena.granule
         self.cap = cap // self.granule * self.granule
         always = {b for b, block in enumerate(blocks) if block.kept}

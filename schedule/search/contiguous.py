@@ -20,8 +20,8 @@ from penstock.schedule.space.addresses import (
     alive_at,
     first_use,
     load_of,
+    place_columns,
     place_oldest,
-    place_pairs,
     read_together,
     tight,
 )
@@ -42,8 +42,8 @@ _ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 The unit is the number of bytes of such blocks that a single step reads, taken at the step that reads most.
 """
 
-_PAIRS = (1, 2, 4, 8, 16)
-"""How many pairs of blocks are tried that share some of their bytes, while all other blocks stay."""
+_PAIRS, _DEPTHS = (1, 2, 4, 8, 16), (2, 3, 4, 5, 6, 8, 12)
+"""How many pairs of blocks share some bytes, and how many of one size share all, while all others stay."""
 
 _LEAST_PARTS = (16, 0, 4)
 """Values tried for the smallest part of a block that gets a copy of its own.
@@ -123,7 +123,7 @@ class _Search:
             shares.append(self._copied(known))
         families = (family for wanted in shares for family in self._families(wanted))
         rings = (self._candidate(family, ring) for family in families for ring in self._rings(family))
-        candidates = (*(candidate for candidate in rings if candidate), *self._pairs())
+        candidates = (*(candidate for candidate in rings if candidate), *self._columns())
         for least_ns, place in sorted(candidates, key=lambda candidate: candidate[0]):
             hopeless = least_ns >= self.period or self.period <= enough or self.effort <= 0
             if self.found and hopeless:
@@ -165,19 +165,35 @@ class _Search:
             }
             yield from (_Family(able, wanted, ends) for able in ranges)
 
-    def _pairs(self) -> Iterator[_Candidate]:
-        """Yield pairs of blocks half a pass apart, which share as few bytes as so many pairs can."""
+    def _columns(self) -> Iterator[_Candidate]:
+        """Yield columns of blocks that take turns at bytes, spread over the pass, while all others stay.
+
+        In so many pairs, which share as few bytes as they can, or in as many columns of one size as fit; then
+        a pair of the smallest blocks shares what is left.
+        """
         granule, excess = self.arena.granule, sum(block.size for block in self.blocks) - self.cap
         free = [b for b, block in enumerate(self.blocks) if not block.kept and not block.produced]
         free.sort(key=lambda b: first_use(self.blocks[b]))
-        for count in _PAIRS:
-            shared = -(-excess // (count * granule)) * granule
-            able = [b for b in free if self.blocks[b].size >= shared]
-            half = len(able) // 2
-            if half >= count:
-                pairs = [(able[k], able[k + half]) for k in (n * half // count for n in range(count))]
-                place = partial(place_pairs, self.blocks, pairs, shared)
-                yield self._least_ns(2 * count, 2 * count * shared), place
+        size_of = {b: self.blocks[b].size for b in free}
+        sizes = sorted({*size_of.values()})
+        shapes = [(2, count, -(-excess // (count * granule)) * granule) for count in _PAIRS]
+        for size in sizes[:: max(1, len(sizes) // _SIZES)]:
+            shapes += [(depth, excess // ((depth - 1) * size), size) for depth in _DEPTHS]
+        for depth, count, shared in shapes:
+            pair = depth == 2  # of more blocks, those between two others would reach beyond what they share
+            able = [b for b in free if size_of[b] == shared or (pair and size_of[b] > shared)]
+            columns = [(column, shared) for column in _spaced(able, depth, count)]
+            left = excess - count * (depth - 1) * shared
+            if columns and left > 0:
+                taken = {b for column, _ in columns for b in column}
+                least = min((size_of[b] for b in free if b not in taken and size_of[b] >= left), default=0)
+                small = [b for b in free if b not in taken and size_of[b] == least]
+                columns += [(column, left) for column in _spaced(small, 2, 1)]
+            if columns:
+                copied = [nbytes for column, nbytes in columns for _ in column]
+                turns_ns = depth * (self.hardware.link_fill_ns + self.hardware.copy_ns(shared))
+                place = partial(place_columns, self.blocks, columns)
+                yield max(turns_ns, self._least_ns(len(copied), sum(copied))), place
 
     def _rings(self, family: _Family) -> set[int]:
         """The sizes in bytes of the memory that the streaming blocks of a family may share."""
@@ -254,3 +270,12 @@ class _Search:
                 self.starts[copies] = period, draft
             if (period, copied) < (self.period, self.copied):
                 self.period, self.copied, self.found, self.best = period, copied, draft, placement
+
+
+def _spaced(able: Sequence[int], depth: int, count: int) -> list[list[int]]:
+    """So many columns of `depth` of the blocks, as far apart as possible; none if these are too few."""
+    most = depth * count
+    if not 0 < most <= len(able):
+        return []
+    chosen = [able[(2 * k + 1) * len(able) // (2 * most)] for k in range(most)]
+    return [chosen[k::count] for k in range(count)]

@@ -341,15 +341,17 @@ def place_oldest(
     return None if _overlap(blocks, addresses, read_with) else Addressing(tuple(addresses), cap)
 
 
-def place_pairs(blocks: Sequence[Block], pairs: Sequence[tuple[int, int]], shared: int) -> Addressing | None:
-    """Addresses for all blocks, each behind the one before; the blocks of a pair share `shared` bytes.
+def place_columns(blocks: Sequence[Block], columns: Sequence[tuple[Sequence[int], int]]) -> Addressing | None:
+    """Addresses for all blocks, each behind the one before; those of a column share so many bytes.
 
-    None if one step reads both blocks of a pair.
+    These are the last bytes of its first block, and the first bytes of all others. None if one step reads two
+    blocks that share bytes.
     """
     addresses, end = [-1] * len(blocks), 0
-    for low, high in pairs:
-        addresses[low], addresses[high] = end, end + blocks[low].size - shared
-        end = addresses[high] + blocks[high].size
+    for (first, *following), shared in columns:
+        addresses[first], start = end, end + blocks[first].size - shared
+        for b in following:
+            addresses[b], end = start, max(end, start + blocks[b].size)
     for b, block in enumerate(blocks):
         if addresses[b] < 0:
             addresses[b] = end

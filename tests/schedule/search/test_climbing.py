@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks.corpus import Decoder, decoder_of, draw_problem
+from benchmarks.corpus import Decoder, decoder_of
 from penstock.schedule.facts.hardware import find_hardware, with_times
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import improve_plan, make_plan
@@ -25,16 +25,11 @@ def test_a_decoder_gets_a_faster_plan():
     trace = with_times(program.trace, hardware)
     arena = packed_arena(program.storages, (trace,), kind="contiguous", granule=4096, alignment=4096)
     problem = Problem(program.storages, (trace,), arena, hardware=hardware)
-    plan = make_plan(problem, 15_600_000, effort=0.5)
+    plan = make_plan(problem, 14_000_000, effort=0.5)
     better = improve_plan(plan, problem, attempts(400))
     verify_plan(problem.storages, problem.traces, better)
     assert better.predicted_ns < plan.predicted_ns
     assert better == improve_plan(plan, problem, attempts(400))
-
-
-def test_climbs_from_other_numbers_of_copies_get_close_to_the_bound():
-    draw = draw_problem(23, "contiguous")
-    assert make_plan(draw.problem, draw.budget).ratio < 1.05
 
 
 @pytest.mark.parametrize("seed", range(1, 40, 2))

@@ -93,7 +93,7 @@ PLANS = [
     ((69,), 3, 384, 0, 1024),
     ((90,), 3, 192, 0, 640),
     ((138,), 8, 960, 0, 384),
-    ((118, 179), 22, 2048, 0, 832),
+    ((126, 167), 25, 2176, 0, 832),
     ((80,), 7, 552, 0, 320),
     ((647,), 8, 640, 0, 1728),
 ]
@@ -108,10 +108,10 @@ def test_plans_are_as_fast_and_move_as_much_as_they_did(seed):
     assert found(seed) == PLANS[seed]
 
 
-@pytest.mark.parametrize(("seed", "most"), [(1070, 1.05), (1090, 1.12), (1284, 1.01)])
-def test_large_storages_share_a_part_of_their_bytes(seed, most):
-    """A ring under the largest one, between the two largest, and pairs; else 1.34, 1.20 and 1.17 times."""
-    one = draw_problem(seed)
+@pytest.mark.parametrize(("seed", "most"), [(1070, 1.05), (1090, 1.12), (1284, 1.01), (34, 1.29), (23, 1.05)])
+def test_storages_share_bytes_in_every_way(seed, most):
+    """A ring under the largest, or between two, pairs, columns; climbs from other numbers of copies."""
+    one = draw_problem(seed, "contiguous")
     plan = make_plan(one.problem, one.budget)
     verify_plan(one.problem.storages, one.problem.traces, plan)
     assert plan.ratio < most

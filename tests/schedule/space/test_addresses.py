@@ -10,7 +10,7 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.search.draft import Occupancy
 from penstock.schedule.space import addresses
-from penstock.schedule.space.addresses import Addressing, pack_blocks, place_oldest, place_pairs, tight
+from penstock.schedule.space.addresses import Addressing, pack_blocks, place_columns, place_oldest, tight
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.spans import blocks_of
 from tests.schedule.traces import machine, problems
@@ -91,10 +91,11 @@ def test_small_storages_take_turns_under_one_end_of_a_large_one():
     assert sum(r.nbytes for r in Occupancy(facts, blocks, found).decide(3, 0).resident) == 128
 
 
-def test_pairs_share_bytes_unless_one_step_reads_both():
+def test_columns_share_bytes_unless_one_step_reads_two_of_them():
     blocks = blocks_of(facts_of((128, 64, 192, 64), (0,), (1, 2), (3,)))
-    assert place_pairs(blocks, [(0, 2), (1, 3)], 64) == Addressing((0, 256, 64, 256), 320)
-    assert place_pairs(blocks, [(1, 2)], 64) is None
+    assert place_columns(blocks, [((0, 2), 64), ((1, 3), 64)]) == Addressing((0, 256, 64, 256), 320)
+    assert place_columns(blocks, [((0, 1, 3), 64)]) == Addressing((0, 64, 128, 64), 320)
+    assert place_columns(blocks, [((1, 2), 64)]) is None
 
 
 @pytest.mark.parametrize(("cap", "ends", "ring"), [(320, (0, 3), 64), (64, (), 0), (192, (0,), 64)])
