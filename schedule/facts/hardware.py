@@ -264,9 +264,7 @@ def with_times(trace: Trace, hardware: Hardware) -> Trace:
     """The trace with times modelled for `hardware` from the trace's work; `gap_ns` stays as it is."""
     steps = tuple(
         replace(
-            step,
-            lead_ns=roofline_ns(step.lead_work, hardware),
-            read_ns=roofline_ns(step.read_work, hardware),
+            step, lead_ns=roofline_ns(step.lead_work, hardware), read_ns=roofline_ns(step.read_work, hardware)
         )
         for step in trace.steps
     )

@@ -71,12 +71,7 @@ def served_reads(trace: Trace, pool: Pool) -> Iterator[SparseRead]:
 
 
 def smallest_pool(
-    traces: Sequence[Trace],
-    layout: tuple[int, ...],
-    granule: int,
-    *,
-    tiles: bool = False,
-    dense: bool = True,
+    traces: Sequence[Trace], layout: tuple[int, ...], granule: int, *, tiles: bool = False, dense: bool = True
 ) -> Pool:
     """The pool that holds one unit, whichever it is."""
     pool = Pool(0, granule, layout, tiles=tiles, dense=dense)

@@ -4,11 +4,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from torchao.quantization import (
-    Float8WeightOnlyConfig,
-    Int8WeightOnlyConfig,
-    IntxWeightOnlyConfig,
-)
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig
 from torchao.quantization.granularity import PerGroup
 from transformers import LlamaForCausalLM, TorchAoConfig
 

@@ -124,10 +124,7 @@ _FORMATTED = {
     "_empty_dim_order": torch.ops.aten.empty.memory_format,
 }
 
-_FORMATS = {
-    (0, 2, 3, 1): torch.channels_last,
-    (0, 2, 3, 4, 1): torch.channels_last_3d,
-}
+_FORMATS = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
 
 
 def _memory_format(node: fx.Node, order: object) -> torch.memory_format:

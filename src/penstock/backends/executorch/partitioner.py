@@ -206,8 +206,7 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         parts = tuple(PartName(name, *pair) for name, pair in self._parts.items())
         symbols = [
             replace(
-                known,
-                lower=min(known.lower, self._lowest.get(_place(method.inputs, known), known.lower)),
+                known, lower=min(known.lower, self._lowest.get(_place(method.inputs, known), known.lower))
             )
             for known in method.symbols
         ]
