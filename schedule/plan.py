@@ -133,10 +133,7 @@ def ladder(make: Callable[[int], Plan], lowest: int, highest: int) -> tuple[Plan
     plans: list[Plan] = []
     for budget in budgets(lowest, highest):
         plan = make(budget)
-        if not plans or _gains(plan, plans[-1]):
+        lower = plans[-1] if plans else None
+        if not lower or plan.streamed_bytes < lower.streamed_bytes or plan.predicted_ns < lower.predicted_ns:
             plans.append(plan)
     return tuple(plans)
-
-
-def _gains(plan: Plan, lower: Plan) -> bool:
-    return plan.streamed_bytes < lower.streamed_bytes or plan.predicted_ns < lower.predicted_ns

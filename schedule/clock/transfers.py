@@ -31,16 +31,12 @@ def in_sizes(pieces: Sequence[Transfer], most: int, breaks: Collection[int]) -> 
     for piece in pieces:
         last = joined[-1] if joined else None
         largest = MERGED_BYTES if last and piece.after == last.after else most
-        if last and _follows(last, piece, breaks) and piece.stop - last.start <= largest:
+        touches = last is not None and piece.start == last.stop and piece.start not in breaks
+        if last and touches and piece.after < last.step and piece.stop - last.start <= largest:
             joined[-1] = Transfer(last.start, piece.stop, last.step, piece.after)
         else:
             joined.append(piece)
     return joined
-
-
-def _follows(last: Transfer, piece: Transfer, breaks: Collection[int]) -> bool:
-    """Tell whether `piece` may become the end of transfer `last`."""
-    return piece.start == last.stop and piece.start not in breaks and piece.after < last.step
 
 
 class _Way(NamedTuple):

@@ -1,7 +1,7 @@
 """The rules that plans, traces and machines must satisfy beyond the types of their fields.
 
 Every function yields a sentence for each fault, which begins with `path`, the place of the faulty value.
-`payload/checks.py` has the rules of the other parts of a payload.
+`payload/codec.py` has the rules of the other parts of a payload.
 """
 
 from __future__ import annotations

@@ -134,9 +134,10 @@ def to_dot(graph: networkx.DiGraph) -> str:
         graph: What `Plan.event_graph` or `Program.read_graph` returns.
     """
     numbers = {node: number for number, node in enumerate(graph)}
-    lines = [
-        f"  n{numbers[node]} [{_attributes(_labelled(node, facts))}];" for node, facts in graph.nodes.items()
-    ]
+    lines = []
+    for node, facts in graph.nodes.items():
+        label = {"label": str(facts.get("name") or node)}
+        lines.append(f"  n{numbers[node]} [{_attributes(label | facts)}];")
     for source, target, facts in graph.edges(data=True):
         label = {"label": facts["why"]} if "why" in facts else {}
         named = {"weight_ns" if name == "weight" else name: value for name, value in facts.items()}
@@ -190,10 +191,6 @@ def _described(plan: Decisions, number: int, kind: str) -> list[dict[str, Any]]:
         return moved
     staged = zip(moved, schedule.staged, strict=False)
     return [fact | {"bytes": nbytes} for fact, nbytes in staged if nbytes]
-
-
-def _labelled(node: Any, facts: dict[str, Any]) -> dict[str, Any]:
-    return {"label": str(facts.get("name") or node)} | facts
 
 
 def _attributes(facts: dict[str, Any]) -> str:

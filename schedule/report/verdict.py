@@ -12,7 +12,7 @@ from typing import Literal
 from penstock.schedule.clock.event_graph import launched_steps, launches_ns, stalls_of
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.hardware import host_beside
-from penstock.schedule.facts.model import Decisions, Method, SparseRead
+from penstock.schedule.facts.model import Decisions, Method
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.report.comparison import REST, best_ns, other_policies, replayed_ns
 from penstock.schedule.report.pictures import Picture, overlap, resident_bytes, storage_ranges
@@ -97,16 +97,11 @@ def _with_units(picture: Picture, s: int, use: Use) -> Use:
     first, sparse_read = read[0]
     most = max(wanted.asked for _, wanted in read)
     asked = f"a call asks for {most} of {sparse_read.count} units at most"
-    by_units = (
-        f"by units in {picture.trace.steps[first].name}, from the pool: {asked}, {_of_each(sparse_read)}"
-    )
+    each = f"{format_size(sparse_read.unit_nbytes)} each"
+    by_units = f"by units in {picture.trace.steps[first].name}, from the pool: {asked}, {each}"
     if use.lives == "not read":
         return Use("by units", "by units", first, 0, f"read {by_units}")
     return replace(use, first=min(first, use.first), why=f"{use.why}; and {by_units}")
-
-
-def _of_each(read: SparseRead) -> str:
-    return f"{format_size(read.unit_nbytes)} each"
 
 
 def _of_value(picture: Picture, s: int, written: int, stream: _Stream, waits: Sequence[int]) -> Use:
@@ -255,13 +250,10 @@ def near_best(plan: Decisions, best: str = "the best possible") -> str:
     `best` is what the bound is called. It does not know of other sizes of the pool, so a pool that costs
     something is named.
     """
-    if plan.ratio is None or limit_of(plan) == "units":
-        why = (
-            "the solver found no bound in time"
-            if plan.ratio is None
-            else "that depends on what calls ask for"
-        )
-        return f"may be above {best}: {why}"
+    if plan.ratio is None:
+        return f"may be above {best}: the solver found no bound in time"
+    if limit_of(plan) == "units":
+        return f"may be above {best}: that depends on what calls ask for"
     pool = " with this pool" if has_costly_pool(plan) else ""
     if plan.ratio < 1.00005:
         return f"is {best}{pool}"
@@ -310,7 +302,8 @@ def _rate(method: str, ns: int, tokens: int | None) -> str:
     if tokens is None:
         calls, make, take, a_pass, many = method, "makes", "takes", "pass", "passes"
     else:
-        calls, make, take = f"calls of {method} with {_count(tokens, 'token')}", "make", "take"
+        plural = "" if tokens == 1 else "s"
+        calls, make, take = f"calls of {method} with {tokens:,} token{plural}", "make", "take"
         a_pass, many = "token", "tokens"
     each = max(1, ns) / (tokens or 1)
     if each > 1e9:
@@ -319,19 +312,11 @@ def _rate(method: str, ns: int, tokens: int | None) -> str:
     return f"{calls} {make} {rate} {many} a second"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, str]:
     """The words that say whether streaming pays, and a clause about the best other policy if it is faster."""
     if not policies:
-        return (
-            "No other way fits, as each holds all that the forward keeps"
-            if plan.produced
-            else "This plan streams",
-            "",
-        )
+        alone = "No other way fits, as each holds all that the forward keeps"
+        return alone if plan.produced else "This plan streams", ""
     name = min(policies, key=lambda policy: policies[policy])
     host, way = host_beside(plan.hardware), f"the policy {name!r} would be"
     if name == REST and host is not None:
@@ -390,10 +375,8 @@ def _copied(plan: Decisions) -> str:
     brought = f"{format_size(plan.streamed_bytes)} a pass at {_gigabytes(hardware.link_bytes_per_s)}"
     if not plan.written_bytes:
         return brought
-    rate, beside = (
-        hardware.write_bytes_per_s or hardware.link_bytes_per_s,
-        "beside" if hardware.duplex else "and",
-    )
+    rate = hardware.write_bytes_per_s or hardware.link_bytes_per_s
+    beside = "beside" if hardware.duplex else "and"
     return f"{brought} in, {beside} {format_size(plan.written_bytes)} at {_gigabytes(rate)} out,"
 
 
@@ -435,9 +418,8 @@ def _twice(plan: Decisions) -> str:
 def _replayed(plan: Decisions) -> str:
     """The clause on what would help a plan whose limit is the calling thread."""
     if plan.wrap == "barrier":
-        return (
-            f"a call that is captured and replayed as a graph takes {format_time(replayed_ns(plan))} a pass"
-        )
+        time = format_time(replayed_ns(plan))
+        return f"a call that is captured and replayed as a graph takes {time} a pass"
     return (
         "larger batches give each launch more to do; with wrap='barrier', calls can be captured and replayed "
         "as graphs, each of which is one launch"
