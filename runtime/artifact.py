@@ -293,10 +293,8 @@ def _compile(
 ) -> inductor.Compiled:
     programs = annotated.programs if values is None else with_small_values(annotated, values)
     below = "64KiB" if resident_below is None else resident_below
-    smallest = parse_size(below, name="resident_below") if below else 0
-    return inductor.lower(
-        annotated.payload, programs, options=options, resident_below=smallest, by_units=True
-    )
+    nbytes = parse_size(below, name="resident_below") if below else 0
+    return inductor.lower(annotated.payload, programs, options=options, resident_below=nbytes, by_units=True)
 
 
 def _open(weights: Paths | None, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:
@@ -376,11 +374,8 @@ class _Writer:
         total = sum(storages[s].nbytes for s in chosen)
         report = count_bytes(self._progress, "hashing weights in place", total)
         for s in chosen:
-            digest, phase = (
-                hash_storage(storages[s], files, folder, progress=report),
-                self._phase(storages[s]),
-            )
-            storages[s] = replace(storages[s], sha256=digest, phase=phase)
+            digest = hash_storage(storages[s], files, folder, progress=report)
+            storages[s] = replace(storages[s], sha256=digest, phase=self._phase(storages[s]))
 
     def _entry(self, s: int) -> PackEntry:
         storage = self._storages[s]

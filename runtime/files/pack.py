@@ -126,7 +126,7 @@ def _place(entries: Sequence[PackEntry], *, dense: bool) -> tuple[list[int], lis
     return offsets, pads, _pad_to(position, 1 if dense else BLOCK, pads)
 
 
-def check_space(folder: Path, nbytes: int, *, dense: bool = False) -> None:
+def check_space(folder: Path, nbytes: int, *, dense: bool) -> None:
     """Raise SourceError unless the disk of `folder` has `nbytes` available; `dense` as in `write_packed`."""
     try:
         status = os.statvfs(folder)
