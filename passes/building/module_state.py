@@ -122,18 +122,20 @@ def of_class(kind: type) -> Holder:
     return Holder(partial(join, kind.__qualname__), read, write)
 
 
-def of_names(module: str, known: dict[str, Any], names: Collection[str]) -> Holder:
+def of_names(module: str, definitions: dict[str, Any], names: Collection[str]) -> Holder:
     """Return the holder of global names of a module that are no definitions."""
 
     def read() -> Contents:
         return {
-            name: known[name] for name in names if name in known and not isinstance(known[name], DEFINITIONS)
+            name: definitions[name]
+            for name in names
+            if name in definitions and not isinstance(definitions[name], DEFINITIONS)
         }
 
     def write(was: Contents) -> None:
         for name in read().keys() - was.keys():
-            del known[name]
-        known.update(was)
+            del definitions[name]
+        definitions.update(was)
 
     return Holder(partial(join, module), read, write)
 

@@ -735,16 +735,16 @@ class Decisions:
     @property
     def confidence(self) -> Confidence:
         """How far the predicted times can be trusted, and why."""
-        known = self.hardware.note.removesuffix(UNEVEN).removesuffix("; ")
-        if not known.startswith(MEASURED):
-            return Confidence("assumed", f"{known or 'figures that were given'}; none of it was measured")
+        source = self.hardware.note.removesuffix(UNEVEN).removesuffix("; ")
+        if not source.startswith(MEASURED):
+            return Confidence("assumed", f"{source or 'figures that were given'}; none of it was measured")
         doubts = [UNEVEN] if self.hardware.uneven else []
         if self.written_bytes and self.hardware.write_bytes_per_s is None:
             doubts.append("writes are taken to be as fast as reads")
         if doubts:
-            return Confidence("doubtful", "; ".join([*doubts, known]))
+            return Confidence("doubtful", "; ".join([*doubts, source]))
         modelled = any(trace.times == "modelled" for trace in self.traces)
-        return Confidence("measured", known + "; times of compute follow from these rates" * modelled)
+        return Confidence("measured", source + "; times of compute follow from these rates" * modelled)
 
     @property
     def ratio(self) -> float | None:

@@ -140,17 +140,17 @@ def _units(payload: Payload) -> Iterator[str]:
                 yield f"$.probes[{i}].units: expected none, as $.lowering is {payload.lowering!r}"
         return
     orders = {order.graph: (str(i), order.units) for i, order in enumerate(payload.probes)}
-    for j, trace in enumerate(payload.traces):
+    for i, trace in enumerate(payload.traces):
         sparse = [k for k, step in enumerate(trace.steps) if step.sparse]
         place, units = orders.get(trace.graph, ("of its graph", ()))
         if sorted(k for k in units if k != -1) != sparse:
             yield (
-                f"$.probes[{place}].units: expected once each of the steps {sparse} of $.traces[{j}] that "
+                f"$.probes[{place}].units: expected once each of the steps {sparse} of $.traces[{i}] that "
                 f"read by units, and -1 otherwise, got {list(units)}"
             )
         for k in sparse:
             if len(trace.steps[k].sparse) > 1:
-                yield f"$.traces[{j}].steps[{k}].sparse: expected one read by units a step of compiled code"
+                yield f"$.traces[{i}].steps[{k}].sparse: expected one read by units a step of compiled code"
 
 
 def _files(payload: Payload) -> Iterator[str]:

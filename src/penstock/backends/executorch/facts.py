@@ -413,17 +413,17 @@ def _named(tensors: Mapping[str, Weight], regions: Sequence[RegionProgram]) -> d
     return named
 
 
-def aliases_of(known: Mapping[str, Weight], methods: Mapping[str, MethodFacts]) -> list[Weight]:
+def aliases_of(by_fqn: Mapping[str, Weight], methods: Mapping[str, MethodFacts]) -> list[Weight]:
     """The weights that are other names of known ones."""
     aliases: dict[str, Weight] = {}
     for facts in methods.values():
         memory: dict[int, Weight] = {}
         for alias in facts.aliases:
-            if alias.fqn in known:
-                memory.setdefault(alias.part.storage, known[alias.fqn])
+            if alias.fqn in by_fqn:
+                memory.setdefault(alias.part.storage, by_fqn[alias.fqn])
         for alias in facts.aliases:
             weight = memory.get(alias.part.storage)
-            if weight is not None and alias.fqn not in known:
+            if weight is not None and alias.fqn not in by_fqn:
                 part = replace(alias.part, storage=weight.parts[0].storage)
                 aliases[alias.fqn] = Weight(alias.fqn, alias.role, weight.device, (part,))
     return list(aliases.values())
