@@ -70,6 +70,10 @@ class MemorySplit:
         reserved: Bytes that the caller needs.
         others: Bytes that other processes use.
         trained: Bytes of trained parameters, their gradients and two moments of AdamW.
+
+    Example:
+        >>> print(program.split_memory("1GB"))  # doctest: +ELLIPSIS
+        of ... device memory: ... for weights
     """
 
     total: int

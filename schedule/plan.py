@@ -54,7 +54,13 @@ class Plan(Decisions):
         return f"{resident}{total} resident{units}, {streamed} streamed a pass{written}, budget {budget}"
 
     def to_json(self) -> str:
-        """Return the plan as JSON, which docs/payload.md specifies."""
+        """Return the plan as JSON, which docs/payload.md specifies.
+
+        Example:
+            >>> import json
+            >>> json.loads(plan.to_json())["budget"]
+            33280
+        """
         return encode(self).decode()
 
     def save_report(self, path: str | PathLike[str], *, force: bool = False) -> None:

@@ -379,6 +379,13 @@ def bind(
     Raises:
         SourceError: A weight is missing, or of another dtype or shape; the program has no use for a tensor;
             or a pattern matches nothing.
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> save_file(model.state_dict(), "mlp.safetensors")
+        >>> bound = penstock.bind(exported, "mlp.safetensors")
+        >>> torch.equal(bound.module()(x), model(x))
+        True
     """
     opened = open_checkpoint(checkpoint, only)
     ignore = _ignored(ignore, opened)

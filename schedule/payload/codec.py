@@ -413,6 +413,10 @@ class Payload:
 
         Raises:
             PayloadError: `from_bytes` would refuse the payload.
+
+        Example:
+            >>> penstock.Payload.from_bytes(program.payload.to_bytes()) == program.payload
+            True
         """
         check_payload(self, "the payload to be written")
         return encode(self)
@@ -440,7 +444,12 @@ class Payload:
         return plain_weights(self.weights)
 
     def storage_names(self) -> tuple[str, ...]:
-        """Return, for each storage, the name of the first weight or part that lies in it, for messages."""
+        """Return, for each storage, the name of the first weight or part that lies in it, for messages.
+
+        Example:
+            >>> program.payload.storage_names()[:2]
+            ('0.weight', '0.bias')
+        """
         names: dict[int, str] = {}
         for weight in self.weights:
             for part in weight.parts:
@@ -478,7 +487,18 @@ class Payload:
         return read_graph(self)
 
     def trace_for(self, graph: int) -> Trace:
-        """Return the trace of method number `graph`. Raises PayloadError if there is none."""
+        """Return the trace of a method.
+
+        Args:
+            graph: The number of the method.
+
+        Raises:
+            PayloadError: There is none.
+
+        Example:
+            >>> len(program.payload.trace_for(0).steps)
+            4
+        """
         for trace in self.traces:
             if trace.graph == graph:
                 return trace

@@ -132,6 +132,11 @@ def to_dot(graph: networkx.DiGraph) -> str:
 
     Args:
         graph: What `Plan.event_graph` or `Program.read_graph` returns.
+
+    Example:
+        >>> from penstock.schedule.report.graphs import to_dot
+        >>> to_dot(plan.event_graph()).splitlines()[0]
+        'digraph penstock {'
     """
     numbers = {node: number for number, node in enumerate(graph)}
     lines = []
@@ -146,7 +151,11 @@ def to_dot(graph: networkx.DiGraph) -> str:
 
 
 def to_json(graph: networkx.DiGraph) -> str:
-    """Return a `graph` of penstock's as node-link JSON, which `networkx.node_link_graph` reads."""
+    """Return a graph of penstock's as node-link JSON, which `networkx.node_link_graph` reads.
+
+    Args:
+        graph: As for `to_dot`.
+    """
     import networkx
 
     return json.dumps(networkx.node_link_data(graph, edges="edges"), indent=1) + "\n"

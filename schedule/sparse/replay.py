@@ -319,9 +319,9 @@ def simulated_calls(plan: Decisions, profile: Profile) -> tuple[Call, ...]:
     reads, driven = driven_by.routes.reads, Driven(driven_by, plan.pool)
     changes = driven.changes(Residency(plan.pool, driven_by.traces), ahead=True)
     numbered = zip(count(), driven_by.routes.calls, changes, strict=False)
-    recorded = (made for made in numbered if made[1])
+    recorded = (call for call in numbered if call[1])
     calls: list[Call] = []
-    for graph, in_a_row in groupby(recorded, lambda made: reads[made[1][0].read].graph):
+    for graph, in_a_row in groupby(recorded, lambda call: reads[call[1][0].read].graph):
         calls += _in_a_row(plan, driven, graph, list(in_a_row))
     return tuple(calls)
 

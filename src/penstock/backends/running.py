@@ -180,6 +180,15 @@ class LoadedPayload:
     Attributes:
         payload: The facts of the program.
         plan: The plan that it runs.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> backend = penstock.backends.fx.FxBackend(pathlib.Path(tempfile.mkdtemp()))
+        >>> graph = backend.lower(backend.annotate(exported)["forward"])
+        >>> with backend.load(backend.payload(), "50%") as weights:
+        ...     output = weights.bind(graph)(x)
+        >>> weights.stats.passes, weights.plan.budget
+        (1, 33280)
     """
 
     def __init__(
