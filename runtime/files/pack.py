@@ -220,11 +220,8 @@ def _header(entries: Sequence[PackEntry], offsets: Sequence[int], pads: Sequence
             "data_offsets": (offset, offset + packed.nbytes),
         }
     for number, (start, stop) in enumerate(pads):
-        fields[f"{PAD_PREFIX}{number}"] = {
-            "dtype": "U8",
-            "shape": (stop - start,),
-            "data_offsets": (start, stop),
-        }
+        pad = {"dtype": "U8", "shape": (stop - start,), "data_offsets": (start, stop)}
+        fields[f"{PAD_PREFIX}{number}"] = pad
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(PREFIX_BYTES + len(text)) % BLOCK)
     return len(text).to_bytes(PREFIX_BYTES, "little") + text
