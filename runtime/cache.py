@@ -33,8 +33,7 @@ from typing import Literal
 from penstock._version import __version__
 from penstock.runtime.files.artifact_files import artifact_digest
 from penstock.runtime.files.safetensors_file import close_read, reading
-from penstock.runtime.system.atomic import remove_folder
-from penstock.runtime.system.ownership import can_others_write, make_private
+from penstock.runtime.system.atomic import can_others_write, make_private, remove_folder
 from penstock.schedule.atomic_file import (
     is_unfinished,
     remove_stale,

@@ -110,7 +110,8 @@ def layouts_kept(*, differentiated: bool = False) -> Iterator[None]:
         self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         other = differentiated and func in _OTHER_GRADIENTS
-        if _writes(func, args) and (other or not _is_kept(func, args, kwargs)):
+        writes = is_in_place(func) and isinstance(args[0], FunctionalTensor)
+        if writes and (other or not _is_kept(func, args, kwargs)):
             functional = dispatch(self, as_function(_with_numbers(func, args)), types, args, kwargs)
             args[0].replace_(functional.from_functional())
             args[0].commit_update()
@@ -122,10 +123,6 @@ def layouts_kept(*, differentiated: bool = False) -> Iterator[None]:
 
     with mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", run_or_keep):
         yield
-
-
-def _writes(operator: Any, args: Any) -> bool:
-    return is_in_place(operator) and isinstance(args[0], FunctionalTensor)
 
 
 def _with_numbers(operator: OpOverload, args: Any) -> OpOverload:

@@ -467,14 +467,12 @@ def tell_inlined(compiled: Compiled) -> Compiled:
     compiler made from weights, to which nothing could be bound.
     """
     payload, programs, bound = compiled.payload, compiled.programs, compiled.bound
-    used = {
-        str(spec.target)
-        for program in programs.values()
-        for spec in program.graph_signature.input_specs
-        if spec.kind is not InputKind.USER_INPUT and _is_used(program, spec.arg.name)
-    }
-    known = {weight.fqn for weight in payload.tensors}
-    for name in sorted(bound - known):
+    used: set[str] = set()
+    for program in programs.values():
+        named = {node.name for node in placeholders_of(program.graph) if node.users}
+        specs = (spec for spec in program.graph_signature.input_specs if spec.arg.name in named)
+        used.update(str(spec.target) for spec in specs if spec.kind is not InputKind.USER_INPUT)
+    for name in sorted(bound - {weight.fqn for weight in payload.tensors}):
         raise PassError(
             f"the compiler made a constant {name!r} of its own from the program's weights: "
             "clone small views of large weights in the model"
@@ -505,10 +503,6 @@ def _check_values(weight: Weight, programs: Mapping[str, ExportedProgram]) -> No
                 f"the compiler copied weight {weight.fqn!r} into the code, but it has no values: give this "
                 "tensor real ones before compiling"
             )
-
-
-def _is_used(program: ExportedProgram, name: str) -> bool:
-    return any(node.op == "placeholder" and node.name == name and node.users for node in program.graph.nodes)
 
 
 def _fqn_among(streamed: Mapping[str, int]) -> Callable[[fx.Node], str | None]:

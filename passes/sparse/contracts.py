@@ -292,7 +292,8 @@ def sparse_reads(
         if _reads_twice(node, memory):
             continue
         view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
-        if view is not None and _is_index(contract, index.meta["val"]):
+        dtypes = _INTEGERS if contract.ends else _INTEGERS[:2]
+        if view is not None and index.meta["val"].dtype in dtypes:
             route = routes.setdefault((index, contract.ends), len(routes))
             asked = contract.asked(node, view.shape[0])
             read = SparseRead(view, str(node.target), route, asked)
@@ -391,10 +392,6 @@ def _reads_twice(node: fx.Node, memory: int) -> bool:
     """Tells whether more than one argument of a node is of a storage, so that it is read whole as well."""
     operands = (leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node))
     return sum(memory in storages_of(operand.meta.get("val")) for operand in operands) > 1
-
-
-def _is_index(contract: Contract, index: torch.Tensor) -> bool:
-    return index.dtype in _INTEGERS[:2] if not contract.ends else index.dtype in _INTEGERS
 
 
 def _view(tensor: torch.Tensor, input: torch.Tensor, part: Part) -> Part | None:

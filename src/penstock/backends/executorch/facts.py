@@ -169,7 +169,8 @@ def with_own_uses(exported: ExportedProgram, least: int) -> ExportedProgram:
 
     Copies of fewer than `least` bytes are computed once, and passed on.
     """
-    if any(_writes(node) for node in exported.graph.nodes):
+    operators = [node.target for node in exported.graph.nodes if isinstance(node.target, OpOverload)]
+    if any(operator._schema.is_mutable for operator in operators):
         exported = _without_writes(exported)
     result = copy_program(exported)
     result._graph_signature = copy.copy(exported.graph_signature)
@@ -196,10 +197,6 @@ def _is_tensors(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(element is None or isinstance(element, torch.Tensor) for element in value)
     return isinstance(value, torch.Tensor)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 @kept_torch_state()

@@ -96,11 +96,9 @@ def _print_measured(figures: Sequence[Measurement]) -> None:
     used = [figure for figure in figures if figure.is_fresh(time.time())]
     if doubts := [(figure, ", ".join(figure.doubts())) for figure in used if any(figure.doubts())]:
         console.print_sentences([_DOUBTFUL])
-        console.print_sentences([f"{_named(figure)} {why}" for figure, why in doubts], indent="  ")
-
-
-def _named(figure: Measurement) -> str:
-    return figure.subject.title + (f" of {figure.subject.what}" if figure.subject.where else "")
+        for figure, why in doubts:
+            of_file = f" of {figure.subject.what}" if figure.subject.where else ""
+            console.print_sentences([f"{figure.subject.title}{of_file} {why}"], indent="  ")
 
 
 def _subject(figure: Measurement) -> tuple[str, str, str]:

@@ -286,16 +286,15 @@ def put_packed(
             )
         dtype = computes_in or weights[fqn].dtype
         packing = Packing(method, tuple(names.items()), tuple(weights[fqn].shape), dtype)
-        parts = {part: _without_memory(stored[name]) for part, name in names.items()}
+        parts = {}
+        for part, name in names.items():
+            part_dtype = getattr(torch, TORCH_NAMES[stored[name].dtype])
+            parts[part] = torch.empty(stored[name].shape, dtype=part_dtype, device="meta")
         layer._parameters[key] = nn.Parameter(PackedWeight(parts, packing), requires_grad=False)
         if computes_in is not None:
             layer.__class__ = Linear4bit
         if activations is not None and isinstance(layer, nn.Linear):
             layer.register_forward_pre_hook(activations)
-
-
-def _without_memory(tensor: StoredTensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=getattr(torch, TORCH_NAMES[tensor.dtype]), device="meta")
 
 
 def names_of_packed(module: nn.Module) -> dict[str, tuple[str, ...]]:
