@@ -310,11 +310,6 @@ def _open(weights: Paths | None, annotated: Annotated, rename: Rename, *, pack: 
     return checkpoint
 
 
-def _is_whole(storage: Storage) -> bool:
-    """Tells whether extents have every byte of a storage, and it has some."""
-    return 0 < storage.nbytes == sum(extent.nbytes for extent in storage.extents)
-
-
 class _Writer:
     """Decides for each storage where its bytes come from, and writes those that must be written.
 
@@ -342,7 +337,9 @@ class _Writer:
 
     def write_weights(self, folder: Path) -> Payload:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
-        in_place = [s for s, storage in enumerate(self._storages) if self._in_place and _is_whole(storage)]
+        in_files = [sum(extent.nbytes for extent in storage.extents) for storage in self._storages]
+        whole = [s for s, nbytes in enumerate(in_files) if 0 < nbytes == self._storages[s].nbytes]
+        in_place = whole if self._in_place else []
         packed = [s for s in _packing_order(self._payload) if s not in set(in_place)]
         packed = [s for s in packed if self._storages[s].nbytes and self._storages[s].kind != "produced"]
         storages = list(self._storages)

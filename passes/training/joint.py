@@ -78,10 +78,11 @@ def align(
             behind.add(node)
         key = None if node in behind else keys.key(node, here)
         twin = twins.get(key) if key is not None else None
-        if twin is not None and _is_same_attribute(node, twin):
+        is_attribute = node.op == "get_attr"
+        if twin is not None and (not is_attribute or is_equal(_attribute(node), _attribute(twin))):
             here[node] = twin
             continue
-        if node not in behind and node.op != "get_attr" and node.is_impure():
+        if node not in behind and not is_attribute and node.is_impure():
             raise PassError(
                 f"{node.target} has an effect, and the traces for several sets of losses do not agree on it: "
                 "compile the sets one by one"
@@ -118,10 +119,6 @@ def _copied(graph_module: fx.GraphModule, node: fx.Node, here: Mapping[fx.Node, 
         setattr(graph_module, f"{name}_{number}", _attribute(node))
         copied.target = f"{name}_{number}"
     return copied
-
-
-def _is_same_attribute(node: fx.Node, other: fx.Node) -> bool:
-    return node.op != "get_attr" or is_equal(_attribute(node), _attribute(other))
 
 
 def _attribute(node: fx.Node) -> Any:

@@ -300,7 +300,9 @@ def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
     name = f"{spec.kind.name.lower()} {spec.target or spec.arg.name!r}"
     if spec.kind not in _ROLES or spec.target is None:
         raise PassError(f"{name} is not a tensor and cannot be a weight: export the model without it")
-    values = exported.constants if _is_constant(spec) else exported.state_dict
+    not_saved = spec.kind is InputKind.BUFFER and not spec.persistent
+    is_constant = spec.kind is InputKind.CONSTANT_TENSOR or not_saved
+    values = exported.constants if is_constant else exported.state_dict
     tensor = values.get(spec.target)
     if not isinstance(tensor, torch.Tensor):
         raise PassError(f"{name} has no value in the exported program: export the model again")
@@ -320,11 +322,6 @@ def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
             "make it dense (to_dense, dequantize, resolve_conj) before exporting"
         )
     return tensor
-
-
-def _is_constant(spec: InputSpec) -> bool:
-    """Tells whether export keeps the value outside the state dict."""
-    return spec.kind is InputKind.CONSTANT_TENSOR or (spec.kind is InputKind.BUFFER and not spec.persistent)
 
 
 def _refuse_hidden_tensors(graph_module: fx.GraphModule) -> None:
@@ -371,7 +368,9 @@ def refuse_lost_values(exported: ExportedProgram) -> ExportedProgram:
     """
     values = {name: value for name, value in exported.state_dict.items() if _is_real(value)}
     lost = next(_on_top_of_one_another(values), None)
-    if lost is None and values and _has_fake_inputs(exported) and all(map(_is_zero, values.values())):
+    inputs = pytree.tree_leaves(exported.example_inputs)
+    is_fake = any(isinstance(leaf, FakeTensor) for leaf in inputs)
+    if lost is None and values and is_fake and all(map(_is_zero, values.values())):
         lost = next(iter(values))
     if lost is not None:
         raise PassError(
@@ -394,10 +393,6 @@ def _on_top_of_one_another(values: Mapping[str, torch.Tensor]) -> Iterator[str]:
 def _is_real(value: object) -> bool:
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     return plain and isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided
-
-
-def _has_fake_inputs(exported: ExportedProgram) -> bool:
-    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(exported.example_inputs))
 
 
 def _is_zero(value: torch.Tensor) -> bool:

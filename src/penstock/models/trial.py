@@ -204,10 +204,8 @@ def _generated(method: Method, sizes: Mapping[str, int], seed: int) -> list[Any]
             )
     generator = torch.Generator().manual_seed(seed)
     try:
-        return [
-            _constant(leaf) if leaf.value is not None else _random(leaf, chosen, generator)
-            for leaf in method.inputs
-        ]
+        inputs = method.inputs
+        return [_random(x, chosen, generator) if x.value is None else _constant(x) for x in inputs]
     except (RuntimeError, TypeError, ValueError) as error:  # raised for sizes that no tensor can have
         raise StreamError(
             f"inputs of the sizes {chosen} cannot be made ({str(error).splitlines()[0]}): "

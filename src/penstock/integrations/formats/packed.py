@@ -113,9 +113,8 @@ def _fits_nf4(shapes: Shapes, shape: tuple[int, ...]) -> bool:
 def _fits_fp8(shapes: Shapes, shape: tuple[int, ...]) -> bool:
     scale = shapes["scale"]
     divides = all(n and not size % n for n, size in zip(scale, shape, strict=False))
-    return (
-        len(shape) == 2 and shapes["qdata"] == shape and (prod(scale) == 1 or (len(scale) == 2 and divides))
-    )
+    scales = prod(scale) == 1 or (len(scale) == 2 and divides)
+    return len(shape) == 2 and shapes["qdata"] == shape and scales
 
 
 def _fits_mxfp4(shapes: Shapes, shape: tuple[int, ...]) -> bool:
