@@ -89,10 +89,6 @@ class Storage:
         sha256: The hash of the bytes; None if it is not known.
         phase: The address, modulo ALIGNMENT, at which a CPU computes on it. A tensor in a library's file that
             is used in place keeps the phase of the library's mapping, and so the library's last bits.
-
-    Example:
-        >>> program.payload.storages[0].nbytes
-        16384
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -359,11 +355,6 @@ class Trace:
         tail_work: The work from which `tail_ns` is modelled.
         follows: The number of the method whose call comes before each call of this one; None if that is this
             one.
-
-    Example:
-        >>> step = plan.traces[0].steps[0]
-        >>> [program.payload.storage_names()[s] for s in step.reads]
-        ['0.weight', '0.bias']
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -429,10 +420,6 @@ class Method:
         graph: The number that the method's probes carry.
         inputs: The leaves in pytree order.
         symbols: The symbols in their shapes.
-
-    Example:
-        >>> [(leaf.name, leaf.shape) for leaf in program.payload.methods[0].inputs]
-        [('input', (2, 64))]
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -497,11 +484,6 @@ class Hardware:
         duplex: Whether the link carries both directions at once, each at its own rate.
         host_step_ns: Nanoseconds in which the calling thread launches one streamed step on a device: its
             waits, its copy and its events. 0 on a CPU, where the steps have that time.
-
-    Example:
-        >>> from penstock.schedule.facts.hardware import find_hardware
-        >>> find_hardware("h200").copy_ns(1 << 30) > 0
-        True
     """
 
     __pydantic_config__: ClassVar = STRICT
