@@ -60,8 +60,8 @@ def quiet():
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         yield
-    torch._dynamo.reset()
-    gc.collect()
+        torch._dynamo.reset()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
